@@ -36,7 +36,7 @@ from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
+from moeserve.ops.inputs import GroupInputs, LayerCache, Positions, StepInputs
 from moeserve.ops.pick import pick_ops
 from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.ubatches import UBatchRunner
@@ -259,7 +259,13 @@ def step_inputs(counts: I32, start: int) -> StepInputs:
     ids = torch.randint(0, 4096, (len(rows),), generator=torch.Generator().manual_seed(1))
     on_device = torch.from_numpy(starts), torch.from_numpy(offsets)
     return StepInputs(
-        ids, torch.from_numpy(positions), (group,), torch.arange(0), offsets, starts, on_device
+        ids,
+        Positions.of_text(torch.from_numpy(positions)),
+        (group,),
+        torch.arange(0),
+        offsets,
+        starts,
+        on_device,
     )
 
 

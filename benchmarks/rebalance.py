@@ -41,6 +41,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, moved, rank_loads, solve
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.rules import RouterRule
 from moeserve.runner.experts import ExpertStore
@@ -231,7 +232,7 @@ def _step(
         # The maps send rows to the other rank after the move; the cost of a step must not depend on
         # that here.
         layer.to_physical = _HERE
-        x_TD = layer(x_TD, len(x_TD), ubatch)
+        x_TD = layer(x_TD, RowContext(len(x_TD)), ubatch)
     return time.perf_counter() - began_s
 
 

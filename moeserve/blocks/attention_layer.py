@@ -21,7 +21,15 @@ from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.ops.attention import CONTEXT, QUERY_BLOCK, SCORES, TILE, padded_context
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import Cut, HeadShape, LayerCache, RopeCacheInputs, StepInputs
+from moeserve.ops.inputs import (
+    Cut,
+    HeadShape,
+    LayerCache,
+    Positions,
+    RopeCacheInputs,
+    RowContext,
+    StepInputs,
+)
 from moeserve.ops.table import Ops
 
 
@@ -67,9 +75,9 @@ class QueryScales:
         steps = torch.arange((max_position + scale.first) // scale.every + 1).double()
         self._table = (1 + scale.slope * torch.log1p(steps)).float().to(device)
 
-    def __call__(self, positions_T: Tensor) -> Tensor:
+    def __call__(self, positions: Positions) -> Tensor:
         """Returns the factors [T, 1, 1]."""
-        steps_T = torch.div(positions_T + self._first, self._every, rounding_mode="floor")
+        steps_T = torch.div(positions.text_T + self._first, self._every, rounding_mode="floor")
         return self._table.index_select(0, steps_T)[:, None, None]
 
 
@@ -85,13 +93,13 @@ class PrepareAttention:
     rotary: RotaryTable
     scales: QueryScales | None = None
 
-    def __call__(self, step: StepInputs, positions_T: Tensor) -> AttentionStep:
+    def __call__(self, step: StepInputs, positions: Positions) -> AttentionStep:
         """Looks the angles up and plans attention."""
         at = RopeCacheInputs(
-            *self.rotary.of_heads(positions_T), step.groups[self.group].slot_mapping_T
+            *self.rotary.of_heads(positions), step.groups[self.group].slot_mapping_T
         )
         plan = self.plan_rows if step.cut else self.plan_rows(step)
-        scale_T11 = None if self.scales is None else self.scales(positions_T)
+        scale_T11 = None if self.scales is None else self.scales(positions)
         return AttentionStep(at, plan, self.shape.num_heads * self.shape.v_dim, step.cut, scale_T11)
 
     def plan_rows(self, step: StepInputs) -> Any:
@@ -162,18 +170,22 @@ class AttentionLayer:
             )
 
     def __call__(
-        self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int
+        self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
         """Returns the attention block's output [T, D]; writes the new keys and values to `cache`
         first.
         """
         if self.block is not None:
             y = self.block(x_TD, step.at, cache, step.plan)
-            return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
-        qkv = self.qkv(x_TD)
+            return (
+                y
+                if self.tp.size == 1
+                else self.out(self.tp.gather_columns(y, context.channel), context)
+            )
+        qkv = self.qkv(x_TD, context)
         normed = None
         if self.full_norms is not None:
-            normed = self._normalise_fully(qkv, self.full_norms, channel)
+            normed = self._normalise_fully(qkv, self.full_norms, context)
         q_THd = self.ops.qk_norm_rope_cache(qkv, self.rule, step.at, cache, normed)
         if step.scale_T11 is not None:
             q_THd = (q_THd * step.scale_T11).to(q_THd.dtype)
@@ -181,11 +193,11 @@ class AttentionLayer:
         if self.spec.value_scale != 1.0:
             attended = attended * self.spec.value_scale
         if self.gate is not None:
-            attended = self.ops.sigmoid_mul(attended, self.gate(x_TD))
-        return self.out(self.tp.gather_columns(attended, channel), channel)
+            attended = self.ops.sigmoid_mul(attended, self.gate(x_TD, context))
+        return self.out(self.tp.gather_columns(attended, context.channel), context)
 
     def _normalise_fully(
-        self, qkv_TN: Tensor, weights: tuple[Tensor, Tensor], channel: int
+        self, qkv_TN: Tensor, weights: tuple[Tensor, Tensor], context: RowContext
     ) -> Tensor:
         """Queries and keys in fp32, after norms over all ranks' heads: those are gathered, since a
         sum of the ranks' sums would round differently."""
@@ -195,7 +207,7 @@ class AttentionLayer:
         dim = self.spec.head_dim
         holders = max(1, size // self.spec.num_kv_heads)  # ranks that have the same keys
         gathered = self.tp.gather_columns(
-            qkv_TN[:, : (heads + self.rule.num_kv_heads) * dim].contiguous(), channel
+            qkv_TN[:, : (heads + self.rule.num_kv_heads) * dim].contiguous(), context.channel
         )
         all_TRHd = gathered.view(len(gathered), size, -1, dim)
         parts = all_TRHd[:, :, :heads], all_TRHd[:, ::holders, heads:]

@@ -15,7 +15,7 @@ from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoEPlan
-from moeserve.ops.linear import Linear
+from moeserve.ops.linear import LinearMethod
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
@@ -54,7 +54,7 @@ class Builder:
         table: RotaryTable = self.shared(("rotary", rope, dim), make)
         return table
 
-    def linear(self, name: str) -> Linear:
+    def linear(self, name: str) -> LinearMethod:
         """Packs the weight `name` and its bias, if there is one."""
         return self.ops.pack_linear(self.params.pop(name), self.params.pop(name + "_bias", None))
 
@@ -64,7 +64,9 @@ class Builder:
         """A product whose columns are sharded; `name` holds this rank's columns."""
         return ColumnLinear(self.part(name, num_columns, tp or self.tp), num_columns, tp or self.tp)
 
-    def part(self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> Linear:
+    def part(
+        self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1
+    ) -> LinearMethod:
         """Returns this rank's columns of such a product, padded to an equal share.
 
         parts: the number of products of num_columns each that lie one below the other.

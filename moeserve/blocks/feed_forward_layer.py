@@ -20,9 +20,11 @@ from moeserve.moe.layer import MoELayer, SharedExpert
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.linear import LARGEST_PAD, padded_rows
 
-FeedForwardLayer = Callable[..., Any]  # (x_T'D, number of real rows, micro-batch) -> T'D
+# (x [T', D], context, micro-batch), and the residual stream where `LayerSpec` says so -> [T', D]
+FeedForwardLayer = Callable[..., Any]
 
 
 def build_feed_forward(spec: Dense | MoE, build: Builder, name: str) -> FeedForwardLayer:
@@ -82,9 +84,9 @@ class DenseLayer:
 
     mlp: GatedMLP
 
-    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
+    def __call__(self, x_TD: Tensor, context: RowContext, ubatch: UBatch) -> Tensor:
         """Returns the block's output [T, D]."""
-        return self.mlp(x_TD, ubatch.index)
+        return self.mlp(x_TD, context)
 
 
 @dataclass(eq=False)
@@ -100,12 +102,12 @@ class DenseBesideExperts:
     experts_post_norm: Norm
 
     def __call__(
-        self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, stream_TD: Tensor
+        self, x_TD: Tensor, context: RowContext, ubatch: UBatch, stream_TD: Tensor
     ) -> Tensor:
         """Returns the block's output [T, D]. x: what the MLP reads."""
-        dense_TD = self.dense_post_norm(self.mlp(x_TD, ubatch.index))
+        dense_TD = self.dense_post_norm(self.mlp(x_TD, context))
         routed_TD = self.moe(
-            self.experts_norm(stream_TD), num_tokens, ubatch, self.router_norm(stream_TD)
+            self.experts_norm(stream_TD), context, ubatch, self.router_norm(stream_TD)
         )
         return dense_TD + self.experts_post_norm(routed_TD)
 

@@ -15,7 +15,7 @@ from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.recurrent_layer import UNIT_EPS, RecurrentLayer, unit_heads, unit_weights
 from moeserve.ops.elementwise import exp
-from moeserve.ops.inputs import LayerCache
+from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.native_recurrent_block import RecurrentRule
 from moeserve.ops.rules import SWIGLU
 
@@ -58,16 +58,16 @@ class GatedDeltaLayer(RecurrentLayer):
                 self.inputs, self.gates, out, rule, *sizes, self.ops.dtype
             )
 
-    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
-            return y if self.tp.size == 1 else self.project_back(y, channel)
+            return y if self.tp.size == 1 else self.project_back(y, context)
         spec = self.spec
         ops = self.ops
         _, values, qk, v = spec.local(self.tp.size)
-        both = self.inputs(x_TD)
-        gates = self.gates(x_TD).float()
+        both = self.inputs(x_TD, context)
+        gates = self.gates(x_TD, context).float()
         y_TC = ops.causal_conv(both[:, : qk + v], self.conv_CK, None, True, cache[:2], step)
         q_TGd, k_TGd = (
             unit_heads(ops, x, weight)
@@ -83,7 +83,7 @@ class GatedDeltaLayer(RecurrentLayer):
         gated = ops.act_mul(torch.cat((both[:, qk + v :].float(), normed), 1), SWIGLU).to(
             x_TD.dtype
         )
-        return self.project_back(gated, channel)
+        return self.project_back(gated, context)
 
     @staticmethod
     def workspace(

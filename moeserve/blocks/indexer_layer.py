@@ -19,8 +19,8 @@ from moeserve.blocks.norm import Norm
 from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.ops.attention import SCORES, padded_context
 from moeserve.ops.elementwise import rotary
-from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
-from moeserve.ops.linear import Linear
+from moeserve.ops.inputs import GroupInputs, LayerCache, Positions, RowContext, StepInputs
+from moeserve.ops.linear import LinearMethod
 from moeserve.ops.selected import (
     QUERIES,
     SPAN,
@@ -58,9 +58,9 @@ class PrepareSelection(PrepareAttention):
 
     top_k: int = 0
 
-    def __call__(self, step: StepInputs, positions_T: Tensor) -> AttentionStep:
+    def __call__(self, step: StepInputs, positions: Positions) -> AttentionStep:
         """Looks the angles up and plans attention, which can be recorded."""
-        return PrepareAttention.__call__(self, replace(step, cut=None), positions_T)
+        return PrepareAttention.__call__(self, replace(step, cut=None), positions)
 
     def plan_rows(self, step: StepInputs) -> SelectedRows:
         """Returns the metadata of a step's rows."""
@@ -126,33 +126,41 @@ class IndexerLayer:
     spec: Indexer
     ops: Ops
     prepare: PrepareSelection
-    queries: Linear
-    keys: Linear
+    queries: LinearMethod
+    keys: LinearMethod
     norm: Norm
-    weights: Linear
+    weights: LinearMethod
 
-    def write(self, x_TD: Tensor, step: AttentionStep, cache: Tensor) -> None:
+    def write(self, x_TD: Tensor, context: RowContext, step: AttentionStep, cache: Tensor) -> None:
         """Writes the tokens' keys, normed and rotated in fp32, to the cache [blocks, block size, 1,
         d].
         """
         cos_T1p, sin_T1p, slot_mapping_T = step.at
         real = len(slot_mapping_T)
-        k_T1d = self.norm(self.keys(x_TD)[:real].float())[:, None]
+        k_T1d = self.norm(self.keys(x_TD, context)[:real].float())[:, None]
         k_T1d = _rotate(k_T1d, cos_T1p[:real], sin_T1p[:real])
         cache.view(-1, self.spec.dim).index_copy_(0, slot_mapping_T, k_T1d[:, 0].to(cache.dtype))
 
-    def choose(self, x_TD: Tensor, narrow_TN: Tensor, step: AttentionStep, cache: Tensor) -> None:
+    def choose(
+        self,
+        x_TD: Tensor,
+        narrow_TN: Tensor,
+        context: RowContext,
+        step: AttentionStep,
+        cache: Tensor,
+    ) -> None:
         """Chooses for the queries that select, for this layer and those that share its choice.
         narrow: compressed queries."""
         rows: SelectedRows = step.plan
         assert rows.selection is not None
         tokens_S = rows.selection.tokens_S
         cos, sin = (table.index_select(0, tokens_S) for table in step.at[:2])
-        q_SJd = self.queries(narrow_TN.index_select(0, tokens_S)).view(
+        chosen = context.select(tokens_S)
+        q_SJd = self.queries(narrow_TN.index_select(0, tokens_S), chosen).view(
             len(tokens_S), -1, self.spec.dim
         )
         q_SJd = _rotate(q_SJd.float(), cos, sin).to(x_TD.dtype)
-        weights_SJ = self.weights(x_TD.index_select(0, tokens_S).float())
+        weights_SJ = self.weights(x_TD.index_select(0, tokens_S).float(), chosen)
         slots_SK = self.ops.index_select(
             q_SJd, weights_SJ, cache, rows.selection, self.ops.pack_heads
         )

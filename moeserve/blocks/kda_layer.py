@@ -13,7 +13,7 @@ from moeserve.blocks.kda import KimiDelta
 from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.recurrent_layer import RecurrentLayer, unit_heads, unit_weights
 from moeserve.ops.elementwise import exp
-from moeserve.ops.inputs import LayerCache
+from moeserve.ops.inputs import LayerCache, RowContext
 
 
 class KimiDeltaLayer(RecurrentLayer):
@@ -38,27 +38,31 @@ class KimiDeltaLayer(RecurrentLayer):
         self.unit = unit_weights(spec.head_dim, self.ops.device)
         self.norm_d = build.fp32(name + "norm")
 
-    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         ops = self.ops
         d = self.spec.head_dim
         heads = self.spec.num_heads // self.tp.size
-        narrow = self.narrow(x_TD)
-        y_TC = ops.causal_conv(self.inputs(x_TD), self.conv_CK, None, True, cache[:2], step)
+        narrow = self.narrow(x_TD, context)
+        y_TC = ops.causal_conv(
+            self.inputs(x_TD, context), self.conv_CK, None, True, cache[:2], step
+        )
         q_TC, k_TC, v_TC = y_TC.chunk(3, 1)
         q_THd, k_THd = (
             unit_heads(ops, x, weight) for x, weight in zip((q_TC, k_TC), self.unit, strict=True)
         )
-        rates_TC = ops.softplus(self.decays(narrow[:, :d].contiguous()).float() + self.dt_bias_C)
+        rates_TC = ops.softplus(
+            self.decays(narrow[:, :d].contiguous(), context).float() + self.dt_bias_C
+        )
         log_decay_THd = rates_TC.view(-1, heads, d) * self.decay_H1
         beta_TH = ops.sigmoid(narrow[:, 2 * d :].float())
         v_THd = v_TC.reshape(-1, heads, d)
         o_THd = ops.recurrence(q_THd, k_THd, v_THd, log_decay_THd, beta_TH, cache[2:], step)
         normed_TC = ops.rms_norm(o_THd.view(-1, d), self.norm_d, self.eps).view(-1, heads * d)
-        gated = ops.sigmoid_mul(normed_TC, self.gates(narrow[:, d : 2 * d].contiguous())).to(
-            x_TD.dtype
-        )
-        return self.project_back(gated, channel)
+        gated = ops.sigmoid_mul(
+            normed_TC, self.gates(narrow[:, d : 2 * d].contiguous(), context)
+        ).to(x_TD.dtype)
+        return self.project_back(gated, context)
 
     @staticmethod
     def workspace(

@@ -21,9 +21,9 @@ from moeserve.blocks.indexer_layer import (
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.rope import half_layout
-from moeserve.ops.inputs import LayerCache
+from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.latent import LatentRule
-from moeserve.ops.linear import Linear
+from moeserve.ops.linear import LinearMethod
 from moeserve.ops.table import Ops
 
 EPS = 1e-6  # of the norms of latents, whatever the other norms have
@@ -34,17 +34,17 @@ class CompressedQueries:
     """Queries through a narrow product and a norm of it: D -> q_rank -> H * (n + p)."""
 
     ops: Ops
-    down: Linear
+    down: LinearMethod
     norm: Tensor
-    up: Linear
+    up: LinearMethod
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, context: RowContext) -> Tensor:
         """Returns the queries [T, H * (n + p)]."""
-        return self.up(self.narrow(x_TD))
+        return self.up(self.narrow(x_TD, context), context)
 
-    def narrow(self, x_TD: Tensor) -> Tensor:
+    def narrow(self, x_TD: Tensor, context: RowContext) -> Tensor:
         """Returns the compressed queries [T, q_rank]."""
-        return self.ops.rms_norm(self.down(x_TD), self.norm, EPS)
+        return self.ops.rms_norm(self.down(x_TD, context), self.norm, EPS)
 
 
 class LatentAttentionLayer:
@@ -74,7 +74,7 @@ class LatentAttentionLayer:
                 build.reorder(name + part, [*range(spec.rank), *(spec.rank + j for j in order)])
         narrow = None
         last_q = build.linear(name + ("q" if spec.q_rank is None else "q_b"))
-        self.queries = last_q
+        self.queries: CompressedQueries | LinearMethod = last_q
         if spec.q_rank is not None:
             narrow = build.linear(name + "q_a"), build.norm(name + "q_norm")
             self.queries = CompressedQueries(ops, *narrow, last_q)
@@ -112,29 +112,33 @@ class LatentAttentionLayer:
             )
 
     def __call__(
-        self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int
+        self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
         """Returns the block's output [T, D]; writes the new latents, and keys of an indexer, to
         `cache` first.
         """
         latent, *index = cache
         if self.indexer is not None:
-            self.indexer.write(x_TD, step, *index)
+            self.indexer.write(x_TD, context, step, *index)
         if self._block is not None and not (self._selects and step.plan.selection):
             plan = step.plan.plain if self._selects else step.plan
             y = self._block(x_TD, step.at, latent, plan)
-            return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
+            return (
+                y
+                if self.tp.size == 1
+                else self.out(self.tp.gather_columns(y, context.channel), context)
+            )
         rank = self.rule.rank
         heads = self.rule.num_heads
         if self.indexer is not None and step.plan.selection:
             assert isinstance(self.queries, CompressedQueries)
-            narrow_TN = self.queries.narrow(x_TD)
-            self._choose(self.indexer, x_TD, narrow_TN, step, *index)
-            q_THe = self.queries.up(narrow_TN)
+            narrow_TN = self.queries.narrow(x_TD, context)
+            self._choose(self.indexer, x_TD, narrow_TN, context, step, *index)
+            q_THe = self.queries.up(narrow_TN, context)
         else:
-            q_THe = self.queries(x_TD)
+            q_THe = self.queries(x_TD, context)
         q_THe = q_THe.view(len(x_TD), heads, -1)
-        kv_TC = self.latents(x_TD)
+        kv_TC = self.latents(x_TD, context)
         q_THC = x_TD.new_empty((len(x_TD), heads, self.spec.entry))
         q_THn = self.ops.latent_rope_cache(q_THe, kv_TC, self.rule, step.at, latent, q_THC)
         self.up(q_THn, out=q_THC[..., :rank])
@@ -142,7 +146,7 @@ class LatentAttentionLayer:
             q_THC = (q_THC * step.scale_T11).to(q_THC.dtype)
         attended = self._attend(step, self.ops, q_THC, (latent, latent[..., :rank]))
         v_Tv = self.down(attended.view(len(x_TD), heads, rank)).flatten(1)
-        return self.out(self.tp.gather_columns(v_Tv, channel), channel)
+        return self.out(self.tp.gather_columns(v_Tv, context.channel), context)
 
     @staticmethod
     def workspace(

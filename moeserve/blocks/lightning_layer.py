@@ -19,7 +19,7 @@ from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.blocks.rope import half_layout
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.ops.elementwise import rotary
-from moeserve.ops.inputs import LayerCache, StepInputs
+from moeserve.ops.inputs import LayerCache, Positions, RowContext, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class PrepareLightning:
     tiles: Prepare
     table: RotaryTable
 
-    def __call__(self, step: StepInputs, positions_T: Tensor) -> LightningStep:
+    def __call__(self, step: StepInputs, positions: Positions) -> LightningStep:
         """Plans the tiles and looks the angles up."""
-        return LightningStep(self.tiles(step, positions_T), *self.table.of_heads(positions_T))
+        return LightningStep(self.tiles(step, positions), *self.table.of_heads(positions))
 
 
 class LightningLayer(RecurrentLayer):
@@ -77,13 +77,15 @@ class LightningLayer(RecurrentLayer):
         self.norm = build.norm(name + "norm")
 
     def __call__(
-        self, x_TD: Tensor, step: LightningStep, cache: LayerCache, channel: int
+        self, x_TD: Tensor, step: LightningStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         ops = self.ops
         heads = len(self.log_decay_H1)
         tokens = len(x_TD)
-        q, k, v = (part.reshape(tokens * heads, -1) for part in self.qkv(x_TD).float().chunk(3, 1))
+        q, k, v = (
+            part.reshape(tokens * heads, -1) for part in self.qkv(x_TD, context).float().chunk(3, 1)
+        )
         q_THd, k_THd = (
             rotary(
                 ops.rms_norm(part, weight, self.eps).view(tokens, heads, -1),
@@ -103,8 +105,8 @@ class LightningLayer(RecurrentLayer):
             step.tiles,
         )
         normed = ops.rms_norm(o_THd.view(-1, len(self.unit)), self.unit, self.eps).view(tokens, -1)
-        gated = ops.sigmoid_mul(normed.mul_(self.norm), self.gate(x_TD)).to(x_TD.dtype)
-        return self.project_back(gated, channel)
+        gated = ops.sigmoid_mul(normed.mul_(self.norm), self.gate(x_TD, context)).to(x_TD.dtype)
+        return self.project_back(gated, context)
 
     @staticmethod
     def workspace(

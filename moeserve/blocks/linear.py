@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import LANES
-from moeserve.ops.linear import Linear
+from moeserve.ops.inputs import RowContext
+from moeserve.ops.linear import LinearMethod
 from moeserve.ops.quantised import Quantised
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
@@ -60,13 +61,13 @@ def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1)
 class ColumnLinear:
     """x [M, K] -> [M, N], whole on every rank; `part` computes this rank's columns."""
 
-    part: Linear
+    part: LinearMethod
     num_columns: int
     tp: TensorParallel
 
-    def __call__(self, x_MK: Tensor, channel: int) -> Tensor:
-        """Returns all columns [M, N]. channel: of the gather between ranks."""
-        return whole(self.part(x_MK), self.num_columns, self.tp, channel)
+    def __call__(self, x_MK: Tensor, context: RowContext) -> Tensor:
+        """Return all columns [M, N]."""
+        return whole(self.part(x_MK, context), self.num_columns, self.tp, context.channel)
 
 
 @dataclass(eq=False, repr=False)
@@ -75,7 +76,7 @@ class GatedMLP:
     of I; or down(act(up(x)))."""
 
     ops: Ops
-    gate_up: Linear
+    gate_up: LinearMethod
     down: ColumnLinear
     inner_size: int
     tp: TensorParallel
@@ -89,18 +90,16 @@ class GatedMLP:
                 self.gate_up, self.down.part, self.activation, self.ops.dtype
             )
 
-    def __call__(self, x_TD: Tensor, channel: int) -> Tensor:
-        """Returns the MLP's output [T, D], whole on every rank. channel: of the gathers between
-        ranks.
-        """
+    def __call__(self, x_TD: Tensor, context: RowContext) -> Tensor:
+        """Return the MLP's output [T, D], whole on every rank."""
         if self.block is not None:
             return self.block(x_TD)
-        y_TD: Tensor = self._run(x_TD, channel)
+        y_TD: Tensor = self._run(x_TD, context)
         return y_TD
 
-    def _all(self, x_TD: Tensor, channel: int) -> Tensor:
-        part_Ti = self.ops.act_mul(self.gate_up(x_TD), self.activation)
-        return self.down(whole(part_Ti, self.inner_size, self.tp, channel), channel)
+    def _all(self, x_TD: Tensor, context: RowContext) -> Tensor:
+        part_Ti = self.ops.act_mul(self.gate_up(x_TD, context), self.activation)
+        return self.down(whole(part_Ti, self.inner_size, self.tp, context.channel), context)
 
 
 class SharedMLP:
@@ -120,12 +119,12 @@ class SharedMLP:
                 torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None
             )
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """Returns the shared expert's output, [T, D]."""
+    def __call__(self, x_TD: Tensor, context: RowContext) -> Tensor:
+        """Return the shared expert's output, [T, D]."""
         rows = x_TD.shape[0]
         if extra := self._ops.pad_rows(rows) - rows:
             x_TD = torch.nn.functional.pad(x_TD, (0, 0, 0, extra))
-        y_TD = self._mlp(x_TD, 0)
+        y_TD = self._mlp(x_TD, context)
         if self._gate is not None:
-            y_TD = (y_TD * self._ops.sigmoid_gate(self._gate(x_TD))).to(x_TD.dtype)
+            y_TD = (y_TD * self._ops.sigmoid_gate(self._gate(x_TD, context))).to(x_TD.dtype)
         return y_TD[:rows] if self._scale == 1.0 else y_TD[:rows] * self._scale

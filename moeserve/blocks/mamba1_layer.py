@@ -14,7 +14,7 @@ from moeserve.blocks.linear import FP32, gathered_bytes, whole
 from moeserve.blocks.mamba1 import Mamba1
 from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.ops.elementwise import exp
-from moeserve.ops.inputs import LayerCache
+from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.rules import SWIGLU, TILE
 
 
@@ -39,23 +39,25 @@ class Mamba1Layer(RecurrentLayer):
         self.skip_C = build.fp32(name + "skip")
         self.norms = [build.norm(f"{name}{part}_norm") for part in ("dt", "b", "c")]
 
-    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         spec = self.spec
         ops = self.ops
         dtype = x_TD.dtype
-        inputs, gates = self.inputs(x_TD).chunk(2, 1)
+        inputs, gates = self.inputs(x_TD, context).chunk(2, 1)
         x_TC = ops.causal_conv(inputs, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
-        selected = self.select(whole(x_TC.to(dtype), spec.channels, self.tp, channel))
+        selected = self.select(
+            whole(x_TC.to(dtype), spec.channels, self.tp, context.channel), context
+        )
         ends = spec.rank, spec.rank + spec.state
         steps_TR, b_TN, c_TN = (
             ops.rms_norm(part.float().contiguous(), weight, self.eps)
             for part, weight in zip(selected.tensor_split(ends, 1), self.norms, strict=True)
         )
-        dt_TC = ops.softplus(self.dt(steps_TR.to(dtype)).float() + self.dt_shift_C)
+        dt_TC = ops.softplus(self.dt(steps_TR.to(dtype), context).float() + self.dt_shift_C)
         y_TC = ops.selective_scan(x_TC, dt_TC, self.a_NC, b_TN, c_TN, self.skip_C, cache[2:], step)
         gated = ops.act_mul(torch.cat((gates.float(), y_TC), 1), SWIGLU).to(dtype)
-        return self.project_back(gated, channel)
+        return self.project_back(gated, context)
 
     @staticmethod
     def workspace(

@@ -14,7 +14,7 @@ from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.ops.elementwise import exp
-from moeserve.ops.inputs import LayerCache
+from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.native_recurrent_block import RecurrentRule
 from moeserve.ops.rules import SWIGLU
 
@@ -51,16 +51,16 @@ class Mamba2Layer(RecurrentLayer):
                 self.inputs, None, out, rule, *sizes, self.ops.dtype
             )
 
-    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
-            return y if self.tp.size == 1 else self.project_back(y, channel)
+            return y if self.tp.size == 1 else self.project_back(y, context)
         spec = self.spec
         ops = self.ops
         groups, heads, inner, shared = spec.local(self.tp.size)
         gate_TI, xBC_TC, dt_TH = torch.split(
-            self.inputs(x_TD), [inner, inner + 2 * shared, heads], 1
+            self.inputs(x_TD, context), [inner, inner + 2 * shared, heads], 1
         )
         xBC_TC = ops.causal_conv(xBC_TC, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
         x_TI, *parts = torch.split(xBC_TC, [inner, shared, shared], 1)
@@ -74,7 +74,7 @@ class Mamba2Layer(RecurrentLayer):
         normed_TI = ops.rms_norm(gated_TI.view(-1, len(self.ones_i)), self.ones_i, self.eps).view(
             gated_TI.shape
         )
-        return self.project_back((normed_TI * self.norm_I).to(x_TD.dtype), channel)
+        return self.project_back((normed_TI * self.norm_I).to(x_TD.dtype), context)
 
     @staticmethod
     def workspace(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeserve.blocks.weights import WeightPlan
-    from moeserve.ops.inputs import HeadShape, LayerCache, StepInputs
+    from moeserve.ops.inputs import HeadShape, LayerCache, Positions, RowContext, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class QueryScale:
 
 # The inputs of one step that layers share: computed once per step from its inputs and the padded
 # tokens' positions.
-Prepare = Callable[["StepInputs", "Tensor"], Any]
+Prepare = Callable[["StepInputs", "Positions"], Any]
 
 
 class MixerLayer(Protocol):
@@ -64,11 +64,10 @@ class MixerLayer(Protocol):
     def prepare(self) -> Prepare:
         """Makes what `__call__` takes as `step`."""
 
-    def __call__(self, x_TD: "Tensor", step: Any, cache: "LayerCache", channel: int) -> "Tensor":
-        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache` first.
-
-        channel: of the gathers between tensor-parallel ranks.
-        """
+    def __call__(
+        self, x_TD: "Tensor", step: Any, cache: "LayerCache", context: "RowContext"
+    ) -> "Tensor":
+        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache` first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.mixer import Prepare
-from moeserve.ops.inputs import StepInputs
+from moeserve.ops.inputs import Positions, RowContext, StepInputs
 from moeserve.ops.table import Ops
 
 UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
@@ -23,7 +23,7 @@ class PrepareTiles:
     ops: Ops
     group: int
 
-    def __call__(self, step: StepInputs, positions_T: Tensor) -> Any:
+    def __call__(self, step: StepInputs, positions: Positions) -> Any:
         """Returns what `ops.causal_conv` and `ops.recurrence` take as `plan`."""
         return self.ops.plan_tiles(step.groups[self.group], step)
 
@@ -43,9 +43,9 @@ class RecurrentLayer:
         )
         self.out = build.columns(name + "out", build.width)
 
-    def project_back(self, y_TN: Tensor, channel: int) -> Tensor:
+    def project_back(self, y_TN: Tensor, context: RowContext) -> Tensor:
         """Returns the block's output [T, D] from this rank's results."""
-        return self.out(self.tp.gather_columns(y_TN, channel), channel)
+        return self.out(self.tp.gather_columns(y_TN, context.channel), context)
 
 
 def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

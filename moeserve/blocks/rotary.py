@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.rope import RopeSpec
+from moeserve.ops.inputs import Positions
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) -> Tensor:
@@ -94,14 +95,15 @@ class RotaryTable:
         self.cos = torch.nn.functional.pad(cos, still, value=1.0).to(device)
         self.sin = torch.nn.functional.pad(sin, still).to(device)
 
-    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of positions, fp32 [T, d / 2] each."""
+        positions_T = positions.text_T
         rows_T = torch.zeros_like(positions_T) if self._same else positions_T
         return self.cos.index_select(0, rows_T), self.sin.index_select(0, rows_T)
 
-    def of_heads(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def of_heads(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of positions as `rotary` of ops/elementwise.py takes them, fp32 [T,
         1, d] each.
         """
-        cos, sin = self(positions_T)
+        cos, sin = self(positions)
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]

@@ -12,7 +12,7 @@ from moeserve.blocks.build import Builder
 from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.blocks.short_conv import ShortConv
-from moeserve.ops.inputs import LayerCache
+from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.rules import TILE
 
 
@@ -28,12 +28,12 @@ class ShortConvLayer(RecurrentLayer):
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.bias_C = build.fp32(name + "conv_bias") if spec.bias else None
 
-    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
         """Returns the block's output [T, D]; writes the convolution's inputs to `cache`."""
-        before_TC, behind_TC, x_TC = self.inputs(x_TD).float().chunk(3, 1)
+        before_TC, behind_TC, x_TC = self.inputs(x_TD, context).float().chunk(3, 1)
         y_TC = self.ops.causal_conv(before_TC * x_TC, self.conv_CK, self.bias_C, False, cache, step)
         gated_TC = (behind_TC * y_TC).to(x_TD.dtype)
-        return self.project_back(gated_TC, channel)
+        return self.project_back(gated_TC, context)
 
     @staticmethod
     def workspace(

@@ -4,7 +4,6 @@ once.
 
 import logging
 from collections.abc import Callable, MutableMapping, Sequence
-from functools import partial
 from typing import Any
 
 from moeserve.blocks.build import Builder
@@ -66,7 +65,7 @@ def build_decoder(
     if spec.tie_embeddings and "lm_head" not in params:
         params["lm_head"] = embed[share(spec.vocab_size, tp.size, tp.rank)]
     columns = build.columns("lm_head", spec.vocab_size)
-    head = columns.part if tp.size == 1 else partial(columns, channel=0)
+    head = columns.part if tp.size == 1 else columns
     decoder = make(spec, ops, embed, layers, build_norm(build, spec, "norm"), head)
     assert not params, f"parameters that nothing uses: {sorted(params)}"
     return decoder

@@ -1,31 +1,31 @@
-"""The decoder of every family here: embed, layers of a mixer and an MLP or experts, norm, LM head.
+"""The decoder of every family: embedding, layers of a mixer and a feed-forward block, norm, LM head.
 
 T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S rows that sample.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moeserve.blocks.feed_forward_layer import FeedForwardLayer
-from moeserve.blocks.mixer import MixerLayer
+from moeserve.blocks.mixer import MixerLayer, Prepare
 from moeserve.blocks.norm import Norm
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import LayerCache, StepInputs
-from moeserve.ops.linear import Linear
+from moeserve.ops.inputs import EmbedPatch, LayerCache, Positions, RowContext, StepInputs
+from moeserve.ops.linear import LinearMethod
 from moeserve.ops.table import Ops
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; see `LayerSpec`. reads_stream: the feed-forward block takes the residual
-    stream, too.
-    """
+    """One decoder layer; see `LayerSpec`."""
 
     mixer: MixerLayer
     feed_forward: FeedForwardLayer | None
@@ -35,16 +35,67 @@ class Layer:
     mlp_post_norm: Norm | None = None
     parallel: bool = False
     scale: Tensor | None = None
-    reads_stream: bool = False
+    reads_stream: bool = False  # the feed-forward block reads the residual stream, too
+
+
+class Stream(NamedTuple):
+    """What goes from layer to layer, and from stage to stage. All [T', D]."""
+
+    x: Tensor  # the input of the next layer's mixer: the normed residual stream
+    residual: Tensor
+    aux: tuple[Tensor, ...] = ()  # of `spec.aux_hidden_layers` that were passed
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """What all layers of a step read beside the stream."""
+
+    prepared: dict[Prepare, Any]  # the inputs of mixers, by what makes them
+    context: RowContext
+    ubatch: UBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A range of a decoder's layers, which maps a `Stream` to the same.
+
+    The first stage has the embedding (`Decoder.enter`), the last one the final norm and the head:
+    its `x` is the hidden states that `Decoder.logits` takes.
+    """
+
+    decoder: "Decoder"
+    layers: range
+
+    def __call__(self, stream: Stream, caches: Sequence[LayerCache], step: ForwardPass) -> Stream:
+        """Run the layers. caches: of these layers; the tokens' entries are written to them."""
+        decoder = self.decoder
+        aux_layers = decoder.spec.aux_hidden_layers
+        x, residual, aux = stream
+        ubatch = step.ubatch
+        context = step.context
+        for i, cache in zip(self.layers, caches, strict=True):
+            layer = decoder.layers[i]
+            if i in aux_layers:
+                aux = (*aux, residual.clone())  # adding to the stream may write to its memory
+            prepared = step.prepared[layer.mixer.prepare]
+            if layer.feed_forward is None:
+                x = layer.mixer(x, prepared, cache, context)
+            elif layer.parallel:
+                mixed = layer.mixer(x, prepared, cache, context)
+                x = layer.feed_forward(x, context, ubatch) + mixed
+            else:
+                x, residual = decoder.mix(layer, x, residual, prepared, cache, context)
+                stream_too = (residual,) if layer.reads_stream else ()
+                x = layer.feed_forward(x, context, ubatch, *stream_too)
+            norm = decoder.norm_behind(i)
+            x, residual = decoder.add(x, residual, layer.mlp_post_norm, norm, layer.scale)
+        return Stream(x, residual, aux)
 
 
 @dataclass(eq=False, repr=False)
 class Decoder:
     """A model ready to run. `ops`, the layers and the micro-batch hide devices, ranks and
     micro-batches.
-
-    head: scores of the whole vocabulary. merge: of a drafter, makes the residual stream of
-    embeddings and another model's hidden states, [T', D] each.
     """
 
     spec: ModelSpec
@@ -52,71 +103,72 @@ class Decoder:
     embed_VD: Tensor
     layers: Sequence[Layer]
     norm: Norm
-    head: Linear
-    merge: Callable[[Tensor, Tensor], Tensor] | None = None
+    head: LinearMethod  # scores of the whole vocabulary
+    # Of a drafter: maps embeddings and another model's hidden states, [T', D] each, to the residual
+    # stream.
+    merge: Callable[[Tensor, Tensor, RowContext], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)
-        self._mix, self._add = self.ops.trace(self._mix_and_add), self.ops.trace(self._add_up)
+        self.mix = self.ops.trace(self._mix_and_add)
+        self.add = self.ops.trace(self._add_up)
+        self._stages = self.stages(1)
 
-    def forward(
-        self,
-        step: StepInputs,
-        caches: Sequence[LayerCache],
-        ubatch: UBatch,
-        hidden_TD: Tensor | None = None,
-    ) -> Tensor:
+    def stages(self, count: int) -> tuple[Stage, ...]:
+        """Cut the layers into `count` ranges in order, as even as possible."""
+        total = len(self.layers)
+        assert 1 <= count <= max(1, total), (count, total)
+        borders = [total * i // count for i in range(count + 1)]
+        return tuple(Stage(self, range(first, end)) for first, end in pairwise(borders))
+
+    def forward(self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         """Return hidden states after the final norm, [T, D].
 
         With `spec.aux_hidden_layers` their hidden states follow on the right: [T, D * (1 + n)].
-        caches: of the layers; the tokens' entries are written to them. hidden_TD: what `enter`
-        takes beside tokens.
+        caches: of the layers; the tokens' entries are written to them.
         """
-        ops = self.ops
-        aux_layers = self.spec.aux_hidden_layers
         num_tokens = step.ids_T.shape[0]
-        extra = ops.pad_rows(num_tokens) - num_tokens
-        ids, positions = (
-            torch.nn.functional.pad(x, (0, extra)) if extra else x
-            for x in (step.ids_T, step.positions_T)
-        )
-        prepared = {prepare: prepare(step, positions) for prepare in self._prepares}
-        real = num_tokens if step.live is None else step.live
-        if hidden_TD is not None and extra:
-            hidden_TD = torch.nn.functional.pad(hidden_TD, (0, 0, 0, extra))
-        x, residual = self.enter(ids, hidden_TD)
-        aux = {}
-        norms = *(layer.attn_norm for layer in self.layers[1:]), self.norm
-        for i, (layer, cache, norm) in enumerate(zip(self.layers, caches, norms, strict=True)):
-            if i in aux_layers:
-                aux[i] = residual.clone()  # adding to the stream may write to its memory
-            prepare = prepared[layer.mixer.prepare]
-            if layer.feed_forward is None:
-                x = layer.mixer(x, prepare, cache, ubatch.index)
-            elif layer.parallel:
-                mixed = layer.mixer(x, prepare, cache, ubatch.index)
-                x = layer.feed_forward(x, real, ubatch) + mixed
-            else:
-                x, residual = self._mix(layer, x, residual, prepare, cache, ubatch.index)
-                x = layer.feed_forward(
-                    x, real, ubatch, *((residual,) if layer.reads_stream else ())
-                )
-            x, residual = self._add(x, residual, layer.mlp_post_norm, norm, layer.scale)
-        if aux_layers:
-            aux[len(self.layers)] = residual
-            x = torch.cat((x, *(aux[layer] for layer in aux_layers)), 1)
-        return x[:num_tokens]
+        stream, forward = self.begin(step, ubatch)
+        for stage in self._stages:
+            first, end = stage.layers.start, stage.layers.stop
+            stream = stage(stream, caches[first:end], forward)
+        hidden = stream.x
+        if aux_layers := self.spec.aux_hidden_layers:
+            aux = dict(zip(sorted(aux_layers), (*stream.aux, stream.residual), strict=False))
+            hidden = torch.cat((hidden, *(aux[layer] for layer in aux_layers)), 1)
+        return hidden[:num_tokens]
 
-    def enter(self, ids_T: Tensor, hidden_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns (input of the first block, residual stream). hidden_TD: what `merge` takes."""
+    def begin(self, step: StepInputs, ubatch: UBatch) -> tuple[Stream, ForwardPass]:
+        """Return the stream that enters the first stage, and what all stages read."""
+        num_tokens = step.ids_T.shape[0]
+        ids = step.ids_T
+        positions = step.positions
+        embeds = step.embeds
+        if extra := self.ops.pad_rows(num_tokens) - num_tokens:
+            ids = pad(ids, (0, extra))
+            positions = Positions(pad(positions.rows_AT, (0, extra)))
+            embeds = embeds and EmbedPatch(pad(embeds.hidden_TD, (0, 0, 0, extra)))
+        prepared = {prepare: prepare(step, positions) for prepare in self._prepares}
+        context = RowContext(num_tokens if step.live is None else step.live, ubatch.index)
+        x, residual = self.enter(ids, embeds, context)
+        return Stream(x, residual), ForwardPass(prepared, context, ubatch)
+
+    def enter(
+        self, ids_T: Tensor, embeds: EmbedPatch | None, context: RowContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (input of the first block, residual stream) of padded tokens."""
         residual = self.ops.embedding(ids_T, self.embed_VD)
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale
         if self.merge is not None:
-            assert hidden_TD is not None
-            residual = self.merge(residual, hidden_TD)
+            assert embeds is not None
+            residual = self.merge(residual, embeds.hidden_TD, context)
         first = self.layers[0].attn_norm
         return residual if first is None else first(residual), residual
+
+    def norm_behind(self, layer: int) -> Norm | None:
+        """Return the norm of the stream behind a layer: the next layer's first, or the last one."""
+        return self.layers[layer + 1].attn_norm if layer + 1 < len(self.layers) else self.norm
 
     @property
     def not_recorded(self) -> str | None:
@@ -140,15 +192,16 @@ class Decoder:
             layer.serve(self.embed_VD, ubatch)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Returns every token's score, fp32 [S, V]. Gathers on channel 0: no micro-batch may run
-        meanwhile.
+        """Return every token's score, fp32 [S, V].
+
+        It gathers on channel 0, so no micro-batch may run at the same time.
         """
         rows = hidden_SD.shape[0]
         if not rows:
             return hidden_SD.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         extra = self.ops.pad_rows(rows) - rows
-        padded = torch.nn.functional.pad(hidden_SD, (0, 0, 0, extra)) if extra else hidden_SD
-        logits_SV = self.head(padded)[:rows].float()
+        padded = pad(hidden_SD, (0, 0, 0, extra)) if extra else hidden_SD
+        logits_SV = self.head(padded, RowContext(rows))[:rows].float()
         if self.spec.logits_divisor != 1.0:
             logits_SV = logits_SV / self.spec.logits_divisor
         return (
@@ -158,16 +211,17 @@ class Decoder:
         )
 
     def _mix_and_add(
-        self, layer: Layer, x: Tensor, residual: Tensor, step: Any, cache: LayerCache, channel: int
+        self,
+        layer: Layer,
+        x: Tensor,
+        residual: Tensor,
+        prepared: Any,
+        cache: LayerCache,
+        context: RowContext,
     ) -> tuple[Tensor, Tensor]:
-        """Computes a layer from behind its first norm to behind its second one."""
-        return self._add_up(
-            layer.mixer(x, step, cache, channel),
-            residual,
-            layer.attn_post_norm,
-            layer.mlp_norm,
-            None,
-        )
+        """Compute a layer from behind its first norm to behind its second one."""
+        mixed = layer.mixer(x, prepared, cache, context)
+        return self._add_up(mixed, residual, layer.attn_post_norm, layer.mlp_norm, None)
 
     def _add_up(
         self,

@@ -36,7 +36,8 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import plan_layer
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.linear import Linear
+from moeserve.ops.inputs import EmbedPatch, RowContext
+from moeserve.ops.linear import LinearMethod
 from moeserve.ops.table import Ops
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -183,11 +184,13 @@ def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Eagle3(Decoder):
-    """An EAGLE-3 head ready to run. Its last D columns are what `forward` takes of hidden_TD: what
-    `combine` returned or, as the next hidden states are on the right of what `logits` takes,
-    `forward` itself."""
+    """An EAGLE-3 head ready to run.
 
-    fc: Linear
+    It reads the last D columns of `step.embeds`: all of what `combine` returned, and of what
+    `forward` returned the part on the right, its hidden states for the next token.
+    """
+
+    fc: LinearMethod
     input_norm: Norm | None
     hidden_norm: Norm
     norm_first: bool
@@ -199,15 +202,17 @@ class Eagle3(Decoder):
         tokens = len(aux_TN)
         extra = self.ops.pad_rows(tokens) - tokens
         padded = torch.nn.functional.pad(aux_TN, (0, 0, 0, extra)) if extra else aux_TN.contiguous()
-        return self.fc(padded if self.input_norm is None else self.input_norm(padded))[:tokens]
+        normed = padded if self.input_norm is None else self.input_norm(padded)
+        return self.fc(normed, RowContext(tokens))[:tokens]
 
-    def enter(self, ids_T: Tensor, hidden_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Decoder`."""
+    def enter(
+        self, ids_T: Tensor, embeds: EmbedPatch | None, context: RowContext
+    ) -> tuple[Tensor, Tensor]:
         token_norm = self.layers[0].attn_norm
-        assert hidden_TD is not None
+        assert embeds is not None
         assert token_norm is not None
         # a copy: adding to the stream may write to its memory
-        hidden_TD = hidden_TD[:, -self.spec.hidden_size :].clone(
+        hidden_TD = embeds.hidden_TD[:, -self.spec.hidden_size :].clone(
             memory_format=torch.contiguous_format
         )
         normed = self.hidden_norm(hidden_TD)

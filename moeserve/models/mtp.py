@@ -33,6 +33,7 @@ from moeserve.models.load_plan import plan_layer
 from moeserve.models.registry import FAMILIES
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.table import Ops
 
 
@@ -54,11 +55,10 @@ class Merge:
     hidden_norm: Norm
     product: ColumnLinear
 
-    def __call__(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
-        """Returns the product of both, normed and side by side."""
-        return self.product(
-            torch.cat((self.embed_norm(embedded_TD), self.hidden_norm(hidden_TD)), -1), 0
-        )
+    def __call__(self, embedded_TD: Tensor, hidden_TD: Tensor, context: RowContext) -> Tensor:
+        """Return the product of both, normed and side by side."""
+        both = torch.cat((self.embed_norm(embedded_TD), self.hidden_norm(hidden_TD)), -1)
+        return self.product(both, context)
 
 
 def mtp_load_plan(spec: ModelSpec, present: Collection[str], world: World) -> LoadPlan:

@@ -25,8 +25,9 @@ from moeserve.moe.experts.base import Experts, ExpertsCaps, Fusible
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router, Routing
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import RowContext
 
-SharedExpert = Callable[[Tensor], Tensor]
+SharedExpert = Callable[[Tensor, RowContext], Tensor]
 
 
 def why_not_recorded(wire: All2AllCaps, compute: ExpertsCaps) -> str | None:
@@ -70,28 +71,24 @@ class MoELayer:
     def __call__(
         self,
         x_TD: Tensor,
-        num_tokens: int | Tensor,
+        context: RowContext,
         ubatch: UBatch,
         router_TD: Tensor | None = None,
     ) -> Tensor:
-        """Returns the layer's output [T, D]. Rows from `num_tokens` on are padding and reach no
-        expert.
-
-        num_tokens: an int, or an int32 tensor [1] where the layer can be recorded. router_TD: what
-        the router reads, if not x.
-        """
-        routing = self.router(x_TD if router_TD is None else router_TD, num_tokens)
+        """Return the layer's output [T, D]. router_TD: what the router reads, if not x."""
+        num_tokens = context.num_tokens
+        routing = self.router(x_TD if router_TD is None else router_TD, context)
         ubatch.note_load(self.to_physical.load(routing))
         routing = self.to_physical(routing)
         tp = self.tp
         # Padding is shared out as well where only the device knows how much of it there is.
         rows = len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens
         if tp.size == 1:
-            return self._compute(x_TD, routing, rows, ubatch)
+            return self._compute(x_TD, routing, context.part(slice(0, rows)), ubatch)
         shares = [share(rows, tp.size, rank) for rank in range(tp.size)]
         counts = [part.stop - part.start for part in shares]
         mine = shares[tp.rank]
-        part_TD = self._compute(x_TD[mine], routing.rows(mine), counts[tp.rank], ubatch)
+        part_TD = self._compute(x_TD[mine], routing.rows(mine), context.part(mine), ubatch)
         out_TD = tp.gather_rows(part_TD, counts, ubatch.index)
         return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - rows))
 
@@ -99,11 +96,17 @@ class MoELayer:
         """Computes for the other ranks in a step in which this rank has no tokens. like_D: a row's
         shape and dtype.
         """
-        self(like_D.new_empty((0, like_D.shape[-1])), 0, ubatch)
+        self(like_D.new_empty((0, like_D.shape[-1])), RowContext(0, ubatch.index), ubatch)
 
-    def _compute(self, x_TD: Tensor, routing: Routing, num_tokens: int, ubatch: UBatch) -> Tensor:
-        """Returns the sum of the routed and the shared experts. All ranks make as many rounds as
-        the rank with the most tokens needs."""
+    def _compute(
+        self, x_TD: Tensor, routing: Routing, context: RowContext, ubatch: UBatch
+    ) -> Tensor:
+        """Return the sum of the routed and the shared experts.
+
+        All ranks make as many rounds as the rank with the most tokens needs.
+        """
+        num_tokens = context.num_tokens
+        assert isinstance(num_tokens, int)
         routed_TD = x_TD
         out_TD = torch.empty_like(x_TD)
         shared_TD = list[Tensor]()
@@ -111,7 +114,7 @@ class MoELayer:
             routed_TD, routing = routing.on_input(x_TD)
         run_shared = None
         if (shared := self.shared) is not None and len(x_TD):
-            run_shared = lambda: shared_TD.append(shared(x_TD))  # noqa: E731
+            run_shared = lambda: shared_TD.append(shared(x_TD, context))  # noqa: E731
         limit = self.all2all.caps.max_tokens or sys.maxsize
         if num_tokens < len(x_TD):  # padding does not travel: ranks make room for tokens
             out_TD[num_tokens:] = 0
@@ -163,15 +166,14 @@ class FusedMoELayer(MoELayer):
     def __call__(
         self,
         x_TD: Tensor,
-        num_tokens: int | Tensor,
+        context: RowContext,
         ubatch: UBatch,
         router_TD: Tensor | None = None,
     ) -> Tensor:
-        """See `MoELayer.__call__`."""
         if router_TD is not None:  # the fused router reads what the experts read
-            return super().__call__(x_TD, num_tokens, ubatch, router_TD)
-        out_TD = ubatch.run_fused(lambda: self._fused(x_TD, self.packed, num_tokens))
-        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+            return super().__call__(x_TD, context, ubatch, router_TD)
+        out_TD = ubatch.run_fused(lambda: self._fused(x_TD, self.packed, context.num_tokens))
+        return out_TD if self.shared is None else out_TD + self.shared(x_TD, context)
 
     def expect(self, layer: "FusedMoELayer") -> None:
         """Lets experts on disk be read ahead for the next layer, where this one's kernel can guess

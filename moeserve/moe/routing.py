@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.ops.linear import Linear
+from moeserve.ops.inputs import RowContext
+from moeserve.ops.linear import LinearMethod
 from moeserve.ops.rules import RouterRule
 from moeserve.ops.table import Ops
 
@@ -46,7 +47,7 @@ class Router:
     `route` takes them.
     """
 
-    gate: Linear
+    gate: LinearMethod
     top_k: int
     rule: RouterRule
     ops: Ops
@@ -57,10 +58,10 @@ class Router:
         assert self.rule.bias == (self.bias_E is not None), self.rule
         assert self.top_k == 1 or not self.rule.on_input, self.top_k
 
-    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor) -> Routing:
-        """Returns the choices of the first `num_tokens` rows; the rest are padding. num_tokens: an
-        int, or with the Triton kernels an int32 tensor [1]."""
-        logits_TE = self.gate(x_TD.float() if self.rule.fp32 else x_TD)
+    def __call__(self, x_TD: Tensor, context: RowContext) -> Routing:
+        """Return the choices of each row; padding reaches no expert."""
+        num_tokens = context.num_tokens
+        logits_TE = self.gate(x_TD.float() if self.rule.fp32 else x_TD, context)
         arguments = logits_TE, self.top_k, self.rule, self.bias_E, self.expert_scale_E
         if isinstance(num_tokens, Tensor):
             return Routing(*self.ops.route(*arguments, num_tokens))

@@ -64,6 +64,46 @@ class GroupInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Positions:
+    """The positions that rotary embeddings read, int64 [A, T].
+
+    Text has one row, A = 1: a token's index in its request. Media may have a row for each axis.
+    KV cache, causality and noise go by the index alone and never read these.
+    """
+
+    rows_AT: Tensor
+
+    @classmethod
+    def of_text(cls, positions_T: Tensor) -> "Positions":
+        """Return the positions of text tokens."""
+        return cls(positions_T[None])
+
+    @property
+    def text_T(self) -> Tensor:
+        """The only row; for rotary embeddings with one axis."""
+        assert len(self.rows_AT) == 1, self.rows_AT.shape
+        return self.rows_AT[0]
+
+    def part(self, tokens: slice) -> "Positions":
+        """Return the positions of a range of the tokens."""
+        return Positions(self.rows_AT[:, tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedPatch:
+    """Hidden states that enter the model beside token ids, one row for each token, [T, D].
+
+    A drafter merges the target's hidden states into its embeddings (`Decoder.merge`).
+    """
+
+    hidden_TD: Tensor
+
+    def part(self, tokens: slice) -> "EmbedPatch":
+        """Return the rows of a range of the tokens."""
+        return EmbedPatch(self.hidden_TD[tokens])
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """The tokens and rows of one step.
 
@@ -78,7 +118,7 @@ class StepInputs:
     """
 
     ids_T: Tensor  # int64
-    positions_T: Tensor  # int64
+    positions: Positions
     groups: tuple[GroupInputs, ...]
     sample_N: Tensor  # int64: which of the T tokens feed the LM head
     offsets_R1: NDArray[np.int32]  # host
@@ -86,6 +126,26 @@ class StepInputs:
     rows_on_device: tuple[Tensor, Tensor]
     live: Tensor | None = None
     cut: "Cut | None" = None
+    embeds: EmbedPatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What a step says of the rows [T'] of its hidden states.
+
+    Every linear layer gets it (ops/linear.py), so whatever differs from row to row belongs here.
+    """
+
+    num_tokens: int | Tensor  # the rest is padding; int32 [1] where only the device knows it
+    channel: int = 0  # of the gathers between ranks: the rows' micro-batch
+
+    def part(self, rows: slice) -> "RowContext":
+        """Return the context of a range of the rows, none of which is padding."""
+        return RowContext(rows.stop - rows.start, self.channel)
+
+    def select(self, rows_S: Tensor) -> "RowContext":
+        """Return the context of the rows with these indices, none of which is padding."""
+        return RowContext(len(rows_S), self.channel)
 
 
 PlanRows = Callable[[StepInputs], Any]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.elementwise import rms_norm, rotary
-from moeserve.ops.inputs import RopeCacheInputs
+from moeserve.ops.inputs import RopeCacheInputs, RowContext
 from moeserve.ops.linear import PackLinear
 
 
@@ -71,8 +71,9 @@ class PlainHeads:
         """Returns the products [T, H, N]; see `HeadsLinear`."""
         if out is None:
             out = x_THK.new_empty(*x_THK.shape[:2], self._width)
+        context = RowContext(len(x_THK))
         for head, x_TK in enumerate(x_THK.transpose(0, 1).contiguous()):
-            out[:, head] = self._linears[head](x_TK)
+            out[:, head] = self._linears[head](x_TK, context)
         return out
 
 

@@ -1,20 +1,34 @@
-"""Matrix products with constant weights by torch: y = x W^T + b. The bits of a row do not depend on
-the other rows, nor those of a column on the other columns, because tensor-parallel ranks compute
-some columns each.
+"""The seam of linear layers, and torch's products: y = x W^T + b.
 
-M rows, K inputs, N outputs. A `Linear` is packed once at start and called every step.
+The bits of a row do not depend on the other rows, nor those of a column on the other columns:
+tensor-parallel ranks compute some columns each. M rows, K inputs, N outputs.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-Linear = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N], both of the weight's dtype
-PackLinear = Callable[
-    [Any, Tensor | None], Linear
-]  # weight [N, K] (native, triton: Quantised, too), bias [N] or None
+from moeserve.ops.inputs import RowContext
+
+
+class LinearMethod(Protocol):
+    """A linear layer, made once at start and called every step.
+
+    Those of a kernel table (`Ops.pack_linear`) have a packed weight, plain or quantised, and read
+    x alone. A layer whose product differs from row to row, such as one with an adapter for each
+    request, wraps the method that `Builder.linear` (blocks/build.py) made of a name: it adds its
+    own product, chosen by `context`. The fused blocks of a table (`Ops.attention_block` and others)
+    take packed weights alone; layers then call their methods one by one.
+    """
+
+    def __call__(self, x_MK: Tensor, context: RowContext) -> Tensor:
+        """Return y [M, N] in the dtype of x [M, K]. context: of these rows."""
+
+
+# Weight [N, K] (native and triton tables: Quantised, too) and bias [N] or None.
+PackLinear = Callable[[Any, Tensor | None], LinearMethod]
 
 ROW_BUCKET = 16
 LARGEST_PAD = 32  # rows; that pick_ops may choose
@@ -52,8 +66,8 @@ class PlainLinear:
         self.weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
         self.bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        """Returns x W^T + bias [M, N]; rows are padded so that their bits do not depend on M."""
+    def __call__(self, x_MK: Tensor, context: RowContext | None = None) -> Tensor:
+        """Return x W^T + bias [M, N]; rows are padded so that their bits do not depend on M."""
         rows = x_MK.shape[0]
         if extra := -rows % self.pad:
             x_MK = F.pad(x_MK, (0, 0, 0, extra))

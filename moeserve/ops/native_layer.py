@@ -29,6 +29,7 @@ from moeserve.ops.inputs import (
     HeadShape,
     LayerCache,
     RopeCacheInputs,
+    RowContext,
     StepInputs,
     entry_width,
 )
@@ -161,8 +162,8 @@ class NativeLinear:
         # For calls that do more than one product; the memory stays this object's.
         self.matrix = _native.Matrix(self._packing, self.packed.data_ptr(), self._bias_at)
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        """Returns x W^T + bias [M, N] in the dtype of x [M, K]."""
+    def __call__(self, x_MK: Tensor, context: RowContext | None = None) -> Tensor:
+        """Return x W^T + bias [M, N] in the dtype of x [M, K]."""
         assert x_MK.dtype == self._dtype
         assert x_MK.shape[1] == self._depth
         if x_MK.stride(1) != 1:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from moeserve.ops import elementwise, native_layer, native_rows
 from moeserve.ops.attention import TILE, attention, plan_attention
-from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, to_entries
+from moeserve.ops.inputs import (
+    GroupInputs,
+    HeadShape,
+    Positions,
+    RowContext,
+    StepInputs,
+    to_entries,
+)
 from moeserve.ops.linear import PackLinear
 from moeserve.ops.native_layer import NativeLinear
 
@@ -34,15 +41,19 @@ def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
     for k, n in SHAPES:
         linear = pack(_values(n, k, seed=k).to(dtype), None)
         x = _values(ROWS, k, seed=n).to(dtype)
-        whole = linear(x)
+        context = RowContext(ROWS)
+        whole = linear(x, context)
         for count in COUNTS:
             first = (count * 5) % (ROWS - count)
-            if not torch.equal(linear(x[first : first + count]), whole[first : first + count]):
+            some = slice(first, first + count)
+            if not torch.equal(linear(x[some], context.part(some)), whole[some]):
                 return False
     k, n = DEEP
     linear = pack(_values(n, k, seed=k).to(dtype), None)
     x = _values(DEEP_ROWS, k, seed=n).to(dtype)
-    return torch.equal(torch.cat([linear(row) for row in torch.split(x, 1)]), linear(x))
+    one = RowContext(1)
+    rows = [linear(row, one) for row in torch.split(x, 1)]
+    return torch.equal(torch.cat(rows), linear(x, RowContext(DEEP_ROWS)))
 
 
 def host_step(
@@ -58,7 +69,15 @@ def host_step(
     nothing = torch.empty(0)
     starts_R = np.array(starts, np.int32)
     offsets_R1 = np.array(offsets, np.int32)
-    step = StepInputs(nothing, nothing, (), nothing, offsets_R1, starts_R, (nothing, nothing))
+    step = StepInputs(
+        ids_T=nothing,
+        positions=Positions.of_text(nothing),
+        groups=(),
+        sample_N=nothing,
+        offsets_R1=offsets_R1,
+        starts_R=starts_R,
+        rows_on_device=(nothing, nothing),
+    )
     return GroupInputs(nothing, blocks_RN, block_size, **seen), step
 
 

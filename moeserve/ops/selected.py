@@ -133,7 +133,7 @@ def select_always(group: GroupInputs, step: StepInputs, top_k: int) -> Selection
         max=len(starts_R) - 1
     )
     context = int((step.starts_R + np.diff(step.offsets_R1)).max())
-    queries = tokens_T, rows_T, step.positions_T
+    queries = tokens_T, rows_T, step.positions.text_T
     return Selection(
         min(top_k, context), group.blocks_RN, (), None, context, *queries, tokens_T[:0]
     )

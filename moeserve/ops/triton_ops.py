@@ -33,9 +33,9 @@ from moeserve.kernels.selective_scan import selective_scan
 from moeserve.ops import elementwise
 from moeserve.ops.attention import SCORES
 from moeserve.ops.elementwise import plain_sigmoid_gate, sigmoid_mul, soft_cap
-from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
+from moeserve.ops.inputs import GroupInputs, HeadShape, RowContext, StepInputs
 from moeserve.ops.latent import HeadsLinear, PackHeads, PlainHeads
-from moeserve.ops.linear import Linear, PlainLinear
+from moeserve.ops.linear import LinearMethod, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import TILE
 from moeserve.ops.selected import QUERIES, Selection
@@ -66,8 +66,8 @@ class QuantisedLinear:
                 1, block_m, weight.values.device
             )  # its tables must not be made while a graph is recorded
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        """Returns x W^T + b, [M, N]."""
+    def __call__(self, x_MK: Tensor, context: RowContext | None = None) -> Tensor:
+        """Return x W^T + b, [M, N]."""
         rows = x_MK.shape[0]
         config = WEIGHT_ONLY.launch(rows, self._weight, x_MK)
         to = align_rows(rows, config["block_m"], x_MK.device)
@@ -78,13 +78,28 @@ class QuantisedLinear:
         return y_MN if self._bias is None else (y_MN + self._bias).to(x_MK.dtype)
 
 
-def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
+class ExactLinear:
+    """y = x W^T + b whose sums have one order for any number of rows."""
+
+    __slots__ = ("_bias_N", "_weight_NK")
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        self._weight_NK = _own(weight_NK)
+        self._bias_N = bias_N
+
+    def __call__(self, x_MK: Tensor, context: RowContext | None = None) -> Tensor:
+        """Return x W^T + b, [M, N]."""
+        y_MN: Tensor = linear(x_MK, w_NK=self._weight_NK, bias_N=self._bias_N)
+        return y_MN
+
+
+def pack_exact(weight: Weight, bias: Tensor | None) -> LinearMethod:
     """Packs a linear layer whose sums have one order for any number of rows. A part of a larger
     tensor is copied.
     """
     if isinstance(weight, Quantised):
         return QuantisedLinear(weight, bias)
-    return partial(linear, w_NK=_own(weight), bias_N=bias)
+    return ExactLinear(weight, bias)
 
 
 def _own(weight: Tensor) -> Tensor:
@@ -94,7 +109,7 @@ def _own(weight: Tensor) -> Tensor:
     ).contiguous()
 
 
-def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
+def pack_fast(weight: Weight, bias: Tensor | None) -> LinearMethod:
     """Packs a linear layer for torch, or for Triton where its weight is quantised."""
     return (
         QuantisedLinear(weight, bias)

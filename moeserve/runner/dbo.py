@@ -194,9 +194,17 @@ def _part(
         for group in step.groups
     )
     ids_T = step.ids_T[tokens]
-    positions_T = step.positions_T[tokens]
+    positions = step.positions.part(tokens)
+    embeds = step.embeds and step.embeds.part(tokens)
     return StepInputs(
-        ids_T, positions_T, groups, step.sample_N[:0], offsets_R1, starts_R, on_device
+        ids_T=ids_T,
+        positions=positions,
+        groups=groups,
+        sample_N=step.sample_N[:0],
+        offsets_R1=offsets_R1,
+        starts_R=starts_R,
+        rows_on_device=on_device,
+        embeds=embeds,
     )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, BlockDiff, StepPlan, ranges
 from moeserve.errors import ConfigError
-from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.inputs import GroupInputs, Positions, StepInputs
 
 I64 = NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
@@ -237,7 +237,7 @@ def prepare_inputs(
     starts, offsets, where, positions, sample, slots, *token_rows = upload(*arrays)
     return StepInputs(
         ids_T=tables.arena.index_select(0, where).long(),
-        positions_T=positions,
+        positions=Positions.of_text(positions),
         groups=tuple(
             group_inputs(
                 group, blocks, longest, slots, positions, token_rows[0] if token_rows else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, StepPlan
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, pack, write
-from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.inputs import GroupInputs, Positions, StepInputs
 from moeserve.runner.tables import I64, HostRows, Tables, Upload
 
 
@@ -101,7 +101,7 @@ class FixedInputs:
         rows = len(starts_R)
         return StepInputs(
             ids_T=part.ids_T,
-            positions_T=part.positions_T,
+            positions=Positions.of_text(part.positions_T),
             groups=tuple(
                 GroupInputs(
                     part.slot_mapping_GT[i],

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moeserve.blocks.rope import RopeSpec
 from moeserve.blocks.rotary import RotaryTable, inverse_frequencies
+from moeserve.ops.inputs import Positions
 
 LLAMA3 = {
     "factor": 8.0,
@@ -57,3 +58,12 @@ def test_bits_do_not_depend_on_the_length_of_the_table() -> None:
     short, long = (RotaryTable(rope, 24, length, torch.device("cpu")) for length in (100, 5000))
     assert torch.equal(short.cos, long.cos[:100])
     assert torch.equal(short.sin, long.sin[:100])
+
+
+def test_positions_of_several_axes_are_not_read_as_text() -> None:
+    positions = torch.arange(6)
+    text = Positions.of_text(positions)
+    assert text.text_T.tolist() == positions.tolist()
+    assert text.part(slice(2, 5)).text_T.tolist() == [2, 3, 4]
+    with pytest.raises(AssertionError):
+        _ = Positions(positions.view(3, 2)).text_T

@@ -28,7 +28,7 @@ from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
+from moeserve.ops.inputs import GroupInputs, LayerCache, Positions, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.quantised import Asked
@@ -155,7 +155,7 @@ class Driver:
         starts_R = np.array(starts, np.int32)
         step = StepInputs(
             ids_T=torch.tensor([t for _, tokens in rows for t in tokens]),
-            positions_T=torch.tensor(positions),
+            positions=Positions.of_text(torch.tensor(positions)),
             groups=tuple(
                 GroupInputs(
                     torch.tensor(cells), torch.tensor(blocks), size, rule.window, rule.chunk

@@ -22,6 +22,7 @@ from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.weights import Params
 from moeserve.models.eagle3 import Eagle3, build_eagle3, plan_eagle3, read_eagle3, read_target_ids
 from moeserve.models.hf_config import read_model_spec
+from moeserve.ops.inputs import EmbedPatch
 from moeserve.runner.ubatches import UBatchRunner
 from tests.eagle3_checkpoint import HEAD, Reference, write_eagle3
 
@@ -96,7 +97,7 @@ def attach(head: Eagle3, driver: Driver) -> list[Tensor]:
         """
 
         def forward(self, step: Any, caches: Any, ubatch: Any) -> Tensor:
-            return head.forward(step, caches, ubatch, hidden.pop(0))
+            return head.forward(replace(step, embeds=EmbedPatch(hidden.pop(0))), caches, ubatch)
 
         def logits(self, both: Tensor) -> Tensor:
             return torch.cat((head.logits(both), both[:, head.spec.hidden_size :]), 1)

@@ -21,7 +21,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.models.registry import FAMILIES
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.inputs import GroupInputs, Positions, StepInputs
 from moeserve.ops.table import Choice
 from tests.checkpoints import architecture
 from tests.loader.eager import load
@@ -150,7 +150,15 @@ def test_a_step_without_tokens(name: str, make_checkpoint: Any) -> None:
         GroupInputs(none, torch.zeros((0, 1), dtype=torch.int64), 16, rule.window)
         for rule in driver.rules
     )
-    step = StepInputs(none, none, groups, none, np.zeros(1, np.int32), np.zeros(0, np.int32), ())
+    step = StepInputs(
+        none,
+        Positions.of_text(none),
+        groups,
+        none,
+        np.zeros(1, np.int32),
+        np.zeros(0, np.int32),
+        (),
+    )
     hidden = driver.model.forward(step, driver.kv, driver.ubatch)
     assert hidden.shape == (0, 64)
     assert driver.model.logits(hidden).shape == (0, 256)

@@ -40,6 +40,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.rules import RouterRule
 from moeserve.ops.triton_ops import triton_table
 from tests.kernels.device import DEVICE
@@ -184,7 +185,7 @@ def test_a_layer_in_one_call(package: Any, tokens: int, padding: int, rule: Rout
             router, kernel.pack(plain()), LogicalToPhysical(Placement.initial(1, E, 1), 0)
         )
         assert type(layer) is FusedMoELayer
-        outs.append(layer(x, tokens - padding, ubatch := UBatch()))
+        outs.append(layer(x, RowContext(tokens - padding), ubatch := UBatch()))
         loads.append(ubatch.take_load())
     assert [(tokens, top_k)] * bool(tokens) == FOUND
     assert torch.equal(*loads)

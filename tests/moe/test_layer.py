@@ -23,6 +23,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.native import native
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
@@ -63,7 +64,7 @@ def test_layer_is_the_sum_over_chosen_experts(rule: RouterRule, shared: bool) ->
     )
     x = torch.randn(11, D)
     ubatch = UBatch()
-    out = layer(x, 9, ubatch)
+    out = layer(x, RowContext(9), ubatch)
     for t in range(9):
         scores = gate @ x[t]
         if rule.score == "softmax":
@@ -94,7 +95,7 @@ def test_a_plan_for_every_activation() -> None:
     router = Router(ops.pack_linear(torch.randn(E, D), None), 1, RouterRule(), ops)
     parts: list[Any] = [packed, LogicalToPhysical(Placement.initial(1, E, 1), 0)]
     found = [
-        one.layer(router, *parts)(x, 3, UBatch())
+        one.layer(router, *parts)(x, RowContext(3), UBatch())
         for one in (plan, other, plan.with_activation(SWIGLU))
     ]
     assert torch.equal(found[0], found[2])
@@ -139,8 +140,8 @@ def test_padding_that_the_host_knows_does_not_travel() -> None:
     x = torch.randn(32, D)
     ubatch = UBatch()
     ubatch.most_tokens = 17
-    padded = layer(x, 17, ubatch)
-    whole = layer(x, 32, ubatch)
+    padded = layer(x, RowContext(17), ubatch)
+    whole = layer(x, RowContext(32), ubatch)
     assert sent == [17, 32]
     assert padded.shape == x.shape
     assert torch.equal(padded[:17], whole[:17])
@@ -272,7 +273,7 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Acti
     x = torch.randn(11, D)
     ubatches = (UBatch(), UBatch())
     assert torch.equal(
-        *(layer(x, 9, ubatch) for layer, ubatch in zip(layers, ubatches, strict=True))
+        *(layer(x, RowContext(9), ubatch) for layer, ubatch in zip(layers, ubatches, strict=True))
     )
     loads = [ubatch.take_load() for ubatch in ubatches]
     assert loads[0].tolist() == loads[1].tolist()

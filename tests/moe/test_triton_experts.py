@@ -26,6 +26,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.quantised import Quantised, Weight, quantisation_of
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 from moeserve.ops.triton_ops import triton_table
@@ -240,7 +241,7 @@ def test_the_fused_form_has_the_bits_of_the_steps(rule: RouterRule) -> None:
     layers = plan.layer(router, *parts), replace(plan, fused=None).layer(router, *parts)
     assert [type(layer) for layer in layers] == [FusedMoELayer, MoELayer]
     x = torch.randn(tokens + 1, D, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    found, expected = (layer(x, tokens, UBatch())[:tokens] for layer in layers)
+    found, expected = (layer(x, RowContext(tokens), UBatch())[:tokens] for layer in layers)
     assert torch.equal(found, expected)
 
 

@@ -114,7 +114,7 @@ def test_tiny_bfloat16_weights_keep_their_rows_bits() -> None:
 
 def test_probe_notices_a_product_that_depends_on_the_row_count() -> None:
     def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
-        def linear(x: torch.Tensor) -> torch.Tensor:
+        def linear(x: torch.Tensor, context: object) -> torch.Tensor:
             y = x @ weight.T
             return y if len(x) > 3 else y * (1 + 1e-6)
 

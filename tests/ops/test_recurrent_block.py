@@ -21,6 +21,7 @@ from moeserve.blocks.mamba2_layer import Mamba2Layer
 from moeserve.comm.tensor import ALONE
 from moeserve.comm.world import World
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
 from moeserve.ops.rules import TILE
@@ -119,7 +120,7 @@ def run(
         wide[: offsets[-1], 8:] = torch.cat(
             [x[i][s : s + n] for i, (s, n) in enumerate(zip(starts, counts, strict=True))]
         )
-        y_TD = block(wide[:, 8:], plan, caches, 0)
+        y_TD = block(wide[:, 8:], plan, caches, RowContext(len(wide)))
         for request_out, part in zip(out, y_TD[: offsets[-1]].split(counts), strict=True):
             request_out.append(part)
     return [*(torch.cat(parts) for parts in out), *caches]
@@ -190,7 +191,7 @@ def test_what_does_not_fit_is_not_read(kind: str) -> None:
     plan = ops.plan_tiles(*host_step(tables([5], SIZE), SIZE, [0], [0, 5]))
     for shape in ((4, WIDTH), (5, WIDTH - 1)):  # fewer rows than tokens; narrower than the weights
         with pytest.raises(AssertionError):
-            block(torch.zeros(shape), plan, caches, 0)
+            block(torch.zeros(shape), plan, caches, RowContext(shape[0]))
     channels = len(block.conv_CK)
     columns = block.inputs.matrix.columns
     for name, misfit in (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import native_recurrence, recurrence
-from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.inputs import GroupInputs, Positions, StepInputs
 from moeserve.ops.recurrence import Caches
 from moeserve.ops.rules import TILE
 from moeserve.ops.selective_scan import selective_scan
@@ -69,7 +69,7 @@ def step_of(rows: list[tuple[int, int, list[int]]]) -> tuple[GroupInputs, StepIn
     group = GroupInputs(none, torch.tensor([blocks for _, _, blocks in rows]), BLOCK, None)
     return group, StepInputs(
         none,
-        none,
+        Positions.of_text(none),
         (group,),
         none,
         offsets,

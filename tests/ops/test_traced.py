@@ -19,7 +19,7 @@ from moeserve.engine.blocks import groups_of
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import Cut, GroupInputs, StepInputs
+from moeserve.ops.inputs import Cut, GroupInputs, Positions, StepInputs
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.table import Ops
 from moeserve.ops.traced import FOLDER, traced
@@ -64,7 +64,7 @@ def hidden(
     offsets_R1 = np.array([0, tokens], np.int32)
     step = StepInputs(
         ids_T=torch.arange(tokens) % 50,
-        positions_T=torch.arange(tokens),
+        positions=Positions.of_text(torch.arange(tokens)),
         groups=(GroupInputs(torch.arange(tokens) + 16, torch.tensor([[1, 2]]), 16, None),)
         * len(groups),
         sample_N=torch.tensor([tokens - 1]),

@@ -73,7 +73,7 @@ class HistoryModel:
                 context = k[group.blocks_RN[row]].reshape(-1, *k.shape[2:])[:, 0, 0]
                 for token in range(begin, end):
                     position = start + token - begin
-                    assert int(step.positions_T[token]) == position
+                    assert int(step.positions.text_T[token]) == position
                     first = 0 if group.window is None else max(0, position - group.window + 1)
                     ids = context[first : position + 1].long()
                     weights = torch.arange(first + 1, position + 2) * 7919 % 1013 + layer

@@ -304,7 +304,7 @@ class Exact:
         self.head = torch.randn(97, spec.vocab_size, generator=generator)
 
     def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
-        x = self.embed.index_select(0, step.ids_T) + step.positions_T[:, None]
+        x = self.embed.index_select(0, step.ids_T) + step.positions.text_T[:, None]
         is_live = (
             torch.ones(len(x)) if step.live is None else (torch.arange(len(x)) < step.live).float()
         )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from moeserve.engine.plan import best_split
-from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.inputs import GroupInputs, Positions, StepInputs
 from moeserve.runner.dbo import split
 
 
@@ -28,7 +28,7 @@ def random_step(rng: np.random.Generator) -> StepInputs:
     )
     return StepInputs(
         torch.randint(0, 99, (total,)),
-        torch.from_numpy(positions),
+        Positions.of_text(torch.from_numpy(positions)),
         groups,
         torch.arange(1),
         offsets,
@@ -43,7 +43,7 @@ def by_token(step: StepInputs) -> list[tuple[Any, ...]]:
     for row, start in enumerate(step.starts_R.tolist()):
         for token in range(step.offsets_R1[row], step.offsets_R1[row + 1]):
             position = start + token - int(step.offsets_R1[row])
-            assert position == int(step.positions_T[token])
+            assert position == int(step.positions.text_T[token])
             groups = [
                 (
                     int(group.slot_mapping_T[token]),
@@ -87,7 +87,7 @@ def test_padding_is_split_as_well() -> None:
                 torch.from_numpy(here).clamp(max=real),
             )
             whole = StepInputs(
-                torch.arange(tokens), torch.arange(tokens), (), torch.arange(0), here, here[:-1] + 99, on_device,
+                torch.arange(tokens), Positions.of_text(torch.arange(tokens)), (), torch.arange(0), here, here[:-1] + 99, on_device,
                 live=torch.tensor([real], dtype=torch.int32),
             )  # fmt: skip
             split_at = (tokens + 1) // 2

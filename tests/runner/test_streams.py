@@ -29,7 +29,7 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.streams import InFlightTransfer, comm_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import native_rows
-from moeserve.ops.inputs import LayerCache, StepInputs
+from moeserve.ops.inputs import LayerCache, Positions, RowContext, StepInputs
 from moeserve.runner import dbo, recorder
 from moeserve.runner.ubatches import Meter, UBatchRunner
 from tests.comm.ranks import members_of
@@ -118,10 +118,12 @@ class Model:
         with self.cuda.watching():
             x = self.embed.index_select(0, step.ids_T)
             for layer, cache in zip(self.layers, kv, strict=True):
-                cache[0].index_copy_(0, step.positions_T, x)
-                seen_TC = torch.arange(len(cache[0]), device=x.device) <= step.positions_T[:, None]
+                cache[0].index_copy_(0, step.positions.text_T, x)
+                seen_TC = (
+                    torch.arange(len(cache[0]), device=x.device) <= step.positions.text_T[:, None]
+                )
                 x = x + (seen_TC[:, :, None] * cache[0]).sum(1)
-                x = x + layer(x, len(x), ubatch)
+                x = x + layer(x, RowContext(len(x)), ubatch)
             return x
 
     def serve(self, ubatch: UBatch) -> None: ...
@@ -160,7 +162,9 @@ def run(
     """Three steps on a stream that is not a thread's first one, in one micro-batch or in two."""
     ids, positions = (torch.arange(12).to(cuda.device) * factor % 50 for factor in (3, 1))
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
-    step = StepInputs(ids, positions, (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
+    step = StepInputs(
+        ids, Positions.of_text(positions), (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device
+    )
     model = Model(cuda, backend_of())
     runner = UBatchRunner(1 if split_at is None else 2)
     runner.take_transfers = comm_stream("cuda").take_transfers
@@ -201,7 +205,13 @@ def recorded(cuda: FakeCuda) -> tuple[Tensor, Tensor]:
     ids = torch.arange(12) * 3 % 50
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
     step = StepInputs(
-        ids, torch.arange(12), (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device
+        ids,
+        Positions.of_text(torch.arange(12)),
+        (),
+        torch.tensor([4, 5, 11]),
+        OFFSETS,
+        STARTS,
+        on_device,
     )
     model = Model(cuda, Travelling())
     runner = UBatchRunner(2)

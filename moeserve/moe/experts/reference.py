@@ -17,11 +17,12 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import Experts, ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.experts.registry import ExpertFacts
-from moeserve.ops.linear import Linear
+from moeserve.ops.inputs import RowContext
+from moeserve.ops.linear import LinearMethod
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
-Products = tuple[Linear, Linear]  # w13 and w2 of one expert
+Products = tuple[LinearMethod, LinearMethod]  # w13 and w2 of one expert
 
 
 def make(facts: ExpertFacts) -> "ReferenceExperts":
@@ -98,7 +99,9 @@ class ReferenceExperts(Experts):
                 ]  # whatever follows fills up the shape; its results are dropped
             else:
                 x_MD = torch.nn.functional.pad(x[start:end], (0, 0, 0, padded - end))
-            out[start:end] = w2(ops.act_mul(w13(x_MD), self._activation))[: end - start]
+            context = RowContext(end - start)
+            inner = ops.act_mul(w13(x_MD, context), self._activation)
+            out[start:end] = w2(inner, context)[: end - start]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, FusedExperts, 
 from moeserve.moe.experts.registry import ExpertFacts
 from moeserve.moe.routing import Router
 from moeserve.ops import triton_weights as laid
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.rules import SWIGLU, Activation
 
 
@@ -239,7 +240,7 @@ def _run_fused(
 ) -> tuple[Tensor, Tensor]:
     """See `FusedExperts`; the host never waits for the device."""
     tokens, width = x_TD.shape
-    routing = router(x_TD, num_tokens)
+    routing = router(x_TD, RowContext(num_tokens))
     if router.rule.on_input:
         x_TD, routing = routing.on_input(x_TD)
     top_k = routing.ids_TK.shape[1]

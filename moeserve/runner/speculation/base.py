@@ -47,15 +47,11 @@ class Verified:
 class DraftModel(Protocol):
     """What computes drafts; a `Decoder` is one."""
 
-    def forward(
-        self,
-        step: StepInputs,
-        caches: Sequence[LayerCache],
-        ubatch: UBatch,
-        hidden_TD: Tensor | None = None,
-    ) -> Tensor:
-        """Returns what `logits` takes, and `forward` as hidden_TD for the next token. hidden_TD: of
-        the target, or what this method returned for the token before."""
+    def forward(self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
+        """Return hidden states for `logits`, and for the next token's `step.embeds`.
+
+        `step.embeds` has those of the target, or what this method returned for the token before.
+        """
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Returns every token's score, fp32 [S, V]."""

@@ -24,7 +24,7 @@ from moeserve.engine.blocks import KVGroup
 from moeserve.engine.kv_rule import FULL
 from moeserve.engine.plan import I32
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.inputs import EmbedPatch, GroupInputs, Positions, StepInputs
 from moeserve.runner.sampling.rows import Trait
 from moeserve.runner.sampling.sampler import Sampler
 from moeserve.runner.speculation.base import (
@@ -173,8 +173,9 @@ class ModelProposer(Proposer):
         return np.minimum(positions_S, self._tables.width - 1)
 
     def _forward(self, inputs: StepInputs, hidden_TD: Tensor) -> Tensor:
-        taken = hidden_TD if self._drafter.takes_hidden else None
-        hidden_TD = self._model.forward(inputs, self._drafter.caches, self._ubatch, taken)
+        if self._drafter.takes_hidden:
+            inputs = replace(inputs, embeds=EmbedPatch(hidden_TD))
+        hidden_TD = self._model.forward(inputs, self._drafter.caches, self._ubatch)
         self._ubatch.take_load()  # its experts are no part of the placement
         return hidden_TD
 
@@ -203,7 +204,7 @@ class ModelProposer(Proposer):
             )
             yield StepInputs(
                 ids_T=positions_S,
-                positions_T=positions_S,
+                positions=Positions.of_text(positions_S),
                 groups=self._own_groups(group),
                 sample_N=sample,
                 offsets_R1=offsets_R1,

@@ -26,6 +26,7 @@ from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.rules import RouterRule
 from moeserve.ops.table import Ops
@@ -75,7 +76,7 @@ def outputs(backend: All2All, placement: Placement, rank: int) -> list[Tensor]:
     for _ in range(2):
         ubatch.most_tokens = max(TOKENS[: placement.num_ranks])
         if len(x):
-            outs.append(layer(x, len(x), ubatch))
+            outs.append(layer(x, RowContext(len(x)), ubatch))
         else:
             layer.serve(torch.empty(WIDTH), ubatch)
     return outs
@@ -142,7 +143,7 @@ def test_bits_of_two_ubatches(ranks: int, tmp_path: Path) -> None:
 
             def twice() -> None:
                 for _ in range(2):
-                    outs[ubatch.index] = layer(part, len(part), ubatch)
+                    outs[ubatch.index] = layer(part, RowContext(len(part)), ubatch)
 
             ubatch.run_in_turns(twice)
 

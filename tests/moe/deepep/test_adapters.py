@@ -32,6 +32,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import RowContext
 from moeserve.ops.pick import pick_ops
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, batch, cases, experts, there_and_back
@@ -321,7 +322,7 @@ def test_rows_in_fp8_reach_the_product_as_they_travelled(name: str, width: int) 
     def work(rank: int, backend: All2All) -> Tensor:
         x, routing = parts[rank]
         layer = MoELayer(lambda x, tokens: routing, backend, kernel, packed, to_physical)  # type: ignore[arg-type]
-        return layer(x, len(x), UBatch())
+        return layer(x, RowContext(len(x)), UBatch())
 
     with (
         rounding_to_nearest(),
