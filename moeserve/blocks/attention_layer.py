@@ -19,7 +19,7 @@ from moeserve.blocks.linear import FP32, INT64, gathered_bytes
 from moeserve.blocks.mixer import QueryScale
 from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.blocks.rotary import RotaryTable
-from moeserve.ops.attention import CONTEXT, QUERY_BLOCK, SCORES, TILE, padded_context
+from moeserve.ops.attention import CONTEXT, CUT, QUERY_BLOCK, SCORES, TILE, padded_context
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import (
     Cut,
@@ -304,5 +304,5 @@ def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:
     item = (
         scores * FP32 * (5 + d // TILE)
     )  # an int8 cache computes in fp32, whatever the activations
-    context = max(CONTEXT, shape.num_kv_heads * d * TILE)
+    context = max(CONTEXT, shape.num_kv_heads * d * CUT)
     return item + context * (size + FP32) + 2 * INT64 * shape.num_kv_heads * longest

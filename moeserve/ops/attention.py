@@ -3,30 +3,42 @@ and context alone.
 
 T tokens, R rows (requests), H heads, G KV heads, h = H / G, d and v widths of a key and of a value,
 L context padded to tiles. An item works on B query blocks of m queries at once, all with about the
-same context.
+same context. q query rows of a KV head: B * G of them side by side.
 
-The order of every sum is fixed by position: scores are dot products over d; softmax runs over one
-row in fp32, where masked positions add exact zeros; values are summed inside absolute tiles of 64
-tokens, counted from position 0, and tiles are added in order. How queries are packed into items
-does not matter for the bits. It bounds the work space to about `SCORES` scores and `CONTEXT` cache
-elements at a time, whatever the context lengths.
+The order of every sum is fixed by position, not by what is computed together:
+
+- A context consists of absolute cuts of CUT positions, counted from position 0, and a cut of
+  absolute tiles of TILE.
+- `attention_partial` returns (max, sum, values) of a cut: the largest score, the sum of
+  exp(score - max), and the values weighted by the same. Values are summed inside tiles, and tiles
+  are added in order. A position that a query does not see adds exact zeros, and so does a cut of
+  which it sees nothing: (-inf, 0, 0).
+- `merge_partials` adds the next cut to those before. The result is values / sum.
+
+The native and the Triton kernels have the same two steps under the same names, with cuts of their
+own size. Cuts may be computed anywhere, as long as they are merged in order. The work space is
+bounded to about `SCORES` scores and `CONTEXT` cache elements, whatever the context lengths.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.elementwise import TORCH_GRAIN
+from moeserve.ops.elementwise import TORCH_GRAIN, exp
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, entry_width, from_entries
 
 TILE = 64
+CUT = 512  # a multiple of TILE
 QUERY_BLOCK = 64
 SCORES = 1 << 20
 CONTEXT = 1 << 21
 UNBOUNDED = 1 << 40  # tokens in the window or chunk where there is none
+LOWEST = torch.finfo(torch.float32).min
 DEPTH = 128  # torch cuts the sums of deeper fp32 products, elsewhere for few rows than for many
 SMALL_PRODUCT = (
     4096  # torch computes bfloat16 products of fewer multiplications with another kernel
@@ -48,6 +60,7 @@ class Item:
     rows_BL: Tensor
     hidden_from: int
     hidden_Bml: Tensor
+    cuts: tuple[tuple[int, int], ...]  # the columns of each cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +79,20 @@ def plan_attention(
     """Packs the step's queries into items; see `PlanAttention`."""
     offsets = step.offsets_R1.tolist()
     kv_width = shape.num_kv_heads * max(shape.dim, shape.v_dim)
-    members: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    members: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
     for row, start in enumerate(step.starts_R.tolist()):
         first, end = offsets[row : row + 2]
         for token in range(first, end, QUERY_BLOCK):
             count = min(QUERY_BLOCK, end - token)
             position = start + token - first
-            tiles = _bucket(
-                -(-(position + count) // TILE) - int(_first_seen(position, group)) // TILE
-            )
+            first_tile = int(_first_seen(position, group)) // TILE
+            tiles = _bucket(-(-(position + count) // TILE) - first_tile)
             m = 1 if count == 1 else -(-count // 8) * 8
-            members.setdefault((m, tiles), []).append((row, token, count, position))
+            # Blocks of an item have their cuts in the same columns.
+            key = (m, tiles, first_tile % (CUT // TILE))
+            members.setdefault(key, []).append((row, token, count, position))
     items = []
-    for (m, tiles), blocks in sorted(members.items()):
+    for (m, tiles, offset), blocks in sorted(members.items()):
         length = tiles * TILE
         share = max(shape.num_heads * m * length / SCORES, kv_width * length / CONTEXT)
         batch = max(1, int(1 / share))
@@ -88,6 +102,7 @@ def plan_attention(
                     np.array(blocks[at : at + batch], np.int64).T,
                     m,
                     length,
+                    cuts_of(offset * TILE, length),
                     group,
                     shape.num_kv_heads,
                 )
@@ -121,8 +136,22 @@ def _bucket(tiles: int) -> int:
     return -(-tiles // step) * step
 
 
+def cuts_of(start: int, length: int) -> tuple[tuple[int, int], ...]:
+    """Return the cuts of `length` columns, the first of which is `start` positions into its cut.
+
+    0, 1100 -> (0, 512), (512, 1024), (1024, 1100); 448, 200 -> (0, 64), (64, 200)
+    """
+    borders = [0, *range(CUT - start, length, CUT), length]
+    return tuple(pairwise(borders))
+
+
 def _item(
-    members: NDArray[np.int64], m: int, length: int, group: GroupInputs, num_kv_heads: int
+    members: NDArray[np.int64],
+    m: int,
+    length: int,
+    cuts: tuple[tuple[int, int], ...],
+    group: GroupInputs,
+    num_kv_heads: int,
 ) -> Item:
     """members: row, first token, tokens and first position of B query blocks."""
     size = group.block_size
@@ -148,6 +177,7 @@ def _item(
         rows_BL=entries_BL * torch.from_numpy(used_BL).to(device) * num_kv_heads,
         hidden_from=hidden_from,
         hidden_Bml=torch.from_numpy(hidden_Bml).to(device),
+        cuts=cuts,
     )
 
 
@@ -188,9 +218,8 @@ def attention(
         batch, m, length = item.size
         q_BmGhd = q_THd.index_select(0, item.tokens).view(batch, m, num_kv_heads, -1, d)
         # A block whose scores exceed the bound alone is cut by heads.
-        heads = max(
-            1, min(num_kv_heads, 4 * SCORES * num_kv_heads // (batch * m * num_heads * length))
-        )
+        scores = batch * m * num_heads * min(length, CUT)
+        heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // scores))
         parts = []
         for first in range(0, num_kv_heads, heads):
             part = slice(first, first + heads)
@@ -221,7 +250,6 @@ def _attend(
     entry width].
     """
     batch, m, kv_heads, h, d = q_BmGhd.shape
-    length = item.size[2]
     narrow = min(d, v_rows.shape[1])
     compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
     num_queries = m * h
@@ -230,31 +258,81 @@ def _attend(
     step = 8 if compute != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * narrow)).bit_length()
     if extra := -num_queries % step:
         q = torch.nn.functional.pad(q, (0, 0, 0, extra))
-    chunk = max(TILE, CONTEXT // (batch * kv_heads * d) // TILE * TILE)
-    spans = [(at, min(at + chunk, length)) for at in range(0, length, chunk)]
 
-    parts = [_scores(q, _gather(k_rows, rows_BGL, span).to(compute)) for span in spans]
-    scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    if soft_cap:
-        for part in torch.split(
-            scores.view(-1), TORCH_GRAIN
-        ):  # of whole vectors, and never shared among threads
-            part.div_(soft_cap).tanh_().mul_(soft_cap)
-    real = scores.view(batch, kv_heads, -1, length)[:, :, :num_queries, item.hidden_from :]
-    real.view(batch, kv_heads, m, h, -1).masked_fill_(item.hidden_Bml[:, None, :, None], -torch.inf)
-    if sinks_Gh is not None:  # in a tile of their own behind all others
-        last = scores.new_full((batch, kv_heads, scores.shape[1], TILE), -torch.inf)
-        last[:, :, :num_queries, 0] = sinks_Gh.repeat(1, m)
-        scores = torch.cat((scores, last.view(batch * kv_heads, -1, TILE)), -1)
-    probs = scores.softmax(-1)
-
-    total: Tensor | None = None
-    for start, end in spans:
-        v = _gather(v_rows, rows_BGL, (start, end))
-        for tile in _tiles(probs[:, :, start:end], v.to(compute)).unbind(1):
-            total = tile.float() if total is None else total.add_(tile)
+    total: Partial | None = None
+    for start, end in item.cuts:
+        k = _gather(k_rows, rows_BGL, (start, end)).to(compute)
+        v = _gather(v_rows, rows_BGL, (start, end)).to(compute)
+        hidden_Bml = None
+        if end > (first := max(start, item.hidden_from)):
+            hidden_Bml = item.hidden_Bml[:, :, first - item.hidden_from : end - item.hidden_from]
+        part = attention_partial(q, k, v, hidden_Bml, h, soft_cap)
+        total = part if total is None else merge_partials(total, part)
     assert total is not None
-    return total[:, :num_queries].view(batch, kv_heads, m, h, -1).permute(0, 2, 1, 3, 4)
+    if sinks_Gh is not None:  # a cut of their own behind all others: one score without a value
+        sinks = sinks_Gh.repeat(batch, m)
+        largest = torch.nn.functional.pad(sinks, (0, extra))
+        total = merge_partials(
+            total, Partial(largest, torch.ones_like(largest), torch.zeros_like(total.values))
+        )
+    out = (total.values / total.weight[:, :, None])[:, :num_queries]
+    return out.view(batch, kv_heads, m, h, -1).permute(0, 2, 1, 3, 4)
+
+
+class Partial(NamedTuple):
+    """(max, sum, values) of attention to some cuts, fp32; see the module."""
+
+    largest: Tensor  # [B * G, q]
+    weight: Tensor  # [B * G, q]
+    values: Tensor  # [B * G, q, v]
+
+
+def attention_partial(
+    q: Tensor, k: Tensor, v: Tensor, hidden_Bml: Tensor | None, h: int, soft_cap: float = 0.0
+) -> Partial:
+    """Return the attention of queries [B * G, q, d] to one cut, keys [B * G, n, d].
+
+    hidden_Bml: which of the last l columns each of m queries does not see; h query heads of a KV
+    head follow each other. Query rows beyond m * h are padding.
+    """
+    scores = _scores(q, k)
+    if soft_cap:
+        for part in _pieces(scores):
+            part.div_(soft_cap).tanh_().mul_(soft_cap)
+    if hidden_Bml is not None:
+        batch, m, hidden = hidden_Bml.shape
+        tail = scores.view(batch, -1, *scores.shape[1:])[:, :, : m * h, scores.shape[2] - hidden :]
+        tail.view(batch, -1, m, h, hidden).masked_fill_(hidden_Bml[:, None, :, None], -torch.inf)
+    largest = scores.amax(-1)
+    scores -= largest.clamp(min=LOWEST)[:, :, None]
+    for part in _pieces(scores):
+        part.exp_()
+    total: Tensor | None = None
+    for tile in _tiles(scores, v).unbind(1):
+        total = tile.float() if total is None else total.add_(tile)
+    assert total is not None
+    return Partial(largest, scores.sum(-1), total)
+
+
+def merge_partials(total: Partial, part: Partial) -> Partial:
+    """Return the attention to the cuts before and the next one."""
+    largest = torch.maximum(total.largest, part.largest)
+    base = largest.clamp(min=LOWEST)
+    old = exp(total.largest - base)
+    new = exp(part.largest - base)
+    return Partial(
+        largest,
+        total.weight * old + part.weight * new,
+        total.values * old[:, :, None] + part.values * new[:, :, None],
+    )
+
+
+def _pieces(scores: Tensor) -> tuple[Tensor, ...]:
+    """Return parts of a contiguous tensor of whole vectors, each too small for several threads.
+
+    torch computes the last elements of a thread's part by another function.
+    """
+    return torch.split(scores.view(-1), TORCH_GRAIN)
 
 
 def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
@@ -291,5 +369,5 @@ def _tiles(probs: Tensor, v: Tensor) -> Tensor:
     count = length // TILE
     p = torch.empty((heads, count, rows, TILE), dtype=v.dtype, device=v.device)
     p.copy_(probs.view(heads, rows, count, TILE).transpose(1, 2))
-    products = torch.bmm(p.view(-1, rows, TILE), v.view(heads * count, TILE, -1))
+    products = torch.bmm(p.view(-1, rows, TILE), v.reshape(heads * count, TILE, -1))
     return products.view(heads, count, rows, -1)

@@ -109,7 +109,8 @@ class GPUModelRunner(ModelRunnerBase):
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute(largest_step(len(self.groups), self.limits))
         step = torch.cuda.max_memory_allocated(self.device) - before - tables
-        del self.kv, self.tables, self.sampler, self.limits
+        # Everything that holds the tables.
+        del self.kv, self.tables, self.sampler, self.sampling, self.tasks, self.limits
         self.__dict__.pop("fixed_inputs", None)
         torch.cuda.empty_cache()
         return step, tables

@@ -59,7 +59,7 @@ def test_layer_is_the_sum_over_chosen_experts(rule: RouterRule, shared: bool) ->
         experts,
         experts.pack(ExpertWeights(w13, w2)),
         LogicalToPhysical(Placement.initial(1, E, 1), 0),
-        (lambda x: 3 * x) if shared else None,
+        (lambda x, context: 3 * x) if shared else None,
         on_input=rule.on_input,
     )
     x = torch.randn(11, D)
@@ -267,7 +267,11 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Acti
         ExpertWeights(torch.randn(E, activation.parts * I, D), torch.randn(E, D, I))
     )
     router = Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops)
-    parts: list[Any] = [packed, LogicalToPhysical(Placement.initial(1, E, 1), 0), lambda x: 3 * x]
+    parts: list[Any] = [
+        packed,
+        LogicalToPhysical(Placement.initial(1, E, 1), 0),
+        lambda x, context: 3 * x,
+    ]
     layers = plan.layer(router, *parts), dataclasses.replace(plan, fused=None).layer(router, *parts)
     assert [type(layer) for layer in layers] == [FusedMoELayer, MoELayer]
     x = torch.randn(11, D)

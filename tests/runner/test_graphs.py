@@ -495,13 +495,19 @@ def test_the_largest_step_is_run_to_measure_it(cuda: FakeCuda) -> None:
     )
     runner.load(lambda phase, percent: None)
     runs: list[int] = []
-    runner.sampling.on_logits = lambda plan, logits_SV: runs.append(int(plan.counts_R.sum()))
+    allocate = runner.initialize_kv_cache
+
+    def allocate_and_watch() -> None:
+        allocate()
+        runner.sampling.on_logits = lambda plan, logits_SV: runs.append(int(plan.counts_R.sum()))
+
+    runner.initialize_kv_cache = allocate_and_watch  # type: ignore[method-assign]
     step_bytes, table_bytes = runner._measured()
     assert runs == [1, SETTINGS["max_num_batched_tokens"]]
     logits = SETTINGS["max_num_seqs"] * 5000 * 4
     assert logits < step_bytes < 9 * logits
     assert table_bytes > 0
-    assert not {"limits", "kv", "tables", "fixed_inputs"} & set(vars(runner))
+    assert not {"limits", "kv", "tables", "sampling", "tasks", "fixed_inputs"} & set(vars(runner))
     runner.allocate(runner.resolve(1 << 20), lambda phase, percent: None)
     assert serve_ahead(Driver(runner))
 

@@ -59,7 +59,7 @@ def layer_of(backend: All2All, placement: Placement, rank: int) -> MoELayer:
         kernel,
         kernel.pack(ExpertWeights(w13[own], w2[own])),
         LogicalToPhysical(placement, 0),
-        lambda x: 3 * x,
+        lambda x, context: 3 * x,
     )
 
 
