@@ -85,7 +85,9 @@ def outputs(backend: All2All, placement: Placement, rank: int) -> list[Tensor]:
 def expected(rank: int) -> Tensor:
     """One rank with every expert once."""
     x = rows_of(rank)
-    return layer_of(LocalAll2All(EXPERTS), Placement.initial(1, EXPERTS, 1), 0)(x, len(x), UBatch())
+    return layer_of(LocalAll2All(EXPERTS), Placement.initial(1, EXPERTS, 1), 0)(
+        x, RowContext(len(x)), UBatch()
+    )
 
 
 def random_placement(ranks: int, seed: int) -> Placement:
