@@ -184,7 +184,8 @@ class EventWriter(Writer):
         self.last = Delta(0)  # the latest delta
         self._stream = stream
         self._frames = bytearray()
-        self._kind = ""  # of the open block; "" for none
+        # Of the open block: "content", "reasoning", "arguments" (of a call), or "" for none.
+        self.kind = ""
         self._texts: list[str] = []  # of the open block
 
     @abstractmethod
@@ -206,24 +207,29 @@ class EventWriter(Writer):
     def add(self, prompt: int, delta: Delta) -> None:
         self.counts.add(delta)
         for part in self.chat.parts(delta):
-            if part.kind == "call" or part.kind != self._kind:
+            if part.kind != self.kind:
                 self.close()
                 self.begin(part)
             if part.kind != "call":
                 self._texts.append(part.text)
                 self.extend_block(part.text)
         self.last = delta
+        if delta.finish_reason == "abort":
+            self.aborted()
+
+    def aborted(self) -> None:
+        """Act on the end of a request that was aborted."""
 
     def begin(self, part: Part) -> None:
         """Begin a block. The arguments of a call belong to its block."""
-        self._kind = "arguments" if part.kind == "call" else part.kind
+        self.kind = "arguments" if part.kind == "call" else part.kind
         self.begin_block(part)
 
     def close(self, *, complete: bool = True) -> None:
         """End the open block, if there is one."""
-        if self._kind:
+        if self.kind:
             self.end_block("".join(self._texts), complete=complete)
-            self._kind = ""
+            self.kind = ""
             self._texts = []
 
     def frames(self, prompt: int, delta: Delta) -> bytes:

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from moeserve.errors import EngineLost, RequestError
-from moeserve.frontend.generation import Delta
 from moeserve.protocol import Answer
 from moeserve.server.conversation import Conversation
 from moeserve.server.dialects.messages_request import MessagesRequest
@@ -139,16 +138,6 @@ class MessageWriter(EventWriter):
             id=f"msg_{head.request_id}", model=head.model, usage=_usage(self.counts)
         )
 
-    def add(self, prompt: int, delta: Delta) -> None:
-        """Add a delta. Raises RequestAborted if the request was ended by its id, EngineLost if the
-        server stopped.
-        """
-        super().add(prompt, delta)
-        if delta.finish_reason == "abort":
-            raise self.chat.running.aborted or EngineLost(
-                "the server stopped before this request could finish"
-            )
-
     def begin_block(self, part: Part) -> None:
         block: Block = TextBlock()
         if part.kind == "reasoning":
@@ -160,13 +149,12 @@ class MessageWriter(EventWriter):
         self.emit(MessageEvent(type="content_block_start", index=self._index, content_block=block))
 
     def extend_block(self, text: str) -> None:
-        match self.message.content[-1]:
-            case TextBlock():
-                self._emit_delta(EventDelta(type="text_delta", text=text))
-            case ToolUseBlock():
-                self._emit_delta(EventDelta(type="input_json_delta", partial_json=text))
-            case ThinkingBlock() if not self._hides:
-                self._emit_delta(EventDelta(type="thinking_delta", thinking=text))
+        if self.kind == "content":
+            self._emit_delta(EventDelta(type="text_delta", text=text))
+        elif self.kind == "arguments":
+            self._emit_delta(EventDelta(type="input_json_delta", partial_json=text))
+        elif not self._hides:
+            self._emit_delta(EventDelta(type="thinking_delta", thinking=text))
 
     def end_block(self, text: str, *, complete: bool) -> None:
         match self.message.content[-1]:
@@ -179,6 +167,14 @@ class MessageWriter(EventWriter):
             case ToolUseBlock() as block:
                 block.input = Raw(text.encode() or b"{}")
         self.emit(MessageEvent(type="content_block_stop", index=self._index))
+
+    def aborted(self) -> None:
+        """Raise RequestAborted if the request was ended by its id, EngineLost if the server stopped:
+        the dialect has no ending for either.
+        """
+        raise self.chat.running.aborted or EngineLost(
+            "the server stopped before this request could finish"
+        )
 
     def finish(self) -> None:
         if not self.message.content:  # clients expect a block

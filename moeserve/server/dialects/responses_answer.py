@@ -228,18 +228,20 @@ class ResponseWriter(EventWriter):
         self._tell_of_item("response.content_part.added", content_index=0, part=item.content[0])
 
     def extend_block(self, text: str) -> None:
-        match self.response.output[-1]:
-            case OutputMessage() as item:
-                rows = self._logprobs
+        if self.kind == "content":
+            rows = self._logprobs
+            if rows:
                 self._logprobs = []
+                item = self.response.output[-1]
+                assert isinstance(item, OutputMessage)
                 item.content[0].logprobs += rows
-                self._tell_of_item(
-                    "response.output_text.delta", content_index=0, delta=text, logprobs=rows
-                )
-            case OutputReasoning():
-                self._tell_of_item("response.reasoning_text.delta", content_index=0, delta=text)
-            case OutputCall():
-                self._tell_of_item(f"{_ARGUMENTS}.delta", delta=text)
+            self._tell_of_item(
+                "response.output_text.delta", content_index=0, delta=text, logprobs=rows
+            )
+        elif self.kind == "reasoning":
+            self._tell_of_item("response.reasoning_text.delta", content_index=0, delta=text)
+        else:
+            self._tell_of_item(f"{_ARGUMENTS}.delta", delta=text)
 
     def end_block(self, text: str, *, complete: bool) -> None:
         item = self.response.output[-1]
