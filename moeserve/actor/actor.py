@@ -21,9 +21,10 @@ and one way to stop:
     counter.tell(Add(2))
 
 Messages are handled one at a time, in the order in which they were sent. `tell` returns nothing: an
-answer is a message to the sender's own inbox. Other long-lived parts are plain objects whose methods
-the loop calls (the fleet's state machine, say) and tasks with an owner (tasks.py). No object writes
-the fields of another one. Where a process can die, a `Supervisor` (supervisor.py) starts it again.
+answer is a message to the sender's own inbox. Other long-lived parts are plain objects whose
+methods the loop calls, such as the fleet's state machine, and tasks with an owner (tasks.py). No
+object writes the fields of another one. Where a process can die, a `Supervisor` (supervisor.py)
+starts it again.
 """
 
 import asyncio
@@ -68,7 +69,7 @@ class Inbox(Generic[M]):
         return self._cause is not None
 
     def put(self, msg: M, *, force: bool = False) -> None:
-        """Adds a message. `force` ignores the limit: for the few notices that must not be lost."""
+        """Add a message. `force` ignores the limit: for the few notices that must not be lost."""
         self._raise_if_closed()
         if self.full and not force:
             raise Overloaded(
@@ -86,7 +87,7 @@ class Inbox(Generic[M]):
             self._waiter.set_result(None)
 
     async def drain(self, wait: bool) -> list[M]:
-        """Returns all messages, oldest first. With `wait`, sleeps until there is one or `wake` is
+        """Return all messages, oldest first. With `wait`, sleeps until there is one or `wake` is
         called.
 
         Raises ActorStopped once the inbox is closed, so that a reading loop ends.
@@ -106,7 +107,7 @@ class Inbox(Generic[M]):
         return messages
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, on the loop, when half of a full inbox is free again (or it is
+        """Call `callback` once, on the loop, when half of a full inbox is free again (or it is
         closed).
         """
         self._when_room.append(callback)
@@ -121,8 +122,9 @@ class Inbox(Generic[M]):
                 callback()
 
     def close(self, cause: str = "stopped") -> None:
-        """Refuses everything from now on and drops the messages that were not read. The first cause
-        counts.
+        """Refuse all further messages, and drop those that were not read.
+
+        The first cause counts.
         """
         self._cause = self._cause or cause
         self._queue.clear()
@@ -147,13 +149,13 @@ class Actor(Generic[M]):
         self._stopping = False
 
     def tell(self, msg: M) -> None:
-        """Sends a message to this actor. Raises Overloaded if its inbox is full, ActorStopped if it
+        """Send a message to this actor. Raises Overloaded if its inbox is full, ActorStopped if it
         has ended.
         """
         self.inbox.put(msg)
 
     def stop(self) -> None:
-        """Ends the actor after the turn in hand. Safe to repeat."""
+        """End the actor after the turn in hand. Safe to repeat."""
         self._stopping = True
         self.inbox.wake()
 
@@ -163,19 +165,19 @@ class Actor(Generic[M]):
         return self._stopping
 
     def handle(self, msg: M) -> None:
-        """Acts on one message."""
+        """Act on one message."""
         raise NotImplementedError
 
     async def turn(self) -> None:
-        """Waits for messages and handles all that are there."""
+        """Wait for messages and handles all that are there."""
         for msg in await self.inbox.drain(wait=True):
             self.handle(msg)
 
     async def on_start(self) -> None:
-        """Runs before the first turn. An error here ends the actor without a call of `on_stop`."""
+        """Run before the first turn. An error here ends the actor without a call of `on_stop`."""
 
     async def on_stop(self) -> None:
-        """Runs after the last turn, also after an error or a cancellation."""
+        """Run after the last turn, also after an error or a cancellation."""
 
     async def run(self) -> None:
         """The actor's whole life; belongs in a task. Closes the inbox at its end."""

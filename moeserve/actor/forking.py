@@ -1,8 +1,8 @@
 """Children that are forks of a process which has done the slow imports. Linux only.
 
-`ForkServer` is the side that asks, `serve` the process that forks. A fork ends up as a child of the
-asking process, not of the server, so its exit code, its death signal and its lifeline are those of
-every child, and it outlives the server.
+`ForkServer` is the side that requests, `serve` the process that forks. A fork ends up as a child of
+the requesting process, not of the server. So its exit code, its death signal and its lifeline are
+those of every child, and it outlives the server.
 """
 
 import asyncio
@@ -58,11 +58,11 @@ class ForkServer:
         return self._warm.done() and not self._warm.cancelled() and self._warm.exception() is None
 
     async def until_warm(self) -> None:
-        """Returns when the server has imported everything. Raises OSError if it is gone."""
+        """Return when the server has imported everything. Raises OSError if it is gone."""
         await asyncio.shield(self._warm)
 
     async def fork(self, argument: int) -> Forked:
-        """Returns a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if
+        """Return a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if
         there is none.
         """
         async with asyncio.timeout(WARM_S):  # `wait_for` may swallow a cancellation (Python 3.11)
@@ -75,7 +75,7 @@ class ForkServer:
             raise
 
     async def close(self) -> None:
-        """Ends the server, not the forks."""
+        """End the server, not the forks."""
         self.child.kill("is not needed any more")
         await self.child.death()
         self._warm.cancel()
@@ -115,7 +115,7 @@ def _end_unwanted(forking: asyncio.Task[Forked]) -> None:
 
 
 def _pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns a child's stdin and stdout: our ends, and the child's."""
+    """Return a child's stdin and stdout: our ends, and the child's."""
     stdin = os.pipe()
     stdout = os.pipe()
     return (stdin[1], stdout[0]), (stdin[0], stdout[1])
@@ -128,7 +128,7 @@ def _close(fds: Iterable[int]) -> None:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Makes orphaned descendants children of this process, only inside the block. Raises OSError."""
+    """Make orphaned descendants our children, inside the block only. Raises OSError."""
     before = ctypes.c_int()
     prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
@@ -139,14 +139,13 @@ def _adopting() -> Iterator[None]:
             prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
 
 
-# ---- in the process that forks: it has one thread, because a fork has only the thread that forked
-# -----------------
+# ---- in the process that forks, which has one thread: a fork has only the thread that forked
 
 
 def serve(fd: int) -> int:
-    """Forks at each request on this socket; ends the process with the process that asks.
+    """Fork at each request on this socket. The process ends with the requesting process.
 
-    Returns in each fork, with the request's argument; stdin, stdout and stderr are the asking
+    Return in each fork, with the request's argument; stdin, stdout and stderr are the asking
     process's pipes then.
     """
     sock = socket.socket(fileno=fd)
@@ -168,7 +167,7 @@ def serve(fd: int) -> int:
 
 
 def _fork_orphan() -> int | None:
-    """Forks twice. Returns None in the fork; in the server its pid once it has lost its parent, 0
+    """Fork twice. Return None in the fork; in the server its pid once it has lost its parent, 0
     if there is none.
     """
     told, tell = os.pipe()
@@ -192,7 +191,7 @@ def _fork_orphan() -> int | None:
 
 
 def fork_child() -> Forked | None:
-    """Forks this process, which must have one thread. Returns None in the child. Raises OSError."""
+    """Fork this process, which must have one thread. Return None in the child. Raises OSError."""
     ours, theirs = _pipes()
     pid = os.fork()
     _close(theirs if pid else ours)

@@ -1,4 +1,4 @@
-"""The child's side of supervision: reads the start document, and ends the process with its parent.
+"""The child's side of supervision: the start document, and an end together with the parent.
 
 There are two ties, because each has a gap. The kernel's parent-death signal (Linux) kills at once,
 even inside a long native call, but also when the thread that started us ends, and it is lost if the
@@ -33,7 +33,7 @@ class Birth(msgspec.Struct, frozen=True):
 
 
 def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
-    """Ties this process to its parent and returns the document (JSON) that the parent gave it.
+    """Tie this process to its parent, and return the document (JSON) that the parent gave it.
 
     later: called in a thread with each further one (see `Child.hand_over`). The first thing a child
     does. Exits with code 77 if the parent is gone already.
@@ -42,7 +42,7 @@ def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
     line = next(lines, None)
     die_with_parent()
     if line is None:
-        _end("the parent ended before it said what to do")
+        _end("the parent ended before it sent a start document")
     birth = _decode(line)
     if os.getppid() != birth.parent_pid:  # it died before we asked for the signal
         _end("the parent ended during start-up")
@@ -53,19 +53,19 @@ def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent dies (Linux)."""
+    """Make the kernel kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def prctl(option: int, value: object) -> None:
-    """Sets a property of this process in the kernel (Linux). Raises OSError."""
+    """Set a property of this process in the kernel (Linux). Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process at once: taking down a large process in order takes seconds or hangs."""
+    """End this process at once: taking down a large process in order takes seconds or hangs."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

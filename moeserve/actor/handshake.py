@@ -39,27 +39,30 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
-    """Returns a listener's answer to a hello: its own, a refusal to another protocol version, None
+    """Return a listener's answer to a hello: its own, a refusal to another protocol version, None
     to a stranger.
     """
     if not hmac.compare_digest(hello.token.encode(), own.token.encode()):
         return None
     if hello.version != own.version:
         return Refusal(
-            f"the connecting process speaks message protocol {hello.version}, the listening one {own.version}: "
-            "moeserve was changed while it ran, or differs between machines; install the same and restart it"
+            f"the connecting process speaks message protocol {hello.version}, the listening one"
+            f" {own.version}: "
+            "moeserve was changed while it ran, or differs between machines; install the same and"
+            " restart it"
         )
     return own
 
 
 def check_address(address: str, keys: "Keys | None") -> None:
-    """Raises ConfigError unless this is `tcp://` with keys, or `ipc://` in a folder that only we
+    """Raise ConfigError unless this is `tcp://` with keys, or `ipc://` in a folder that only we
     can enter.
     """
     if address.startswith("tcp://"):
         if keys is None:
             raise ConfigError(
-                f"{address}: messages cross a network only with CURVE keys; give a --cluster-key-file"
+                f"{address}: messages cross a network only with CURVE keys; give a"
+                " --cluster-key-file"
             )
         return
     path = address.removeprefix("ipc://")
@@ -67,7 +70,8 @@ def check_address(address: str, keys: "Keys | None") -> None:
         raise ConfigError(f"{address}: must begin with ipc:// or tcp://")
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ConfigError(
-            f"{path} is longer than the {MAX_PATH_BYTES} bytes of a socket path; set TMPDIR to a shorter one"
+            f"{path} is longer than the {MAX_PATH_BYTES} bytes of a socket path; set TMPDIR to a"
+            " shorter one"
         )
     folder = os.path.dirname(path) or "."
     with ConfigError.instead_of(OSError, f"cannot use {folder} for sockets"):
@@ -103,7 +107,7 @@ def secure(socket: zmq.Socket[Any], keys: Keys, *, listens: bool) -> None:
 
 
 def keys_of(secret: bytes) -> Keys:
-    """Returns the keys of a secret, the same on every machine."""
+    """Return the keys of a secret, the same on every machine."""
     pairs = []
     for side in (b"server", b"client"):
         private = z85.encode(hmac.digest(secret, b"moeserve curve 1 " + side, hashlib.sha256))
@@ -112,12 +116,12 @@ def keys_of(secret: bytes) -> Keys:
 
 
 def token_of(secret: bytes, purpose: str) -> str:
-    """Returns a token for one purpose, which only those who know the secret can derive."""
+    """Return a token for one purpose, which only those who know the secret can derive."""
     return hmac.digest(secret, b"moeserve token 1 " + purpose.encode(), hashlib.sha256).hex()
 
 
 def read_secret(path: str) -> bytes:
-    """Reads the cluster's secret from a file. Raises ConfigError when others can read the file, or
+    """Read the cluster's secret from a file. Raises ConfigError when others can read the file, or
     it is too short.
     """
     with ConfigError.instead_of(OSError, f"--cluster-key-file: cannot read {path}"):
@@ -129,11 +133,13 @@ def read_secret(path: str) -> bytes:
     others = 0o037 if info.st_uid == 0 != os.geteuid() else 0o077
     if mode & others:
         raise ConfigError(
-            f"--cluster-key-file: {path} can be read by others (mode {mode:o}); run: chmod 600 {path}"
+            f"--cluster-key-file: {path} can be read by others (mode {mode:o}); run: chmod 600"
+            f" {path}"
         )
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
-            f"--cluster-key-file: {path} holds {len(secret)} bytes and a secret needs {MIN_SECRET_BYTES}; "
+            f"--cluster-key-file: {path} holds {len(secret)} bytes and a secret needs"
+            f" {MIN_SECRET_BYTES}; "
             f"make one: head -c 32 /dev/urandom | base64 > {path}"
         )
     return secret

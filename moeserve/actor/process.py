@@ -52,7 +52,10 @@ class Death:
     @property
     def summary(self) -> str:
         """One line: which process ended, how, when and, if we killed it, why."""
-        summary = f"{self.name} (pid {self.pid}) {describe_exit(self.exit_code)} after {self.lived_s:.1f} s"
+        summary = (
+            f"{self.name} (pid {self.pid}) {describe_exit(self.exit_code)} after"
+            f" {self.lived_s:.1f} s"
+        )
         if self.reason:
             return f"{summary}: it {self.reason}"
         if self.exit_code == -signal.SIGKILL:
@@ -78,13 +81,13 @@ class Forked:
         self._reaped = False  # from then on the pid may belong to another process
 
     def send_signal(self, number: int) -> None:
-        """Does nothing once the process was reaped."""
+        """Do nothing once the process was reaped."""
         with self._lock:
             if not self._reaped:
                 os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Blocks until the process ends; returns its exit code as `subprocess` does."""
+        """Block until the process ends; return its exit code as `subprocess` does."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
             self._reaped = True
@@ -92,14 +95,14 @@ class Forked:
 
 
 def end_now(process: subprocess.Popen[bytes] | Forked) -> None:
-    """Kills and reaps a process that nobody watches yet, and closes its pipes."""
+    """Kill and reap a process that nobody watches yet, and close its pipes."""
     process.send_signal(signal.SIGKILL)
     process.wait()
     close_pipes(process)
 
 
 def close_pipes(process: subprocess.Popen[bytes] | Forked) -> None:
-    """Closes our ends of a child's pipes."""
+    """Close our ends of a child's pipes."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
@@ -121,21 +124,21 @@ class Process(ABC):
         return not self._death.done()
 
     async def death(self) -> Death:
-        """Returns when the process has ended and its last log lines were read. May be awaited by
+        """Return when the process has ended and its last log lines were read. May be awaited by
         several.
         """
         return await asyncio.shield(self._death)
 
     @abstractmethod
     def kill(self, reason: str) -> None:
-        """Sends SIGKILL. reason: for log and error, the rest of a sentence that begins with "it"."""
+        """Send SIGKILL. reason: for log and error, the end of a sentence that begins with "it"."""
 
     @abstractmethod
     def terminate(self) -> None:
-        """Sends SIGTERM."""
+        """Send SIGTERM."""
 
     async def stop(self, term_s: float) -> Death:
-        """Sends SIGTERM, and SIGKILL if the process still runs `term_s` later."""
+        """Send SIGTERM, and SIGKILL if the process still runs `term_s` later."""
         self.terminate()
         try:
             async with asyncio.timeout(term_s):
@@ -146,7 +149,7 @@ class Process(ABC):
 
 
 def to_stderr(line: str) -> None:
-    """Writes a child's log line to our stderr."""
+    """Write a child's log line to our stderr."""
     with suppress(OSError, ValueError):  # a closed terminal must not hurt the engine
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
@@ -183,7 +186,7 @@ class Child(Process):
         forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
     ) -> "Child":
-        """Starts `command` and hands it `document` (JSON; None for none) over stdin, which nobody
+        """Start `command` and hand it `document` (JSON; None for none) over stdin, which nobody
         else can read.
 
         The child must call `guard.adopt()` first. Its stdout and stderr are kept as log tail and
@@ -214,8 +217,9 @@ class Child(Process):
         *,
         forward: Callable[[str], None] = to_stderr,
     ) -> "Child":
-        """Watches a process that runs already and waits for its document. Raises ConfigError, and
-        ends the process.
+        """Watch a process that runs already and waits for its document.
+
+        Raises ConfigError, after ending the process.
         """
         try:
             _hand_over(process, document, name)
@@ -230,12 +234,12 @@ class Child(Process):
         return not self._exit.done()
 
     def kill(self, reason: str) -> None:
-        """Sends SIGKILL; the first reason counts."""
+        """Send SIGKILL; the first reason counts."""
         self._reason = self._reason or reason
         self._process.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
+        """Send SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -243,7 +247,7 @@ class Child(Process):
         self._process.send_signal(number)
 
     def hand_over(self, document: bytes, forward: Callable[[str], None] | None = None) -> None:
-        """Gives the running child another document: see `guard.adopt`. forward: for its lines from
+        """Give the running child another document: see `guard.adopt`. forward: for its lines from
         now on.
         """
         if forward is not None:
@@ -300,7 +304,7 @@ class _LogLines(asyncio.Protocol):
         self._forward = forward
 
     def data_received(self, data: bytes) -> None:
-        """Keeps the complete lines of `data`; a line longer than MAX_LINE_BYTES is kept in parts."""
+        """Keep the complete lines of `data`; one longer than MAX_LINE_BYTES in parts."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._keep(line)
@@ -309,7 +313,7 @@ class _LogLines(asyncio.Protocol):
             self._rest = b""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Keeps the unfinished last line and resolves `ended`."""
+        """Keep the unfinished last line and resolves `ended`."""
         if self._rest:
             self._keep(self._rest)
         if not self.ended.done():
@@ -322,14 +326,14 @@ class _LogLines(asyncio.Protocol):
 
 
 def one_line(text: str) -> str:
-    """Returns text that cannot forge a log line or move a terminal's cursor: control characters
+    """Return text that cannot forge a log line or move a terminal's cursor: control characters
     become \\xNN.
     """
     return text.rstrip("\r\n").translate(_CONTROL)
 
 
 def describe_exit(code: int) -> str:
-    """Returns an exit code in words: 1 -> "exited with code 1"; -11 -> "was killed by SIGSEGV"."""
+    """Return an exit code in words: 1 -> "exited with code 1"; -11 -> "was killed by SIGSEGV"."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -1,6 +1,4 @@
-"""Keeps one process running: waits until it is ready or dead, restarts it with growing pauses,
-gives up loudly.
-"""
+"""Keeps one process running: restarts it with growing pauses, and gives up with an error."""
 
 import asyncio
 import logging
@@ -55,18 +53,18 @@ class Supervisor(ABC):
 
     @abstractmethod
     async def begin(self, incarnation: int) -> Process:
-        """Starts a process, incarnation 0 first; may be cancelled. Raises ConfigError."""
+        """Start a process, incarnation 0 first; may be cancelled. Raises ConfigError."""
 
     @abstractmethod
     async def curable(self, death: Death) -> bool:
-        """Returns whether another start may end differently."""
+        """Return whether another start may end differently."""
 
     @abstractmethod
     async def on_death(self, death: Death, again_in_s: float | None) -> None:
-        """Takes note of a death. again_in_s: seconds to the next start, None if there will be none."""
+        """Note a death. again_in_s: seconds to the next start, None if there is none."""
 
     async def run(self) -> Death:
-        """Starts the process again and again; returns its last death after `stop` or after giving
+        """Start the process again and again; return its last death after `stop` or after giving
         up.
 
         Cancelling it kills the process.
@@ -104,7 +102,7 @@ class Supervisor(ABC):
                 await child.death()
 
     async def stop(self, term_s: float) -> None:
-        """Ends the process (SIGTERM, SIGKILL after `term_s`) and makes `run` return. There is no
+        """End the process (SIGTERM, SIGKILL after `term_s`) and make `run` return. There is no
         restart.
         """
         self.retire()
@@ -112,21 +110,21 @@ class Supervisor(ABC):
             await self.child.stop(term_s)
 
     def retire(self) -> None:
-        """Makes the next death final, and ends a start that has no process yet."""
+        """Make the next death final, and end a start that has no process yet."""
         self._retired.set()
         if self._starting is not None:
             self._starting.cancel()
 
     def progress(self) -> None:
-        """Takes note of a sign of life from the starting process."""
+        """Note a sign of life of the starting process."""
         self._progress_s = time.monotonic()
 
     def serving(self) -> None:
-        """Takes note that the process is ready."""
+        """Note that the process is ready."""
         self._ready_s = time.monotonic()
 
     def _check_progress(self, child: Process) -> None:
-        """Kills a starting process that shows no progress, else looks again when that would be due."""
+        """Kill a starting process that shows no progress, otherwise check again in time."""
         if child is not self.child or self._ready_s is not None or not child.alive:
             return
         left_s = self._progress_s + self.policy.silence_s - time.monotonic()
@@ -136,7 +134,7 @@ class Supervisor(ABC):
             child.kill(f"showed no progress for {self.policy.silence_s:g} s during start-up")
 
     def _pause_after(self, death: Death, curable: bool) -> float | None:
-        """Returns the seconds until the next start, None if there will be none."""
+        """Return the seconds until the next start, None if there will be none."""
         if self._retired.is_set():
             return None
         policy = self.policy

@@ -153,7 +153,7 @@ class ZmqWire(Generic[Out, In]):
         self._loop.call_soon(self._on_monitor)
 
     def send(self, msg: Out) -> bool:
-        """Sends in order, without blocking. Returns False if there is no peer yet, or no more:
+        """Send in order, without blocking. Return False if there is no peer yet, or no more:
         `PeerGone` says why.
 
         Raises Overloaded when the peer does not keep up, ValueError for a message beyond
@@ -275,7 +275,7 @@ class ZmqWire(Generic[Out, In]):
             self._lose(self._why_closed())
 
     def _take_events(self, gone: set[int]) -> bool:
-        """Adds to `gone` the connections that the monitor reports as lost. Returns False without
+        """Add to `gone` the connections that the monitor reports as lost. Return False without
         news.
         """
         told = False
@@ -295,7 +295,10 @@ class ZmqWire(Generic[Out, In]):
             return "the connection was closed by the other process"
         if not self._met:
             return f"nobody listens at {self.address}"
-        return f"{self.address} closed the connection before it answered: is the cluster key there the same?"
+        return (
+            f"{self.address} closed the connection before it answered: is the cluster key there"
+            " the same?"
+        )
 
     def _read_rest(self) -> None:
         """Delivers what arrived before the end, whatever the inbox's limit: the notice comes behind
@@ -309,7 +312,7 @@ class ZmqWire(Generic[Out, In]):
             self.inbox.put(self._notice(PeerGone(cause)), force=True)
 
     def _end(self, cause: str) -> bool:
-        """Stops reading and writing. Returns False if the wire had ended before."""
+        """Stop reading and writing. Return False if the wire had ended before."""
         if self._gone is not None:
             return False
         self._gone = cause
@@ -321,7 +324,7 @@ class ZmqWire(Generic[Out, In]):
         return True
 
     async def connected(self, deadline_s: float | None) -> None:
-        """Returns when both ends know each other. Raises ActorStopped with the cause, or
+        """Return when both ends know each other. Raises ActorStopped with the cause, or
         TimeoutError. None: waits for as long as it takes."""
         try:
             async with asyncio.timeout(deadline_s):

@@ -15,8 +15,9 @@ _begun: list[subprocess.Popen[bytes]] = []  # and waits for its order
 
 @contextmanager
 def begun(config: Config) -> Iterator[None]:
-    """Begins an engine's process for `take`, if this process will start one on its own; ends it if
-    nobody took it.
+    """Begin an engine's process for `take`, if this process will start one on its own.
+
+    It ends if it was not taken.
     """
     parallel = config.parallel
     if parallel.num_ranks == 1 and not (parallel.standby or config.device.null_runner):
@@ -34,5 +35,5 @@ def begun(config: Config) -> Iterator[None]:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """Returns the process that has begun, once."""
+    """Return the process that has begun, once."""
     return _begun.pop() if _begun else None

@@ -48,7 +48,7 @@ class Allocation:
 
 
 def find(env: Mapping[str, str]) -> Allocation | None:
-    """Returns the allocation of several machines that this process belongs to, or None.
+    """Return the allocation of several machines that this process belongs to, or None.
 
     Raises ConfigError for a variable that is missing or wrong, and for launchers that contradict
     each other.
@@ -81,7 +81,7 @@ def find(env: Mapping[str, str]) -> Allocation | None:
 def apply(
     parallel: ParallelConfig, given: Collection[str], env: Mapping[str, str]
 ) -> tuple[ParallelConfig, Allocation | None]:
-    """Returns the settings with those of the allocation, and the allocation if it was used. given:
+    """Return the settings with those of the allocation, and the allocation if it was used. given:
     names of settings that the user set, which win. Raises ConfigError where they contradict the
     environment."""
     if (
@@ -96,11 +96,13 @@ def apply(
         if name in given and (value := getattr(parallel, name)) != told:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} is {value}, {found.source} says {told}: leave it out; or {BY_FLAGS}; {ALONE}"
+                f"{flag} is {value}, {found.source} says {told}: leave it out; or {BY_FLAGS};"
+                f" {ALONE}"
             )
     if parallel.dp < found.num_nodes:
         raise ConfigError(
-            f"--dp {parallel.dp}: the {found.num_nodes} machines of {found.source} need an engine each, "
+            f"--dp {parallel.dp}: the {found.num_nodes} machines of {found.source} need an engine"
+            " each, "
             f"--dp {found.num_nodes} at least; {ALONE}"
         )
     rendezvous = parallel.rendezvous or found.rendezvous
@@ -110,20 +112,21 @@ def apply(
 
 
 def outside_of_step(env: Mapping[str, str]) -> str:
-    """Returns advice to who has several machines of Slurm and starts on one: in a shell of salloc
+    """Return advice to who has several machines of Slurm and starts on one: in a shell of salloc
     or a batch script.
     """
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or ""
     if _step(env) is not None or not re.fullmatch("[0-9]{1,4}", nodes) or int(nodes) < 2:
         return ""
     return (
-        f"this job of Slurm has {nodes} machines, and this is one process: serving on this machine alone; "
+        f"this job of Slurm has {nodes} machines, and this is one process: serving on this"
+        " machine alone; "
         "to serve on all of them: srun --ntasks-per-node=1 moeserve serve ..."
     )
 
 
 def expand(nodelist: str) -> list[str]:
-    """Returns the names in Slurm's short form: "a[01-03,7],b" is a01, a02, a03, a7, b. Raises
+    """Return the names in Slurm's short form: "a[01-03,7],b" is a01, a02, a03, a7, b. Raises
     ValueError.
     """
     # Own code, not `scontrol show hostnames`: containers of a job have no scontrol, and the form is
@@ -156,7 +159,7 @@ def _numbers(text: str) -> list[str]:
 
 
 class _Variables:
-    """An environment whose values are checked when they are read: ConfigError names the variable."""
+    """An environment whose values are checked when read: ConfigError names the variable."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = env
@@ -166,7 +169,7 @@ class _Variables:
         return any(self.env.get(name) for name in names)
 
     def text(self, name: str) -> str:
-        """Returns a variable that has to be set."""
+        """Return a variable that has to be set."""
         if value := self.env.get(name):
             return value
         raise ConfigError(
@@ -174,7 +177,7 @@ class _Variables:
         )
 
     def number(self, name: str, low: int = 0, high: int = 2**32, why: str = "") -> int:
-        """Returns a number from `low` to `high`. why: the rest of the sentence if it is another
+        """Return a number from `low` to `high`. why: the rest of the sentence if it is another
         one.
         """
         value = self.text(name)
@@ -185,17 +188,17 @@ class _Variables:
         return int(value)
 
     def rank(self, name: str, nodes: int, first: int = 0) -> int:
-        """Returns a machine's number among `nodes`, of which the launcher counts those from `first`
+        """Return a machine's number among `nodes`, of which the launcher counts those from `first`
         on.
         """
         return first + self.number(name, 0, nodes - 1 - first, f" with {nodes} machines")
 
     def nodes(self, name: str) -> int:
-        """Returns a number of machines."""
+        """Return a number of machines."""
         return self.number(name, 1, _MAX_MACHINES)
 
     def host(self, name: str, value: str | None = None) -> str:
-        """Returns a host's name or IP address. value: what the variable says, if it says more than
+        """Return a host's name or IP address. value: what the variable says, if it says more than
         that.
         """
         host = self.text(name) if value is None else value
@@ -209,7 +212,7 @@ class _Variables:
         return host
 
     def wrong(self, name: str, why: str) -> ConfigError:
-        """Returns the error about a variable's value."""
+        """Return the error about a variable's value."""
         return ConfigError(f"{name}={self.text(name)[:100]!r}: {why}; {BY_FLAGS}; {ALONE}")
 
 
@@ -299,7 +302,7 @@ def _skypilot(read: _Variables) -> Allocation | None:
 
 
 def _step(env: Mapping[str, str]) -> int | None:
-    """Returns the number of the job step of Slurm that this process is a task of. Shells and batch
+    """Return the number of the job step of Slurm that this process is a task of. Shells and batch
     scripts are none.
     """
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")

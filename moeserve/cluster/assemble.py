@@ -50,7 +50,7 @@ async def assemble(
     emit: Callable[[EngineOut], object],
     born_s: float,
 ) -> tuple[EngineCore, Ready]:
-    """Builds the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase
+    """Build the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase
     meanwhile.
 
     role: the engine's place among others. born_s: monotonic time at which the start began. Raises
@@ -61,16 +61,16 @@ async def assemble(
     abandoned = False
 
     def tell(name: str, percent: int) -> None:
-        """Emits a Phase unless the build is over."""
+        """Emit a Phase unless the build is over."""
         if not abandoned:
             emit(Phase(name, percent, time.monotonic() - born_s))
 
     def progress(name: str, percent: int) -> None:
-        """Emits a Phase from the building thread."""
+        """Emit a Phase from the building thread."""
         loop.call_soon_threadsafe(tell, name, percent)
 
     def build() -> Built:
-        """Builds the runner; runs in a thread."""
+        """Build the runner; runs in a thread."""
         import moeserve.engine.group_core
         import moeserve.engine.scheduler  # noqa: F401  (slow: here, so that the loop stays free)
 
@@ -97,7 +97,7 @@ async def assemble(
 
 
 async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
-    """Executes a Join: connects a runner's ranks, and returns the connection to the coordinator,
+    """Execute a Join: connects a runner's ranks, and return the connection to the coordinator,
     for `GroupCore`.
 
     Raises PeerLost as soon as coordinator or runner fails, or another engine gives up before both

@@ -7,7 +7,7 @@ from moeserve.config import ParallelConfig
 
 
 def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
-    """Returns the machines of new engines, in order: each goes to the one with the fewest, ties to
+    """Return the machines of new engines, in order: each goes to the one with the fewest, ties to
     the lowest number.
 
     engines_on: the engines that each machine has already. 3, {0: 0, 1: 0} -> [0, 0, 1]
@@ -21,12 +21,12 @@ def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
 
 
 def at_start(parallel: ParallelConfig) -> list[int]:
-    """Returns the machine of each engine that a server starts with."""
+    """Return the machine of each engine that a server starts with."""
     return spread(parallel.dp, dict.fromkeys(range(parallel.nnodes), 0))
 
 
 def equal_shares(machines: Sequence[int]) -> int:
-    """Returns the number of machines if each has equally many engines, one after the other;
+    """Return the number of machines if each has equally many engines, one after the other;
     otherwise 1.
 
     machines: of each engine. [0, 0, 1, 1] -> 2, [0, 0, 1] -> 1

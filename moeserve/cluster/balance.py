@@ -105,7 +105,7 @@ class Balancer:
     """Chooses an engine for each request from predictions, which step outputs correct. Engines are
     known by rank.
 
-    What `choose` compares lies in lists with a place for each engine: work and requests, and room.
+    What `choose` compares lies in lists with an entry for each engine: work and requests, and room.
     Those of `_stale` engines are written before they are read, so that a choice among hundreds of
     engines takes microseconds.
     """
@@ -113,7 +113,7 @@ class Balancer:
     def __init__(self) -> None:
         self.loads: dict[int, Load] = {}
         self._ranks: list[int] = []
-        self._place: dict[int, int] = {}  # by rank
+        self._index: dict[int, int] = {}  # by rank
         self._costs: list[tuple[float, int]] = []
         self._room: list[int] = []
         self._stale: set[int] = set()
@@ -124,13 +124,13 @@ class Balancer:
         self._mean = FIRST_MEAN
 
     def open(self, rank: int, block_size: int, num_blocks: int) -> None:
-        """Adds an empty engine; a known one stays as it is."""
+        """Add an empty engine; a known one stays as it is."""
         if rank not in self.loads:
             self.loads[rank] = Load(block_size, num_blocks - 1)
             self._arrange()
 
     def close(self, rank: int) -> tuple[int, ...]:
-        """Removes an engine with its cached prefixes, and its requests, which are returned: oldest
+        """Remove an engine with its cached prefixes, and its requests, which are returned: oldest
         first.
         """
         load = self.loads.pop(rank, None)
@@ -146,18 +146,18 @@ class Balancer:
 
     def _arrange(self) -> None:
         self._ranks = sorted(self.loads)
-        self._place = {rank: place for place, rank in enumerate(self._ranks)}
+        self._index = {rank: index for index, rank in enumerate(self._ranks)}
         self._costs = [(0.0, 0)] * len(self.loads)
         self._room = [0] * len(self.loads)
         self._stale = set(self.loads)
 
     def rank_of(self, rid: int) -> int | None:
-        """Returns the engine that has this request, if one has it."""
+        """Return the engine that has this request, if one has it."""
         request = self._requests.get(rid)
         return request.rank if request is not None else None
 
     def choose(self, request: Submit, among: Collection[int]) -> int:
-        """Returns the engine on which this request adds to the least work, if possible one with
+        """Return the engine on which this request adds to the least work, if possible one with
         room for its K/V.
 
         Ties go to the fewest requests, then to the lowest rank. `among` holds at least one open
@@ -167,9 +167,9 @@ class Balancer:
         blocks = -(-num_tokens // next(iter(self.loads.values())).block_size)
         for rank in self._stale:
             load = self.loads[rank]
-            place = self._place[rank]
-            self._costs[place] = (load.work, len(load.live))
-            self._room[place] = load.room
+            index = self._index[rank]
+            self._costs[index] = (load.work, len(load.live))
+            self._room[index] = load.room
         self._stale.clear()
         costs = self._costs
         if hits := self._hits(request):
@@ -179,14 +179,14 @@ class Balancer:
             ]
         best = costs.index(min(costs))
         if len(among) < len(costs) or self._room[best] < blocks:
-            allowed = [place for place, rank in enumerate(self._ranks) if rank in among]
+            allowed = [index for index, rank in enumerate(self._ranks) if rank in among]
             best = min(
                 [p for p in allowed if self._room[p] >= blocks] or allowed, key=costs.__getitem__
             )
         return self._ranks[best]
 
     def assign(self, request: Submit, rank: int) -> None:
-        """Counts a request as sent to this engine."""
+        """Count a request as sent to this engine."""
         load = self.loads[rank]
         num_tokens = len(request.tokens) // _TOKEN_BYTES
         emitted = num_tokens - request.num_prompt
@@ -207,7 +207,7 @@ class Balancer:
         self._remember(request, rank)
 
     def note(self, rank: int, out: StepOutput) -> None:
-        """Corrects the predictions for an engine by the output of one of its steps."""
+        """Correct the predictions for an engine by the output of one of its steps."""
         tokens, free = (
             (out.record.num_tokens, out.record.num_free_blocks) if out.record else (None, 0)
         )
@@ -248,7 +248,7 @@ class Balancer:
         return max(1.0, self._mean / 4)
 
     def _hits(self, request: Submit) -> dict[int, int]:
-        """Returns how many tokens at the beginning of the request each engine has seen before, if
+        """Return how many tokens at the beginning of the request each engine has seen before, if
         any.
         """
         hits: dict[int, int] = {}
@@ -274,7 +274,7 @@ class Balancer:
 
 
 def _write(hits: dict[int, int], mask: int, tokens: int) -> None:
-    """Sets the hits of all engines in a bit mask."""
+    """Set the hits of all engines in a bit mask."""
     while mask:
         rank = mask.bit_length() - 1
         hits[rank] = tokens
@@ -282,7 +282,7 @@ def _write(hits: dict[int, int], mask: int, tokens: int) -> None:
 
 
 def _prefix_keys(request: Submit) -> Iterator[int]:
-    """Yields a key for each CHUNK of tokens, which stands for all tokens up to its end.
+    """Yield a key for each CHUNK of tokens, which stands for all tokens up to its end.
 
     Python salts the hash of bytes per process, so that no client can aim at another one's prefix.
     """

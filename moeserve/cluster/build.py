@@ -34,7 +34,7 @@ NULL_RUNNER_BYTES = 1 << 40  # no KV is ever allocated: only max_num_seqs and ma
 
 
 def build_runner(config: Config, role: Role, progress: Progress) -> Built:
-    """Returns runner, limits, facts for the front end, KV groups and end-of-text ids.
+    """Return runner, limits, facts for the front end, KV groups and end-of-text ids.
 
     Slow (imports torch, reads weights, starts the engine's other ranks): call it in a thread.
     Raises ConfigError with what to change.
@@ -96,8 +96,9 @@ def _grouped(config: Config, role: Role, progress: Progress) -> Made:
 
 @contextmanager
 def _team(config: Config, role: Role) -> Iterator[Team | None]:
-    """Starts the engine's other tensor-parallel ranks, if it has some; ends them if the block
-    fails.
+    """Start the engine's other tensor-parallel ranks, if it has some.
+
+    They end if the block fails.
     """
     if role.world.tp_size == 1:
         yield None

@@ -13,7 +13,7 @@ from moeserve.runner.devices import check_device
 
 
 def check_parallel(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError, with the remedy, if this model cannot be served with these settings."""
+    """Raise ConfigError, with the remedy, if this model cannot be served with these settings."""
     parallel = config.parallel
     check_device(config.device.device)
     check_kernels(config.device.kernels)
@@ -28,7 +28,7 @@ def check_parallel(config: Config, spec: ModelSpec) -> None:
 
 
 def check_machines(parallel: ParallelConfig) -> None:
-    """Raises ConfigError if the settings of this machine cannot be those of one among several."""
+    """Raise ConfigError if the settings of this machine cannot be those of one among several."""
     nnodes = parallel.nnodes
     if parallel.node_rank >= nnodes:
         raise ConfigError(
@@ -47,28 +47,31 @@ def check_machines(parallel: ParallelConfig) -> None:
             )
     if parallel.encrypt_rows and (nnodes == 1 or parallel.ep == "off"):
         raise ConfigError(
-            "--encrypt-rows: no rows of tokens leave this machine; it needs --nnodes 2 or more and --ep on"
+            "--encrypt-rows: no rows of tokens leave this machine; it needs --nnodes 2 or more"
+            " and --ep on"
         )
     if parallel.dp < nnodes:
         raise ConfigError(
-            f"--dp {parallel.dp}: --nnodes {nnodes} machines need an engine each, --dp {nnodes} at least"
+            f"--dp {parallel.dp}: --nnodes {nnodes} machines need an engine each, --dp {nnodes}"
+            " at least"
         )
     if nnodes > 1:
         rendezvous_of(parallel)
 
 
 def rendezvous_of(parallel: ParallelConfig) -> tuple[str, int]:
-    """Returns host and port; an IPv6 host is in brackets. Raises ConfigError."""
+    """Return host and port; an IPv6 host is in brackets. Raises ConfigError."""
     host, _, port = str(parallel.rendezvous).rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"--rendezvous {parallel.rendezvous}: must be HOST:PORT with an address of machine 0, as in 10.0.0.1:29500"
+            f"--rendezvous {parallel.rendezvous}: must be HOST:PORT with an address of machine 0,"
+            " as in 10.0.0.1:29500"
         )
     return host, int(port)
 
 
 def check_scale(config: Config, spec: ModelSpec, dp: int) -> None:
-    """Raises ConfigError if another number of engines cannot work; see `check_parallel`."""
+    """Raise ConfigError if another number of engines cannot work; see `check_parallel`."""
     _check_redundant(replace(config.parallel, dp=dp), spec)
 
 
@@ -82,11 +85,13 @@ def _check_redundant(parallel: ParallelConfig, spec: ModelSpec) -> None:
         raise ConfigError(f"--redundant-experts {redundant}: {spec.architecture} has no experts")
     if parallel.ep == "off" or ranks == 1:
         raise ConfigError(
-            f"--redundant-experts {redundant} needs experts sharded over several ranks (--dp, --tp, --ep on)"
+            f"--redundant-experts {redundant} needs experts sharded over several ranks (--dp,"
+            " --tp, --ep on)"
         )
     most = experts * (ranks - 1)
     if redundant > most:
         raise ConfigError(
-            f"--redundant-experts {redundant}: {experts} experts on {ranks} ranks have use for {most} at most; "
+            f"--redundant-experts {redundant}: {experts} experts on {ranks} ranks have use for"
+            f" {most} at most; "
             "each rank has all of them then"
         )

@@ -16,7 +16,7 @@ AGAIN_S = 0.1
 
 
 def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
-    """Returns the file's path: machine 0 makes it where there is none, and others wait for it.
+    """Return the file's path: machine 0 makes it where there is none, and others wait for it.
     Raises ConfigError."""
     # RuntimeError: there is no home
     what = "cannot keep a secret in the home"
@@ -33,7 +33,8 @@ def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
         while not path.exists():
             if time.monotonic() >= deadline_s:
                 raise ConfigError(
-                    f"{path} did not come: machine 0 makes it, but the machines seem to share no home; "
+                    f"{path} did not come: machine 0 makes it, but the machines seem to share no"
+                    " home; "
                     "give all of them a copy of one secret by --cluster-key-file"
                 )
             time.sleep(AGAIN_S)
@@ -41,7 +42,7 @@ def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
 
 
 def _make(path: Path) -> None:
-    """Makes the file unless there is one. It appears with its content, for readers on other
+    """Make the file unless there is one. It appears with its content, for readers on other
     machines.
     """
     if path.exists():

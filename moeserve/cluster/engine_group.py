@@ -1,4 +1,4 @@
-"""Brings the engines of a group together: one Join to each per epoch, and again after every loss."""
+"""Brings the engines of a group together: one Join to each per epoch, anew after every loss."""
 
 import asyncio
 import logging

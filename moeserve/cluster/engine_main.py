@@ -39,7 +39,7 @@ MARK = -1  # number of the ping behind the requests of a lost front end
 
 
 def main() -> None:
-    """Runs an engine until it is told to stop, or fails, and ends the process."""
+    """Run an engine until it is told to stop or fails, and end the process."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole terminal; the front end decides
@@ -85,7 +85,7 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
     inbox: Inbox[EngineIn] = Inbox("engine")
 
     def drain() -> None:
-        """Lets running requests finish, as a Drain does."""
+        """Let running requests finish, as a Drain does."""
         if not inbox.closed:
             inbox.put(Drain(order.config.server.shutdown_timeout), force=True)
 
@@ -136,7 +136,7 @@ class FrontEndLink:
         )
 
     def send(self, msg: EngineOut) -> None:
-        """Sends the front end a message, if there is one."""
+        """Send the front end a message, if there is one."""
         match msg:
             case Pong(seq=seq) if seq == MARK:
                 self._emptied.set()
@@ -155,12 +155,12 @@ class FrontEndLink:
         )
 
     async def follow(self, later: SimpleQueue[bytes]) -> None:
-        """Serves the front end of each further order in place of the one before; never returns."""
+        """Serve the front end of each further order in place of the one before; never returns."""
         orders: asyncio.Queue[bytes] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def hear() -> None:
-            """Passes orders on to the loop, in a thread that lets the process end."""
+            """Pass orders on to the loop, in a thread that lets the process end."""
             while True:
                 loop.call_soon_threadsafe(orders.put_nowait, later.get())
 
@@ -188,7 +188,7 @@ def _following_failed(_name: str, error: Exception) -> None:
 
 
 def _keys(order: EngineOrder) -> Keys | None:
-    """Returns the cluster's keys if the front end is on another machine."""
+    """Return the cluster's keys if the front end is on another machine."""
     key_file = order.config.parallel.cluster_key_file
     return (
         keys_of(read_secret(key_file)) if key_file and order.address.startswith("tcp://") else None
@@ -241,7 +241,7 @@ async def _live(
 
 
 async def _order_to_stop(inbox: Inbox[EngineIn]) -> None:
-    """Returns at the first Drain. Other messages wait for the engine that is being built."""
+    """Return at the first Drain. Other messages wait for the engine that is being built."""
     early: list[EngineIn] = []
     try:
         while not any(isinstance(msg, Drain) for msg in early):

@@ -1,4 +1,4 @@
-"""The state of one engine as the fleet knows it: an immutable struct, and the events that change it.
+"""The state of one engine as the fleet knows it: an immutable struct, and its events.
 
 `EngineState.after` is the whole state machine of an engine. Only `EngineTable` keeps its results.
 """

@@ -1,4 +1,4 @@
-"""The supervision of one engine: its processes, one after the other, and the wire to the present one.
+"""The supervision of one engine: its processes, one after the other, and their wires.
 
 The supervisor acts on processes and decides nothing about the fleet. It reports every message and
 every end to the fleet (`FleetState.heard`), which keeps the engine's `EngineState`.

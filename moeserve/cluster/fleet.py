@@ -130,7 +130,7 @@ class Fleet:
 
     @property
     def experts(self) -> "Rebalancing | None":
-        """The experts that are sharded over the engines, None if each engine has all of its model."""
+        """The experts that are sharded over the engines, None if each engine has all."""
         return self._state.experts
 
     @property

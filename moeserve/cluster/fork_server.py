@@ -14,7 +14,7 @@ from moeserve.cluster import engine_main, tp_worker
 
 
 def main() -> None:
-    """Runs the server, and in each fork the engine."""
+    """Run the server, and in each fork the engine."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole terminal; the front end decides

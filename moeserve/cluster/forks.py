@@ -33,8 +33,7 @@ class LocalHost:
     loop.
 
     number: of the machine. name: hosts of equal names share memory. folder: private here, for
-    sockets. absent: what the start of an engine waits for, for people; empty if the machine is
-    there.
+    sockets. absent: why the machine is not here, for people; empty if it is.
     """
 
     def __init__(self, folder: str) -> None:
@@ -47,7 +46,7 @@ class LocalHost:
         self._keeping: asyncio.Task[None] | None = None
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Returns where to listen for an engine of this machine, and the wire's keys: a socket here
+        """Return where to listen for an engine of this machine, and the wire's keys: a socket here
         needs none.
         """
         return f"ipc://{os.path.join(self.folder, name.replace(' ', '-'))}.sock", None
@@ -58,17 +57,17 @@ class LocalHost:
         return self._server if self._server is not None and self._server.warm else None
 
     def keep(self, config: Config) -> None:
-        """Keeps a fork server from now on, if the settings ask for one and it would be of use."""
+        """Keep a fork server from now on, if the settings ask for one and it would be of use."""
         self._tp_size = config.parallel.tp
         wanted = config.parallel.fork_server == "on" and not config.device.null_runner
         if self._keeping is None and POSSIBLE and wanted and config.parallel.num_ranks > 1:
-            # Without a fork server engines start on their own, so its end is no more than a log line.
+            # Engines start on their own without a fork server, so its end is only logged.
             self._keeping = spawn(self._keep(), name="fork server", on_error=log_error)
 
     async def start(
         self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr
     ) -> Child:
-        """Starts an engine with this order (JSON of an EngineOrder). Raises ConfigError."""
+        """Start an engine with this order (JSON of an EngineOrder). Raises ConfigError."""
         if self._server is not None:
             try:
                 forked = await self._server.fork(self._tp_size)
@@ -81,7 +80,7 @@ class LocalHost:
         return Child.start(name, command_of(ENGINE), order, forward=forward)
 
     async def close(self) -> None:
-        """Ends the fork server; no engine ends with it."""
+        """End the fork server; no engine ends with it."""
         await cancel(self._keeping)
         self._keeping = None
 

@@ -3,18 +3,17 @@
 from moeserve.messages import Ping, Pong
 
 INTERVAL_S = 1.0
-UNHEALTHY_S = (
-    5.0  # without progress for this long (or two long steps) it is not ready for new requests
-)
-STALL_S = 60.0  # without progress for this long (or ten long steps) it is given up
+# Without progress for this long (or two long steps) an engine is not ready for new requests.
+UNHEALTHY_S = 5.0
+STALL_S = 60.0  # without progress for this long (or ten long steps) it is killed
 
 
 class ProgressMonitor:
     """Time since the last progress of an engine. Times are monotonic seconds, given by the caller.
 
     An engine makes progress when it answers and either has nothing to do or has counted another
-    step, so a blocked loop, a stopped process and a step that never ends all show. Engines answer
-    between steps only. step_s: the longest step to expect, which tells how much silence is normal.
+    step. So a blocked loop, a stopped process and a step that never ends all show. Engines answer
+    between steps only. step_s: the longest step to expect, and so the silence that is normal.
     """
 
     def __init__(self, now_s: float, step_s: float = 0.0) -> None:
@@ -24,11 +23,10 @@ class ProgressMonitor:
         self._steps = -1
 
     def ping(self, now_s: float) -> Ping:
-        """Returns the next ping to send; call it once per INTERVAL_S."""
+        """Return the next ping to send; call it once per INTERVAL_S."""
         late_s = now_s - self._ping_s - INTERVAL_S
-        if (
-            late_s > INTERVAL_S
-        ):  # it was us who stood still (stopped, or a blocked loop), so we know nothing
+        if late_s > INTERVAL_S:
+            # This process stood still (stopped, or a blocked loop), so it knows nothing.
             self._progress_s += late_s
             self._answer_s += late_s
         self._ping_s = now_s
@@ -36,7 +34,7 @@ class ProgressMonitor:
         return Ping(self._seq)
 
     def pong(self, msg: Pong, now_s: float) -> None:
-        """Takes note of an answer."""
+        """Note an answer."""
         if not msg.busy or msg.steps != self._steps:
             self._progress_s = now_s
         self._steps = msg.steps
@@ -47,13 +45,13 @@ class ProgressMonitor:
         return max(0.0, now_s - self._progress_s)
 
     def healthy(self, now_s: float) -> bool:
-        """Returns whether the last progress is recent enough for new requests."""
+        """Return whether the last progress is recent enough for new requests."""
         return self.stalled_s(now_s) <= max(UNHEALTHY_S, 2 * self._step_s)
 
     def fault(
         self, now_s: float, stall_s: float = STALL_S, *, held: bool = False, grouped: bool = False
     ) -> str:
-        """Returns why the engine must be killed, the end of a sentence about it; "" if it need not
+        """Return why the engine must be killed, the end of a sentence about it; "" if it need not
         be.
 
         held: the engine waits for others, so only answers are expected. One that leaves its group

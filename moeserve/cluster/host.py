@@ -92,7 +92,7 @@ AgentWire = ZmqWire[ToNode, FromNode | PeerGone]
 
 
 class RemoteHost:
-    """Machine `number` of `num_machines`, through its agent. It may come late, vanish, and return."""
+    """Machine `number` of `num_machines`, through its agent. It may come late, and come back."""
 
     def __init__(self, number: int, num_machines: int, address: str, keys: Keys | None) -> None:
         """Make the host of a machine that is not here yet.

@@ -1,8 +1,8 @@
-"""The front end's view of its engines, wherever they run: messages in, messages out, and notice of
-their end.
+"""The link of a front end to its engines, wherever they run: messages in, messages out.
 
-    link.send(EngineIn)  -->  engine  -->  link.outbox: Phase ... Ready, then StepOutput and the rest of EngineOut,
-                                           and EngineGone; after a restart Phase ... Ready once more
+    link.send(EngineIn)  -->  engine  -->  link.outbox: Phase ... Ready, then StepOutput and the
+                                           rest of EngineOut, and EngineGone;
+                                           after a restart Phase ... Ready once more
 
 `Fleet` (fleet.py) supervises engine processes: when one of several dies, RequestsLost comes in
 place of EngineGone. `LocalEngine` (local_engine.py) runs in this process.
@@ -31,16 +31,12 @@ _ERRORS_BY_EXIT_CODE: dict[int, type[ConfigError]] = {
 
 
 class EngineGone(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine ended and sends nothing more. Its requests are lost and may be submitted again.
+    """The engine has ended. Its requests are lost and may be submitted again."""
 
-    exit_code: 0 after an ordered stop, negative: minus the signal. restart_in_s: seconds to the
-    next start, None if there will be none.
-    """
-
-    exit_code: int
+    exit_code: int  # 0 after an ordered stop; negative: minus the signal
     cause: str
     log_tail: tuple[str, ...] = ()
-    restart_in_s: float | None = None
+    restart_in_s: float | None = None  # seconds to the next start, None if there is none
 
     @property
     def restarting(self) -> bool:
@@ -48,7 +44,7 @@ class EngineGone(msgspec.Struct, frozen=True, kw_only=True):
         return self.restart_in_s is not None
 
     def error(self) -> MoeserveError:
-        """Returns the exception for a final end: ConfigError and its kin by exit code, otherwise
+        """Return the exception for a final end: ConfigError and its kin by exit code, otherwise
         EngineDied.
         """
         kind = _ERRORS_BY_EXIT_CODE.get(self.exit_code)
@@ -56,28 +52,25 @@ class EngineGone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestsLost(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine among several ended: these requests must be submitted again.
-
-    engine: its data-parallel rank. died: False if it was retired because fewer engines are wanted.
-    """
+    """An engine among several ended: these requests must be submitted again."""
 
     rids: tuple[int, ...]
-    engine: int
-    died: bool
+    engine: int  # its data-parallel rank
+    died: bool  # False if it left because fewer engines are wanted
     cause: str
 
 
 class Resized(msgspec.Struct, frozen=True):
-    """Engines came, went or were replaced. ready: the facts from now on. Requests go on."""
+    """Engines came, left or were replaced, while requests continue."""
 
-    ready: Ready
+    ready: Ready  # the facts from now on
 
 
 FromEngine = EngineOut | EngineGone | RequestsLost | Resized
 
 
 def is_config_error(exit_code: int) -> bool:
-    """Returns whether an engine ended for a reason that another start would meet again."""
+    """Return whether an engine ended for a reason that another start would meet again."""
     return exit_code in _ERRORS_BY_EXIT_CODE
 
 
@@ -96,18 +89,19 @@ class EngineLink(Protocol):
         """
 
     async def start(self) -> None:
-        """Starts the engine and returns before it is ready. Raises ConfigError if it cannot be
-        started.
+        """Start the engine, and return before it is ready.
+
+        Raises ConfigError if it cannot be started.
         """
 
     def send(self, msg: EngineIn) -> None:
-        """Sends the engine a message. Raises Overloaded if it does not keep up.
+        """Send the engine a message. Raises Overloaded if it does not keep up.
 
         Drops the message if there is no engine: EngineGone has come, or is the next message.
         """
 
     async def close(self, deadline_s: float) -> None:
-        """Lets running requests finish for up to `deadline_s`, then ends the engine. The last
+        """Let running requests finish for up to `deadline_s`, then ends the engine. The last
         message is EngineGone.
 
         May be called again with a shorter deadline.

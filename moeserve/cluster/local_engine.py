@@ -37,7 +37,7 @@ class LocalEngine:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the engine as a task of this loop."""
+        """Start the engine as a task of this loop."""
         assert self._task is None, "a link is started once"
         self._task = spawn(self._run(), name="engine", on_error=log_error)
 
@@ -47,14 +47,15 @@ class LocalEngine:
         return self.ready is not None
 
     def send(self, msg: EngineIn, *, force: bool = False) -> None:
-        """Sends the engine a message; drops it once the engine has ended. Raises Overloaded unless
-        `force`.
+        """Send the engine a message, or drop it once the engine has ended.
+
+        Raises Overloaded unless `force`.
         """
         if not self._engine_inbox.closed:
             self._engine_inbox.put(msg, force=force)
 
     async def close(self, deadline_s: float) -> None:
-        """Lets running requests finish for up to `deadline_s`, then ends the engine."""
+        """Let running requests finish for up to `deadline_s`, then ends the engine."""
         if self._task is None:
             return
         if self.ready is None:
@@ -104,7 +105,7 @@ class LocalEngine:
 
 
 async def _close(runner: "Runner") -> None:
-    """Waits for the step that runs, beside the loop if the interpreter still starts threads."""
+    """Wait for the step that runs, beside the loop if the interpreter still starts threads."""
     try:
         closing = in_thread("engine stop", runner.close)
     except RuntimeError:

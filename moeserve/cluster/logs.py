@@ -11,7 +11,7 @@ from moeserve.actor.process import one_line
 
 
 def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text") -> None:
-    """Replaces the root logger's handlers. Control characters are escaped: a prompt cannot forge a
+    """Replace the root logger's handlers. Control characters are escaped: a prompt cannot forge a
     line.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -23,18 +23,19 @@ def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text"
 
 class _TextLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the record as text, each line of a traceback indented."""
+        """Return the record as text, each line of a traceback indented."""
         at = time.strftime("%H:%M:%S", time.localtime(record.created))
         source = record.name.removeprefix("moeserve.")
         lines = [
-            f"{at}.{int(record.msecs):03d} {record.levelname:<7} {source}: {one_line(record.getMessage())}"
+            f"{at}.{int(record.msecs):03d} {record.levelname:<7} {source}:"
+            f" {one_line(record.getMessage())}"
         ]
         return "\n".join(lines + [f"    {one_line(line)}" for line in _trace(self, record)])
 
 
 class _JsonLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the record as one JSON object."""
+        """Return the record as one JSON object."""
         line = {
             "time": record.created,
             "level": record.levelname.lower(),

@@ -1,11 +1,11 @@
 """`moeserve serve --node-rank i`: the agent of a machine other than machine 0. It answers no HTTP.
 
 The agent joins at the rendezvous, starts engines by order of machine 0, and reports their ends. Its
-engines end with it, and it ends with machine 0. With --standby it keeps them for the next machine 0,
-for KEEP_S.
+engines end with it, and it ends with machine 0. With --standby it keeps them for the next machine
+0, for KEEP_S.
 
-Exit codes: 0 after a stop of machine 0 or of the agent, 1 when machine 0 is lost, 2 when the machine
-cannot join.
+Exit codes: 0 after a stop of machine 0 or of the agent, 1 when machine 0 is lost, 2 when the
+machine cannot join.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The placement of a fleet's experts, their load, and the placement that is being put in force.
+"""The placement of a fleet's experts, their load, and the placement that is under way.
 
 No other part of a fleet needs numpy: import this module late.
 """
@@ -28,7 +28,7 @@ KEPT_DECISIONS = 32
 class Rebalancing:
     """The experts of a fleet: L MoE layers of E experts. Belongs to the fleet's loop.
 
-    rebalancer: has the placement in force, as far as is known here: a Join brings all ranks to it.
+    `rebalancer` has the active placement, as far as is known here: a Join brings all ranks to it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Rebalancing:
     def of(
         cls, spec: "ModelSpec", parallel: "ParallelConfig", machines: Sequence[int] = ()
     ) -> "Rebalancing":
-        """Returns the experts of a model that is sharded over all ranks, each node with its share
+        """Return the experts of a model that is sharded over all ranks, each node with its share
         of them. machines: of each engine, as at the start by default."""
         router = spec.moe.router if spec.moe is not None else None
         groups = router.groups if router is not None and router.kept_groups < router.groups else 1
@@ -64,19 +64,21 @@ class Rebalancing:
 
     @property
     def table(self) -> PlacementTable:
-        """The placement in force, as a message."""
+        """The active placement, as a message."""
         return self.rebalancer.current.to_table()
 
     def joined(self, table: PlacementTable | None, expert_bytes: int, num_nodes: int = 1) -> None:
-        """All ranks have met with this placement and dropped the one that was being put in force.
-        num_nodes: that have equally many of them, see `Nodes`."""
+        """All ranks have met with this placement, and dropped the one that was under way.
+
+        num_nodes: nodes with equally many ranks, see `Nodes`.
+        """
         self.rebalancer.set_nodes(self._nodes(num_nodes), expert_bytes)
         if table is not None:
             self.rebalancer.joined(Placement.from_table(table))
         self._conclude("the group was formed anew")
 
     def note(self, load: ExpertLoad) -> None:
-        """Adds an engine's report; drops one of another shape, as from a runner without a model."""
+        """Add an engine's report. One of another shape is dropped: a null runner has no model."""
         counts = np.frombuffer(load.counts, "<i8")
         if counts.size != self._load_LE.size:
             return
@@ -87,10 +89,9 @@ class Rebalancing:
             self.rebalancer.note(load, time.monotonic())
 
     async def propose(self, *, force: bool) -> Placement | None:
-        """Returns a better placement if there is one that pays (`force`: whatever it costs); solves
-        in a thread.
+        """Return a better placement if there is one that pays. force: whatever it costs.
 
-        The caller puts it in force and awaits `outcome`.
+        It is solved in a thread. The caller sends it to the engines and awaits `outcome`.
         """
         self._solving = True
         try:
@@ -105,7 +106,7 @@ class Rebalancing:
         return placement
 
     def decided(self, decision: RebalanceDecision) -> None:
-        """Records a decision for the view."""
+        """Record a decision for the view."""
         self._decisions.append(decision)
         if decision.error:
             self._num_given_up += 1
@@ -113,12 +114,12 @@ class Rebalancing:
             self._num_placed += 1
 
     async def outcome(self) -> str:
-        """Returns "" once the proposed placement is in force, otherwise why it is not."""
+        """Return "" once the proposed placement is active, otherwise why it is not."""
         assert self._outcome is not None
         return await asyncio.shield(self._outcome)
 
     def placed(self, msg: Placed) -> None:
-        """Takes an engine's answer; the vote makes all answers alike, so the first one decides."""
+        """Note an engine's answer. The vote makes all answers alike, so the first one decides."""
         if self.rebalancer.conclude(msg, time.monotonic()):
             self._conclude(msg.error)
 
@@ -127,8 +128,9 @@ class Rebalancing:
             self._outcome.set_result(error)
 
     def rescaled(self, was: Sequence[int], num_nodes: int) -> Placement:
-        """Returns the placement for other ranks, to Join with. was: the former number of each, -1
-        for a new one.
+        """Return the placement for other ranks, for a Join.
+
+        was: the former number of each rank, -1 for a new one.
         """
         return self.rebalancer.rescaled(len(was), self._redundant, self._nodes(num_nodes), was)
 
@@ -136,7 +138,7 @@ class Rebalancing:
         return replace(self.rebalancer.nodes, number=number)
 
     def view(self) -> ExpertsView:
-        """Returns what there is to see now."""
+        """Return a snapshot."""
         rebalancer = self.rebalancer
         return ExpertsView(
             placement=self.table,

@@ -1,8 +1,7 @@
-"""The rendezvous of a cluster's machines: machine 0 listens, the others register and are admitted,
-or told why not.
+"""The rendezvous of a cluster's machines: machine 0 listens, the others register.
 
 CURVE keys keep strangers out. Machine 0 compares everything that must be the same on all machines,
-so that a wrong flag or an outdated copy of the model is found within seconds and named.
+so that a wrong flag or an outdated copy of the model is named within seconds.
 """
 
 import asyncio
@@ -52,15 +51,13 @@ _OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
 
 
 class Attendance(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A node's registration. model: its fingerprint. folder: private to the node, for sockets on
-    its machine.
-    """
+    """A node's registration."""
 
     node_rank: int
-    version: str
-    model: str
-    settings: dict[str, str | int | float | bool | None]
-    folder: str = ""
+    version: str  # of moeserve
+    model: str  # fingerprint
+    settings: dict[str, str | int | float | bool | None]  # that must be the same everywhere
+    folder: str = ""  # private to the node, for sockets on its machine
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
@@ -80,8 +77,10 @@ _decode = msgspec.msgpack.Decoder(Hello | Attendance).decode
 
 
 def attendance(config: Config, folder: str = "") -> Attendance:
-    """Returns this node's registration. Reads the model's headers and samples of its weights, which
-    is slow on a slow disk. Raises ConfigError."""
+    """Return this node's registration. Raises ConfigError.
+
+    It reads the model's headers and samples of its weights, which is slow on a slow disk.
+    """
     settings = {
         f.name: getattr(getattr(config, s), f.name)
         for s in _SHARED
@@ -98,30 +97,41 @@ def attendance(config: Config, folder: str = "") -> Attendance:
 
 
 def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
-    """Returns why a node cannot be admitted, or "". taken: machines that are here already."""
+    """Return why a node cannot be admitted, or "". taken: machines that are here already."""
     rank = theirs.node_rank
     num_nodes = ours.settings["nnodes"]
     if theirs.version != ours.version:
-        return f"machine {rank} runs moeserve {theirs.version}, machine 0 {ours.version}; install the same everywhere"
+        return (
+            f"machine {rank} runs moeserve {theirs.version}, machine 0 {ours.version}; install the"
+            " same everywhere"
+        )
     for name, value in ours.settings.items():
         if (found := theirs.settings.get(name)) != value:
             flag = f"--{name.replace('_', '-')} is {found} on machine {rank}, {value} on machine 0"
             return f"{flag}; start all machines with the same settings"
     if theirs.model != ours.model:
         return (
-            f"the model on machine {rank} is not the one on machine 0 (fingerprints {theirs.model}, {ours.model}: "
+            f"the model on machine {rank} is not the one on machine 0 (fingerprints"
+            f" {theirs.model}, {ours.model}: "
             "config.json and *.safetensors); copy the same files to all machines"
         )
     if not 1 <= rank < int(num_nodes or 1):
-        return f"--node-rank {rank}: with --nnodes {num_nodes} the other machines are 1 to {int(num_nodes or 1) - 1}"
+        return (
+            f"--node-rank {rank}: with --nnodes {num_nodes} the other machines are 1 to"
+            f" {int(num_nodes or 1) - 1}"
+        )
     if rank in taken:
-        return f"--node-rank {rank}: there is a machine {rank} already; give each machine a number of its own"
+        return (
+            f"--node-rank {rank}: there is a machine {rank} already; give each machine a number of"
+            " its own"
+        )
     return ""
 
 
 class Rendezvous:
-    """The machines of a fleet, as its hosts. With several of them it listens until `close`: nodes
-    may come back.
+    """The machines of a fleet, as its hosts.
+
+    With several of them it listens until `close`: nodes may come back.
     """
 
     def __init__(self, folder: str) -> None:
@@ -136,9 +146,11 @@ class Rendezvous:
 
     @classmethod
     async def open(cls, config: Config, folder: str, root: Root | None = None) -> "Rendezvous":
-        """Returns the rendezvous of machine 0. folder: private, for sockets. root: keeps the
-        engines of this machine if they are to outlive us. Raises ConfigError for a key or an
-        address that cannot be used."""
+        """Return the rendezvous of machine 0.
+
+        folder: private, for sockets. root: keeps the engines of this machine if they are to outlive
+        us. Raises ConfigError for a key or an address that cannot be used.
+        """
         self = cls(folder if root is None else root.folder)
         num_nodes = config.parallel.nnodes
         if root is not None:
@@ -163,7 +175,7 @@ class Rendezvous:
         return self
 
     async def close(self, cause: str = "") -> None:
-        """Releases all nodes. cause: why machine 0 fails, empty if it was told to stop."""
+        """Release all nodes. cause: why machine 0 fails, empty after an ordered stop."""
         await self.here.close()
         await cancel(self._listening)
         far = [*self._nodes.values(), *([self._root] if self._root is not None else [])]
@@ -237,8 +249,9 @@ def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
 
 
 def resolve(host: str, *, here: bool = False) -> str:
-    """Returns the IP address of a name, IPv4 if it has one. here: it names this machine. Raises
-    ConfigError.
+    """Return the IP address of a name, IPv4 if it has one. here: it names this machine.
+
+    Raises ConfigError.
     """
     with ConfigError.instead_of(OSError, f"--rendezvous: there is no address for {host!r}"):
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
@@ -252,5 +265,5 @@ def resolve(host: str, *, here: bool = False) -> str:
 
 
 def bracketed(address: str) -> str:
-    """Returns an IP address as it is written in a URL."""
+    """Return an IP address as it is written in a URL."""
     return f"[{address}]" if ":" in address else address

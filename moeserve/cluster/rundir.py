@@ -31,7 +31,7 @@ class RunDir:
             self._lock_fd = _lock(self.path)
 
     def close(self) -> None:
-        """Removes the directory. Safe to repeat."""
+        """Remove the directory. Safe to repeat."""
         if self._lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock_fd)
@@ -47,7 +47,7 @@ def _base() -> str:
 
 
 def _lock(path: str) -> int:
-    """Takes a lock that the kernel releases however this process ends. (A process id may be
+    """Take a lock that the kernel releases however this process ends. (A process id may be
     reused.)
     """
     unseen = os.path.join(path, _LOCK + ".new")  # a sweep must never see the file without its lock
@@ -58,7 +58,7 @@ def _lock(path: str) -> int:
 
 
 def _sweep(base: str) -> None:
-    """Removes what killed servers of this user left. A directory whose lock is held is in use."""
+    """Remove what killed servers of this user left. A directory whose lock is held is in use."""
     try:
         entries = [e for e in os.scandir(base) if e.name.startswith(_PREFIX)]
     except OSError:

@@ -305,7 +305,7 @@ class Scaling:
         return experts.rescaled(was, equal_shares(machines)).to_table()
 
     async def _grow(self, hosts: Sequence[Host]) -> None:
-        """Add an engine on each of these machines: they load while the others serve, then all meet."""
+        """Add an engine on each of these machines. They load while the others serve."""
         fleet = self._fleet
         old = fleet.members
         absent = [host for host in self._hosts_of(old) if host.absent]

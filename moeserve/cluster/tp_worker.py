@@ -41,7 +41,7 @@ _forked: list[Forked] = []  # workers of this process that wait for their docume
 
 
 def fork_workers(number: int) -> None:
-    """Forks this process, which must have one thread, into so many workers."""
+    """Fork this process, which must have one thread, into so many workers."""
     for _ in range(number):
         worker = fork_child()
         if worker is None:
@@ -54,14 +54,14 @@ def fork_workers(number: int) -> None:
 
 
 def take_forked() -> list[Forked]:
-    """Returns the workers that `fork_workers` made, for a `Team`; an empty list the next time."""
+    """Return the workers that `fork_workers` made, for a `Team`; an empty list the next time."""
     taken = _forked[:]
     _forked[:] = []
     return taken
 
 
 def main() -> None:
-    """Runs a worker until its leader closes the connection, and ends the process."""
+    """Run a worker until its leader closes the connection, and end the process."""
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _import() -> None:
-    """Does the slow imports, while the leader does the same."""
+    """Do the slow imports, while the leader does the same."""
     import moeserve.runner.cpu
     import moeserve.runner.factory  # noqa: F401
 
@@ -92,7 +92,7 @@ class Worker:
         self._lost: PeerLost | None = None  # from a loss to the next Join nothing runs
 
     def serve(self) -> None:
-        """Returns when the leader has closed the connection."""
+        """Return when the leader has closed the connection."""
         while (command := self._stream.receive()) is not None:
             match command.what:
                 case commands.PrepareGrammar() | commands.DropGrammars():
@@ -122,7 +122,7 @@ class Worker:
             self._propose()
 
     def _propose(self) -> None:
-        """Guesses together with the leader, which does so once it has passed on the step's result."""
+        """Draft with the leader, which does so once it has passed on the step's result."""
         try:
             self._here.propose()
         except PeerLost as exc:
@@ -201,7 +201,7 @@ class Worker:
                 report()
 
     def _leave(self) -> None:
-        """Wakes the step that runs, until the runner's thread is idle. In the thread that reads
+        """Wake the step that runs, until the runner's thread is idle. In the thread that reads
         commands.
         """
         self._lost = self._lost or PeerLost("this engine left its group")
@@ -215,7 +215,7 @@ class Worker:
             self._runner.leave()  # a `join` may have got through just before the thread was idle
 
     def _tell_how_far(self) -> None:
-        """Reports progress until the placement is in force or given up; between steps nothing else
+        """Report progress until the placement is in force or given up; between steps nothing else
         reports it.
         """
         last: int | None = None

@@ -1,4 +1,4 @@
-"""The way of requests to the engines of a fleet, and the requests that wait while no engine serves."""
+"""The requests of a fleet: sent to an engine, or waiting while no engine serves."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence

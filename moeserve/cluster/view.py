@@ -6,67 +6,52 @@ from moeserve.messages import PlacementTable
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. state: loading, waiting (for the others), serving, draining, lost (a new one
-    starts) or gone.
-
-    host: the machine's name.
-    """
+    """One engine."""
 
     rank: int
-    host: str
+    host: str  # name of its machine
     pid: int | None
-    state: str
-    epoch: int
+    state: str  # loading, waiting (for others), serving, draining, lost (a new one starts), gone
+    epoch: int  # of its group, 0 for none
     restarts: int
     num_requests: int
 
 
 class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one attempt to move experts. error: why it failed, "" if the placement is in
-    force everywhere.
-    """
+    """The outcome of one attempt to move experts."""
 
     at_s: float  # monotonic clock
     forced: bool
     version: int
     moved_bytes: int = 0
     took_s: float = 0.0
-    error: str = ""
+    error: str = ""  # why it failed, empty if the placement is active everywhere
 
 
 class ExpertsView(msgspec.Struct, frozen=True, kw_only=True):
-    """Experts over ranks. counts: int64 [layers, experts], row-major: tokens since the start, as
-    far as reported.
-
-    recent: float64, the same with older tokens counting less (see `Rebalancer`). balance: mean over
-    maximum rank load of late, averaged over layers; 1 is even. moved_bytes: since the start, over
-    all ranks. why: the last decision, for people. decisions: the last few; num_placed and
-    num_given_up count all.
-    """
+    """The experts, sharded over ranks, and their load. Arrays are [layers, experts], row-major."""
 
     placement: PlacementTable
     num_layers: int
-    counts: bytes
-    recent: bytes
-    balance: float
-    moved_bytes: int
-    why: str
-    decisions: tuple[RebalanceDecision, ...]
-    num_placed: int = 0
+    counts: bytes  # int64: tokens since the start, as far as reported
+    recent: bytes  # float64: the same, with less weight for older tokens (see `Rebalancer`)
+    balance: float  # recent mean over maximum load of the ranks, averaged over layers; 1 is even
+    moved_bytes: int  # since the start, over all ranks
+    why: str  # the last decision, for people
+    decisions: tuple[RebalanceDecision, ...]  # the last ones
+    num_placed: int = 0  # of all decisions
     num_given_up: int = 0
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """epoch: the newest one. together: the engines form one group. experts: None for a dense model
-    or ep off.
-    """
+    """All engines."""
 
     dp: int
     tp: int
-    together: bool
-    epoch: int
+    together: bool  # the engines form one group
+    epoch: int  # the newest one
     complete: bool  # all engines serve
     waiting: int  # requests that wait for an engine
     engines: tuple[EngineView, ...]
-    experts: ExpertsView | None
+    experts: ExpertsView | None  # None for a dense model, or with ep off
     machines: dict[str, str] = {}  # by name: here, missing (it is waited for) or drained

@@ -40,12 +40,12 @@ class Cipher:
         self._factor = next(self._pads)
 
     def seal(self, text: bytes) -> bytes:
-        """Returns the next message as it travels: `SEALED_HEADER`, and 16 bytes more than the text."""
+        """Return the next message as it travels: `SEALED_HEADER`, text, 16 bytes of tag."""
         sealed = self._aead.encrypt(next(self._nonces), text, None)
         return SEALED_HEADER.pack(len(sealed), self._code(len(sealed))) + sealed
 
     def length(self, header: bytearray) -> int:
-        """Returns how many bytes of the next message follow its header; once for each. Raises as
+        """Return how many bytes of the next message follow its header; once for each. Raises as
         `open`.
         """
         num_bytes, code = SEALED_HEADER.unpack_from(header)
@@ -54,7 +54,7 @@ class Cipher:
         return int(num_bytes)
 
     def open(self, sealed: bytes) -> bytes:
-        """Returns the text of the next message. Raises ValueError if it is not what the other end
+        """Return the text of the next message. Raises ValueError if it is not what the other end
         sealed.
         """
         try:

@@ -30,7 +30,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A region that other processes may open. gpu: the UUID of its GPU, the same in all processes."""
+    """A region that other processes may open. gpu: the UUID of its GPU."""
 
     handle: bytes
     gpu: str
@@ -50,7 +50,8 @@ class CudaMemory:
             lib = ctypes.CDLL(f"libcudart.so.{major}")  # the same one that torch has loaded
         except OSError as error:
             raise ConfigError(
-                f"cuda_ipc needs the CUDA runtime that torch {torch.__version__} uses ({error}); install a wheel of "
+                f"cuda_ipc needs the CUDA runtime that torch {torch.__version__} uses ({error});"
+                " install a wheel of "
                 "torch for CUDA, or put libcudart on LD_LIBRARY_PATH"
             ) from None
         address = ctypes.c_void_p
@@ -67,13 +68,16 @@ class CudaMemory:
         self._lib = lib
 
     def allocate(self, num_bytes: int) -> "tuple[Tensor, Region]":
-        """Returns this rank's region, uint8, zeroed when it was made and the same each time, and
+        """Return this rank's region, uint8, zeroed when it was made and the same each time, and
         what lets others open it. The memory lives as long as the process."""
         if self._region is None or self._region[0].nbytes != num_bytes:
             address = ctypes.c_void_p()
             handle = IpcHandle()
             whole = -(-num_bytes // WHOLE) * WHOLE
-            remedy = f"{whole >> 20} MiB are asked for; lower --memory-utilization, or --max-num-batched-tokens"
+            remedy = (
+                f"{whole >> 20} MiB are asked for; lower --memory-utilization, or"
+                " --max-num-batched-tokens"
+            )
             torch.cuda.empty_cache()  # gives back what torch holds in reserve
             self._call(remedy, "cudaMalloc", ctypes.byref(address), whole)
             start = int(address.value or 0)
@@ -93,20 +97,23 @@ class CudaMemory:
         return self._region
 
     def open(self, rank: int, fd: int) -> int:
-        """Returns the address of another rank's region, of which `fd` holds the offer. Raises
+        """Return the address of another rank's region, of which `fd` holds the offer. Raises
         ConfigError when that GPU is out of reach."""
         offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
         here = torch.cuda.current_device()
         there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
         if there is None:
             raise ConfigError(
-                f"cuda_ipc: GPU {offer.gpu} of rank {rank} is hidden from this rank; let all ranks of a host see all "
+                f"cuda_ipc: GPU {offer.gpu} of rank {rank} is hidden from this rank; let all"
+                " ranks of a host see all "
                 "their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
             )
         if there != here and not torch.cuda.can_device_access_peer(here, there):
             raise ConfigError(
-                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
-                "peer access; use --all2all deepep_v2, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
+                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}):"
+                " neither NVLink nor PCIe "
+                "peer access; use --all2all deepep_v2, or GPUs that `nvidia-smi topo -p2p r`"
+                " shows as OK"
             )
         address = ctypes.c_void_p()
         handle = IpcHandle.from_buffer_copy(offer.handle)
@@ -116,7 +123,7 @@ class CudaMemory:
         return self._opened[-1]
 
     def close(self) -> None:
-        """Waits until this rank's device has nothing left to do, and unmaps all that `open` mapped."""
+        """Wait until this rank's device is idle, and unmap the memory that `open` mapped."""
         if self._region is not None:
             torch.cuda.synchronize(self.device)
         while self._opened:
@@ -125,7 +132,7 @@ class CudaMemory:
             )
 
     def words(self, count: int) -> Tensor:
-        """Returns int32 zeros whose changes host and device both see at once."""
+        """Return int32 zeros whose changes host and device both see at once."""
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
     def meet(
@@ -159,7 +166,7 @@ class _Array:
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    """Returns a uint8 tensor [num_bytes] over device memory that it does not own."""
+    """Return a uint8 tensor [num_bytes] over device memory that it does not own."""
     return torch.as_tensor(_Array(address, num_bytes), device=device)
 
 

@@ -62,7 +62,7 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 async def open_coordinator(members: Members) -> DPCoordinator:
-    """Connects to the other engines. To be called by each engine's tp_rank 0, on the loop that will
+    """Connect to the other engines. To be called by each engine's tp_rank 0, on the loop that will
     vote.
 
     Raises PeerLost naming the engines that did not come, ConfigError when this machine does not let
@@ -93,7 +93,7 @@ class _Coordinator:
 
     @property
     def woken(self) -> bool:
-        """Whether, after a PARK, another engine has voted on the next step and waits for this one."""
+        """Whether, after a PARK, another engine has voted in the next step and waits."""
         return self._woken.is_set() and not self._lost.done()
 
     @property
@@ -102,11 +102,11 @@ class _Coordinator:
         return self._lost.result() if self._lost.done() else None
 
     async def broken(self) -> None:
-        """Returns once the group is broken."""
+        """Return once the group is broken."""
         await asyncio.shield(self._lost)
 
     async def decide(self, vote: Vote) -> Decision:
-        """Votes, waits for all votes, and returns the common decision. Raises PeerLost or StepSkew."""
+        """Vote, and return the common decision of all. Raises PeerLost or StepSkew."""
         assert self._open is None, "one vote at a time"
         assert vote.epoch == self.epoch, (vote.epoch, self.epoch)
         self._raise_if_lost()
@@ -124,12 +124,12 @@ class _Coordinator:
             self._open = None
 
     async def wait_woken(self) -> None:
-        """Returns once `woken` is true. Raises PeerLost."""
+        """Return once `woken` is true. Raises PeerLost."""
         await self._woken.wait()
         self._raise_if_lost()
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Drops the connections; the other engines learn the cause and the ranks known to be
+        """Drop the connections; the other engines learn the cause and the ranks known to be
         missing.
         """
         self._end(PeerLost(cause or "this engine left the vote", missing))
@@ -158,7 +158,7 @@ class _Coordinator:
             self._timer = self._loop.call_later(deadline_s, self._overdue)
 
     def _finish(self, votes: list[Vote]) -> Decision | None:
-        """Gives the open vote its decision; None when there is none, or nobody waits for it any
+        """Give the open vote its decision; None when there is none, or nobody waits for it any
         more.
         """
         if self._timer is not None:
@@ -177,7 +177,7 @@ class _Coordinator:
         return decision
 
     def _end(self, lost: PeerLost) -> None:
-        """Ends everything; the first cause counts."""
+        """End everything; the first cause counts."""
         if self._lost.done():
             return
         self._lost.set_result(lost)
@@ -203,7 +203,7 @@ class _Leader(_Coordinator):
 
     @classmethod
     async def open(cls, members: Members) -> "_Leader":
-        """Accepts a stream from each follower."""
+        """Accept a stream from each follower."""
         with closing(_listen(members)) as listener:
             try:
                 async with asyncio.timeout(members.deadline_s):
@@ -284,7 +284,7 @@ class _Follower(_Coordinator):
 
     @classmethod
     async def open(cls, members: Members) -> "_Follower":
-        """Connects to the leader."""
+        """Connect to the leader."""
         try:
             async with asyncio.timeout(members.deadline_s):
                 link = await connect(

@@ -80,7 +80,7 @@ class Mesh:
         return self._store
 
     def connect(self) -> None:
-        """Connects to the other ranks. Raises PeerLost naming those that did not come, ConfigError
+        """Connect to the other ranks. Raises PeerLost naming those that did not come, ConfigError
         for other terms.
         """
         members = self.members
@@ -126,17 +126,17 @@ class Mesh:
         return group
 
     def channel(self, ubatch: int) -> "Channel":
-        """Returns a micro-batch's channel. Raises PeerLost after `close`."""
+        """Return a micro-batch's channel. Raises PeerLost after `close`."""
         if self.closed:
             raise self.lost()
         return self._channels[ubatch]
 
     def envelope(self, channel: int, exchange: int) -> Plain:
-        """Returns how the messages of an exchange travel."""
+        """Return how the messages of an exchange travel."""
         return PLAIN if self.seal is None else self.seal.envelope(channel, exchange)
 
     def close(self) -> None:
-        """Closes every connection: waits here and at the peers fail."""
+        """Close every connection: waits here and at the peers fail."""
         self._closed.set()
         with self.lock:
             channels = self._channels
@@ -157,13 +157,13 @@ class Mesh:
             channel.close()
 
     def leave(self) -> None:
-        """Closes every connection, and waits where ending them takes time."""
+        """Close every connection, and wait where that takes time."""
         self.close()
 
     def lost(
         self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()
     ) -> PeerLost:
-        """Returns the error of a call that cannot succeed any more. The first ranks found missing
+        """Return the error of a call that cannot succeed any more. The first ranks found missing
         stay the cause.
         """
         if missing and not self.missing and not self.closed:
@@ -173,7 +173,7 @@ class Mesh:
         )
 
     def _await_ranks(self, store: MembersStore) -> None:
-        """Waits until every rank is here and compares their terms, before Gloo's own time-out."""
+        """Wait until every rank is here and compares their terms, before Gloo's own time-out."""
         keys = [f"rank/{rank}" for rank in range(self.members.size)]
         store.set(keys[self.members.rank], self._terms.encode())
         try:
@@ -213,7 +213,7 @@ class Channel:
         send: Mapping[int, Tensor],
         release: Callable[[], None] = lambda: None,
     ) -> "Exchange":
-        """Starts an exchange of contiguous uint8 tensors by peer, none empty. A message may be
+        """Start an exchange of contiguous uint8 tensors by peer, none empty. A message may be
         shorter than the tensor that receives it.
 
         The tensors to send belong to the channel until it calls `release`, in the wait of a later
@@ -225,7 +225,7 @@ class Channel:
         return exchange
 
     def expect(self, receive: Iterable[tuple[int, Tensor]]) -> "Exchange":
-        """Starts an exchange by its receives: nothing travels before the receiver has provided the
+        """Start an exchange by its receives: nothing travels before the receiver has provided the
         memory. A peer may send several messages, which fill the tensors in the order given here.
         Raises PeerLost."""
         mesh = self.mesh
@@ -245,11 +245,11 @@ class Channel:
         return Exchange(self, tag, envelope, receives)
 
     def number(self, tag: int) -> int:
-        """Returns an exchange's tag among those of all channels."""
+        """Return an exchange's tag among those of all channels."""
         return tag * self.mesh.num_channels + self._index
 
     def finish(self, tag: int) -> None:
-        """Releases what was sent before exchange `tag`: a peer that answered this one has received
+        """Release what was sent before exchange `tag`: a peer that answered this one has received
         all before it.
         """
         sends = self.sends
@@ -264,7 +264,7 @@ class Channel:
             release()
 
     def close(self) -> None:
-        """Ends the thread that receives and drops what was sent, once the connections are closed."""
+        """End the receiving thread and drop sent tensors, once the connections are closed."""
         if self._watch is not None:
             self._watch.put(None)
         self.sends = []  # they keep the group alive, and with it the store's port
@@ -306,7 +306,7 @@ class Exchange:
         self._error: PeerLost | None = None
 
     def send(self, tensors: Mapping[int, Tensor], release: Callable[[], None]) -> None:
-        """Sends this rank's messages of the exchange, or some of them, as in `Channel.post`. Raises
+        """Send this rank's messages of the exchange, or some of them, as in `Channel.post`. Raises
         PeerLost.
         """
         channel = self._channel
@@ -330,7 +330,7 @@ class Exchange:
         self._channel.watch(self)
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Returns when every message is here. Raises PeerLost naming the first rank whose message
+        """Return when every message is here. Raises PeerLost naming the first rank whose message
         did not come within `limit_s` seconds (default: the members' deadline)."""
         mesh = self._channel.mesh
         limit = mesh.members.deadline_s if limit_s is None else limit_s
@@ -355,7 +355,7 @@ class Exchange:
             raise mesh.lost(_brief(error)) from None
 
     def receive(self) -> None:
-        """Receives all messages, in the background thread. Keeps the error for `wait`."""
+        """Receive all messages, in the background thread. Keeps the error for `wait`."""
         mesh = self._channel.mesh
         limit_s = mesh.members.deadline_s
         until = time.monotonic() + limit_s
@@ -392,7 +392,7 @@ def _seal(members: Members, name: str) -> "Seal":
 
 
 def _local_address(members: Members) -> str:
-    """Returns this machine's address on the interface that leads to the store. Nothing is sent."""
+    """Return this machine's address on the interface that leads to the store. Nothing is sent."""
     address = to_address(members.store)
     host = "127.0.0.1" if isinstance(address, str) else address[0]
     family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

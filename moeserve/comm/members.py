@@ -1,4 +1,4 @@
-"""The membership of one epoch, as one rank sees it: what every transport needs to find the others."""
+"""The membership of one epoch, as one rank sees it: how every transport finds the others."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class Members:
 
     @classmethod
     def of(cls, join: Join, tp_rank: int) -> "Members":
-        """Returns the membership that a Join describes, for one rank of its engine."""
+        """Return the membership that a Join describes, for one rank of its engine."""
         return cls(
             epoch=join.epoch,
             rank=join.dp_rank * join.tp_size + tp_rank,

@@ -64,7 +64,7 @@ class DeviceMesh(Mesh):
         self._aborting: threading.Thread | None = None
 
     def connect(self) -> None:
-        """Connects the hosts by Gloo and the GPUs by NCCL. Raises PeerLost and ConfigError as in
+        """Connect the hosts by Gloo and the GPUs by NCCL. Raises PeerLost and ConfigError as in
         `Mesh`.
         """
         super().connect()
@@ -81,13 +81,13 @@ class DeviceMesh(Mesh):
             raise self.lost()
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Callable[[], None]:
-        """Starts to fill out [R * N, B] with every rank's [N, B]; see `_start`."""
+        """Start to fill out [R * N, B] with every rank's [N, B]; see `_start`."""
         return self._start(lambda nccl: nccl._allgather_base(out, mine))
 
     def all_to_all(
         self, out: Tensor, mine: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int]
     ) -> Callable[[], None]:
-        """Sends to_ranks[r] rows of `mine` to rank r, for all ranks in order, and receives
+        """Send to_ranks[r] rows of `mine` to rank r, for all ranks in order, and receives
         from_ranks[r] rows of rank r into `out`; see `_start`."""
         if self.members.size == 1:
             return self._waiting(self._launch(lambda: out.copy_(mine)))
@@ -96,7 +96,7 @@ class DeviceMesh(Mesh):
         )
 
     def _start(self, collective: Callable[[Any], Any]) -> Callable[[], None]:
-        """Returns a function that orders what comes next on the current stream behind the
+        """Return a function that orders what comes next on the current stream behind the
         collective. The host does not wait, so the deadline is NCCL's, which is the members'. Both
         calls raise PeerLost when the group is gone."""
         nccl = self.check()
@@ -108,14 +108,14 @@ class DeviceMesh(Mesh):
 
     def _waiting(self, join: Callable[[], object]) -> Callable[[], None]:
         def wait() -> None:
-            """Makes the current stream wait, unless the group is gone."""
+            """Make the current stream wait, unless the group is gone."""
             self.check()
             join()
 
         return wait
 
     def check(self) -> Any:
-        """Returns NCCL's group. Raises PeerLost if what the device computed is invalid, because
+        """Return NCCL's group. Raises PeerLost if what the device computed is invalid, because
         this rank left or NCCL gave up on a peer. To be called once the host has waited for the
         device."""
         nccl = self._nccl
@@ -127,7 +127,7 @@ class DeviceMesh(Mesh):
         return nccl
 
     def close(self) -> None:
-        """Closes every connection and begins to abort NCCL's kernels: whoever notices a loss still
+        """Close every connection and begins to abort NCCL's kernels: whoever notices a loss still
         has its graphs.
         """
         super().close()
@@ -139,7 +139,7 @@ class DeviceMesh(Mesh):
                 self._aborting.start()
 
     def leave(self) -> None:
-        """Closes every connection and waits until NCCL's kernels have ended, once."""
+        """Close every connection, and wait until NCCL's kernels have ended, once."""
         self.close()
         aborting = self._aborting
         self._aborting = None
@@ -167,7 +167,7 @@ def _abort(nccl: Any) -> None:
 
 
 def why_not(num_ranks: int) -> str | None:
-    """Returns why NCCL cannot serve so many ranks on this machine, None if it can."""
+    """Return why NCCL cannot serve so many ranks on this machine, None if it can."""
     if not dist.is_nccl_available():
         return "this build of torch has no NCCL; install one for CUDA"
     if (devices := torch.cuda.device_count()) < num_ranks:

@@ -1,7 +1,7 @@
 """Encryption of the messages between ranks of different machines: AES-256-GCM.
 
 Each direction between two ranks has a key of its own, derived (HKDF-SHA256) from the secret that
-the members of an epoch share. A message's nonce is its place: channel, exchange, number within the
+the members of an epoch share. A message's nonce is its position: channel, exchange, number within the
 exchange. Both ends know it, so it does not travel, no two messages of a key have the same, and what
 was altered, repeated or put elsewhere does not open.
 
@@ -40,7 +40,7 @@ class Seal:
         self.back = {rank: _key(members.token, f"{name}: {rank} to {me}") for rank in remote}
 
     def envelope(self, channel: int, exchange: int) -> Plain:
-        """Returns how the messages of an exchange travel."""
+        """Return how the messages of an exchange travel."""
         return SealedExchange(self, channel, exchange)
 
 
@@ -51,7 +51,7 @@ class SealedExchange(Plain):
 
     def __init__(self, seal: Seal, channel: int, exchange: int) -> None:
         self._seal = seal
-        self._place = channel, exchange
+        self._position = channel, exchange
         self._expected: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()
 
@@ -79,7 +79,7 @@ class SealedExchange(Plain):
     def _nonce(self, counted: Counter[int], peer: int) -> bytes:
         number = counted[peer]
         counted[peer] += 1
-        return struct.pack(">HQH", *self._place, number)
+        return struct.pack(">HQH", *self._position, number)
 
     def _open(self, peer: int, sealed: Tensor, into: Tensor, nonce: bytes) -> None:
         wire = sealed.numpy().data

@@ -31,11 +31,12 @@ GATHER_PART_BYTES = 16 << 20
 
 
 def module() -> ModuleType:
-    """Returns `moeserve._native`. Raises ConfigError where it was not built."""
+    """Return `moeserve._native`. Raises ConfigError where it was not built."""
     found = native()
     if found is None:
         raise ConfigError(
-            "shared memory needs moeserve's native code, which is not installed; use --all2all torch"
+            "shared memory needs moeserve's native code, which is not installed; use --all2all"
+            " torch"
         )
     return found
 
@@ -57,7 +58,7 @@ class ShmGroup:
         self._channels: list[Channel] = []
 
     def open_channels(self, region_bytes: int, facts: str) -> "list[tuple[Channel, Region]]":
-        """Returns a channel and this rank's own region for each micro-batch. Raises what `connect`
+        """Return a channel and this rank's own region for each micro-batch. Raises what `connect`
         raises.
         """
         regions = [module().Region(region_bytes) for _ in range(self._num_ubatches)]
@@ -69,7 +70,7 @@ class ShmGroup:
             raise
 
     def connect(self, regions: "list[Region]", facts: str) -> dict[int, tuple[socket.socket, int]]:
-        """Returns, for micro-batch 0, each other rank's socket and the descriptor of its region.
+        """Return, for micro-batch 0, each other rank's socket and the descriptor of its region.
         Both stay this group's. To be called in a thread without an event loop.
 
         Every rank listens, connects to all ranks before it and accepts all after it. Raises
@@ -94,7 +95,7 @@ class ShmGroup:
             }
 
     def close(self) -> None:
-        """Leaves, and closes everything that channels do not own."""
+        """Leave, and closes everything that channels do not own."""
         self.leave()
         with self._lock:
             for sock in self._sockets.values():
@@ -105,7 +106,7 @@ class ShmGroup:
             self._fds.clear()
 
     def leave(self) -> None:
-        """Ends all streams, from any thread and at any time: calls that wait, here or at a peer,
+        """End all streams, from any thread and at any time: calls that wait, here or at a peer,
         raise PeerLost.
         """
         self._left.set()
@@ -162,7 +163,7 @@ class ShmGroup:
             self._sockets |= sockets
 
     def _exchange(self, regions: "list[Region]", facts: str, until_s: float) -> None:
-        """Sends the own facts and memory to all, then receives theirs."""
+        """Send the own facts and memory to all, then receives theirs."""
         text = facts.encode()
         for peer, sock in self._sockets.items():
             sock.settimeout(max(LOOK_S, until_s - time.monotonic()))
@@ -220,7 +221,7 @@ class ShmGroup:
 
 
 def _receive_facts(sock: socket.socket) -> tuple[str, int]:
-    """Returns a peer's facts and the descriptor of its memory. Raises OSError or ValueError."""
+    """Return a peer's facts and the descriptor of its memory. Raises OSError or ValueError."""
     header, fds, _, _ = socket.recv_fds(sock, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if (
@@ -250,7 +251,7 @@ class ShmTensor(TensorParallel):
     _deadline_s = 0.0
 
     def leave(self) -> None:
-        """Drops all connections, from any thread."""
+        """Drop all connections, from any thread."""
         group = self._group
         self._group = None
         if group is not None:

@@ -66,18 +66,18 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         threading.Thread(target=self._run, name="store", daemon=True).start()
 
     def set(self, key: str, value: bytes) -> None:
-        """Tells all ranks, those that are still to come as well."""
+        """Tell all ranks, those that are still to come as well."""
         self._keep(put := Put(key, value))
         with suppress(RuntimeError):  # closed: waits say so
             self._loop.call_soon_threadsafe(self._tell, put)
 
     def get(self, key: str) -> bytes:
-        """Returns a key's value once it has one."""
+        """Return a key's value once it has one."""
         self.wait([key])
         return self._values[key]
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        """Returns once all keys have values. limit: the members' deadline if None."""
+        """Return once all keys have values. limit: the members' deadline if None."""
         limit_s = (
             FOLLOWER_WAITS * self._members.deadline_s if limit is None else limit.total_seconds()
         )
@@ -90,15 +90,15 @@ class MembersStore(dist.Store):  # type: ignore[misc]
                 )
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all keys have values."""
+        """Return whether all keys have values."""
         return all(key in self._values for key in keys)
 
     def clone(self) -> "MembersStore":
-        """Returns this store, which any thread may use."""
+        """Return this store, which any thread may use."""
         return self
 
     def close(self, lost: PeerLost | None = None) -> None:
-        """Drops the connections, from any thread. The other ranks learn the cause; the first one
+        """Drop the connections, from any thread. The other ranks learn the cause; the first one
         counts.
         """
         with self._changed:

@@ -1,5 +1,4 @@
-"""An authenticated stream between two processes of a group: a mutual proof of the group's token,
-then framed messages.
+"""An authenticated stream between two processes of a group: mutual proof, then framed messages.
 
     connector                  listener
     hello with a nonce    ->
@@ -7,11 +6,13 @@ then framed messages.
     proof of the token    ->
                           <-   accepted
 
-The hello names the group's epoch, the sender's rank and, where two ranks share several streams, the channel. Messages
-are msgspec structs in msgpack, each behind its length. `connect` and `StreamListener` run on an event loop. Their
-links serve an event loop (`AsyncStream`), threads (`BlockingStream`), or, as bare sockets, whatever else two ranks send
-each other. Between machines, which is over TCP, an `AsyncStream` is encrypted (`comm/cipher.py`), by keys that follow
-from the token and both nonces.
+The hello names the group's epoch, the sender's rank and, where two ranks share several streams, the
+channel. Messages are msgspec structs in msgpack, each behind its length.
+
+`connect` and `StreamListener` run on an event loop. Their links serve an event loop
+(`AsyncStream`), threads (`BlockingStream`), or, as bare sockets, other traffic between two ranks.
+Between machines, which is over TCP, an `AsyncStream` is encrypted (`comm/cipher.py`), by keys that
+follow from the token and both nonces.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class StreamListener:
                 peer, keys = await self._prove(sock)
             if peer not in self.missing:
                 raise ValueError(
-                    f"rank {peer.rank} (channel {peer.channel}) is connected already or does not exist"
+                    f"rank {peer.rank} (channel {peer.channel}) is connected already or does not"
+                    " exist"
                 )
             sock.send(_ACCEPTED)
         except TimeoutError:
@@ -180,7 +182,7 @@ class StreamListener:
         return False
 
     async def _prove(self, sock: socket.socket) -> tuple[Peer, tuple[bytes, bytes]]:
-        """Returns who it is, and the link's keys. Raises ValueError for a stranger."""
+        """Return who it is, and the link's keys. Raises ValueError for a stranger."""
         hello = await _receive(sock, _HELLO.size)
         magic, epoch, rank, channel, _ = _HELLO.unpack(hello)
         if magic != _MAGIC:
@@ -198,7 +200,7 @@ class StreamListener:
 
 
 async def connect(address: Address, token: str, epoch: int, me: Peer) -> KeyedSocket:
-    """Returns a link once a listener at `address` has accepted us.
+    """Return a link once a listener at `address` has accepted us.
 
     Tries until somebody listens there; the caller sets the deadline. Raises ConnectionError when
     the listener is none of the group, or turned us away.
@@ -239,7 +241,7 @@ async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> t
 
 
 def to_address(text: str) -> Address:
-    """Returns the address of "host:port", "[host]:port", or the path of a Unix socket."""
+    """Return the address of "host:port", "[host]:port", or the path of a Unix socket."""
     if "/" in text:
         return text
     host, _, port = text.rpartition(":")
@@ -257,7 +259,7 @@ def _proof(token: str, side: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def _keys(token: str, hello: bytes, nonce: bytes) -> tuple[bytes, bytes]:
-    """Returns what the connector encrypts with, and what the listener does: of this connection
+    """Return what the connector encrypts with, and what the listener does: of this connection
     alone.
     """
     return _proof(token, b"from connector", hello, nonce), _proof(
@@ -283,11 +285,12 @@ async def _receive(sock: socket.socket, count: int) -> bytes:
 
 
 def frame(msg: msgspec.Struct) -> bytes:
-    """Returns a message as it travels. Raises ValueError for one that no peer would accept."""
+    """Return a message as it travels. Raises ValueError for one that no peer would accept."""
     body = _encode(msg)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(
-            f"a {type(msg).__name__} of {len(body)} bytes; the longest message has {MAX_FRAME_BYTES}"
+            f"a {type(msg).__name__} of {len(body)} bytes; the longest message has"
+            f" {MAX_FRAME_BYTES}"
         )
     return HEADER.pack(len(body)) + body
 
@@ -308,12 +311,14 @@ class FrameSplitter(Generic[In]):
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
 
     def feed(self, data: bytes) -> None:
-        """Adds what was received."""
+        """Add what was received."""
         self._buffer += data
 
     def take(self) -> In | None:
-        """Removes the first message and returns it; None if it is not whole yet. Raises ValueError
-        for anything else than a message."""
+        """Remove the first message and return it, None if it is not whole yet.
+
+        Raises ValueError for anything else than a message.
+        """
         buffer = self._buffer
         begin = self._header_bytes
         num_bytes = self._num_bytes
@@ -497,14 +502,14 @@ class BlockingStream(Generic[In]):
         self._lock = threading.Lock()
 
     def send(self, msg: msgspec.Struct) -> None:
-        """Blocks while the peer does not read. A peer that is gone is not an error here: `receive`
+        """Block while the peer does not read. A peer that is gone is not an error here: `receive`
         reports it.
         """
         with self._lock, suppress(OSError):
             self._sock.sendall(frame(msg))
 
     def receive(self) -> In | None:
-        """Returns the next message; None once the peer, or `close`, has ended the stream."""
+        """Return the next message; None once the peer, or `close`, has ended the stream."""
         try:
             while (msg := self._frames.take()) is None:
                 data = self._sock.recv(_READ_BYTES)
@@ -519,7 +524,7 @@ class BlockingStream(Generic[In]):
             return None
 
     def close(self) -> None:
-        """Ends the stream in both directions and wakes the thread that receives."""
+        """End the stream in both directions, and wake the thread that receives."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -63,7 +63,7 @@ class Symmetric:
         self._gone: tuple[int, ...] = ()
 
     def join(self, members: Members, ubatches: int, ubatch_bytes: int, facts: str) -> list[Window]:
-        """Returns a window for each micro-batch. facts: what must be the same on all ranks. Raises
+        """Return a window for each micro-batch. facts: what must be the same on all ranks. Raises
         PeerLost, or ConfigError when facts differ."""
         assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
         self.leave()
@@ -105,7 +105,7 @@ class Symmetric:
         left: threading.Event,
         group: ShmGroup,
     ) -> None:
-        """Ends this epoch when the first rank is gone. This rank stays connected until it leaves
+        """End this epoch when the first rank is gone. This rank stays connected until it leaves
         itself.
         """
         with selectors.DefaultSelector() as selector:
@@ -121,7 +121,7 @@ class Symmetric:
         group.close()
 
     def leave(self) -> None:
-        """Ends all waits, here and at the peers, on devices and for other ranks to come. From any
+        """End all waits, here and at the peers, on devices and for other ranks to come. From any
         thread, any time.
         """
         _tell(self._windows)
@@ -132,7 +132,7 @@ class Symmetric:
             self._watcher.join()  # it ends at once, and not while the process does
 
     def check(self) -> None:
-        """Raises PeerLost if kernels have given up since `join`: their results, and all after them,
+        """Raise PeerLost if kernels have given up since `join`: their results, and all after them,
         are invalid. Raises RuntimeError if ranks made different calls, which is a bug. It reads
         host memory only, so wait for an event behind the results in question first."""
         failed = [window for window in self._windows if window.control[FAILED]]

@@ -39,19 +39,19 @@ class TensorParallel:
         return None if self.size == 1 else "the host gathers what tensor-parallel ranks compute"
 
     def join(self, members: Members) -> None:
-        """Connects to the engine's other ranks. Blocks; raises PeerLost when they do not come."""
+        """Connect to the engine's other ranks. Blocks; raises PeerLost when they do not come."""
         assert (members.tp_rank, members.tp_size) == (self.rank, self.size), members
         self.leave()
         self._joined_once = True
         self._connect(members)
 
     def leave(self) -> None:
-        """Drops all connections, at any time, from any thread: calls that wait, here or at a peer,
+        """Drop all connections, at any time, from any thread: calls that wait, here or at a peer,
         raise PeerLost.
         """
 
     def gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
-        """Returns every rank's columns in rank order, [T, size * N]. T and N are the same on all
+        """Return every rank's columns in rank order, [T, size * N]. T and N are the same on all
         ranks; nothing travels when either is 0. Raises PeerLost."""
         if self.size == 1:
             return x_TN
@@ -60,7 +60,7 @@ class TensorParallel:
         return self._columns(x_TN, channel)
 
     def gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
-        """Returns every rank's rows in rank order, [sum(counts), D]; rank r has counts[r]. Nothing
+        """Return every rank's rows in rank order, [sum(counts), D]; rank r has counts[r]. Nothing
         travels when all counts are 0. Raises PeerLost."""
         assert counts[self.rank] == x_TD.shape[0], (counts, x_TD.shape)
         if self.size == 1:
@@ -70,7 +70,7 @@ class TensorParallel:
         return self._rows(x_TD, counts, channel)
 
     def _connect(self, members: Members) -> None:
-        """Does nothing: one rank has nobody to connect to."""
+        """Do nothing: one rank has nobody to connect to."""
 
     def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
         raise NotImplementedError
@@ -111,7 +111,7 @@ class GlooTensor(TensorParallel):
             raise self._of_group(error) from None
 
     def leave(self) -> None:
-        """Drops all connections, from any thread."""
+        """Drop all connections, from any thread."""
         if self._mesh is not None:
             self._mesh.leave()
 
@@ -126,7 +126,7 @@ class GlooTensor(TensorParallel):
         return out_TD
 
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
-        """Fills parts[r] with rank r's `mine`; empty parts do not travel."""
+        """Fill parts[r] with rank r's `mine`; empty parts do not travel."""
         assert self._mesh is not None
         others = [rank for rank in range(self.size) if rank != self.rank]
         parts[self.rank].copy_(mine)
@@ -141,7 +141,7 @@ class GlooTensor(TensorParallel):
             raise self._of_group(error) from None
 
     def _of_group(self, error: PeerLost) -> PeerLost:
-        """Returns the same error with the numbers that ranks have in the whole group."""
+        """Return the same error with the numbers that ranks have in the whole group."""
         return PeerLost(
             f"tensor parallelism: {error}", tuple(self._first_rank + rank for rank in error.missing)
         )
@@ -156,12 +156,12 @@ class DeviceTensor(GlooTensor):
     not_recorded = None
 
     def check(self) -> None:
-        """Raises PeerLost if what the device computed is invalid; see `DeviceMesh.check`."""
+        """Raise PeerLost if what the device computed is invalid; see `DeviceMesh.check`."""
         if isinstance(self._mesh, DeviceMesh):
             self._mesh.check()
 
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
-        """Sends as many rows of every rank as the longest part has: all ranks know how many of them
+        """Send as many rows of every rank as the longest part has: all ranks know how many of them
         count.
         """
         assert isinstance(self._mesh, DeviceMesh)

@@ -1,4 +1,4 @@
-"""The place of a process among those that serve one model."""
+"""One process among those that serve one model."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,8 @@ class World:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(
-                f"rank {self.rank} is not in a world of {self.size}; ranks run from 0 to {self.size - 1}"
+                f"rank {self.rank} is not in a world of {self.size}; ranks run from 0 to"
+                f" {self.size - 1}"
             )
         if self.size % self.tp_size:
             raise ValueError(f"{self.size} ranks cannot be sharded over engines of {self.tp_size}")
@@ -49,7 +50,7 @@ class World:
 
 
 def share(total: int, size: int, rank: int) -> slice:
-    """Returns a rank's contiguous part of `total` rows or columns: ceil(total / size), the last
+    """Return a rank's contiguous part of `total` rows or columns: ceil(total / size), the last
     ranks fewer or none.
 
     (5, 4, 2) -> slice(4, 5), (5, 4, 3) -> slice(5, 5)

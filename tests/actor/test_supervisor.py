@@ -397,7 +397,7 @@ def test_a_child_whose_parent_died_before_speaking_ends_by_itself() -> None:
     )
     assert child.returncode == 77
     assert child.stdout == ""
-    assert "the parent ended before it said what to do" in child.stderr
+    assert "the parent ended before it sent a start document" in child.stderr
 
 
 def test_a_child_that_was_handed_to_another_parent_meanwhile_ends_by_itself() -> None:

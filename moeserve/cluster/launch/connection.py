@@ -25,22 +25,22 @@ class PartConnection(ABC):
         self.out = out
 
     async def readline(self) -> bytes:
-        """Returns the next line that is no longer than MAX_LINE_BYTES, b"" at the end."""
+        """Return the next line that is no longer than MAX_LINE_BYTES, b"" at the end."""
         while True:
             with suppress(ValueError):  # too long: dropped
                 return await self.out.readline()
 
     @abstractmethod
     def write(self, data: bytes) -> None:
-        """Sends to the part, if it is there."""
+        """Send to the part, if it is there."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Ends the part at once, and so what it says."""
+        """End the part at once, and so what it says."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Kills, and waits until nothing of the connection is left here."""
+        """Kill, and waits until nothing of the connection is left here."""
 
 
 class ProcessConnection(PartConnection):
@@ -56,7 +56,7 @@ class ProcessConnection(PartConnection):
 
     @staticmethod
     async def open(command: Sequence[str]) -> "ProcessConnection":
-        """Starts the command. Raises ConfigError if there is no such program."""
+        """Start the command. Raises ConfigError if there is no such program."""
         pipe = asyncio.subprocess.PIPE
         with ConfigError.instead_of(
             OSError, f"cannot run {command[0]}", "; install it on this machine"
@@ -72,19 +72,19 @@ class ProcessConnection(PartConnection):
         return ProcessConnection(process)
 
     def write(self, data: bytes) -> None:
-        """Sends to the process."""
+        """Send to the process."""
         assert self._process.stdin is not None
         with suppress(OSError, RuntimeError):
             self._process.stdin.write(data)
 
     def kill(self) -> None:
-        """Kills the process and its children."""
+        """Kill the process and its children."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # srun is two processes
 
     async def close(self) -> None:
-        """Kills, and waits until the pipes are closed."""
+        """Kill, and waits until the pipes are closed."""
         self.kill()
         self._end.cancel()
         await self._process.wait()

@@ -20,13 +20,16 @@ NAME = "moeserve"
 SECRET = "moeserve-cluster-key"
 LABEL = "leaderworkerset.sigs.k8s.io/"
 LWS_HEAD = f"""For LeaderWorkerSet 0.6 or newer. The machines' secret, once:
-  kubectl create secret generic {SECRET} --from-literal=cluster.key="$(head -c 32 /dev/urandom | base64)"
-Add what the pods request: CPUs, memory, GPUs, nodes. The image is built by docs/observability/Containerfile.
+  kubectl create secret generic {SECRET} \\
+    --from-literal=cluster.key="$(head -c 32 /dev/urandom | base64)"
+Add the resources that the pods request: CPUs, memory, GPUs, nodes.
+The image is built by docs/observability/Containerfile.
 """
 LWS_HEAD_OF_MODELS = "The claim `models` holds the model; another volume does as well.\n"
 COMPOSE_HEAD = f"""compose.yaml for Docker or Podman: each machine is a container; docker compose up
 The image is built by docs/observability/Containerfile. The machines' secret, once:
-  head -c 32 /dev/urandom | base64 > cluster.key; chmod 400 cluster.key; sudo chown {USER_ID} cluster.key"""
+  head -c 32 /dev/urandom | base64 > cluster.key
+  chmod 400 cluster.key; sudo chown {USER_ID} cluster.key"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +68,13 @@ class Deployment:
 
 
 def as_yaml(head: str, *documents: dict[str, Any]) -> str:
-    """Returns YAML documents below a comment."""
+    """Return YAML documents below a comment."""
     texts = [yaml.safe_dump(it, sort_keys=False, width=100, allow_unicode=True) for it in documents]
     return "".join(f"# {line}\n" for line in head.splitlines()) + "---\n".join(texts)
 
 
 def lws(it: Deployment) -> str:
-    """Returns a LeaderWorkerSet, whose pods are the machines, and a Service in front of its leader,
+    """Return a LeaderWorkerSet, whose pods are the machines, and a Service in front of its leader,
     for Kubernetes.
     """
     template = {
@@ -150,7 +153,7 @@ def _probe(it: Deployment, path: str, period_s: int, failures: int) -> dict[str,
 
 
 def compose(it: Deployment) -> str:
-    """Returns a compose file: the machines are containers of one computer."""
+    """Return a compose file: the machines are containers of one computer."""
     return as_yaml(
         COMPOSE_HEAD,
         {
@@ -194,7 +197,7 @@ def _health(it: Deployment) -> dict[str, Any]:
 
 
 def slurm(it: Deployment) -> str:
-    """Returns a batch script of Slurm, which runs `moeserve launch --slurm`."""
+    """Return a batch script of Slurm, which runs `moeserve launch --slurm`."""
     return f"""#!/bin/bash
 # Save as moeserve.sbatch, add partition, GPUs and so on, and start it: sbatch moeserve.sbatch
 # Let running requests finish and end it: scancel --batch --signal=TERM JOBID
@@ -214,18 +217,20 @@ exec moeserve launch --slurm -- serve {shlex.join(it.words_for_all)}
 
 
 def systemd(it: Deployment) -> str:
-    """Returns one systemd unit for all machines: its instance is the machine's number. Raises
+    """Return one systemd unit for all machines: its instance is the machine's number. Raises
     ConfigError without --rendezvous."""
     if it.rendezvous is None and it.nodes > 1:
         raise ConfigError(
-            "--print systemd: say where machine 0 is, as in `-- serve MODEL --rendezvous 10.0.0.1:29500`"
+            "--print systemd: say where machine 0 is, as in `-- serve MODEL --rendezvous"
+            " 10.0.0.1:29500`"
         )
     several = (
         f" --nnodes {it.nodes} --node-rank %i --cluster-key-file /etc/moeserve/cluster.key"
         if it.nodes > 1
         else ""
     )
-    return f"""# /etc/systemd/system/moeserve@.service on each of {it.nodes} machines; then on machine 0, 1, ...:
+    return f"""# /etc/systemd/system/moeserve@.service on each of {it.nodes} machines;
+# then on machine 0, 1, ...:
 #   systemctl enable --now moeserve@0      (its own number on each)
 # All of them need one secret, made once and copied:
 #   head -c 32 /dev/urandom | base64 > /etc/moeserve/cluster.key
@@ -242,12 +247,14 @@ User=moeserve
 Group=moeserve
 ExecStart=/opt/moeserve/bin/moeserve serve {" ".join(map(_quoted, it.words_for_all))}{several}
 ExecReload=/bin/kill -HUP $MAINPID
-# Machine 0 drains for {it.drain_s} s on SIGTERM; a machine that ends is there again at once, and requests go on.
+# Machine 0 drains for {it.drain_s} s on SIGTERM.
+# A machine that ends is there again at once, and requests continue.
 KillMode=mixed
 TimeoutStopSec={it.stop_s}
 Restart=always
 RestartSec=1
-# Exit codes 3 to 5: checkpoint, port or memory. A new try would end alike. 2 may mean that machine 0 is not there yet.
+# Exit codes 3 to 5: checkpoint, port or memory. A new try would end alike.
+# Exit code 2 may mean that machine 0 is not there yet.
 RestartPreventExitStatus=3 4 5
 LimitNOFILE=65536
 LimitMEMLOCK=infinity
@@ -265,7 +272,7 @@ WantedBy=multi-user.target
 
 
 def _quoted(word: str) -> str:
-    """Returns a word as systemd's command lines have it."""
+    """Return a word as systemd's command lines have it."""
     word = word.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$")
     if re.fullmatch(r"[\w@%+=:,./$-]+", word):
         return word

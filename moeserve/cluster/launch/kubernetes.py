@@ -25,7 +25,7 @@ MARGIN_S = 30.0  # for the end of pods that have drained
 
 
 async def run_on_kubernetes(it: Deployment, namespace: str | None) -> int:
-    """Serves until the leader ends; returns its exit code, 1 if it was lost. Raises ConfigError if
+    """Serve until the leader ends; return its exit code, 1 if it was lost. Raises ConfigError if
     kubectl cannot create something."""
     return await KubernetesLaunch(it, namespace).run()
 
@@ -79,7 +79,7 @@ class KubernetesLaunch:
             waiting[0].set_result(number)
 
     async def _create(self) -> list[str]:
-        """Returns what was created, as kubectl names it."""
+        """Return what was created, as kubectl names it."""
         # `create` refuses what is there, where `apply` would change a server that somebody else has
         # started.
         documents = lws(self._it)
@@ -97,7 +97,10 @@ class KubernetesLaunch:
         if code:
             if created:
                 await self._delete(created)
-            left = f"{' '.join(self._kubectl)} delete leaderworkerset/{NAME} service/{NAME} secret/{SECRET}"
+            left = (
+                f"{' '.join(self._kubectl)} delete leaderworkerset/{NAME} service/{NAME}"
+                f" secret/{SECRET}"
+            )
             remedy = (
                 f"; `{left}` ends another launch or what is left of it"
                 if "AlreadyExists" in why
@@ -108,7 +111,7 @@ class KubernetesLaunch:
         return created
 
     async def _delete(self, created: list[str]) -> bool:
-        """Deletes that, and waits until its pods are gone. Returns whether they are."""
+        """Delete these objects, and wait for the end of their pods. Return whether they ended."""
         limit_s = self._it.stop_s + MARGIN_S
         words = (
             "delete",
@@ -123,7 +126,7 @@ class KubernetesLaunch:
         return code == 0
 
     async def _watch(self) -> None:
-        """Follows the pods; a watch that ends, as all do sometimes, is made again."""
+        """Follow the pods; a watch that ends, as all do sometimes, is made again."""
         words = ("get", "pods", "-l", f"{LABEL}name={NAME}", "--watch", "-o", "json")
         while True:
             pod = ""
@@ -164,7 +167,7 @@ class KubernetesLaunch:
             self._ended.set_result(int(end["exitCode"]) if end else 1)
 
     async def _follow(self, pod: str, uid: str) -> None:
-        """Shows a container's log; a connection that ends before the container is made again."""
+        """Show a container's log; a connection that ends before the container is made again."""
         since: tuple[str, ...] = ()
         while not since or self._states[uid] in ("running", "ready"):
             async for line in self._lines("logs", "--follow", pod, *since):
@@ -183,7 +186,7 @@ class KubernetesLaunch:
     async def _run(
         self, *words: str, stdin: str = "", limit_s: float = KUBECTL_S
     ) -> tuple[int, str, str]:
-        """Returns kubectl's exit code, what it printed, and the last line of its errors, which are
+        """Return kubectl's exit code, what it printed, and the last line of its errors, which are
         all shown.
         """
         if shutil.which("kubectl") is None:
@@ -210,7 +213,7 @@ class KubernetesLaunch:
 
 
 def _state(status: dict[str, Any], container: dict[str, Any], *, leads: bool) -> str:
-    """Returns what a pod does, in words of Kubernetes where it does not run."""
+    """Return what a pod does, in words of Kubernetes where it does not run."""
     state = container.get("state", {})
     if "terminated" in state:
         return f"ended with code {state['terminated']['exitCode']}"

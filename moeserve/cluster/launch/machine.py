@@ -19,16 +19,16 @@ UNANSWERED_BY_FIRST = 30  # all ends with machine 0
 class Machine:
     """A machine and, while it is connected, its part."""
 
-    def __init__(self, place: LaunchTarget, rank: int, num_machines: int) -> None:
-        self.name = place.name
-        self.remedy = place.remedy
+    def __init__(self, target: LaunchTarget, rank: int, num_machines: int) -> None:
+        self.name = target.name
+        self.remedy = target.remedy
         self.rank = rank
         self.state = ""
         self.joined = False  # once at least; machine 0 has been ready
         self.alive = False  # its part has an order
         self._on_state: Callable[[str], None] = lambda state: None
-        self._title = f"{place.name} (machine {rank} of {num_machines})"
-        self._place = place
+        self._title = f"{target.name} (machine {rank} of {num_machines})"
+        self._target = target
         self._connection: PartConnection | None = None
         self._code: int | None = None  # of the part, once it has said so
         self._unanswered = 0
@@ -39,7 +39,7 @@ class Machine:
         self._on_state = on_state
 
     def enter(self, state: str) -> None:
-        """Notes and prints a new state."""
+        """Note and prints a new state."""
         if state != self.state:
             self.state = state
             self.joined |= state in ("joined", "ready")
@@ -47,13 +47,13 @@ class Machine:
             self._on_state(state)
 
     async def connect(self) -> PartHello:
-        """Starts the part, which waits for its order then. Raises PartNotStarted; ConfigError
+        """Start the part, which waits for its order then. Raises PartNotStarted; ConfigError
         without ssh or srun.
         """
         self.last_line = "it said nothing"
         try:
             async with asyncio.timeout(HELLO_S):
-                self._connection = await self._place.connect()
+                self._connection = await self._target.connect()
                 while (line := await self._line()) is not None:
                     if line.startswith(MARK):
                         return msgspec.json.decode(line[len(MARK) :], type=PartHello)
@@ -65,7 +65,7 @@ class Machine:
         raise PartNotStarted(why)
 
     async def live(self, order: Order) -> int | None:
-        """Gives the part its order, and returns the exit code once it has ended; None if it was
+        """Give the part its order, and return the exit code once it has ended; None if it was
         lost before that.
         """
         self._code = None
@@ -87,19 +87,19 @@ class Machine:
             self._connection.kill()
 
     def send(self, data: bytes) -> None:
-        """Writes to the part, if there is one."""
+        """Write to the part, if there is one."""
         if self._connection is not None:
             self._connection.write(data)
 
     async def end(self) -> None:
-        """Ends the connection, and with it the part."""
+        """End the connection, and with it the part."""
         connection = self._connection
         self._connection = None
         if connection is not None:
             await connection.close()
 
     async def _ping(self) -> None:
-        """Ends the connection if the part is silent. It counts pings, not seconds: Ctrl-Z may stop
+        """End the connection if the part is silent. It counts pings, not seconds: Ctrl-Z may stop
         this process.
         """
         most = UNANSWERED if self.rank else UNANSWERED_BY_FIRST
@@ -113,7 +113,7 @@ class Machine:
             self._connection.kill()
 
     async def _read(self) -> None:
-        """Prints the log and notes states, until the end."""
+        """Print the log and note states, until the end."""
         while (line := await self._line()) is not None:
             self._unanswered = 0
             if line == MARK + PONG:

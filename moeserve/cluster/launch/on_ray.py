@@ -31,7 +31,7 @@ _REMEDY = "Check `ray status`, and that Ray's Python on all nodes has moeserve"
 
 
 def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) -> list[LaunchTarget]:
-    """Returns as many machines, every node of the cluster if None, each with a CPU and so many GPUs
+    """Return as many machines, every node of the cluster if None, each with a CPU and so many GPUs
     of a node. Raises ConfigError without Ray, or if there is no room."""
     with ConfigError.instead_of(ImportError, "--ray", "; install Ray: pip install 'moeserve[ray]'"):
         import ray
@@ -48,7 +48,8 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"--ray-address {address or 'auto'}: {_first_line(error)}; run this on a node of a cluster of Ray "
+            f"--ray-address {address or 'auto'}: {_first_line(error)}; run this on a node of a"
+            " cluster of Ray "
             "(`ray start` makes it one), or give --ray-address ray://HEAD:10001"
         ) from None
     bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
@@ -57,8 +58,10 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
     if not group.wait(PLACE_S):
         free = ray.available_resources()
         raise ConfigError(
-            f"--ray: no room within {PLACE_S:g} s for {nodes} machines of {bundle}, {STRATEGIES[placement]}; "
-            f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs (see `ray status`)"
+            f"--ray: no room within {PLACE_S:g} s for {nodes} machines of {bundle},"
+            f" {STRATEGIES[placement]}; "
+            f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs (see `ray"
+            " status`)"
         )
     made = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1)(PartActor)
     here = ray.get_runtime_context().get_node_id()
@@ -81,7 +84,7 @@ class PartActor:
         self._part: ProcessConnection | None = None
 
     async def start(self) -> str:
-        """Starts a part, in place of one that is left. Returns the node's address."""
+        """Start a part, in place of one that is left. Return the node's address."""
         import ray
 
         await self.kill()
@@ -90,16 +93,16 @@ class PartActor:
         return address
 
     async def read(self) -> bytes:
-        """Returns what the part said, b"" at its end."""
+        """Return what the part said, b"" at its end."""
         return await self._part.out.read(MAX_LINE_BYTES) if self._part else b""
 
     async def write(self, data: bytes) -> None:
-        """Says something to the part."""
+        """Say something to the part."""
         if self._part:
             self._part.write(data)
 
     async def kill(self) -> None:
-        """Ends the part at once."""
+        """End the part at once."""
         if self._part:
             await self._part.close()
 
@@ -111,7 +114,7 @@ class RayTarget(LaunchTarget):
     actor: Any = None
 
     async def connect(self) -> PartConnection:
-        """Starts the part, once Ray has a place for the actor. Raises PartNotStarted."""
+        """Start the part, once Ray has a place for the actor. Raises PartNotStarted."""
         import ray
         from ray.exceptions import RayError
 
@@ -146,17 +149,17 @@ class RayConnection(PartConnection):
         self.kill()
 
     def write(self, data: bytes) -> None:
-        """Sends to the part."""
+        """Send to the part."""
         self._unsent.put_nowait(data)
 
     def kill(self) -> None:
-        """Ends the part, if its actor is there."""
+        """End the part, if its actor is there."""
         for task in self._tasks:
             task.cancel()
         self._actor.kill.remote()
 
     async def close(self) -> None:
-        """Ends the part, and waits for no actor that may be gone."""
+        """End the part, without waiting for an actor that may be gone."""
         self.kill()
         await asyncio.wait(self._tasks)
 

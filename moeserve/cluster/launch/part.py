@@ -35,7 +35,7 @@ END_S = 10.0  # for a server whose launcher is gone, before it is killed
 
 
 def main() -> int:
-    """Returns the exit code of what was run, as a shell counts it."""
+    """Return the exit code of what was run, as a shell counts it."""
     with socket.create_server(("", 0)) as free:
         port = int(free.getsockname()[1])
     say(msgspec.json.encode(PartHello(_own_address(sys.argv[1]), port)).decode())
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _own_address(way: str) -> str:
-    """Returns this machine's address on the network by which it was reached. way: ssh, slurm, or
+    """Return this machine's address on the network by which it was reached. way: ssh, slurm, or
     that address.
     """
     if way == "ssh":
@@ -92,7 +92,7 @@ def _read_line() -> bytes:
 
 
 def _obey(child: subprocess.Popen[bytes]) -> None:
-    """Does what the launcher says, until it says no more; ends the child then."""
+    """Obey the launcher until it is gone, and end the child then."""
     while select.select([0], [], [], SILENCE_S)[0] and (said := os.read(0, 4096)):
         if KILL in said:
             child.kill()

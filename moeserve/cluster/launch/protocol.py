@@ -51,13 +51,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def tell(what: str) -> None:
-    """Tells the launcher, if there is one, what has happened on this machine."""
+    """Tell the launcher, if there is one, what has happened on this machine."""
     if NNODES in os.environ:
         say(what)
 
 
 def say(what: str) -> None:
-    """Writes one line for the launcher."""
+    """Write one line for the launcher."""
     with suppress(OSError, ValueError):  # a launcher that is gone ends us in another way
         sys.stdout.write(f"{MARK}{what}\n")
         sys.stdout.flush()

@@ -42,9 +42,11 @@ class Launch:
     """All machines from their start to one exit code."""
 
     def __init__(
-        self, places: Sequence[LaunchTarget], make_order: MakeOrder, max_restarts: int
+        self, targets: Sequence[LaunchTarget], make_order: MakeOrder, max_restarts: int
     ) -> None:
-        self._machines = [Machine(place, rank, len(places)) for rank, place in enumerate(places)]
+        self._machines = [
+            Machine(target, rank, len(targets)) for rank, target in enumerate(targets)
+        ]
         self._make_order = make_order
         self._max_restarts = max_restarts
         self._over = asyncio.Event()  # machine 0 has ended
@@ -52,7 +54,7 @@ class Launch:
         self._killed: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
-        """Returns machine 0's exit code, or the first failure's. Raises ConfigError if a machine
+        """Return machine 0's exit code, or the first failure's. Raises ConfigError if a machine
         cannot be used.
         """
         loop = asyncio.get_running_loop()
@@ -96,7 +98,7 @@ class Launch:
         self._machines[0].send(DRAIN)
 
     async def _connect(self) -> PartHello:
-        """Connects to all machines at once, so that every one that cannot be used is named. Returns
+        """Connect to all machines at once, so that every one that cannot be used is named. Returns
         machine 0's hello."""
         for machine in self._machines:
             machine.enter(CONNECTING)
@@ -118,13 +120,14 @@ class Launch:
         addresses = {hello.address for hello in found if isinstance(hello, PartHello)}
         if zero.address.startswith("127.") and len(addresses) > 1:
             raise ConfigError(
-                f"machine 0 ({self._machines[0].name}) was reached at {zero.address}, where the others cannot reach "
+                f"machine 0 ({self._machines[0].name}) was reached at {zero.address}, where the"
+                " others cannot reach "
                 "it; name it by its address on the network that they share"
             )
         return zero
 
     async def _keep(self, machine: Machine, zero: PartHello) -> int:
-        """A machine's lives. Returns an exit code when there is no use in going on."""
+        """A machine's lives. Return an exit code when there is no use in going on."""
         restarts: deque[float] = deque()
         while True:
             code = await self._live(machine, zero)
@@ -146,7 +149,10 @@ class Launch:
             if await self._is_over(FAREWELL_S if code == 0 else pause_s):
                 return 0
             if len(restarts) >= self._max_restarts:
-                told = f"{machine.name} ended {len(restarts) + 1} times within an hour; --max-restarts allows more"
+                told = (
+                    f"{machine.name} ended {len(restarts) + 1} times within an hour;"
+                    " --max-restarts allows more"
+                )
                 return self._give_up(told, 1)
             restarts.append(now)
             if not await self._reach(machine):
@@ -170,7 +176,7 @@ class Launch:
         return self._over.is_set()
 
     async def _reach(self, machine: Machine) -> bool:
-        """Returns when the machine is connected again, False if machine 0 ends before that."""
+        """Return when the machine is connected again, False if machine 0 ends before that."""
         machine.enter("restarting")
         while True:
             try:
@@ -194,7 +200,7 @@ class Launch:
             )
 
     async def _finish(self, tasks: Sequence[asyncio.Task[int]], code: int) -> int:
-        """Ends what still runs: with machine 0 those who have joined end on their own."""
+        """End what still runs: with machine 0 those who have joined end on their own."""
         killed = self._killed
         assert killed is not None
         for machine in self._machines:

@@ -27,12 +27,12 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Reads --hosts: a, b:8 or user@c, by commas. Raises ConfigError."""
+    """Read --hosts: a, b:8 or user@c, by commas. Raises ConfigError."""
     return _several((_host(word.strip(), "--hosts") for word in text.split(",")), "--hosts")
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Reads a file with `host`, `host slots=8` or `host:8` in each line, and # comments. Raises
+    """Read a file with `host`, `host slots=8` or `host:8` in each line, and # comments. Raises
     ConfigError.
     """
     with ConfigError.instead_of((OSError, UnicodeDecodeError), f"--hostfile {path}"):
@@ -42,7 +42,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def common_slots(hosts: Iterable[Host]) -> int | None:
-    """Returns how many processes every host has, if that was said. Raises ConfigError where hosts
+    """Return how many processes every host has, if that was said. Raises ConfigError where hosts
     differ.
     """
     found = {host.slots: host.name for host in hosts}
@@ -61,7 +61,8 @@ def _host(text: str, where: str) -> Host:
     slots = match and (match["after"] or match["slots"])
     if match is None or (slots and int(slots) == 0):
         raise ConfigError(
-            f"{where}: {text!r:.100} is no host; write `host`, `user@host`, `host slots=8` or `host:8` "
+            f"{where}: {text!r:.100} is no host; write `host`, `user@host`, `host slots=8` or"
+            " `host:8` "
             "(8: its processes; ports of ssh belong into ~/.ssh/config or --ssh-option Port=N)"
         )
     return Host(match["name"].replace("[", "").replace("]", ""), int(slots) if slots else None)
@@ -72,7 +73,8 @@ def _several(hosts: Iterable[Host], where: str) -> list[Host]:
     for host in hosts:
         if host.name in (other.name for other in found):
             raise ConfigError(
-                f"{where}: {host.name} is named twice; a machine has one part, `slots` say how large"
+                f"{where}: {host.name} is named twice; a machine has one part, `slots` say how"
+                " large"
             )
         found.append(host)
     if not 1 <= len(found) <= MAX_HOSTS:
@@ -87,10 +89,14 @@ _SSH = {  # the first value that ssh sees of an option counts
     "LogLevel": "ERROR",
 }
 _SSH_REMEDY = (
-    "Check that `ssh -o BatchMode=yes HOST true` works, and that moeserve is installed there at the path that it has "
+    "Check that `ssh -o BatchMode=yes HOST true` works, and that moeserve is installed there at"
+    " the path that it has "
     "here, or name its Python with --python"
 )
-_SLURM_REMEDY = "Check that `srun hostname` works, and that moeserve is installed on all nodes at the path that it has here"
+_SLURM_REMEDY = (
+    "Check that `srun hostname` works, and that moeserve is installed on all nodes at the path"
+    " that it has here"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +110,12 @@ class LaunchTarget:
     remedy: str = ""
 
     async def connect(self) -> PartConnection:
-        """Starts the part. Raises ConfigError where the command is not installed."""
+        """Start the part. Raises ConfigError where the command is not installed."""
         return await ProcessConnection.open(self.command)
 
 
 def on_this_machine(number: int) -> list[LaunchTarget]:
-    """Returns `number` machines that are all this one."""
+    """Return `number` machines that are all this one."""
     return [
         LaunchTarget(f"local-{rank}", (sys.executable, *PART, "127.0.0.1"))
         for rank in range(number)
@@ -119,7 +125,7 @@ def on_this_machine(number: int) -> list[LaunchTarget]:
 def over_ssh(
     hosts: Sequence[Host], python: str | None, options: Sequence[str]
 ) -> list[LaunchTarget]:
-    """Returns the hosts, by the system's ssh, which reads the user's ~/.ssh/config. python: shell
+    """Return the hosts, by the system's ssh, which reads the user's ~/.ssh/config. python: shell
     text that runs Python there; the path of ours by default. options: as in ssh_config, Port=2222.
     Raises ConfigError."""
     for option in options:
@@ -138,12 +144,13 @@ def over_ssh(
 
 
 def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
-    """Returns the nodes of this job of Slurm: a step for each, so that one alone can be started
+    """Return the nodes of this job of Slurm: a step for each, so that one alone can be started
     again. Raises ConfigError outside of a job."""
     nodes = env.get("SLURM_JOB_NODELIST") if env.get("SLURM_JOB_ID") else None
     if not nodes:
         raise ConfigError(
-            "--slurm: this is no job of Slurm; run it in `salloc --nodes N --no-kill` or a batch script "
+            "--slurm: this is no job of Slurm; run it in `salloc --nodes N --no-kill` or a batch"
+            " script "
             "(`moeserve launch --print slurm --nodes N -- serve MODEL` writes one)"
         )
     with ConfigError.instead_of(ValueError, f"SLURM_JOB_NODELIST={nodes!r:.100}"):
