@@ -10,7 +10,7 @@ the same tokens.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -129,6 +129,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         parser: Callable[[], AnswerParser] | None = None,
         grammar: GrammarSpec | None = None,
         grammar_param: str = "structured_outputs",
+        grammar_parts: Callable[[], Iterable[tuple[GrammarSpec, str]]] | None = None,
     ) -> Generation:
         """Check, admit and submit a request. Raises RequestError before anything runs.
 
@@ -144,6 +145,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             parser: Makes the parser of each sequence's answer; the text is marked then.
             grammar: A grammar for the answers, in place of `params.structured_outputs`.
             grammar_param: The request field that errors in the grammar name.
+            grammar_parts: The constraints in `grammar`, each with its field; see `GrammarAdmission`.
         """
         ready = self._serving()
         check_request(prompt, priority, ready)
@@ -161,7 +163,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         reservation = reservation or self.admit(params.n, priority=priority)
         try:
             if grammar is not None or params.structured_outputs is not None:
-                grammar = await self._grammars.of(params, grammar, grammar_param, ready, owner)
+                grammar = await self._grammars.of(
+                    params, grammar, grammar_param, ready, owner, grammar_parts
+                )
             if params.receipt and self.notary is not None:
                 await self.notary.weights(ready)
             # The engine may have been lost or replaced meanwhile.

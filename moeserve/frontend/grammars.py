@@ -1,6 +1,7 @@
 """Checks the grammars of requests before the requests are admitted."""
 
 import asyncio
+from collections.abc import Callable, Iterable
 
 from moeserve.errors import InvalidRequest
 from moeserve.messages import Ready
@@ -26,6 +27,7 @@ class GrammarAdmission:
         param: str,
         ready: Ready,
         owner: str = "",
+        parts: Callable[[], Iterable[tuple[GrammarSpec, str]]] | None = None,
     ) -> GrammarSpec | None:
         """Return the checked grammar: the given one, or the one of the sampling parameters.
 
@@ -35,6 +37,8 @@ class GrammarAdmission:
             param: The request's field with the grammar, for errors.
             ready: The engine's answer to its start.
             owner: The sender. Owners of new grammars take turns.
+            parts: Gives the constraints that `grammar` was made of, each with its field. If
+                `grammar` is refused, the error names the first part that is refused alone.
 
         Raise InvalidRequest, or Overloaded if the processes that compile are busy for too long.
         """
@@ -42,7 +46,13 @@ class GrammarAdmission:
             # In a thread: a schema may be as long as the largest body.
             grammar = await asyncio.to_thread(grammar_of, params.structured_outputs, param)
         if grammar is not None:
-            await self._checker_for(ready, param).check_async(grammar, param, owner)
+            checker = self._checker_for(ready, param)
+            try:
+                await checker.check_async(grammar, param, owner)
+            except InvalidRequest:
+                for part, field in parts() if parts is not None else ():
+                    await checker.check_async(part, field, owner)
+                raise
         return grammar
 
     def _checker_for(self, ready: Ready, param: str) -> GrammarChecker:

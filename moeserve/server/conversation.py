@@ -34,9 +34,9 @@ from moeserve.server.chat_request import (
 from moeserve.server.requests import check_chars
 from moeserve.server.running import RunningRequest
 from moeserve.server.terms import Terms, running_request
+from moeserve.text.answer_constraint import answer_constraint
 from moeserve.text.answer_format import AnswerFormat, Part
 from moeserve.text.answer_parser import joined
-from moeserve.text.structured_outputs import either, grammar_of
 from moeserve.text.tokenizer import unshield
 
 
@@ -129,22 +129,24 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
 def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str) -> dict[str, Any]:
     """Return the options of `FrontEnd.generate` about how answers are read and constrained."""
     continues = bool(request.continue_final_message)
-    parser = partial(form.parser, tools.shown, prompt=prompt, continued=continues)
-    found: dict[str, Any] = {"parser": parser}
-    constraint = request.constraint()
-    grammar = None
-    param = "tools"
-    if tools.shown:
-        required = tools.forced or constraint is not None
-        grammar = form.constraint(
-            tools.callable, required=required, parallel=tools.parallel, prompt=prompt
+    constraint = answer_constraint(
+        form,
+        tools.callable,
+        [tool["function"]["name"] for tool in request.tools or ()],
+        forced=tools.forced,
+        parallel=tools.parallel,
+        content=request.constraint(),
+        prompt=prompt,
+    )
+    found: dict[str, Any] = {
+        "parser": partial(
+            form.parser, tools.shown, prompt=prompt, continued=continues, required=tools.forced
         )
-    if constraint is not None and not tools.forced:  # a call leaves no content to constrain
-        content = form.after_reasoning(grammar_of(*constraint), prompt=prompt)
-        param = constraint[1]
-        grammar = content if grammar is None else either(grammar, content)
-    if grammar is not None:
-        found |= {"grammar": grammar, "grammar_param": param}
+    }
+    if constraint is not None:
+        found["grammar"] = constraint.grammar
+        found["grammar_param"] = constraint.param
+        found["grammar_parts"] = constraint.parts
     return found
 
 

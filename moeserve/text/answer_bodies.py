@@ -1,9 +1,10 @@
-"""What is between the marks of a call, by kind of content."""
+"""The contents between the marks of a call, by kind."""
 
 import json
 import re
 from collections.abc import Mapping, Set
 from contextlib import suppress
+from functools import cached_property
 from html import unescape
 from typing import Any
 
@@ -13,47 +14,73 @@ from msgspec import Raw, Struct
 from moeserve.text.answer_format import Part
 from moeserve.text.answer_syntax import Reading
 from moeserve.text.answer_text import AnswerText, Emit, Malformed, Unfinished, Wait, plain
-from moeserve.text.answer_values import JSON, PYTHON, typed, value
+from moeserve.text.answer_values import JSON, PYTHON, as_json, readable, typed, value
+from moeserve.text.schema_alternatives import members_of
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _MAX_NAME = 256
 
 
-class CallSink:
-    """What a body has read: names and arguments, in this order. known: only calls of tools that are
-    offered.
-    """
+class ToolSchema:
+    """The schema of a tool's parameters, for readers of values without types."""
 
-    def __init__(self, schemas: Mapping[str, Any], *, known: bool) -> None:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    @property
+    def keys(self) -> Set[str]:
+        """The keys that the schema names."""
+        return self._members[0].keys()
+
+    def typed(self, key: str, raw: str, text: bool | None) -> str:
+        """Return the JSON of an argument that was written as text; see `answer_values.typed`."""
+        members, others = self._members
+        return typed(raw, members.get(key, others), self._root, text)
+
+    @cached_property
+    def _members(self) -> tuple[dict[str, Any], Any]:
+        return members_of(self._root)
+
+
+class CallSink:
+    """The calls that a body has read. known: only tools that are offered can be called."""
+
+    def __init__(self, schemas: Mapping[str, ToolSchema], *, known: bool) -> None:
         self._schemas = schemas
         self._known = known
-        self.parts: list[Part] = []
+        self.parts: list[Part] = []  # of each call its name, then its arguments
         self.count = 0
-        self.schema: Mapping[str, Any] = {}
+        self.schema = ToolSchema(True)  # of the latest call
 
     def begin(self, name: str) -> None:
-        """Begins a call. Raises Malformed if the name cannot be one."""
+        """Begin a call. Raise Malformed if the name cannot be one."""
         if (
             not name
             or len(name) > _MAX_NAME
             or (self._known and self._schemas and name not in self._schemas)
         ):
             raise Malformed
-        found = self._schemas.get(name)
-        self.schema = found.get("properties") or {} if isinstance(found, Mapping) else {}
+        self.schema = self._schemas.get(name) or ToolSchema(True)
         self.parts.append(Part("call", name))
         self.count += 1
 
     def add(self, arguments: str) -> None:
-        """Adds the arguments of the call."""
+        """Add the arguments of the call. Raise Malformed for JSON that readers do not take, such as
+        very deep one.
+        """
+        if not readable(arguments):
+            raise Malformed
         self.parts.append(Part("arguments", arguments))
 
 
 def _close(text: AnswerText, reading: Reading) -> Wait[None]:
+    """Take the closing mark, which may be missing or cut off at the end of the text."""
     if reading.close:
         yield from text.space()
         if not (yield from text.next_of(reading.close)) and (yield from text.peek()):
-            raise Malformed
+            if not text.ends_within(reading.close):
+                raise Malformed
+            text.take_rest()
 
 
 class _Call(Struct):
@@ -64,9 +91,10 @@ class _Call(Struct):
 
 
 def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    """Takes an object with a name and arguments, or a list of such."""
+    """Take an object with a name and arguments, or a list of such objects."""
     yield from text.space()
-    if (char := (yield from text.peek())) not in ("{", "["):  # a text could take all that follows
+    # Other values are no calls, and a text could be all that follows.
+    if (char := (yield from text.peek())) not in ("{", "["):
         raise Malformed if char else Unfinished
     whole = yield from value(text, JSON)
     try:
@@ -87,16 +115,20 @@ def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
 
 
 def _arguments(given: str) -> str:
-    """Returns arguments: an object, the text of one, or null. Raises ValueError for others."""
-    inner = given if given.startswith("{") else json.loads(given)
-    inner = "{}" if inner is None or inner == "" else inner
-    if not isinstance(inner, str) or not isinstance(json.loads(inner), dict):
+    """Return the JSON of arguments: an object, the text of one, or null. Raise ValueError."""
+    if given.startswith("{"):
+        return given
+    inner = json.loads(given)
+    if inner is None or inner == "":
+        return "{}"
+    found = as_json(inner) if isinstance(inner, str) else ""
+    if not found.startswith("{"):
         raise ValueError("no object")
-    return inner
+    return found
 
 
 def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    """Takes a name and an object."""
+    """Take a name and an object."""
     yield from _header(text, reading, calls)
     yield from text.space()
     if (yield from text.peek()) != "{":
@@ -107,9 +139,7 @@ def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
 
 
 def _header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
-    """Takes a name and what is around it, and returns whether that says that there are no
-    arguments.
-    """
+    """Take a header, which has the name, and return whether it says that there are no arguments."""
     header = yield from text.header(reading.header_end)
     found = reading.header.fullmatch(header.strip())
     if not found:
@@ -123,14 +153,17 @@ def _header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
 
 
 def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    """Takes `[name(key=value, ...), ...]`."""
+    """Take `[name(key=value, ...), ...]`."""
     yield from text.space()
     if (yield from text.exactly(1)) != "[":
         raise Malformed
     mark = ","
     while mark == ",":
         yield from text.space()
-        calls.begin((yield from text.match(_NAME, _MAX_NAME)))
+        name = yield from text.match(_NAME, _MAX_NAME)
+        if not (yield from text.peek()):
+            raise Unfinished
+        calls.begin(name)
         if (yield from text.exactly(1)) != "(":
             raise Malformed
         members: dict[str, str] = {}
@@ -138,10 +171,11 @@ def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
         while (yield from text.peek()) != ")":
             key = yield from text.match(_NAME, _MAX_NAME)
             yield from text.space()
-            if (yield from text.exactly(1)) != "=" or not key or key in members:
+            if (yield from text.exactly(1)) != "=" or not key:
                 raise Malformed
             yield from text.space()
-            members[key] = yield from value(text, PYTHON)
+            argument = yield from value(text, PYTHON)
+            members.setdefault(key, argument)
             yield from text.space()
             if (yield from text.peek()) != ")" and (yield from text.exactly(1)) != ",":
                 raise Malformed
@@ -155,7 +189,7 @@ def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
 
 
 def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    """Takes a name and parameters between tags."""
+    """Take a name and parameters between tags."""
     if (yield from _header(text, reading, calls)):
         calls.add("{}")
         return
@@ -164,7 +198,9 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
     stop = yield from text.next_of(reading.in_tags)
     while stop != reading.calls.close:
         if not stop:
-            yield from text.exactly(1)  # raises at the end
+            if text.ends_within(reading.in_tags):
+                raise Unfinished
+            yield from text.exactly(1)  # raises Unfinished at the end
             raise Malformed
         found = yield from _key(text, reading)
         if found is None:
@@ -173,12 +209,12 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
             key, is_text = found
             pieces: list[str] = []
             stop, found = yield from _tagged_value(
-                text, reading, pieces.append, calls.schema.keys() - {*members, key}
+                text, reading, pieces.append, calls.schema.keys - {*members, key}
             )
             raw = plain("".join(pieces))
             if reading.parameter.newlines:
                 raw = raw.removeprefix("\n").removesuffix("\n")
-            members.setdefault(key, typed(raw, calls.schema.get(key), is_text))
+            members.setdefault(key, calls.schema.typed(key, raw, is_text))
         if not stop:
             yield from text.space()
             stop = yield from text.next_of(reading.in_tags)
@@ -186,7 +222,7 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
 
 
 def _object(members: Mapping[str, str]) -> str:
-    """Returns the JSON of an object. members: the JSON of each value."""
+    """Return the JSON of an object. members: the JSON of each value."""
     inside = ", ".join(
         f"{json.dumps(key, ensure_ascii=False)}: {member}" for key, member in members.items()
     )
@@ -196,8 +232,10 @@ def _object(members: Mapping[str, str]) -> str:
 def _key(
     text: AnswerText, reading: Reading, keys: Set[str] | None = None
 ) -> Wait[tuple[str, bool | None] | None]:
-    """Takes the rest of a parameter's opening and returns its key and whether its value is a text,
-    as far as it says. Takes nothing and returns None if it is none, or none of `keys`."""
+    """Take the rest of a parameter's opening, and return its key and whether its value is a text,
+    None if it does not say so. Without such a rest, or with a key that is not one of `keys`, take
+    nothing and return None.
+    """
     header = yield from text.header(reading.key_guard, take=False)
     found = reading.key.fullmatch(header.strip())
     key = found["key"].strip() if found else ""
@@ -214,9 +252,10 @@ def _key(
 def _tagged_value(
     text: AnswerText, reading: Reading, emit: Emit, keys: Set[str]
 ) -> Wait[tuple[str, tuple[str, bool | None] | None]]:
-    """Takes a value and its closing, or what shows that this is missing: the opening of a parameter
-    of `keys`, which are not given yet, or the end of the call. Other such marks belong to the
-    value."""
+    """Take a value and its closing mark. Where that is missing, the value ends at the opening of a
+    parameter of `keys`, which have no value yet, or at the end of the call. Other such marks belong
+    to the value.
+    """
     while True:
         stop = yield from text.until(reading.in_value, emit)
         if not stop:

@@ -1,28 +1,41 @@
 """Answer formats of models, by name or as a checkpoint shows them."""
 
+import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from msgspec.structs import replace
 
 from moeserve.errors import ConfigError
 from moeserve.sampling import GrammarSpec
-from moeserve.text.answer_format import AnswerFormat, AnswerParser, Tool
-from moeserve.text.answer_grammar import AnswerGrammar, is_free
+from moeserve.text.answer_format import AnswerFormat, AnswerParser, Part, Tool, ToolFault
+from moeserve.text.answer_grammar import (
+    AnswerGrammar,
+    arguments_schema,
+    is_free,
+    tool_name,
+    written_call,
+)
 from moeserve.text.answer_parser import DataParser
 from moeserve.text.answer_syntax import ANSWER_FORMATS, Reading, load, names
 from moeserve.text.grammar_source import special_tokens
 from moeserve.text.harmony import HARMONY, HarmonyFormat
-from moeserve.text.json_schema import GrammarFault
-from moeserve.text.tokenizer import Tokenizer
+from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 
 
 class DataFormat:
-    """A format that is data, with one tokenizer. template: the chat template; where it never writes
-    the format's mark of reasoning, the model does not reason, and its constrained answers have
-    none."""
+    """A format that is data, with one tokenizer."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, template: str = "") -> None:
+        """Prepare the format.
+
+        Args:
+            name: The file under `formats/`, or a plugin.
+            tokenizer: The model's tokenizer.
+            template: The chat template. If it never writes the format's mark of reasoning, the
+                model does not reason, and its constrained answers have no reasoning.
+        """
         self.name = name
         self._syntax = load(name)
         think = self._syntax.reasoning
@@ -35,12 +48,18 @@ class DataFormat:
         self._reading = Reading(
             self._syntax, [token.content for token in added.values() if token.special]
         )
+        self._can_write = lru_cache(4096)(self._reads_back)
 
     def parser(
-        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        prompt: str = "",
+        continued: bool = False,
+        required: bool = False,
     ) -> AnswerParser:
-        """Returns the parser of one answer."""
-        return DataParser(self._reading, tools, reasons=self._reasons(prompt, continued=continued))
+        reasons = self._reasons(prompt, continued=continued)
+        return DataParser(self._reading, tools, reasons=reasons, required=required)
 
     def constraint(
         self,
@@ -50,28 +69,48 @@ class DataFormat:
         parallel: bool = True,
         prompt: str = "",
     ) -> GrammarSpec | None:
-        """Returns what an answer must match, None for anything."""
+        for tool in tools:
+            if not self._can_write(tool_name(tool), None):
+                raise ToolFault(tool, "name", "this model's format of calls cannot write it")
+            arguments_schema(tool, strict=required)
         if is_free(tools, required=required, parallel=parallel):
             return None
         return self._grammar(prompt).calls(tools, required=required, parallel=parallel)
 
     def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
-        """Returns the grammar of an answer whose content matches `grammar`."""
-        try:
-            return self._grammar(prompt).around(grammar)
-        except GrammarFault as fault:
-            raise fault.as_request_error("grammar") from fault
-
-    def _grammar(self, prompt: str) -> AnswerGrammar:
-        opened = self._reasons(prompt, continued=False)
-        return AnswerGrammar(self._constrained, self._special, opened=opened)
+        return self._grammar(prompt).around(grammar)
 
     def call_id(self, name: str, index: int, random: str) -> str:
-        """Returns an id for a call."""
         return self._syntax.calls.id.format(name=name, index=index, random=random)
 
+    def _grammar(self, prompt: str) -> AnswerGrammar:
+        return AnswerGrammar(
+            self._constrained,
+            self._special,
+            lambda key: self._can_write("f", key),
+            opened=self._reasons(prompt, continued=False),
+        )
+
+    def _reads_back(self, name: str, key: str | None) -> bool:
+        """Whether the parser reads a call of `name` with the argument `key` as the grammar writes
+        it. key: None for no argument.
+        """
+        text = written_call(self._syntax, name, key, self._marked)
+        tool = {"function": {"name": name}}
+        parser = DataParser(self._reading, [tool], reasons=False, required=False)
+        match parser.push(text, final=True):
+            case [Part(kind="call", text=called), Part(kind="arguments", text=arguments)]:
+                return called == name and json.loads(arguments) == ({} if key is None else {key: 1})
+        return False
+
+    def _marked(self, text: str) -> str:
+        """Return a format's text with its special tokens marked as in the text of answers."""
+        names = sorted(self._reading.special, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, names)) or "(?!)"
+        return re.sub(pattern, lambda found: f"{CONTROL_BEGIN}{found[0]}{CONTROL_END}", text)
+
     def _reasons(self, prompt: str, *, continued: bool) -> bool:
-        """Returns whether the answer to a prompt begins inside the reasoning."""
+        """Whether the answer to a prompt begins inside the reasoning."""
         span = self._syntax.reasoning
         if span is None or not span.open:
             return False
@@ -83,10 +122,10 @@ class DataFormat:
 def find_format(
     template: str, tokenizer: Tokenizer, name: str | None = None
 ) -> AnswerFormat | None:
-    """Returns the format of a model's answers, None if its chat template shows none. name: the one
-    to use instead.
+    """Return the format of a model's answers, None if its chat template shows none. name: the
+    format to use instead.
 
-    Raises ConfigError for an unknown name, and for harmony with a tokenizer that lacks its tokens.
+    Raise ConfigError for an unknown name, and for harmony with a tokenizer that lacks its tokens.
     """
     ANSWER_FORMATS.load_plugins()
     known = sorted([*names(), "harmony"])
@@ -94,7 +133,7 @@ def find_format(
         raise ConfigError(f"--tool-format {name!r} is unknown; one of {', '.join(known)}")
     has_harmony = set(HARMONY) <= special_tokens(tokenizer).keys()
     if name == "harmony" and not has_harmony:
-        raise ConfigError("--tool-format harmony: the tokenizer has not its tokens")
+        raise ConfigError("--tool-format harmony: the tokenizer lacks harmony's tokens")
     if name in ("harmony", None) and has_harmony:
         return HarmonyFormat(tokenizer)
     patterns = {one: load(one).template for one in names()}

@@ -1,49 +1,58 @@
 """The seam of answer formats: how a family of models writes reasoning and tool calls into its text.
 
-A format reads answers (text with marks in, parts out) and says by a grammar what an answer has to
-be where a request demands a tool call. Implementations: `harmony.py`, and `answer_data.py` for the
-data under `formats/`.
+A format reads answers (text with marks in, parts out) and gives a grammar for answers that a
+request constrains. Implementations: `harmony.py`, and `answer_data.py` for the data under
+`formats/`.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from moeserve.sampling import GrammarSpec
+from moeserve.text.json_schema import GrammarFault
 
-Tool = Mapping[
-    str, Any
-]  # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
+# {"type": "function", "function": {"name", "description", "parameters", "strict"}}
+Tool = Mapping[str, Any]
 
 
 class Part(NamedTuple):
-    """A piece of an answer. kind: "call" begins a tool call, whose name is `text`; "arguments"
-    belong to the last.
+    """A piece of an answer. The joined arguments of a call are the text of one JSON object.
 
-    The joined arguments of a call are the text of one JSON object. number: of the tool call that it
-    begins or belongs to, from 0; id: that call's. A conversation sets them
-    (`server/conversation.py`).
+    A conversation (`server/conversation.py`) sets number and id.
     """
 
+    # "call" begins a tool call, whose name is `text`; "arguments" belong to the latest call
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
-    number: int = -1
-    id: str = ""
+    number: int = -1  # of the tool call, from 0
+    id: str = ""  # of the tool call
+
+
+class ToolFault(GrammarFault):
+    """A tool that a format cannot offer the model. field: of its function."""
+
+    def __init__(
+        self, tool: Tool, field: Literal["name", "parameters"], message: str, where: str = ""
+    ) -> None:
+        super().__init__(message, where)
+        self.tool = tool
+        self.field = field
 
 
 class AnswerParser(Protocol):
-    """Splits one answer, which comes in pieces, into its parts: the joined texts do not depend on
-    the pieces.
+    """Splits one answer into its parts. The answer comes in pieces, and the joined texts do not
+    depend on the pieces.
     """
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
-        """Returns the parts that are certain after `text`. final: nothing follows."""
+        """Return the parts that are certain after `text`. final: nothing follows."""
 
 
 class AnswerFormat(Protocol):
     """One format with one tokenizer. stop_ids: tokens that end an answer besides the model's own
     end tokens.
 
-    prompt: the rendered prompt of the answer, whose end says whether the template has opened the
+    prompt: the rendered prompt of the answer; its end shows whether the template has opened the
     reasoning.
     """
 
@@ -51,12 +60,18 @@ class AnswerFormat(Protocol):
     stop_ids: tuple[int, ...]
 
     def parser(
-        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        prompt: str = "",
+        continued: bool = False,
+        required: bool = False,
     ) -> AnswerParser:
-        """Returns the parser of one answer, which takes the text of `Tokenizer.marked_pieces`.
+        """Return the parser of one answer, which takes the text of `Tokenizer.marked_pieces`. It
+        gives a call when the call is complete, and only then.
 
-        continued: the answer goes on with a message of the prompt. A call comes when it is
-        complete, and only then.
+        continued: the answer continues a message of the prompt. required: it must call a tool, so a
+        piece of a mark at its end is no content.
         """
 
     def constraint(
@@ -67,23 +82,25 @@ class AnswerFormat(Protocol):
         parallel: bool = True,
         prompt: str = "",
     ) -> GrammarSpec | None:
-        """Returns what an answer must match, None for anything.
+        """Return the grammar of an answer, None for any answer.
 
-        required: at least one call of one of `tools` (of one tool, if it alone is given). Otherwise
-        calls are free, but if a tool is `strict`, calls must have known names, and its arguments
-        must match its schema. parallel: more than one call is allowed. Raises InvalidRequest for
-        schemas that cannot be enforced.
+        Args:
+            tools: The tools that the model may call.
+            required: There is at least one call. Otherwise calls are free, but if a tool is
+                `strict`, calls have known names, and its arguments match its schema.
+            parallel: More than one call is allowed.
+            prompt: See the class.
+
+        Raise ToolFault for a tool that the format cannot write, GrammarFault if all tools together
+        are too large.
         """
 
     def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
-        """Returns the grammar of an answer whose content matches `grammar`; reasoning may come
-        first.
-
-        Raises InvalidRequest for grammars that cannot be part of another.
+        """Return the grammar of an answer whose content matches `grammar`; reasoning may come
+        first. Raise GrammarFault for grammars that cannot be part of another.
         """
 
     def call_id(self, name: str, index: int, random: str) -> str:
-        """Returns an id for the answer's call number `index`, as the model's template expects ids.
-
-        random: 32 hexadecimal digits for it.
+        """Return an id for the answer's call number `index`, in the form that the model's template
+        expects. random: 32 hexadecimal digits for it.
         """

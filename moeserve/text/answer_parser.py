@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from moeserve.text.answer_bodies import BODIES, CallSink
+from moeserve.text.answer_bodies import BODIES, CallSink, ToolSchema
 from moeserve.text.answer_format import Part, Tool
 from moeserve.text.answer_syntax import Reading
 from moeserve.text.answer_text import (
@@ -27,19 +27,31 @@ class DataParser:
     """Splits one answer into its parts.
 
     White space between the parts is dropped; inside content it stays. A call comes when it is
-    complete. Text that begins like a call and is none is content; a call that the end of the text
-    cuts off is dropped, since running it would be wrong and showing its markup would be, too.
+    complete. Text that begins like a call and is not one is content. A call that the end of the
+    text cuts off is dropped, since running it would be wrong, and so would be showing its markup.
     """
 
-    def __init__(self, reading: Reading, tools: Sequence[Tool], *, reasons: bool) -> None:
+    def __init__(
+        self, reading: Reading, tools: Sequence[Tool], *, reasons: bool, required: bool
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            reading: The format.
+            tools: The tools that the model was offered.
+            reasons: The answer begins inside the reasoning.
+            required: It must call a tool, so the beginning of a call at its end is no content.
+        """
         self._reading = reading
         functions = [
             tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)
         ]
         self._schemas = {
-            str(function.get("name")): function.get("parameters") or {} for function in functions
+            str(function.get("name")): ToolSchema(function.get("parameters") or {})
+            for function in functions
         }
-        self._text = AnswerText()
+        self._required = required
+        self._text = AnswerText(drops_begun=required)
         self._parts: list[Part] = []
         self._content = _Flow("content", self._parts)
         self._num_calls = 0
@@ -48,7 +60,6 @@ class DataParser:
         self._over = False
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
-        """Returns the parts that are certain after `text`. final: nothing follows."""
         if self._text.feed(text, final=final) and not self._over:
             self._over = next(self._run, True) is True
         parts = joined(self._parts) if len(self._parts) > 1 else self._parts[:]
@@ -91,7 +102,7 @@ class DataParser:
         return bool((yield from self._text.next_of(self._reading.think_start)))
 
     def _reasoning(self) -> Wait[str]:
-        """Takes the reasoning and returns "", or the opening of a call that ended it."""
+        """Take the reasoning and return "", or the opening of a call that ended it."""
         flow = _Flow("reasoning", self._parts)
         flow.trim()
         flow.add((yield from self._text.space()))
@@ -105,7 +116,7 @@ class DataParser:
         return "" if stop == self._reading.think.close else stop
 
     def _section(self) -> Wait[None]:
-        """Takes the calls between a section's marks. Without a call, the section is text."""
+        """Take the calls between a section's marks. Without a call, the section is text."""
         text = self._text
         reading = self._reading
         before = self._num_calls
@@ -117,7 +128,8 @@ class DataParser:
             else:
                 held.append((yield from text.space()))
                 stop = yield from text.next_of(reading.in_section)
-            if not stop and not (yield from text.peek()):  # cut off
+            if not stop and (not (yield from text.peek()) or text.ends_within(reading.in_section)):
+                text.take_rest()  # a call that was cut off
                 return
             if not stop or stop == reading.section.close:
                 noise = plain("".join(held))
@@ -129,7 +141,7 @@ class DataParser:
             held = []
 
     def _bare_calls(self) -> Wait[None]:
-        """Takes calls without a mark at their beginning."""
+        """Take calls without a mark at their beginning."""
         text = self._text
         while True:
             space = yield from text.space()
@@ -144,8 +156,8 @@ class DataParser:
                 return
 
     def _call(self, opener: str, before: str = "") -> Wait[bool]:
-        """Takes what follows the opening of a call, and returns whether it was one. before: what is
-        shown if not.
+        """Take what follows the opening of a call, and return whether it was one. before: the text
+        that is shown besides if not.
         """
         text = self._text
         reading = self._reading
@@ -155,7 +167,8 @@ class DataParser:
             yield from BODIES[reading.calls.content](text, reading, sink)
         except Unfinished:
             text.take_rest()
-            shown = not opener  # what begins with no mark may be anything
+            # Without a mark at the beginning, it may be anything.
+            shown = not opener and not self._required
         except Malformed:
             shown = True
         else:
@@ -171,7 +184,7 @@ class DataParser:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts with neighbours of one kind as one, but each call for itself."""
+    """Return the parts with neighbours of one kind as one, but each call for itself."""
     kinds = groupby(parts, lambda part: (part.kind, id(part) if part.kind == "call" else 0))
     return [Part(kind, "".join(part.text for part in same)) for (kind, _), same in kinds]
 
@@ -187,13 +200,12 @@ class _Flow:
         self.is_empty = True
 
     def trim(self) -> None:
-        """Drops white space before the first text."""
+        """Drop white space before the first text."""
         self._trim = True
         if self.is_empty:
             self._space.clear()
 
     def add(self, piece: str) -> None:
-        """Adds a piece."""
         if piece[-1:] not in _SPACES and not (self._space or self.is_empty):  # as most are
             self._parts.append(Part(self._kind, piece))
             return
@@ -211,7 +223,7 @@ class _Flow:
             self._space.append(space)
 
     def end(self, *, keep: bool) -> None:
-        """Ends the text. keep: with the white space at its end."""
+        """End the text. keep: with the white space at its end."""
         if keep and self._space:
             self._parts.append(Part(self._kind, "".join(self._space)))
         self._space.clear()

@@ -1,5 +1,4 @@
-"""The text of an answer while it comes: parsers are generators that yield where they need more of
-it.
+"""The text of an answer while it comes. Parsers are generators that yield where they need more.
 
 Whatever a parser does depends on the text and on its end alone, never on the pieces in which the
 text came.
@@ -31,9 +30,7 @@ class Unfinished(Malformed):
 
 
 class Stops:
-    """Literals to look for. special: names of control tokens, which are marked in the text of
-    answers.
-    """
+    """Literals to look for. special: the names of control tokens, which are marked in answers."""
 
     def __init__(self, literals: Iterable[str], special: Sequence[str] = ()) -> None:
         controls = re.compile(
@@ -57,7 +54,7 @@ class Stops:
 
 
 def _prefixes(text: str) -> str:
-    """Returns a regex of the beginnings of a text."""
+    """Return a regex of the beginnings of a text."""
     pattern = re.escape(text[-1])
     for char in reversed(text[:-1]):
         pattern = f"{re.escape(char)}(?:{pattern})?"
@@ -65,36 +62,37 @@ def _prefixes(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns a text with its control tokens as text."""
+    """Return a text with its control tokens as text."""
     return text.translate(_MARKS)
 
 
 def without_controls(text: str, kept: Collection[str] = ()) -> str:
-    """Returns a text without its control tokens. kept: names of those that stay, as text."""
+    """Return a text without its control tokens. kept: names of tokens that stay, as text."""
     if CONTROL_BEGIN in text or CONTROL_END in text:
         return plain(_CONTROL.sub(lambda found: found[0] if plain(found[0]) in kept else "", text))
     return text
 
 
 class AnswerText:
-    """What came of an answer and is not taken yet. Methods that are generators yield where they
-    need more.
+    """The part of an answer that came and is not taken yet. Methods that are generators yield where
+    they need more.
 
-    taken: what was taken since somebody put a list there, for text that turns out to be malformed.
+    drops_begun: the beginning of a stop at the end of the text is not emitted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, drops_begun: bool = False) -> None:
+        self._drops_begun = drops_begun
         self._text = ""
         self._at = 0
-        self._passing: tuple[Stops, Emit] | None = None  # of an `until` that has emitted everything
+        # The arguments of an `until` that has emitted everything.
+        self._passing: tuple[Stops, Emit] | None = None
         self.ended = False
+        # Gets what is taken, if a parser puts a list here for text that may turn out malformed.
         self.taken: list[str] | None = None
 
     def feed(self, text: str, *, final: bool) -> bool:
-        """Appends to the text, and returns whether its reader has to look at it: not where `until`
-        would emit it all.
-
-        final: nothing follows.
+        """Append to the text, and return whether its reader has to look at it; not if `until` would
+        emit it all. final: nothing follows.
         """
         if self._passing is not None and not final:
             stops, emit = self._passing
@@ -113,7 +111,7 @@ class AnswerText:
         return self._at == len(self._text)
 
     def take(self, end: int) -> str:
-        """Takes the text up to a position."""
+        """Take the text up to a position."""
         text = self._text[self._at : end]
         self._at = end
         if self.taken is not None:
@@ -121,35 +119,42 @@ class AnswerText:
         return text
 
     def take_rest(self) -> None:
-        """Takes all there is."""
+        """Take all there is."""
         self.take(len(self._text))
 
+    def ends_within(self, stops: Stops) -> bool:
+        """Whether the text has ended, and its rest is the beginning of a stop."""
+        return self.ended and not self.is_empty and bool(stops.partial.match(self._text, self._at))
+
     def until(self, stops: Stops, emit: Emit) -> Wait[str]:
-        """Takes and emits the text before the first of the stops, takes that and returns it, "" at
-        the end.
+        """Take and emit the text before the first of the stops, and take and return that stop, "" at
+        the end of the text.
         """
         while True:
             end = len(self._text)
-            begun = stops.first.search(
-                self._text, self._at
-            )  # most texts have nothing to look at any closer
+            # Most texts have nothing to look at any closer.
+            begun = stops.first.search(self._text, self._at)
             if begun and (found := stops.full.search(self._text, begun.start())):
                 emit(self.take(found.start()))
                 self.take(found.end())
                 return stops.named[found[0]]
-            if self.ended:
+            if self.ended and not self._drops_begun:
                 emit(self.take(end))
                 return ""
             held = begun and stops.partial.search(
                 self._text, max(begun.start(), end - stops.longest)
             )
+            if self.ended:
+                emit(self.take(held.start() if held else end))
+                self.take(end)
+                return ""
             emit(self.take(held.start() if held else end))
             if not held and self.taken is None:
                 self._passing = stops, emit
             yield
 
     def header(self, stops: Stops, *, take: bool = True) -> Wait[str]:
-        """Returns a short text before one of the stops, which it leaves. take: and takes it. Raises
+        """Return a short text before one of the stops. take: take the text, not the stop. Raise
         Malformed.
         """
         while True:
@@ -163,7 +168,7 @@ class AnswerText:
             yield from self._more()
 
     def next_of(self, stops: Stops, *, take: bool = True) -> Wait[str]:
-        """Returns the stop that comes next, "" if something else does. take: and takes it."""
+        """Return the stop that comes next, "" if something else does. take: take it."""
         while True:
             if found := stops.full.match(self._text, self._at):
                 if take:
@@ -176,7 +181,7 @@ class AnswerText:
             yield
 
     def space(self) -> Wait[str]:
-        """Takes and returns white space."""
+        """Take and return white space."""
         pieces = []
         while True:
             found = _SPACE.match(self._text, self._at)
@@ -187,14 +192,14 @@ class AnswerText:
             yield
 
     def peek(self) -> Wait[str]:
-        """Returns the next character, "" at the end."""
+        """Return the next character, "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def match(self, pattern: re.Pattern[str], most: int = 0) -> Wait[str]:
-        """Takes and returns what matches a run of characters. most: its longest length, 0 for what
-        is there now.
+        """Take and return the text that matches a run of characters. most: its greatest length, 0
+        for the text that is there now.
         """
         while True:
             found = pattern.match(self._text, self._at)
@@ -206,7 +211,7 @@ class AnswerText:
             yield
 
     def exactly(self, count: int) -> Wait[str]:
-        """Takes and returns so many characters. Raises Unfinished."""
+        """Take and return so many characters. Raise Unfinished."""
         while len(self._text) - self._at < count:
             yield from self._more()
         return self.take(self._at + count)

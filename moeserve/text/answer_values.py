@@ -1,40 +1,47 @@
-"""Values in answers, in JSON and its relatives, rewritten as JSON."""
+"""Values in answers, in JSON and its relatives, rewritten as JSON that every reader takes."""
 
 import json
+import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from moeserve.text.answer_text import AnswerText, Malformed, Stops, Unfinished, Wait, plain
-from moeserve.text.json_schema import no_constant
+from moeserve.text.schema_alternatives import kind_of, kinds_of
+from moeserve.text.schema_values import is_valid
 
 _MAX_SCALAR = 400
 _SCALAR = re.compile(r"[\w.+-]+")
 _BARE = re.compile(r"[^,\[\]{}]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
+# Pairs of surrogates (12 characters), halves of pairs (6), and all other escapes.
+_ESCAPES = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u[dD][89a-fA-F]..|\\.", re.DOTALL)
 _KEY_END = Stops([":"])
 _ENDS = {quote: Stops([quote, "\\"]) for quote in "\"'"}
 _CLOSERS = {"{": "}", "[": "]"}
 _WORDS = {"true": "true", "false": "false", "null": "null"}
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Python's, and their JSON
 
 
 class Dialect(NamedTuple):
-    """How values differ from JSON. constants: words and their JSON. delimiters: around text without
-    escapes. bare: keys and words need no quotes."""
+    """The differences of a notation from JSON."""
 
     quotes: str = '"'
-    constants: Mapping[str, str] = _WORDS
-    delimiter: Stops | None = None
-    bare: bool = False
+    constants: Mapping[str, str] = _WORDS  # words and their JSON
+    delimiter: Stops | None = None  # around texts without escapes
+    bare: bool = False  # keys and words need no quotes
 
 
 JSON = Dialect()
-PYTHON = Dialect("\"'", {**_WORDS, "True": "true", "False": "false", "None": "null"})
+PYTHON = Dialect("\"'", _WORDS | _CONSTANTS)
 
 
 def value(text: AnswerText, dialect: Dialect) -> Wait[str]:
-    """Takes one value and returns it as JSON. Raises Malformed."""
+    """Take one value and return it as JSON. Raise Malformed."""
     pieces = list[str]()
     closers = list[str]()
     want = "value"  # or "first" of an array, "key", "first key" of an object, "next"
@@ -85,15 +92,16 @@ def _scalar(text: AnswerText, dialect: Dialect) -> Wait[str]:
     if word in dialect.constants:
         return dialect.constants[word]
     if _NUMBER.fullmatch(word):
-        return word
+        return _number(word)
     if dialect.bare and word:
         return json.dumps(plain(word), ensure_ascii=False)
     raise Unfinished if text.ended and not (yield from text.peek()) else Malformed
 
 
 def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
-    """Takes a text in quotes or between delimiters, if there is one, and returns its JSON, else "".
-    Control characters in it become escapes, and unknown escapes text."""
+    """Take a text in quotes or between delimiters, and return its JSON, "" if there is none.
+    Control characters in it become escapes, and unknown escapes become text.
+    """
     pieces: list[str] = []
 
     def add(piece: str) -> None:
@@ -110,7 +118,22 @@ def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
             raise Unfinished
     else:
         return ""
-    return f'"{"".join(pieces)}"'
+    body = "".join(pieces)
+    # Half of a surrogate pair is no character.
+    return f'"{_ESCAPES.sub(_whole_pair, body)}"' if "\\u" in body else f'"{body}"'
+
+
+def _whole_pair(found: re.Match[str]) -> str:
+    return "\\ufffd" if len(found[0]) == 6 else found[0]
+
+
+def _number(word: str) -> str:
+    """Return a number as JSON. One that is too large for a double, such as 1e400, becomes the
+    largest double: JSON allows it, but readers refuse it or read infinity.
+    """
+    if word.lstrip("-").isdigit() or math.isfinite(float(word)):
+        return word
+    return repr(math.copysign(sys.float_info.max, float(word)))
 
 
 def _escape(text: AnswerText) -> Wait[str]:
@@ -125,63 +148,68 @@ def _escape(text: AnswerText) -> Wait[str]:
     return char if char == "'" else json.dumps("\\" + char, ensure_ascii=False)[1:-1]
 
 
-def typed(raw: str, schema: Any, text: bool | None) -> str:
-    """Returns the JSON of a value that was written as text, by its schema. text: whether it is one,
-    None if unknown.
-    """
-    types = types_of(schema)
-    if text or (text is None and types == {"string"}):
-        return json.dumps(raw, ensure_ascii=False)
-    word = raw.strip()
-    if (
-        found := {"True": "true", "False": "false", "None": "null"}.get(word)
-    ) and "string" not in types:
-        return found
+def readable(word: str) -> bool:
+    """Whether a JSON reader takes a text."""
     try:
-        parsed = json.loads(word, parse_constant=no_constant)
-        json.dumps(parsed, allow_nan=False)
-    except (ValueError, RecursionError):
-        return (types & {"object", "array"} and _of_python(word)) or json.dumps(
-            raw, ensure_ascii=False
-        )
-    kind = _KINDS.get(type(parsed), "null")
-    fits = not types or kind in types or (kind == "integer" and "number" in types)
-    if kind == "number" and "number" not in types and "integer" in types and parsed == int(parsed):
-        return str(int(parsed))
-    return word if fits or "string" not in types else json.dumps(raw, ensure_ascii=False)
+        msgspec.json.decode(word)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
-def _of_python(word: str) -> str:
-    """Returns the JSON of a value in Python's syntax, "" if it is none."""
+def as_json(word: str) -> str:
+    """Return the JSON of a text with one JSON value, "" if it has none. Values that JSON allows and
+    readers refuse are changed: numbers beyond all doubles, and halves of surrogate pairs.
+    """
+    return word if readable(word) else _whole(word, JSON)
+
+
+def _whole(word: str, dialect: Dialect) -> str:
+    """Return the JSON of a text with one value, "" if it has none."""
     text = AnswerText()
     text.feed(word, final=True)
     try:
-        next(value(text, PYTHON))  # waits for nothing
+        next(value(text, dialect))  # yields only if it needs more text
     except StopIteration as end:
-        return str(end.value) if text.is_empty else ""
+        found = str(end.value)
+        return found if text.is_empty and readable(found) else ""
     except Malformed:
         pass
     return ""
 
 
-_KINDS: dict[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    dict: "object",
-    list: "array",
-}
+def typed(raw: str, schema: Any, root: Any, text: bool | None) -> str:
+    """Return the JSON of a value that was written as text.
+
+    Args:
+        raw: The text.
+        schema: The value's schema.
+        root: The whole schema, in which references are followed.
+        text: Whether the format says that the value is a text; None if it does not say.
+
+    Where the schema allows texts as well as other values, the text counts as another value if it
+    satisfies the schema as such.
+    """
+    kinds = kinds_of(schema, root)
+    if text or (text is None and kinds == {"string"}):
+        return json.dumps(raw, ensure_ascii=False)
+    word = raw.strip()
+    has_text = "string" in kinds
+    if not has_text and (constant := _CONSTANTS.get(word)):
+        return constant
+    found = as_json(word) or (_whole(word, PYTHON) if kinds & {"object", "array"} else "")
+    if not found:
+        return json.dumps(raw, ensure_ascii=False)
+    parsed = msgspec.json.decode(found)
+    if "integer" in kinds and "number" not in kinds and _is_whole(parsed):
+        return str(int(parsed))
+    if text is None and has_text and not is_valid(parsed, schema, root):
+        kind = kind_of(parsed)
+        fits = kind in kinds or (kind == "integer" and "number" in kinds)
+        if not fits or is_valid(raw, schema, root):
+            return json.dumps(raw, ensure_ascii=False)
+    return found
 
 
-def types_of(schema: Any, depth: int = 4) -> set[str]:
-    """Returns the types that a schema names, the empty set for any."""
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    found = schema.get("type", [])
-    types = {found} if isinstance(found, str) else {name for name in found if isinstance(name, str)}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for inner in schema.get(key) or ():
-            types |= types_of(inner, depth - 1)
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    return types or {_KINDS.get(type(item), "null") for item in values}
+def _is_whole(parsed: Any) -> bool:
+    return isinstance(parsed, float) and parsed.is_integer()

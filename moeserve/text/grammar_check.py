@@ -11,7 +11,8 @@ from time import monotonic
 from typing import Any
 
 from moeserve.sampling import GrammarSpec
-from moeserve.text.grammar_source import digest, grammar_source, special_tokens
+from moeserve.text.grammar_limits import digest
+from moeserve.text.grammar_source import grammar_source, special_tokens
 from moeserve.text.json_schema import GrammarFault, parse_json, subschemas
 from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess

@@ -7,17 +7,18 @@ come from the model's chat template. Specification: OpenAI's "harmony response f
 need of it is this parser.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Literal
 
 from moeserve.sampling import GrammarSpec
-from moeserve.text.answer_format import Part, Tool
-from moeserve.text.answer_grammar import arguments_schema, is_free, json_rule, tool_name
+from moeserve.text.answer_arguments import json_rule
+from moeserve.text.answer_format import Part, Tool, ToolFault
+from moeserve.text.answer_grammar import arguments_schema, is_free, tool_name
+from moeserve.text.answer_values import as_json
+from moeserve.text.grammar_limits import answer_spec
 from moeserve.text.grammar_source import lark_of, special_tokens
-from moeserve.text.json_schema import GrammarFault
-from moeserve.text.structural_tag import literal
+from moeserve.text.lark import exactly
 from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
@@ -28,16 +29,16 @@ _CONTROL = re.compile(
 )
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_NAME = re.compile(r"[^\s<]+")  # of a tool
 
 
 class HarmonyParser:
-    """Splits one answer, which comes in pieces, into its parts: the joined texts do not depend on
-    the pieces.
+    """Splits one answer into its parts.
 
-    Takes the text of `Tokenizer.marked_pieces`, in which text that only looks like a control token
-    differs from it. The analysis channel is reasoning; a message to `functions.NAME` is a call;
-    everything else on the channels commentary and final is content. in_message: the answer
-    continues a message of the prompt.
+    In the text of `Tokenizer.marked_pieces`, a control token differs from text that looks like it.
+    The analysis channel is reasoning, a message to `functions.NAME` is a call, and everything else
+    on the channels commentary and final is content. in_message: the answer continues a message of
+    the prompt.
     """
 
     def __init__(self, *, in_message: bool = False) -> None:
@@ -48,7 +49,6 @@ class HarmonyParser:
         self._formatted = in_message  # whether a control token came
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
-        """Returns the parts that are certain after `text`. final: nothing follows."""
         *pieces, rest = _CONTROL.split(self._held + text)
         parts: list[Part] = []
         for before, name in zip(pieces[::2], pieces[1::2], strict=True):
@@ -75,19 +75,21 @@ class HarmonyParser:
             parts.append(Part(self._kind, text))
 
     def _end_call(self, parts: list[Part], *, cut: bool) -> None:
-        """Lets a call out, if it is whole. cut: the text ends here; a part of a call is dropped."""
+        """Add a call to the parts if it is whole. cut: the text ends here, so a part of a call is
+        dropped.
+        """
         if self._call is None:
             return
-        (name, *pieces), self._call = self._call, None
-        arguments = "".join(pieces) or "{}"
-        try:
-            whole = isinstance(json.loads(arguments), dict)
-        except (ValueError, RecursionError):
-            whole = False
-        if whole:
+        name, *pieces = self._call
+        self._call = None
+        written = "".join(pieces).strip()
+        if not written and not cut:
+            written = "{}"
+        arguments = as_json(written)
+        if arguments.startswith("{"):
             parts += [Part("call", name), Part("arguments", arguments)]
         elif not cut:
-            parts.append(Part("content", arguments))
+            parts.append(Part("content", written))
 
     def _control(self, name: str, parts: list[Part]) -> None:
         if name not in HARMONY and name != "<|constrain|>":
@@ -101,7 +103,7 @@ class HarmonyParser:
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
             if recipient and recipient[1].startswith("functions."):
                 self._call = [recipient[1].removeprefix("functions.")]
-            elif recipient:  # a tool that nobody offered
+            elif recipient:  # one of gpt-oss' own tools, which nobody offered
                 self._kind = "reasoning"
             self._header = None
         elif name == "<|start|>" or name in _ENDS:
@@ -130,9 +132,13 @@ class HarmonyFormat:
         self.stop_ids = tuple(self._special[name] for name in HARMONY[-2:])
 
     def parser(
-        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        prompt: str = "",
+        continued: bool = False,
+        required: bool = False,
     ) -> HarmonyParser:
-        """Returns the parser of one answer."""
         return HarmonyParser(in_message=continued)
 
     def constraint(
@@ -143,38 +149,32 @@ class HarmonyFormat:
         parallel: bool = True,
         prompt: str = "",
     ) -> GrammarSpec | None:
-        """Returns what an answer must match, None for anything."""
+        schemas = [arguments_schema(tool, strict=required) for tool in tools]
+        for tool in tools:
+            if not _NAME.fullmatch(tool_name(tool)):
+                raise ToolFault(tool, "name", "this model's format of calls cannot write it")
         if is_free(tools, required=required, parallel=True):
             return None
         calls = []
-        for i, tool in enumerate(tools):
-            schema = arguments_schema(tool, i, strict=required)
-            name = literal(f"commentary to=functions.{tool_name(tool)} ", {})
-            calls.append(f"{self._marked(_CALL)} {name} {self._marked(_JSON)} {json_rule(schema)}")
-        return self._spec(
-            " | ".join(calls if required else [f"{self._marked(_FINAL)} TEXT", *calls])
-        )
+        for tool, schema in zip(tools, schemas, strict=True):
+            header = f"/{exactly(f'commentary to=functions.{tool_name(tool)} ')}/"
+            calls.append(
+                f"{self._marked(_CALL)} {header} {self._marked(_JSON)} {json_rule(schema)}"
+            )
+        last = calls if required else [f"{self._marked(_FINAL)} TEXT", *calls]
+        return self._spec(" | ".join(last))
 
     def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
-        """Returns the grammar of an answer whose final message matches `grammar`."""
-        try:
-            return self._spec(
-                f"{self._marked(_FINAL)} %lark {{\n{lark_of(grammar, self._special)}\n}}",
-                '"analysis"',
-            )
-        except GrammarFault as fault:
-            raise fault.as_request_error("grammar") from fault
+        content = f"%lark {{\n{lark_of(grammar, self._special)}\n}}"
+        return self._spec(f"{self._marked(_FINAL)} {content}", channels='"analysis"')
 
     def call_id(self, name: str, index: int, random: str) -> str:
-        """Returns an id for a call."""
         return f"call_{random[:24]}"
 
     def _spec(self, last: str, channels: str = '("analysis" | "commentary")') -> GrammarSpec:
-        """Returns the grammar of messages on `channels`, and of the last one."""
-        return GrammarSpec(
-            "answer", f"{self._marked(_GRAMMAR).replace('CHANNELS', channels)}last: {last}"
-        )
+        """Return the grammar of messages on `channels`, and of the last one. Raise GrammarFault."""
+        return answer_spec(f"{self._marked(_GRAMMAR).replace('CHANNELS', channels)}last: {last}")
 
     def _marked(self, lark: str) -> str:
-        """Returns Lark with the ids of the control tokens in it."""
+        """Return Lark with the ids of its control tokens."""
         return _TOKEN.sub(lambda found: f"<[{self._special[found[0]]}]>", lark)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moeserve.errors import InvalidRequest
@@ -11,19 +11,30 @@ from moeserve.sampling import MAX_CHOICES, GrammarSpec
 MAX_REGEX_BYTES = 8 * 1024
 MAX_FAULT_CHARS = 500
 MAX_DEPTH = 64
-# JSON laid out in any usual way; models loop in endless whitespace
-_WHITESPACE = r"[ \t]{1,4}|(\r?\n){1,2}[ \t]{0,32}"
 MAX_VALUES = 20_000
 MAX_ENUM = MAX_CHOICES
 MAX_DIGITS = 15  # of a fraction
-BY_NAME = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-)  # keywords that map names to schemas
-_ENFORCED = re.compile(r"/(enum|const|multipleOf|(exclusiveM|m)(in|ax)imum)(/|$)")
+# JSON laid out in any usual way; models loop in endless whitespace.
+_WHITESPACE = r"[ \t]{1,4}|(\r?\n){1,2}[ \t]{0,32}"
+# Keywords that map names to schemas, that list schemas, and that are schemas.
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = (
+    "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
+    "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+# Keywords that restrict nothing, wherever they stand.
+ANNOTATIONS = frozenset({
+    "title", "description", "default", "example", "examples", "$comment", "deprecated", "readOnly",
+    "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "discriminator",
+})  # fmt: skip
+# The formats that llguidance enforces. JSON Schema has all others as annotations.
+FORMATS = frozenset({
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+})  # fmt: skip
+_DRAFT = re.compile(r"https?://json-schema\.org/")
+_LARGEST = 2**63 - 1024  # the bound of largest size that llguidance compiles, a double
+_ENFORCED = re.compile(r"/(enum|const|multipleOf|(exclusiveM|m)(in|ax)imum)(/|$)")
 
 
 class GrammarFault(ValueError):
@@ -38,35 +49,42 @@ class GrammarFault(ValueError):
         self.where = where[:MAX_FAULT_CHARS]
 
     def as_request_error(self, param: str) -> InvalidRequest:
-        """Returns the error for the client. param: the request's field with the grammar."""
+        """Return the error for the client. param: the request's field with the grammar."""
         at = f" at {self.where}" if self.where else ""
         return InvalidRequest(f"{param}{at}: {self.message}", param=param, code="invalid_grammar")
 
 
-def check_schema(schema: Any) -> None:
-    """Raises GrammarFault for what costs too much to compile, and for what llguidance takes but
-    does not keep.
+def checked_schema(schema: Any) -> Any:
+    """Return a schema without keywords that restrict nothing. Raise GrammarFault for one that costs
+    too much to compile, and for keywords that llguidance takes but does not enforce.
     """
     if not isinstance(schema, dict | bool):
         raise GrammarFault("a JSON schema must be an object or a boolean")
-    count = 0
-    waiting = [(schema, "", "", 1)]
-    while waiting:
-        value, where, name, depth = waiting.pop()
-        count += 1
-        if fault := _fault(value, where, name):
-            raise GrammarFault(fault, where)
+    for count, (_, where, _, depth) in enumerate(_values(schema)):
         if depth > MAX_DEPTH:
             raise GrammarFault(f"nested deeper than {MAX_DEPTH}", where)
-        if count > MAX_VALUES:
+        if count >= MAX_VALUES:
             raise GrammarFault(f"more than {MAX_VALUES:,} values")
+    schema = _simplified(schema)
+    for value, where, name, _ in _values(schema):
+        if fault := _fault(value, where, name):
+            raise GrammarFault(fault, where)
+    return schema
+
+
+def _values(schema: Any) -> Iterator[tuple[Any, str, str | int, int]]:
+    """Yield each value of a JSON tree with its pointer, its key and its depth."""
+    waiting: list[tuple[Any, str, str | int, int]] = [(schema, "", "", 1)]
+    while waiting:
+        value, where, name, depth = waiting.pop()
+        yield value, where, name, depth
         if isinstance(value, dict | list):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(item, pointer(where, key), key, depth + 1) for key, item in items]
 
 
 def _fault(value: Any, where: str, name: str | int) -> str:
-    """Returns what is wrong with one value of a schema, "" for nothing."""
+    """Return the fault of one value in a schema, "" for none."""
     match value:
         case str() if name == "pattern" and len(value) > MAX_REGEX_BYTES:
             return f"a regex may have at most {MAX_REGEX_BYTES:,} bytes"
@@ -75,11 +93,17 @@ def _fault(value: Any, where: str, name: str | int) -> str:
         case int() | float() if abs(value) >= 2**63 and re.search("/(enum|const)(/|$)", where):
             return "values of 64 bits and more cannot be enforced"
         case float() if _ENFORCED.search(where) and not _is_exact(value):
-            return f"fractions with exponents or more than {MAX_DIGITS} digits cannot be enforced exactly"
+            return (
+                f"fractions with exponents or more than {MAX_DIGITS} digits cannot be enforced "
+                "exactly"
+            )
         case {"minProperties": int(least)}:
             required = value.get("required")
             if least > 1 + (len(required) if isinstance(required, list) else 0):
-                return "minProperties cannot be enforced for names that are free, since they could repeat"
+                return (
+                    "minProperties cannot be enforced for names that are free, since they could "
+                    "repeat"
+                )
     return ""
 
 
@@ -89,8 +113,89 @@ def _is_exact(value: float) -> bool:
     return "e" not in text and len(text.replace(".", "").lstrip("0")) <= MAX_DIGITS
 
 
+def _simplified(schema: Any) -> Any:
+    """Return a schema without the keywords that restrict nothing, in it and in its subschemas."""
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _mapped(key, value, _simplified) for key, value in schema.items()}
+    return {key: value for key, value in schema.items() if not _is_idle(key, value, schema)}
+
+
+def _mapped(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the value of a keyword with its subschemas changed."""
+    if key in BY_NAME and isinstance(value, dict):
+        return {name: change(inner) for name, inner in value.items()}
+    if (key in _IN_LISTS or key == "items") and isinstance(value, list):
+        return [change(inner) for inner in value]
+    if key in _SINGLE:
+        return change(value)
+    if key in ("minimum", "exclusiveMinimum") and _is_number(value):
+        # Tighter than what it replaces, so that no answer breaks the sender's bound.
+        return -_LARGEST if value < -_LARGEST else value
+    if key in ("maximum", "exclusiveMaximum") and _is_number(value):
+        return _LARGEST if value > _LARGEST else value
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_idle(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a keyword restricts nothing that the rest of its schema allows."""
+    judge = _IDLE.get(key)
+    return judge is not None and judge(value, schema)
+
+
+def _allows_text(schema: Any) -> bool:
+    """Whether a simplified schema allows any name of a property."""
+    if allows_all(schema):
+        return True
+    return (
+        isinstance(schema, dict)
+        and schema.get("type") == "string"
+        and schema.keys() - ANNOTATIONS == {"type"}
+    )
+
+
+def _allow_all(schemas: Any) -> bool:
+    return isinstance(schemas, dict) and all(
+        inner == [] or allows_all(inner) for inner in schemas.values()
+    )
+
+
+def allows_all(schema: Any) -> bool:
+    """Whether a simplified schema allows any value."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS)
+
+
+# By keyword: whether its value, in a simplified schema, restricts nothing.
+_IDLE: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "uniqueItems": lambda value, _: value is False,
+    "propertyNames": lambda value, _: _allows_text(value),
+    "not": lambda value, _: value is False,
+    "if": lambda _, schema: "then" not in schema and "else" not in schema,
+    "then": lambda value, schema: "if" not in schema or allows_all(value),
+    "else": lambda value, schema: "if" not in schema or allows_all(value),
+    "contains": lambda _, schema: schema.get("minContains") == 0 and "maxContains" not in schema,
+    "minContains": lambda value, schema: (
+        "contains" not in schema or (value == 0 and "maxContains" not in schema)
+    ),
+    "maxContains": lambda _, schema: "contains" not in schema,
+    "unevaluatedProperties": lambda value, _: allows_all(value),
+    "unevaluatedItems": lambda value, _: allows_all(value),
+    "dependentRequired": lambda value, _: _allow_all(value),
+    "dependentSchemas": lambda value, _: _allow_all(value),
+    "dependencies": lambda value, _: _allow_all(value),
+    "format": lambda value, _: isinstance(value, str) and value not in FORMATS,
+    "$schema": lambda value, _: isinstance(value, str) and not _DRAFT.match(value),
+    "$dynamicAnchor": lambda *_: True,
+    "$recursiveAnchor": lambda *_: True,
+}
+
+
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the schemas directly inside a schema, each with the pointer from the one to the other."""
+    """Yield the schemas directly inside a schema, each with the pointer from the one to the other."""
     for key, value in schema.items():
         inner: Any = []
         if key in BY_NAME and isinstance(value, dict):
@@ -107,12 +212,12 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def pointer(where: str, key: str | int) -> str:
-    """Returns the JSON pointer (RFC 6901) to an entry of the value at `where`."""
+    """Return the JSON pointer (RFC 6901) to an entry of the value at `where`."""
     return f"{where}/{str(key).replace('~', '~0').replace('/', '~1')}"
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises ValueError for anything else, NaN and infinity
+    """Return the value of a JSON text. Raise ValueError for anything else, NaN and infinity
     included.
     """
     try:
@@ -124,7 +229,7 @@ def parse_json(text: str) -> Any:
 
 
 def json_of(text: str) -> Any:
-    """Returns the value of a JSON text. Raises GrammarFault."""
+    """Return the value of a JSON text. Raise GrammarFault."""
     try:
         return parse_json(text)
     except ValueError as error:
@@ -132,17 +237,16 @@ def json_of(text: str) -> Any:
 
 
 def no_constant(name: str) -> Any:
-    """Refuses NaN and infinity, for parsers of JSON."""
+    """Refuse NaN and infinity, for parsers of JSON."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 def schema_text(schema: Any, spec: GrammarSpec) -> str:
-    """Returns a schema with the spec's whitespace, on one line of JSON."""
+    """Return a checked schema with the spec's whitespace, on one line of JSON."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     options: dict[str, Any] = {} if spec.any_whitespace else {"whitespace_flexible": False}
     if pattern := spec.whitespace_pattern or (_WHITESPACE if spec.any_whitespace else ""):
         options["whitespace_pattern"] = pattern
-    return json.dumps(
-        schema | {"x-guidance": options}
-    )  # replaces the sender's, which could switch checks off
+    # Replaces the sender's options, which could switch checks off.
+    return json.dumps(schema | {"x-guidance": options})

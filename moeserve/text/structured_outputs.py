@@ -7,7 +7,7 @@ from typing import Any
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import GrammarSpec, StructuredOutputsParams
-from moeserve.text.grammar_source import check_length
+from moeserve.text.grammar_limits import answer_spec, check_length
 from moeserve.text.json_schema import GrammarFault, parse_json
 
 # Constraints that come as JSON text or as values, and the kinds of their grammars.
@@ -41,8 +41,8 @@ def grammar_of(params: StructuredOutputsParams, param: str) -> GrammarSpec:
 
 
 def either(first: GrammarSpec, second: GrammarSpec) -> GrammarSpec:
-    """Return the grammar of texts that match one of two grammars of answers."""
-    return GrammarSpec("answer", f"start: %lark {{\n{first.text}\n}} | %lark {{\n{second.text}\n}}")
+    """Return the grammar of texts that match one of two grammars of answers. Raise GrammarFault."""
+    return answer_spec(f"start: %lark {{\n{first.text}\n}} | %lark {{\n{second.text}\n}}")
 
 
 def _canonical(value: Any, param: str, *, parse: bool) -> str:

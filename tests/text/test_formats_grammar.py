@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from moeserve.errors import InvalidRequest
 from moeserve.sampling import GrammarSpec
 from moeserve.text.answer_data import find_format
+from moeserve.text.answer_format import ToolFault
 from moeserve.text.answer_syntax import names
 from moeserve.text.grammar import Grammars
 from moeserve.text.tokenizer import Detokenizer
@@ -189,13 +189,13 @@ def test_schemas_that_cannot_be_kept_are_refused():
     }
     properties = tool["function"]["parameters"]["properties"]
     properties["x"] = {"type": "string", "pattern": "a+"}
-    with pytest.raises(InvalidRequest, match="pattern of 'x' cannot be enforced"):
+    with pytest.raises(ToolFault, match="pattern cannot be enforced") as caught:
         Walk("qwen3_coder").format.constraint([tool])
+    assert (caught.value.field, caught.value.where) == ("parameters", "/properties/x")
     properties["x"] = {"enum": [1.23456789e-30]}
-    with pytest.raises(
-        InvalidRequest, match=r"tools\[0\].function.parameters at /properties/x/enum"
-    ):
+    with pytest.raises(ToolFault) as caught:
         Walk("hermes").format.constraint([tool])
+    assert (caught.value.field, caught.value.where) == ("parameters", "/properties/x/enum/0")
 
 
 def test_every_format_was_tried():

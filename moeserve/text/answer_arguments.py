@@ -1,0 +1,362 @@
+"""Grammars of a call's arguments: JSON, parameters between tags, Python's keywords, or objects with
+bare keys.
+
+Each allows only arguments that the schema allows, though not always all of them: keys come in the
+schema's order, and additional properties are not written beside named ones. A schema that a format
+cannot keep is a GrammarFault with the place in it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from moeserve.sampling import GrammarSpec
+from moeserve.text.answer_syntax import Calls
+from moeserve.text.json_schema import GrammarFault, pointer, schema_text
+from moeserve.text.lark import Rules
+from moeserve.text.schema_alternatives import Alternative, alternatives
+from moeserve.text.schema_values import is_valid
+
+_OTHERS = ["array", "boolean", "null", "number", "object"]  # all types but string
+# Keywords of objects and of arrays that the grammars below keep.
+_OF_OBJECTS = {
+    "properties", "required", "additionalProperties", "unevaluatedProperties", "minProperties",
+    "maxProperties",
+}  # fmt: skip
+_OF_ARRAYS = {"items", "minItems", "maxItems"}
+_COMMA = '","'
+_MAX_ITEMS = 1000  # that a grammar counts
+# Names of parameters that a schema leaves open, short enough for the parser's MAX_HEADER.
+_ANY_KEY = r'/[^<>"\s][^<>"\n]{0,99}/'
+_ANY_WORD = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"
+_ANY_BARE = r'/[^:,\[\]{}<"\s][^:,\[\]{}<"\n]{0,99}/'
+
+
+class Shape(NamedTuple):
+    """The objects that an alternative of a schema allows."""
+
+    members: dict[str, Any]  # the schema of each key that is written
+    required: set[str]
+    others: Any  # the schema of all keys where there are no members; False for none
+    where: str
+
+    def place(self, key: str) -> str:
+        """Return the pointer to the schema of a member."""
+        return pointer(pointer(self.where, "properties"), key)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return the Lark of JSON that matches a schema. Between its tokens is one space at most: a
+    model that is made to call could otherwise write white space for ever.
+    """
+    return f"%json {schema_text(dict(schema), GrammarSpec('json_schema', whitespace_pattern=' '))}"
+
+
+class Arguments:
+    """The grammars of arguments in one format."""
+
+    def __init__(self, calls: Calls, rules: Rules, can_write: Callable[[str], bool]) -> None:
+        """Add no rules yet.
+
+        Args:
+            calls: The format's calls.
+            rules: The rules of the answer, to which this adds its own.
+            can_write: Whether the format's parser reads a key as the grammar writes it.
+        """
+        self._calls = calls
+        self._rules = rules
+        self._can_write = can_write
+        self._root: dict[str, Any] = {}
+        self._shared: dict[str, Any] = {}  # definitions for the schemas inside
+        self._bare_rules: dict[str, str] = {}  # by schema
+
+    def of(self, schema: dict[str, Any]) -> str:
+        """Return the Lark of arguments that match a checked schema. Raise GrammarFault."""
+        if not self._calls.quote and self._calls.content not in ("tags", "python"):
+            return json_rule(schema)
+        self._root = schema
+        self._shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        self._bare_rules.clear()
+        found = []
+        for one in alternatives(schema, schema):
+            shape = _shape(one)
+            if shape is None:
+                continue
+            if self._calls.quote:
+                found.append(self._bare_object(shape))
+            elif self._calls.content == "tags":
+                found.append(self._tags(shape))
+            else:
+                found.append(self._keywords(shape))
+        return _one_of(found, "")
+
+    # ---- parameters between tags
+
+    def _tags(self, shape: Shape) -> str | None:
+        if not shape.members:
+            any_key = self._parameter(None, shape.others, shape.where)
+            return f"({any_key})*" if any_key else '""'
+        written = self._written(shape, self._parameter)
+        if written is None:
+            return None
+        texts = [text if required else f"({text})?" for text, required in written]
+        return " ".join(texts) or '""'
+
+    def _written(
+        self, shape: Shape, write: Callable[[str, Any, str], str | None]
+    ) -> list[tuple[str, bool]] | None:
+        """Return the Lark of each member and whether it is required; None if a required one has no
+        value.
+        """
+        written = []
+        for key, schema in shape.members.items():
+            if not self._can_write(key):
+                raise GrammarFault(
+                    f"this model's format of calls cannot write the name {key[:64]!r}",
+                    shape.place(key),
+                )
+            text = write(key, schema, shape.place(key))
+            if text is not None:
+                written.append((text, key in shape.required))
+            elif key in shape.required:
+                return None
+        return written
+
+    def _parameter(self, key: str | None, schema: Any, where: str) -> str | None:
+        """Return the Lark of one parameter between tags, None if it has no value. key: None for
+        any.
+
+        A format may say whether a value is a text or JSON, by `write_text` or by the slot {type}.
+        Without that the parser tells by the schema (`answer_values.typed`), so that any text may
+        stand for a text.
+        """
+        parameter = self._calls.parameter
+        assert parameter is not None
+        marked = bool(parameter.write_text) or "{type}" in parameter.write
+        texts: list[str] = []
+        values: dict[str, list[str]] = {}  # by type
+        any_text = False
+        for one in alternatives(schema, self._root, where):
+            if one.kind == "any":
+                any_text = True
+                values.setdefault("|".join(_OTHERS), []).append(json_rule({"type": _OTHERS}))
+            elif one.kind == "string":
+                listed = self._texts(one)
+                any_text |= listed is None
+                texts += listed or []
+            else:
+                kind = "number" if one.kind == "integer" else one.kind
+                values.setdefault(kind, []).append(self._json(one))
+        found = []
+        write_text = parameter.write_text or parameter.write
+        if any_text:
+            found.append(self._between(write_text, key, "string", None))
+        elif texts:
+            found.append(self._between(write_text, key, "string", " | ".join(texts)))
+        if marked or not any_text:
+            for kind, bodies in values.items():
+                found.append(self._between(parameter.write, key, kind, " | ".join(bodies)))
+        return " | ".join(found) if len(found) < 2 else f"({' | '.join(found)})" if found else None
+
+    def _between(self, write: str, key: str | None, kind: str, body: str | None) -> str:
+        """Return the Lark of a parameter. body: its value, None for any text."""
+        parameter = self._calls.parameter
+        assert parameter is not None
+        before, after = write.split("{value}")
+        name = _ANY_KEY
+        if key is not None:
+            name = self._rules.plain(escape(key) if parameter.escaped else key)
+        head = self._rules.fill(before, key=name, type=f"/{kind}/")
+        if body is None:
+            return f"{head} {self._rules.until(after)}"
+        return f"{head} ({body}) {self._rules.literal(after)}"
+
+    def _texts(self, one: Alternative) -> list[str] | None:
+        """Return the Lark of each text that an alternative lists, None if it allows any text."""
+        if "enum" not in one.schema:
+            if one.schema:
+                raise GrammarFault(
+                    f"{', '.join(one.schema)} cannot be enforced: texts have no quotes in this "
+                    "model's format of calls",
+                    one.where,
+                )
+            return None
+        calls = self._calls
+        marks = [calls.close, calls.quote]
+        if calls.parameter is not None:
+            marks += [calls.parameter.open, calls.parameter.close]
+        found = []
+        for text in one.schema["enum"]:
+            if any(mark and mark in text for mark in marks):
+                raise GrammarFault(
+                    f"this model's format of calls cannot write the text {text[:64]!r}", one.where
+                )
+            if len(one.schema) == 1 or is_valid(text, one.schema, self._root):
+                found.append(self._rules.plain(text))
+        return found
+
+    def _json(self, one: Alternative) -> str:
+        return json_rule({**one.schema, "type": one.kind, **self._shared})
+
+    # ---- Python's keywords
+
+    def _keywords(self, shape: Shape) -> str | None:
+        comma = self._rules.literal(", ")
+        if not shape.members:
+            if shape.others is False:
+                return '""'
+            item = self._rules.rule(f"{_ANY_WORD} {self._keyword('', shape.others, '')}")
+            return f"({item} ({comma} {item})*)?"
+        written = self._written(shape, self._keyword)
+        return None if written is None else self._listed(written, comma)
+
+    def _keyword(self, key: str, schema: Any, where: str) -> str:
+        inner = schema if isinstance(schema, Mapping) else {}
+        equals = self._rules.literal(f"{key}=")
+        return f"{equals} {json_rule({**inner, **self._shared})}"
+
+    def _listed(self, written: Sequence[tuple[str, bool]], comma: str) -> str:
+        """Return the Lark of a list with commas: what is required comes first and in order, the
+        rest may follow.
+        """
+        rules = self._rules
+        first = [rules.rule(text) for text, required in written if required]
+        following = starts = ""
+        for text in reversed([rules.rule(text) for text, required in written if not required]):
+            starts = rules.rule(f"{text} {following}" + (f" | {starts}" if starts else ""))
+            following = rules.rule(f"({comma} {text})? {following}")
+        if first:
+            return f" {comma} ".join(first) + f" {following}"
+        return f"({starts})?" if starts else '""'
+
+    # ---- bare keys, and texts between quotes of the format's own
+
+    def _bare_value(self, schema: Any, where: str) -> str | None:
+        """Return the rule of a value, None if there is none."""
+        key = json.dumps(schema, sort_keys=True)
+        if key in self._bare_rules:
+            return self._bare_rules[key]
+        name = self._bare_rules[key] = (
+            self._rules.reserve()
+        )  # first: schemas may contain themselves
+        found = []
+        for one in alternatives(schema, self._root, where):
+            if (text := self._bare_alternative(one)) is not None:
+                found.append(text)
+        if not found:
+            del self._bare_rules[key]
+            return None
+        self._rules.named(name, " | ".join(found))
+        return name
+
+    def _bare_alternative(self, one: Alternative) -> str | None:
+        match one.kind:
+            case "any":
+                return self._bare_anything()
+            case "string":
+                quote = self._rules.literal(self._calls.quote)
+                texts = self._texts(one)
+                if texts is None:
+                    return f"{quote} {self._rules.until(self._calls.quote)}"
+                return f"{quote} ({' | '.join(texts)}) {quote}" if texts else None
+            case "array":
+                return self._bare_array(one)
+            case "object":
+                shape = _shape(one)
+                return None if shape is None else self._bare_object(shape)
+        return self._json(one)
+
+    def _bare_array(self, one: Alternative) -> str | None:
+        _check_keywords(one, _OF_ARRAYS)
+        least = one.schema.get("minItems", 0)
+        most = one.schema.get("maxItems")
+        if max(least, most or 0) > _MAX_ITEMS:
+            raise GrammarFault(f"more than {_MAX_ITEMS:,} items cannot be counted", one.where)
+        item = self._bare_value(one.schema.get("items", True), pointer(one.where, "items"))
+        if item is None or most == 0:
+            return None if least else '"[" "]"'
+        if most is not None and most < least:
+            return None
+        more = f"({_COMMA} {item})"
+        rest = f"{more}{{{least - 1}}}" if least > 1 else ""
+        rest += f" {more}*" if most is None else f" {more}{{0,{most - max(least, 1)}}}"
+        return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
+
+    def _bare_object(self, shape: Shape) -> str | None:
+        if not shape.members:
+            value = None if shape.others is False else self._bare_value(shape.others, shape.where)
+            if value is None:
+                return '"{" "}"'
+            member = self._rules.rule(f'{_ANY_BARE} ":" {value}')
+            return f'"{{" ({member} ("," {member})*)? "}}"'
+
+        def write(key: str, schema: Any, where: str) -> str | None:
+            value = self._bare_value(schema, where)
+            return None if value is None else f"{self._rules.plain(key + ':')} {value}"
+
+        written = self._written(shape, write)
+        return None if written is None else f'"{{" {self._listed(written, _COMMA)} "}}"'
+
+    def _bare_anything(self) -> str:
+        if "anything" not in self._bare_rules:
+            self._bare_rules["anything"] = name = self._rules.reserve()
+            quote = self._rules.literal(self._calls.quote)
+            member = f'{_ANY_BARE} ":" {name}'
+            self._rules.named(
+                name,
+                f'"{{" ({member} ("," {member})*)? "}}" | "[" ({name} ("," {name})*)? "]" | '
+                f"{quote} {self._rules.until(self._calls.quote)} | "
+                f"{json_rule({'type': ['number', 'boolean', 'null']})}",
+            )
+        return self._bare_rules["anything"]
+
+
+def _shape(one: Alternative) -> Shape | None:
+    """Return the objects of an alternative, None if there are none. Raise GrammarFault for keywords
+    that cannot be kept.
+    """
+    if one.kind == "any":
+        return Shape({}, set(), True, one.where)
+    if one.kind != "object":
+        return None
+    schema = one.schema
+    _check_keywords(one, _OF_OBJECTS)
+    properties = schema.get("properties", {})
+    required = set(schema.get("required", ()))
+    others = schema.get("additionalProperties", True)
+    if schema.get("unevaluatedProperties") is False:
+        others = False
+    members = {key: inner for key, inner in properties.items() if inner is not False}
+    members |= {key: others for key in schema.get("required", ()) if key not in properties}
+    if any(members.get(key, False) is False for key in required):
+        return None
+    if schema.get("minProperties", 0) > len(required):
+        raise GrammarFault(
+            "minProperties cannot be enforced in this model's format of calls", one.where
+        )
+    if (most := schema.get("maxProperties")) is not None:
+        if not members and others is not False:
+            raise GrammarFault(
+                "maxProperties cannot be enforced in this model's format of calls", one.where
+            )
+        if len(required) > most:
+            return None
+        optional = [key for key in members if key not in required][: most - len(required)]
+        members = {key: members[key] for key in members if key in required or key in optional}
+    return Shape(members, required, False if members else others, one.where)
+
+
+def _check_keywords(one: Alternative, kept: set[str]) -> None:
+    if unknown := [key for key in one.schema if key not in kept]:
+        raise GrammarFault(
+            f"{', '.join(unknown)} cannot be enforced in this model's format of calls", one.where
+        )
+
+
+def _one_of(found: Iterable[str | None], where: str) -> str:
+    """Return the Lark of a choice. Raise GrammarFault if there is none."""
+    texts = [*dict.fromkeys(text for text in found if text is not None)]
+    if not texts:
+        raise GrammarFault("a tool's parameters must be a schema of objects", where)
+    return texts[0] if len(texts) == 1 else f"({' | '.join(texts)})"

@@ -1,0 +1,82 @@
+"""The grammar of a chat's answer: tools, structured output, or either. Errors name the fields of
+the request.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from moeserve.sampling import GrammarSpec, StructuredOutputsParams
+from moeserve.text.answer_format import AnswerFormat, Tool, ToolFault
+from moeserve.text.answer_grammar import schemas_of, tool_name
+from moeserve.text.json_schema import GrammarFault
+from moeserve.text.structured_outputs import either, grammar_of
+
+# A constraint on the content, and the request's field that holds it.
+Content = tuple[StructuredOutputsParams, str]
+
+
+class AnswerConstraint(NamedTuple):
+    """The grammar of an answer."""
+
+    grammar: GrammarSpec
+    param: str  # the request's field that holds the constraint
+    content: tuple[GrammarSpec, str] | None  # the constraint on the content, with its field
+    tools: Sequence[Tool]  # that the model may call
+    names: Sequence[str]  # of the request's tools
+    required: bool  # all calls match the schemas of their tools
+
+    def parts(self) -> Iterator[tuple[GrammarSpec, str]]:
+        """Yield what the grammar was made of, each with its field. They are for errors: if the
+        grammar does not compile, one of them does not either.
+        """
+        for spec, tool in schemas_of(self.tools, required=self.required):
+            yield spec, _field(self.names, tool, "parameters")
+        if self.content is not None:
+            yield self.content
+
+
+def answer_constraint(
+    form: AnswerFormat,
+    tools: Sequence[Tool],
+    names: Sequence[str],
+    *,
+    forced: bool,
+    parallel: bool,
+    content: Content | None,
+    prompt: str,
+) -> AnswerConstraint | None:
+    """Return the constraint of an answer, None if it may be anything. Raise InvalidRequest.
+
+    Args:
+        form: The format of the model's answers.
+        tools: The tools that the model may call.
+        names: The names of the request's tools, in the request's order.
+        forced: At least one tool has to be called. Such answers have no content to constrain.
+        parallel: More than one call is allowed.
+        content: The constraint on the content.
+        prompt: The rendered prompt.
+    """
+    grammar = None
+    required = forced or content is not None
+    spec = None
+    param = "tools"
+    try:
+        if tools:
+            grammar = form.constraint(tools, required=required, parallel=parallel, prompt=prompt)
+        if content is not None and not forced:
+            spec, param = grammar_of(*content), content[1]
+            after = form.after_reasoning(spec, prompt=prompt)
+            grammar = after if grammar is None else either(grammar, after)
+    except ToolFault as fault:
+        raise fault.as_request_error(_field(names, fault.tool, fault.field)) from fault
+    except GrammarFault as fault:
+        raise fault.as_request_error(param) from fault
+    if grammar is None:
+        return None
+    listed = None if spec is None else (spec, param)
+    return AnswerConstraint(grammar, param, listed, tools, names, required)
+
+
+def _field(names: Sequence[str], tool: Tool, field: str) -> str:
+    """Return the request's field of a tool."""
+    return f"tools[{names.index(tool_name(tool))}].function.{field}"

@@ -1,0 +1,88 @@
+"""Pieces of Lark, the grammars that llguidance compiles: texts as regexes, and rules by name."""
+
+import re
+from collections.abc import Mapping
+
+from moeserve.sampling import GrammarSpec
+from moeserve.text.grammar_limits import answer_spec
+
+SLOT = re.compile(r"\{(\w+)\}")
+TEXT = r"TEXT: /(.|\n)*/"
+
+
+def exactly(text: str) -> str:
+    """Return the regex of one text, without characters that mean something in a regex or in Lark."""
+    return "".join(
+        char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text
+    )
+
+
+def special_in(text: str, special: Mapping[str, int]) -> str:
+    """Return the first special token in a text, "" if there is none."""
+    found = _pattern(special).search(text)
+    return found[0] if found else ""
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """Return the Lark of a text in which the names of special tokens mean these tokens."""
+    parts = enumerate(_pattern(special).split(text))  # text, name, text, name, ..., text
+    return " ".join(f"<[{special[p]}]>" if i % 2 else f"/{exactly(p)}/" for i, p in parts if p)
+
+
+def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:
+    names = sorted(special, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, names))})" if names else "((?!))")
+
+
+class Rules:
+    """The rules of one grammar. special: the tokenizer's special tokens."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self.special = special
+        self._rules = [TEXT]
+        self._names: dict[str, str] = {}  # of rules, by body
+
+    def literal(self, text: str) -> str:
+        """Return the Lark of a format's own text; the names of special tokens mean the tokens."""
+        return literal(text, self.special)
+
+    def plain(self, text: str) -> str:
+        """Return the Lark of a request's text; it is spelled in characters."""
+        return f"/{exactly(text)}/" if text else '""'
+
+    def fill(self, write: str, **slots: str) -> str:
+        """Return the Lark of a format's text with {slots}. slots: the Lark of each."""
+        parts = SLOT.split(write)
+        slots["index"] = "/[0-9]+/"
+        return " ".join(
+            slots[part] if i % 2 else self.literal(part) for i, part in enumerate(parts) if part
+        )
+
+    def until(self, mark: str) -> str:
+        """Return the Lark of any text and the mark behind it."""
+        if special := special_in(mark, self.special):
+            before = mark.partition(special)[0]
+            if not before.strip():
+                return f"TEXT {self.literal(mark[len(before) :])}"
+        return self.rule(f"TEXT {self.literal(mark)}", lazy=True)
+
+    def rule(self, body: str, *, lazy: bool = False) -> str:
+        """Return the name of a rule. lazy: it ends as early as it can."""
+        key = f"lazy {body}" if lazy else body
+        if key not in self._names:
+            self._names[key] = name = f"{'until' if lazy else 'r'}_{len(self._rules)}"
+            self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return self._names[key]
+
+    def named(self, name: str, body: str) -> None:
+        """Add a rule under a name of the caller's."""
+        self._rules.append(f"{name}: {body}")
+
+    def reserve(self) -> str:
+        """Return a name for a rule that follows by `named`, so that it can refer to itself."""
+        self._rules.append("")
+        return f"r_{len(self._rules) - 1}"
+
+    def spec(self, start: str) -> GrammarSpec:
+        """Return the grammar. Raise GrammarFault if it is too long."""
+        return answer_spec("\n".join([f"start: {start}", *filter(None, self._rules)]))

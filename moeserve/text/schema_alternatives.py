@@ -1,0 +1,312 @@
+"""A JSON schema as a list of alternatives, one per JSON type, without references and unions.
+
+Formats that write values between tags or with bare keys have grammars and readers of their own, so
+they need to know what a schema means: which keys an object has, which texts a value may be. A
+schema may say it in many ways ($ref, allOf, anyOf, enum, lists of types); an `Alternative` says it
+in one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from moeserve.text.json_schema import ANNOTATIONS, GrammarFault, pointer
+
+MAX_ALTERNATIVES = 64
+MAX_STEPS = 2_000  # schemas that are looked at for one list of alternatives
+KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
+_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_OF_KIND = {
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "number": _OF_NUMBERS,
+    "integer": _OF_NUMBERS,
+    "array": {
+        "items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems",
+        "contains", "minContains", "maxContains", "unevaluatedItems",
+    },
+    "object": {
+        "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+        "minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
+        "unevaluatedProperties",
+    },
+}  # fmt: skip
+# Keywords that restrict values of several kinds and that are not resolved here.
+_OF_ALL = {"not", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
+_RESTRICTING = _OF_ALL.union(*_OF_KIND.values())
+_RESOLVED = {"$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions"}
+
+
+class Alternative(NamedTuple):
+    """One way to satisfy a schema."""
+
+    kind: str  # one of KINDS, or "any" for a value that nothing restricts
+    schema: dict[str, Any]  # the keywords that restrict values of this kind; enum lists the values
+    where: str  # the JSON pointer to the schema, for errors
+
+
+def alternatives(schema: Any, root: Any, where: str = "") -> list[Alternative]:
+    """Return the alternatives of a checked schema, [] if no value satisfies it.
+
+    Args:
+        schema: The schema.
+        root: The whole schema, in which references are followed.
+        where: The pointer to `schema`.
+
+    Raise GrammarFault for references outside of the schema, for circles of references, for unions
+    that cannot be resolved, and for what is no schema.
+    """
+    found: list[Alternative] = []
+    try:
+        for merged in _Resolver(root).resolve(schema, where, ()):
+            found += _by_kind(merged, where)
+    except (TypeError, AttributeError) as error:  # a keyword with a value of the wrong type
+        raise GrammarFault(f"not a JSON schema: {error}", where) from error
+    return found
+
+
+def kinds_of(schema: Any, root: Any) -> set[str]:
+    """Return the kinds of values that a schema allows; {"any"} if it cannot be resolved."""
+    try:
+        return {one.kind for one in alternatives(schema, root)}
+    except GrammarFault:
+        return {"any"}
+
+
+def members_of(schema: Any) -> tuple[dict[str, Any], Any]:
+    """Return the schema of each key that objects may have in any of the alternatives, and the
+    schema of all other keys. For readers: what cannot be resolved may be any value.
+    """
+    objects: list[Mapping[str, Any]]
+    try:
+        objects = [one.schema for one in alternatives(schema, schema) if one.kind == "object"]
+    except GrammarFault:
+        objects = [schema] if isinstance(schema, Mapping) else []
+    members: dict[str, list[Any]] = {}
+    others: list[Any] = []
+    for each in objects:
+        properties = each.get("properties")
+        for key, inner in properties.items() if isinstance(properties, Mapping) else ():
+            members.setdefault(key, []).append(inner)
+        others.append(each.get("additionalProperties", True))
+    return {key: _any_of(inner) for key, inner in members.items()}, _any_of(others)
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a JSON value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "integer" if value == value // 1 else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def is_listed(value: Any, values: list[Any]) -> bool:
+    """Whether a JSON value is in a list. True is not 1."""
+    return any(value == other and kind_of(value) == kind_of(other) for other in values)
+
+
+def _any_of(schemas: list[Any]) -> Any:
+    distinct: list[Any] = []
+    for schema in schemas:
+        if schema not in distinct:
+            distinct.append(schema)
+    if len(distinct) == 1:
+        return distinct[0]
+    return {"anyOf": distinct} if distinct else True
+
+
+class _Resolver:
+    """Resolves the schemas inside `root`, in a bounded number of steps."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._steps = 0
+
+    def resolve(self, schema: Any, where: str, seen: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Return schemas whose union is `schema`, each without references, unions and allOf.
+
+        seen: the references that led here.
+        """
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise GrammarFault("too many schemas are combined here", where)
+        if isinstance(schema, bool):
+            return [{}] if schema else []
+        if not isinstance(schema, Mapping):
+            raise GrammarFault("a schema must be an object or a boolean", where)
+        found = [{key: value for key, value in schema.items() if key not in _RESOLVED}]
+        for part in self._parts(schema, where, seen):
+            if len(part) * len(found) > MAX_ALTERNATIVES:
+                raise GrammarFault(f"more than {MAX_ALTERNATIVES} alternatives", where)
+            merged = [_merged(a, b, where) for a in found for b in part]
+            found = [each for each in merged if each is not None]
+        return found
+
+    def _parts(
+        self, schema: Mapping[str, Any], where: str, seen: tuple[str, ...]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield the resolved schemas that a schema combines, each as a union."""
+        if (ref := schema.get("$ref")) is not None:
+            if ref in seen:
+                raise GrammarFault("a circle of references, so no text matches it", where)
+            target, place = _target(ref, self._root, where)
+            yield self.resolve(target, place, (*seen, ref))
+        for i, inner in enumerate(schema.get("allOf", ())):
+            yield self.resolve(inner, pointer(pointer(where, "allOf"), i), seen)
+        for key in ("anyOf", "oneOf"):
+            if key not in schema:
+                continue
+            at = pointer(where, key)
+            branches = [
+                self.resolve(inner, pointer(at, i), seen) for i, inner in enumerate(schema[key])
+            ]
+            if key == "oneOf":
+                _check_disjoint(branches, at)
+            yield [each for branch in branches for each in branch]
+
+
+def _target(ref: Any, root: Any, where: str) -> tuple[Any, str]:
+    """Return the schema that a reference points to, and its pointer."""
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+        raise GrammarFault("only references inside the schema (#/...) are followed", where)
+    value = root
+    for step in ref.split("/")[1:]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isascii() and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            raise GrammarFault(f"the reference {ref[:100]!r} does not exist", where)
+    return value, ref[1:]
+
+
+def _merged(a: Mapping[str, Any], b: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """Return a schema that allows what both allow, None for nothing."""
+    merged = {**b, **a}
+    for key in a.keys() & b.keys() - ANNOTATIONS:
+        if a[key] == b[key]:
+            continue
+        if (combine := _COMBINE.get(key)) is None:
+            raise GrammarFault(f"{key} of two schemas at once cannot be enforced here", where)
+        merged[key] = combine(a[key], b[key])
+    if merged.get("type") == []:
+        return None
+    if "properties" in merged:
+        merged["properties"] = _merged_properties(a, b)
+    if "enum" in merged and "const" in merged:
+        merged["enum"] = [v for v in merged["enum"] if is_listed(v, [merged["const"]])]
+        del merged["const"]
+    return None if merged.get("enum") == [] else merged
+
+
+def _merged_properties(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties of objects that satisfy both schemas. A key that only one of them names
+    is an additional property of the other one.
+    """
+    keys = dict.fromkeys([*a.get("properties", ()), *b.get("properties", ())])
+    return {key: _both(_member(a, key), _member(b, key)) for key in keys}
+
+
+def _member(schema: Mapping[str, Any], key: str) -> Any:
+    """Return the schema of an object's key."""
+    return schema.get("properties", {}).get(key, schema.get("additionalProperties", True))
+
+
+def _both(a: Any, b: Any) -> Any:
+    if a is False or b is False:
+        return False
+    if a == b or b is True or b == {}:
+        return a
+    return b if a is True or a == {} else {"allOf": [a, b]}
+
+
+def _values(schema: Any) -> list[Any] | None:
+    """Return the values that a schema lists, None if it lists none."""
+    if not isinstance(schema, Mapping):
+        return None
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _types(given: str | list[str]) -> set[str]:
+    """Return the types that `type` names. A number may be an integer."""
+    types = {given} if isinstance(given, str) else set(given)
+    return types | {"integer"} if "number" in types else types
+
+
+# By keyword: the value that allows what two values allow. `properties` needs both schemas.
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "type": lambda a, b: sorted(_types(a) & _types(b)),
+    "required": lambda a, b: [*dict.fromkeys([*a, *b])],
+    "enum": lambda a, b: [value for value in a if is_listed(value, b)],
+    "properties": lambda a, _: a,
+    "additionalProperties": _both,
+    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
+    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
+}
+
+
+def _by_kind(schema: Mapping[str, Any], where: str) -> Iterator[Alternative]:
+    """Yield the alternatives of a schema without references and unions."""
+    if not schema.keys() & (_RESTRICTING | {"type", "enum", "const"}):
+        yield Alternative("any", {}, where)
+        return
+    values = _values(schema)
+    types = _types(schema["type"]) if "type" in schema else set(KINDS)
+    for kind in KINDS:
+        if kind not in types:
+            continue
+        kept = _OF_KIND.get(kind, set()) | _OF_ALL
+        own = {key: value for key, value in schema.items() if key in kept}
+        if values is not None:
+            own["enum"] = [value for value in values if kind_of(value) == kind]
+            if not own["enum"]:
+                continue
+        elif kind == "integer" and "number" in types:
+            continue  # numbers are integers, too
+        yield Alternative(kind, own, where)
+
+
+def _check_disjoint(branches: list[list[dict[str, Any]]], where: str) -> None:
+    """Raise GrammarFault if a value may satisfy two branches of a oneOf."""
+    expanded = [
+        [one for schema in branch for one in _by_kind(schema, where)] for branch in branches
+    ]
+    for first, second in combinations(expanded, 2):
+        if not all(_are_disjoint(a, b) for a in first for b in second):
+            raise GrammarFault(
+                "oneOf whose schemas may overlap cannot be enforced; use anyOf", where
+            )
+
+
+def _are_disjoint(a: Alternative, b: Alternative) -> bool:
+    if a.kind != b.kind:
+        return "any" not in (a.kind, b.kind) and not {a.kind, b.kind} <= {"number", "integer"}
+    if "enum" in a.schema and "enum" in b.schema:
+        return not any(is_listed(value, b.schema["enum"]) for value in a.schema["enum"])
+    return a.kind == "object" and (_excludes(a.schema, b.schema) or _excludes(b.schema, a.schema))
+
+
+def _excludes(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether a key that objects of `a` must have is forbidden in those of `b`, or has other values
+    there.
+    """
+    for key in a.get("required", ()):
+        of_b = _member(b, key)
+        mine = _values(_member(a, key))
+        theirs = _values(of_b)
+        if of_b is False:
+            return True
+        if mine is None or theirs is None:
+            continue
+        if not any(is_listed(value, theirs) for value in mine):
+            return True
+    return False

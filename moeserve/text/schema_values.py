@@ -1,0 +1,96 @@
+"""Checks a value by a JSON schema, as far as that is certain and cheap: patterns and formats are
+not evaluated.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moeserve.text.json_schema import GrammarFault
+from moeserve.text.schema_alternatives import Alternative, alternatives, is_listed, kind_of
+
+MAX_VALUES = 5_000  # that are checked for one answer
+
+
+def is_valid(value: Any, schema: Any, root: Any) -> bool:
+    """Whether a value certainly satisfies a schema; false where that is not known. root: the whole
+    schema, in which references are followed.
+    """
+    try:
+        return _Validator(root).check(value, schema)
+    except (GrammarFault, TypeError, AttributeError, RecursionError):
+        # TypeError, AttributeError: a keyword with a value of the wrong type
+        return False
+
+
+class _Validator:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._count = 0
+
+    def check(self, value: Any, schema: Any) -> bool:
+        """Whether a value certainly satisfies a schema."""
+        self._count += 1
+        if self._count > MAX_VALUES:
+            return False
+        return any(self._fits(value, one) for one in alternatives(schema, self._root))
+
+    def _fits(self, value: Any, one: Alternative) -> bool:
+        kind = kind_of(value)
+        if one.kind not in ("any", kind) and (one.kind, kind) != ("number", "integer"):
+            return False
+        for key, limit in one.schema.items():
+            if (simple := _SIMPLE.get(key)) is not None:
+                if not simple(value, limit):
+                    return False
+            elif (parts := _PARTS.get(key)) is not None:
+                if not all(self.check(*part) for part in parts(value, one.schema)):
+                    return False
+            else:
+                return False
+        return True
+
+
+_SIMPLE: dict[str, Callable[[Any, Any], bool]] = {
+    "enum": is_listed,
+    "minimum": lambda value, limit: value >= limit,
+    "maximum": lambda value, limit: value <= limit,
+    "exclusiveMinimum": lambda value, limit: value > limit,
+    "exclusiveMaximum": lambda value, limit: value < limit,
+    "multipleOf": lambda value, limit: (
+        isinstance(value, int) and isinstance(limit, int) and limit > 0 and value % limit == 0
+    ),
+    "required": lambda value, names: all(name in value for name in names),
+    **dict.fromkeys(
+        ("minLength", "minItems", "minProperties"), lambda value, limit: len(value) >= limit
+    ),
+    **dict.fromkeys(
+        ("maxLength", "maxItems", "maxProperties"), lambda value, limit: len(value) <= limit
+    ),
+}
+
+
+def _members(value: Any, schema: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    return [(value[key], inner) for key, inner in schema["properties"].items() if key in value]
+
+
+def _others(value: Any, schema: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    named = schema.get("properties", {})
+    return [(value[key], schema["additionalProperties"]) for key in value if key not in named]
+
+
+def _items(value: Any, schema: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    return [(item, schema["items"]) for item in value[len(schema.get("prefixItems", ())) :]]
+
+
+def _first_items(value: Any, schema: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    return list(zip(value, schema["prefixItems"], strict=False))
+
+
+# By keyword: the parts of a value, each with its schema. `patternProperties` is unknown, so a
+# schema with it is never certain.
+_PARTS: dict[str, Callable[[Any, Mapping[str, Any]], list[tuple[Any, Any]]]] = {
+    "properties": _members,
+    "additionalProperties": _others,
+    "items": _items,
+    "prefixItems": _first_items,
+}
