@@ -1,9 +1,9 @@
 """Encryption of the messages between ranks of different machines: AES-256-GCM.
 
 Each direction between two ranks has a key of its own, derived (HKDF-SHA256) from the secret that
-the members of an epoch share. A message's nonce is its position: channel, exchange, number within the
-exchange. Both ends know it, so it does not travel, no two messages of a key have the same, and what
-was altered, repeated or put elsewhere does not open.
+the members of an epoch share. A message's nonce is its position: channel, exchange, number within
+the exchange. Both ends know it, so it does not travel, and no two messages of a key have the same.
+A message that was altered, repeated or moved does not open.
 
 A sealed message: length of the text (8 bytes, authenticated), ciphertext, tag (16 bytes).
 """

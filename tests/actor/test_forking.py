@@ -24,7 +24,8 @@ from moeserve.actor.forking import fork_child, serve
 guard.die_with_parent()
 what = serve(int(sys.argv[1]))
 document = guard.adopt()
-print("says", document.decode(), what, threading.active_count(), sorted(map(int, os.listdir("/proc/self/fd")))[:-1])
+fds = sorted(map(int, os.listdir("/proc/self/fd")))[:-1]
+print("says", document.decode(), what, threading.active_count(), fds)
 if what == 1:
     raise RuntimeError("as it was told")
 if what == 2:
@@ -120,7 +121,10 @@ def test_orphans_of_others_are_not_ours(with_server: Callable[[Check], None]) ->
 async def _orphans(server: ForkServer) -> None:
     fork = Child.take("fork", await server.fork(2), b"0")
     told, tell = os.pipe()
-    script = "import os, time\nif os.fork() == 0:\n    os.write(1, b'%d' % os.getpid())\n    time.sleep(1000)"
+    script = (
+        "import os, time\nif os.fork() == 0:\n    os.write(1, b'%d' % os.getpid())\n   "
+        " time.sleep(1000)"
+    )
     subprocess.run([sys.executable, "-c", script], stdout=tell, check=True)  # noqa: ASYNC221
     os.close(tell)
     orphan = psutil.Process(int(os.read(told, 100)))

@@ -27,7 +27,10 @@ FAST = RestartPolicy(first_pause_s=0.01, max_pause_s=0.05, max_deaths=3, window_
 
 def script(body: str) -> list[str]:
     """A child that is tied to its parent, has its document as `document`, and then runs `body`."""
-    head = "import os, sys, signal, time, ctypes\nfrom moeserve.actor.guard import adopt\ndocument = adopt()\n"
+    head = (
+        "import os, sys, signal, time, ctypes\nfrom moeserve.actor.guard import adopt\ndocument ="
+        " adopt()\n"
+    )
     return [sys.executable, "-c", head + textwrap.dedent(body)]
 
 
@@ -187,7 +190,10 @@ def test_stopping_is_bounded_even_if_the_child_ignores_it(run: Run) -> None:
         await log.seen("up")
         assert (await polite.stop(5)).exit_code == -signal.SIGTERM
 
-        body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
+        body = (
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True);"
+            " time.sleep(100)"
+        )
         deaf = Child.start("deaf", script(body), b"{}", forward=log)
         await log.seen("deaf")
         death = await deaf.stop(0.05)
@@ -216,7 +222,10 @@ def test_log_lines_cannot_be_forged_and_are_bounded(run: Run) -> None:
 
 def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_news(run: Run) -> None:
     async def main() -> None:
-        body = "import subprocess; subprocess.Popen(['sleep', '60']); print('bye', flush=True); os._exit(3)"
+        body = (
+            "import subprocess; subprocess.Popen(['sleep', '60']); print('bye', flush=True);"
+            " os._exit(3)"
+        )
         started_s = time.monotonic()
         death = await Child.start("engine", script(body), b"{}", forward=Lines()).death()
         assert (death.exit_code, death.log_tail) == (3, ("bye",))
@@ -359,7 +368,8 @@ ORPHANS = {
     "in a native call that holds the GIL": "import ctypes; ctypes.PyDLL(None).sleep(100)",
     "that ignores every signal it can": (
         "import signal\n"
-        "for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}: signal.signal(s, signal.SIG_IGN)\n"
+        "for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}: signal.signal(s,"
+        " signal.SIG_IGN)\n"
         "time.sleep(100)"
     ),
     "without a parent-death signal": "time.sleep(100)",
@@ -370,7 +380,8 @@ ORPHANS = {
 def test_no_child_outlives_a_killed_parent(case: str) -> None:
     prelude = NO_DEATH_SIGNAL if "without" in case else ""
     body = (
-        f"{prelude}\nimport os, time\nfrom moeserve.actor.guard import adopt\nadopt()\nprint(os.getpid(), flush=True)\n"
+        f"{prelude}\nimport os, time\nfrom moeserve.actor.guard import"
+        " adopt\nadopt()\nprint(os.getpid(), flush=True)\n"
     ) + ORPHANS[case]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, body], stdout=subprocess.PIPE)
     assert parent.stdout is not None

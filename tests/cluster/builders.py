@@ -85,7 +85,7 @@ def hang(config: Config, role: Role, progress: Progress) -> Built:
 
 
 class EndlessRunner(NullRunner):
-    """A step takes a moment, so that a long request is still running when something else happens."""
+    """A step takes a moment, so that a long request runs while something else happens."""
 
     def start(self, plan: StepPlan) -> Any:
         return _Late(super().start(plan), 0.005)

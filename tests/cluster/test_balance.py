@@ -84,9 +84,15 @@ class Engine:
                 finish.append(0)
                 cached[head[0]] = head[3]
         record = StepRecord(
-            step=self.steps, at_s=0.0, num_tokens=num_tokens, num_requests=len(rids), num_running=len(self.running),
-            num_waiting=len(self.prompts), num_free_blocks=self.free, num_blocks=self.free + 1,
-        )  # fmt: skip
+            step=self.steps,
+            at_s=0.0,
+            num_tokens=num_tokens,
+            num_requests=len(rids),
+            num_running=len(self.running),
+            num_waiting=len(self.prompts),
+            num_free_blocks=self.free,
+            num_blocks=self.free + 1,
+        )
         self.generated += len(rids)
         return StepOutput(
             rids=array("q", rids).tobytes(),

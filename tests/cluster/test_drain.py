@@ -1,4 +1,4 @@
-"""Machines that are drained, return, are replaced or get more engines: real agents, made-up tokens."""
+"""Machines that are drained, return, are replaced or get more engines: real agents."""
 
 # ruff: noqa: F401, F811  (fixtures)
 

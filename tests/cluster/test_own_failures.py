@@ -1,4 +1,4 @@
-"""Errors of our own code, planted in background tasks: who is told, and what is served after that."""
+"""Errors of our own code, planted in background tasks: who is told, and what is served then."""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ async def main():
     if sys.argv[1] == "stuck":
         while link.ready is None:
             await asyncio.sleep(0.01)
-        link.send(Submit(rid=1, tokens=bytes(4), num_prompt=1, sampling=TokenSampling(seed=1, max_tokens=9)))
+        sampling = TokenSampling(seed=1, max_tokens=9)
+        link.send(Submit(rid=1, tokens=bytes(4), num_prompt=1, sampling=sampling))
     while link.view.engines[0].pid is None:
         await asyncio.sleep(0)
     print(link.view.engines[0].pid, link.scaling._run_dir.path, flush=True)

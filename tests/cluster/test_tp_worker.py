@@ -165,7 +165,7 @@ async def served(
 
 
 async def test_drafting_that_is_cut_off_changes_no_token(short_dir: Path) -> None:
-    """The group is left, or lost, while both ranks guess behind a step whose result was passed on."""
+    """The group is left, or lost, while both ranks draft behind a step that was passed on."""
 
     async def nothing(number: int) -> None:
         pass

@@ -218,7 +218,10 @@ def test_leaving_wakes_waiters_and_frees_everything(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-PEER = "import sys; from tests.comm.shm_rank import main; main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
+PEER = (
+    "import sys; from tests.comm.shm_rank import main; main(sys.argv[1], int(sys.argv[2]),"
+    " int(sys.argv[3]))"
+)
 
 
 def gather_for_ever(tensor: ShmTensor) -> None:

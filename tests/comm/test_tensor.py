@@ -102,7 +102,7 @@ def test_channels_do_not_mix(engine: Callable[..., Engine]) -> None:
 
 
 def test_what_was_sent_may_go_at_once(engine: Callable[..., Engine]) -> None:
-    """A slow peer still gets what a fast one has meanwhile dropped, and results may be written to."""
+    """A slow peer still gets the rows that a fast one dropped, and results may be written to."""
     ranks = engine(2)
 
     def run(tp: TensorParallel) -> None:
@@ -195,7 +195,8 @@ import sys, torch
 from moeserve.comm.members import Members
 from moeserve.comm.tensor import GlooTensor
 tp = GlooTensor(1, 2)
-tp.join(Members(epoch=1, rank=1, tp_size=2, host_of=("here",) * 2, directory=sys.argv[1], store="127.0.0.1:1",
+tp.join(Members(epoch=1, rank=1, tp_size=2, host_of=("here",) * 2,
+                directory=sys.argv[1], store="127.0.0.1:1",
                 token="secret", deadline_s=20.0))
 print("joined", flush=True)
 while True:

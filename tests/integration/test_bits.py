@@ -26,10 +26,17 @@ PROMPT = np.random.default_rng(11).integers(3, 256, 150).tolist()
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=20),
     SamplingParams(
-        temperature=0.9, top_p=0.95, top_k=50, seed=3, max_tokens=24, ignore_eos=True, logprobs=20,
-        repetition_penalty=1.1, frequency_penalty=0.2,
+        temperature=0.9,
+        top_p=0.95,
+        top_k=50,
+        seed=3,
+        max_tokens=24,
+        ignore_eos=True,
+        logprobs=20,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
     ),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -115,10 +122,13 @@ def test_nor_in_any_other_family(family: str, make_checkpoint: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype", "quantization"),
     [
-        ("qwen3_moe", "bfloat16", "int8"), ("qwen3_moe", "float32", "int4"), ("qwen3_moe", "bfloat16", "int4"),
-        ("qwen3_next", "bfloat16", "int8"), ("deepseek_v32", "bfloat16", "int8"),
+        ("qwen3_moe", "bfloat16", "int8"),
+        ("qwen3_moe", "float32", "int4"),
+        ("qwen3_moe", "bfloat16", "int4"),
+        ("qwen3_next", "bfloat16", "int8"),
+        ("deepseek_v32", "bfloat16", "int8"),
     ],
-)  # fmt: skip
+)
 def test_nor_with_quantised_weights(
     family: str, dtype: str, quantization: str, make_checkpoint: Any
 ) -> None:
@@ -147,10 +157,12 @@ def test_nor_of_a_gguf_file(kinds: tuple[str, ...], make_checkpoint: Any, tmp_pa
 @pytest.mark.parametrize(
     ("family", "dtype", "kernels"),
     [
-        ("qwen3_moe", "bfloat16", "auto"), ("qwen3", "bfloat16", "torch"), ("llama", "float32", "auto"),
+        ("qwen3_moe", "bfloat16", "auto"),
+        ("qwen3", "bfloat16", "torch"),
+        ("llama", "float32", "auto"),
         ("qwen3_next", "bfloat16", "auto"),
     ],
-)  # fmt: skip
+)
 def test_nor_with_an_int8_cache(
     family: str, dtype: str, kernels: str, make_checkpoint: Any
 ) -> None:

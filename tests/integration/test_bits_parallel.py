@@ -33,17 +33,32 @@ DTYPES = ["float32", "bfloat16"]
 DENSE = ["llama", "qwen3"]
 MOE = [family for family in FEW if family not in DENSE]
 HYBRIDS = [
-    "qwen3_next", "granite_moe_hybrid", "kimi_linear", "deepseek_v32", "jamba", "bailing_moe_v2_5", "lfm2_moe",
-    "nemotron_h", "qwen3_5_moe", "glm_moe_dsa", "bailing_moe_linear_v2",
-]  # fmt: skip
+    "qwen3_next",
+    "granite_moe_hybrid",
+    "kimi_linear",
+    "deepseek_v32",
+    "jamba",
+    "bailing_moe_v2_5",
+    "lfm2_moe",
+    "nemotron_h",
+    "qwen3_5_moe",
+    "glm_moe_dsa",
+    "bailing_moe_linear_v2",
+]
 NUM_TOKENS = 8
 SAMPLINGS = [
     TokenSampling(seed=0, max_tokens=NUM_TOKENS, temperature=0.0, logprobs=20),
     TokenSampling(
-        seed=3, max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, top_k=50, logprobs=20, repetition_penalty=1.1,
+        seed=3,
+        max_tokens=NUM_TOKENS,
+        temperature=0.9,
+        top_p=0.95,
+        top_k=50,
+        logprobs=20,
+        repetition_penalty=1.1,
         frequency_penalty=0.2,
     ),
-]  # fmt: skip
+]
 NUM_BLOCKS = 26  # too few for both prompts and a crowd that grows
 NUM_STATES = 8 * 2 + 1  # as few as eight requests need
 
@@ -70,7 +85,8 @@ class Shape:
             if self.ep == "on"
             else "all_experts"
         )
-        return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}-{self.quantization}-{self.kv}"
+        steps = f"chunk_{self.chunk}-depth_{self.depth}"
+        return f"{self.dp}x{self.tp}-{experts}-{steps}-{self.quantization}-{self.kv}"
 
 
 def expected(path: Path, dtype: str, quantization: str = "none", kv: str = "auto") -> list[Any]:
@@ -154,8 +170,16 @@ def rotating() -> list[tuple[str, str, Shape]]:
     cases = []
     for i, ((dp, tp), backend) in enumerate(sizes):
         dbo = "on" if (i + i // len(BACKENDS)) % 2 else "off"
-        shape = Shape(dp, tp, backend, dbo, chunk=(64, 150, 31)[i % 3], redundant=(0, 3)[i // 2 % 2], depth=1 + i % 2,
-                      kv=("auto", "int8")[(i + 1) // 2 % 2])  # fmt: skip
+        shape = Shape(
+            dp,
+            tp,
+            backend,
+            dbo,
+            chunk=(64, 150, 31)[i % 3],
+            redundant=(0, 3)[i // 2 % 2],
+            depth=1 + i % 2,
+            kv=("auto", "int8")[(i + 1) // 2 % 2],
+        )
         cases.append((MOE[i % len(MOE)], DTYPES[i // len(MOE) % 2], shape))
     cases.append((MOE[0], "float32", Shape(backend="local", dbo="on")))
     return [*cases, (MOE[1], "bfloat16", Shape(tp=2, ep="off", chunk=40))]
@@ -168,8 +192,15 @@ def hybrids() -> list[tuple[str, str, Shape]]:
     cases = []
     for i, family in enumerate(HYBRIDS):
         dp, tp = [(2, 2), (2, 1), (1, 2)][i % 3]
-        shape = Shape(dp, tp, BACKENDS[i % len(BACKENDS)], ("on", "off")[i // 3 % 2], chunk=(64, 150, 31)[i // 2 % 3],
-                      redundant=(3, 0)[i // 3 % 2], depth=2 - i % 2)  # fmt: skip
+        shape = Shape(
+            dp,
+            tp,
+            BACKENDS[i % len(BACKENDS)],
+            ("on", "off")[i // 3 % 2],
+            chunk=(64, 150, 31)[i // 2 % 3],
+            redundant=(3, 0)[i // 3 % 2],
+            depth=2 - i % 2,
+        )
         cases.append((family, DTYPES[i % 2], shape))
     return cases
 
@@ -234,10 +265,12 @@ async def test_ranks_that_experts_cannot_be_sharded_over_evenly(
 @pytest.mark.parametrize(
     ("family", "backend", "dbo", "tp", "kv"),
     [
-        ("qwen3_moe", "torch", "off", 1, "auto"), ("qwen3_moe", "torch", "on", 1, "int8"),
-        ("qwen3_moe", BACKENDS[-1], "on", 2, "auto"), ("granite_moe_hybrid", BACKENDS[-1], "off", 1, "auto"),
+        ("qwen3_moe", "torch", "off", 1, "auto"),
+        ("qwen3_moe", "torch", "on", 1, "int8"),
+        ("qwen3_moe", BACKENDS[-1], "on", 2, "auto"),
+        ("granite_moe_hybrid", BACKENDS[-1], "off", 1, "auto"),
     ],
-)  # fmt: skip
+)
 async def test_losses_at_any_moment(
     family: str, backend: str, dbo: str, tp: int, kv: str, make_checkpoint: Any
 ) -> None:

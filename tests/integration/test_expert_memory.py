@@ -1,4 +1,4 @@
-"""A server with a part of the experts in memory gives the same answers, and counts what it reads."""
+"""A server with a part of the experts in memory: the same answers, and counted reads."""
 
 from __future__ import annotations
 

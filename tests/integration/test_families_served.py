@@ -22,9 +22,20 @@ PROMPTS = [[3 + (7 * i + j) % 250 for j in range(40 + 9 * i)] for i in range(4)]
 NUM_TOKENS = 60
 FORMATS = [name for name in FORMS if name.startswith(("fp4", "int4, ", "int8, ", "fp8"))]
 FAMILIES = [
-    "deepseek_v3", "granite_moe_hybrid", "gpt_oss", "qwen3_next", "qwen3_5_moe", "kimi_linear", "nemotron_h", "jamba",
-    "lfm2_moe", "bailing_moe_v2_5", "bailing_moe_linear_v2", "deepseek_v32", "glm_moe_dsa",
-]  # fmt: skip
+    "deepseek_v3",
+    "granite_moe_hybrid",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "kimi_linear",
+    "nemotron_h",
+    "jamba",
+    "lfm2_moe",
+    "bailing_moe_v2_5",
+    "bailing_moe_linear_v2",
+    "deepseek_v32",
+    "glm_moe_dsa",
+]
 CASES = [*((family, "") for family in FAMILIES), *(("qwen3_moe", form) for form in FORMATS)]
 
 

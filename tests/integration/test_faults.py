@@ -212,7 +212,10 @@ async def test_a_vanished_client_gives_its_blocks_back(server):
     for stream in (True, False):
         sock = socket.create_connection(("127.0.0.1", server.port))
         body = json.dumps(STORY | {"stream": stream, "max_tokens": 900}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+            f" application/json\r\nContent-Length: {len(body)}"
+        )
         sock.sendall(head.encode() + b"\r\n\r\n" + body)
         await until(lambda: running_requests(server) == 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
@@ -224,7 +227,10 @@ async def test_a_slow_reader_hurts_nobody_else(server):
     sock = socket.create_connection(("127.0.0.1", server.port))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     body = json.dumps(STORY | {"stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+        f" application/json\r\nContent-Length: {len(body)}"
+    )
     sock.sendall(head.encode() + b"\r\n\r\n" + body)
     async with aiohttp.ClientSession() as session:
         text = await asyncio.wait_for(

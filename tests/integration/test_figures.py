@@ -129,7 +129,8 @@ def _worst_kill(found: Any) -> list[float]:
 
 CLAIMS = [
     Claim(
-        "prefill ([samples](benchmarks/results/peers-15b-q4-0_intel-xeon-2c-avx512bf16_202611.json))"
+        "prefill ([samples](benchmarks/results/"
+        "peers-15b-q4-0_intel-xeon-2c-avx512bf16_202611.json))"
         " | {}, {} and {} times as fast",
         "peers-15b-q4-0",
         _beside_llamacpp_gguf,
@@ -174,14 +175,16 @@ CLAIMS = [
     ),
     Claim(
         "`lossless_compression: all`"
-        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} and {{}} |",
+        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} and"
+        f" {{}} |",
         ZEN_4,
         partial(_by_round, ours="moeserve-12-bit", others=PEERS),
         COMPARISON,
     ),
     Claim(
         "both in moeserve"
-        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} and {{}} |",
+        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} and"
+        f" {{}} |",
         ZEN_4,
         partial(_by_round, ours="moeserve-12-bit", others=["moeserve"]),
         COMPARISON,
@@ -266,13 +269,37 @@ CLAIMS = [
     ],
 ]
 FACTS = (  # digits of the comparison that name a case or a format
-    "1.29 billion parameters", "0.38 billion active", "Zen 5", "Zen 4", "12 bits", "16 bits",
-    "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99", "Q4_0", "AVX2", "AVX-512",
-    "AVX512-BF16", "Q4_K_M", "MXFP4", "Qwen3-30B-A3B", "gpt-oss-20b", "15 billion weights",
-    "1 request", "8 requests", "32 requests", "1,024 tokens",
-    "`ATEN_CPU_CAPABILITY=avx2`", "16 streams", "64 streams", "256 and 1,024 running requests",
-    "above 1 means", "32 streams",
-)  # fmt: skip
+    "1.29 billion parameters",
+    "0.38 billion active",
+    "Zen 5",
+    "Zen 4",
+    "12 bits",
+    "16 bits",
+    "Qwen3-MoE",
+    "bf16",
+    "`--quantization int8`",
+    "`int4`",
+    "p99",
+    "Q4_0",
+    "AVX2",
+    "AVX-512",
+    "AVX512-BF16",
+    "Q4_K_M",
+    "MXFP4",
+    "Qwen3-30B-A3B",
+    "gpt-oss-20b",
+    "15 billion weights",
+    "1 request",
+    "8 requests",
+    "32 requests",
+    "1,024 tokens",
+    "`ATEN_CPU_CAPABILITY=avx2`",
+    "16 streams",
+    "64 streams",
+    "256 and 1,024 running requests",
+    "above 1 means",
+    "32 streams",
+)
 NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has them
     "12 to 21 minutes on two cores": "the test suite's own time: pytest prints it",
     "within 5 s:": "a limit, which tests/integration/test_machines.py checks",
@@ -287,7 +314,8 @@ NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has
     "silence after 5 s": "a limit, which tests/integration/test_machines.py checks",
     "take 36.0 ms for a step that decodes": "predicted: what `moeserve plan` prints",
     "the goal of 1 s is missed (3.0 s at p99)": "the same",
-    "takes 4.7 minutes on one core; its first 40,000 requests take 3 s, and 39 s with schedulers": "benchmarks/LOG.md",
+    "takes 4.7 minutes on one core; its first 40,000 requests take 3 s, and 39 s with"
+    " schedulers": "benchmarks/LOG.md",
     "10 to 35 % too short": "a range of errors in the files of the table above it",
     "take 58 us and more in these tables": "others' measurements",
 }
@@ -324,8 +352,11 @@ def test_a_figure_is_what_its_file_holds(claim: Claim) -> None:
     figures = claim.figures(json.loads((ROOT / file).read_text("utf-8"))["results"])
     shown = match.groups()
     assert len(shown) == len(figures)
-    wrong = [f"{text} is {value:g} in {file}" for text, value in zip(shown, figures, strict=True)
-             if not _rounded_alike(text, value)]  # fmt: skip
+    wrong = [
+        f"{text} is {value:g} in {file}"
+        for text, value in zip(shown, figures, strict=True)
+        if not _rounded_alike(text, value)
+    ]
     assert wrong == []
 
 

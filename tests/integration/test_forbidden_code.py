@@ -7,7 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "moeserve"
 FORBIDDEN = re.compile(
-    r"\b(import pickle|from pickle|cloudpickle|torch\.load\(|recv_pyobj|send_pyobj|trust_remote_code=True)"
+    r"\b(import pickle|from pickle|cloudpickle|torch\.load\("
+    r"|recv_pyobj|send_pyobj|trust_remote_code=True)"
     r"|(?<![\w.])(eval|exec)\("
 )
 

@@ -13,7 +13,10 @@ def test_decisions_and_the_front_end_load_no_torch():
         "moeserve.cli.main",
         "moeserve.engine.core",
     ]
-    code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = (
+        f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in"
+        " sys.modules])"
+    )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     )
@@ -28,7 +31,8 @@ from packaging.requirements import Requirement
 needed = [Requirement(text) for text in requires("moeserve")]
 plain = {one.name.lower() for one in needed if not (one.marker and "extra" in str(one.marker))}
 extras = {one.name.lower() for one in needed} - plain - {"triton"}
-away = {top for top, of in packages_distributions().items() if {name.lower() for name in of} <= extras}
+tops = packages_distributions().items()
+away = {top for top, of in tops if {name.lower() for name in of} <= extras}
 assert {"pytest", "transformers"} <= away, away
 
 class Away:

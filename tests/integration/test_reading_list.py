@@ -63,7 +63,7 @@ def test_one_request_passes_the_listed_files(tmp_path: Path) -> None:
 
 
 def traced(folder: Path, port: int) -> set[str]:
-    """Returns the files that a server's processes pass while they answer one streamed chat request."""
+    """Return the files that a server's processes pass while they answer a streamed request."""
     tracer = f"{ROOT / 'tests/integration/tracer'}{os.pathsep}{ROOT}"
     env = {**os.environ, "MOESERVE_TRACE": str(folder), "PYTHONPATH": tracer}
     command = [sys.executable, "-m", "moeserve.cli.main", "serve", "--port", str(port)]

@@ -53,10 +53,15 @@ def test_what_is_cached_changes_no_bit(
     }
     prompts = [prompt_of(prompt) for prompt in tree(rng)]
     params = [
-        SamplingParams(temperature=rng.choice([0, 0.8]), seed=i, max_tokens=rng.choice([1, 2, 14, 16, 17, 30]),
-                       ignore_eos=True, logprobs=3)
+        SamplingParams(
+            temperature=rng.choice([0, 0.8]),
+            seed=i,
+            max_tokens=rng.choice([1, 2, 14, 16, 17, 30]),
+            ignore_eos=True,
+            logprobs=3,
+        )
         for i in range(len(prompts))
-    ]  # fmt: skip
+    ]
     with LLM(str(path), enable_prefix_caching=False, **common) as llm:
         expected = [bits(output) for output in llm.generate(prompts, params)]
     blocks = settings.get("block_size", 16) // 16  # of 16 tokens: memory_of counts these

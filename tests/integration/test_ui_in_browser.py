@@ -27,7 +27,7 @@ DONE = "article.assistant:last-child[aria-busy=false]"
 
 @asynccontextmanager
 async def opened(url: str, *, refusals: int = 0, **context: Any) -> AsyncIterator[Any]:
-    """A page on which nothing goes wrong but the named number of requests that the server refuses."""
+    """A page without errors but for this number of requests that the server refuses."""
     wrong: list[str] = []
     async with browsers.async_playwright() as play:
         browser = await play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -237,7 +237,8 @@ CONTRAST = """() => {
   };
   const ground = (node) => {
     const colour = getComputedStyle(node).backgroundColor;
-    return colour === "rgba(0, 0, 0, 0)" && node.parentElement ? ground(node.parentElement) : colour;
+    const clear = colour === "rgba(0, 0, 0, 0)";
+    return clear && node.parentElement ? ground(node.parentElement) : colour;
   };
   const poor = [];
   for (const node of document.querySelectorAll("body *")) {

@@ -14,7 +14,10 @@ from moeserve.cluster.launch import on_ray
 from moeserve.cluster.launch.connection import MAX_LINE_BYTES, ProcessConnection
 from moeserve.cluster.launch.on_ray import PartActor, RayConnection
 
-ECHO = "import sys\nprint('x' * 3_000_000)\nprint('here', flush=True)\nsys.stdout.write(sys.stdin.read(2))"
+ECHO = (
+    "import sys\nprint('x' * 3_000_000)\nprint('here',"
+    " flush=True)\nsys.stdout.write(sys.stdin.read(2))"
+)
 
 
 class Lost(Exception):

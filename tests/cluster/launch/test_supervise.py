@@ -20,7 +20,10 @@ from moeserve.cluster.launch.supervise import Launch
 from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError
 
-HELLO = f"print('\\x1e' + {json.dumps(json.dumps({'address': '10.0.0.1', 'port': 5}))}, flush=True); input()\n"
+HELLO = (
+    f"print('\\x1e' + {json.dumps(json.dumps({'address': '10.0.0.1', 'port': 5}))}, flush=True);"
+    " input()\n"
+)
 FOREVER = (
     "import sys; sys.stdin.read(1) == '.' and sys.stdin.read(1)\n"  # until it is told anything
 )
@@ -61,8 +64,14 @@ async def test_machine_0_that_is_killed_once_it_was_ready_starts_anew(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
-    lives = f"import pathlib\nnumber = pathlib.Path({str(tmp_path / 'lives')!r})\nfirst = not number.exists()"
-    ends = "number.write_text('')\nprint('\x1eready', flush=True)\nprint(f'\x1eended {137 if first else 3}', flush=True)"
+    lives = (
+        f"import pathlib\nnumber = pathlib.Path({str(tmp_path / 'lives')!r})\nfirst = not"
+        " number.exists()"
+    )
+    ends = (
+        "number.write_text('')\nprint('\x1eready', flush=True)\nprint(f'\x1eended {137 if first"
+        " else 3}', flush=True)"
+    )
     assert await launch(place("a", lives, ends), place("b", FOREVER)) == 3
     err = capfd.readouterr().err
     assert err.count("a (machine 0 of 2): starting") == 2
