@@ -5,6 +5,7 @@ A record has nothing that a client wrote but the request id, which has harmless 
 
 import io
 import logging
+import os
 import queue
 import threading
 import time
@@ -95,7 +96,7 @@ class AccessLog:
         """Open the file anew, for after it was renamed. Raise ConfigError."""
         with ConfigError.instead_of(OSError, f"access_log {self.path}"):
             if self.path == "-":
-                return open(1, "wb", buffering=0, closefd=False)
+                return open(os.dup(1), "wb", buffering=0)
             return open(self.path, "ab", buffering=0)
 
     def use(self, file: io.FileIO) -> None:

@@ -65,7 +65,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
@@ -298,7 +298,7 @@ class Live:
             await writer.drain()
         out = b""
         with suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 out = await reader.read()
         writer.close()
         return out

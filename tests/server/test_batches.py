@@ -50,14 +50,14 @@ async def start(client: openai.AsyncOpenAI, *lines: Any, **fields: Any) -> Any:
 
 
 async def reached(client: openai.AsyncOpenAI, id: str, *states: str) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while (batch := await client.batches.retrieve(id)).status not in states:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return batch
 
 
 async def until(reached: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not reached():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -210,8 +210,9 @@ async def test_lines_share_prefixes_with_their_keys_requests(keeping: Any, keys:
                 salts[key] = submitted(live)[-1].salt
                 made = await start(client, line("a"), line("b", cache_salt="mine"))
                 await reached(client, made.id, "completed")
-                assert submitted(live)[-2].salt == salts[key]
-                assert submitted(live)[-1].salt not in salts.values()
+                of_lines = {msg.salt for msg in submitted(live)[-2:]}  # in any order
+                assert salts[key] in of_lines
+                assert len(of_lines) == 2
         assert len(set(salts.values())) == max(1, len(keys))
 
 

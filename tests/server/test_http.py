@@ -209,7 +209,7 @@ async def test_a_client_that_sends_no_more_gets_its_answers(live):
     live.engine.gate.clear()
     one = post(CHAT, BODY).replace(b"Connection: close\r\n", b"")
     reader, writer = await half_closed(live, one + one)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not live.engine.rows:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await asyncio.sleep(2 * http_module.FIRST_PROBE_S)
@@ -226,7 +226,7 @@ async def test_a_client_that_sends_no_more_gets_its_answers(live):
 async def test_a_stream_goes_to_a_client_that_sends_no_more(live):
     body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 5}).encode()
     reader, writer = await half_closed(live, post("/v1/completions", body))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     writer.close()
 
@@ -236,7 +236,7 @@ async def test_a_client_that_sends_no_more_and_then_leaves_aborts(live, stream):
     live.engine.gate.clear()
     body = json.dumps({"prompt": "a", "stream": stream, "max_tokens": 5}).encode()
     _, writer = await half_closed(live, post("/v1/completions", body))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not live.engine.rows:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         writer.close()
@@ -255,7 +255,7 @@ def test_the_loop_that_serves_does_the_same(tokenizer):
 
 async def test_half_a_body_and_no_more_is_no_request(live):
     reader, writer = await half_closed(live, post(CHAT, BODY)[:-5])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert await reader.read() == b""
     writer.close()
 
@@ -263,17 +263,17 @@ async def test_half_a_body_and_no_more_is_no_request(live):
 async def test_idle_connections_stay_open_for_the_time_of_the_settings(live):
     # Go's client uses a connection that was idle for 90 s again
     assert ServerConfig().keepalive_timeout > 90
-    async with http_server_with_short_patience(live, keepalive_s=0.3) as port:
+    async with http_server(live, keepalive_s=1.0) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             for _ in range(2):
                 writer.write(head("GET", "/livez"))
                 answer = await reader.readuntil(b"}")
                 assert answer.startswith(b"HTTP/1.1 200 OK")
                 answered_s = loop.time()
             assert await reader.read() == b""
-        assert loop.time() - answered_s >= 0.25
+        assert loop.time() - answered_s >= 0.9
         writer.close()
 
 
@@ -288,15 +288,15 @@ async def test_request_ids(live):
 
 async def test_a_slow_head_is_refused(live, monkeypatch):
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT_S", 0.2)
-    async with http_server_with_short_patience(live) as port:
+    async with http_server(live, head_s=0.2) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /livez HT")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 20)
         assert error_of(answer)[0] == 408
         writer.close()
 
 
-def http_server_with_short_patience(live, keepalive_s=60.0):
+def http_server(live, *, keepalive_s=60.0, head_s=30.0):
     from contextlib import asynccontextmanager
 
     from moeserve.server.app import App
@@ -309,7 +309,7 @@ def http_server_with_short_patience(live, keepalive_s=60.0):
         sock = bind(live.context.config)
         server = HttpServer(App(live.context, ROUTES), keepalive_s)
         acceptor = await asyncio.get_running_loop().create_server(server, sock=sock)
-        heads = asyncio.create_task(server.watch_heads(0.2))
+        heads = asyncio.create_task(server.watch_heads(head_s))
         yield sock.getsockname()[1]
         heads.cancel()
         acceptor.close()
@@ -383,7 +383,7 @@ async def test_a_ping_to_a_stalled_reader_holds_nobody_up():
     stuck = _Stream(True)
     fine = _Stream(False)
     watching = asyncio.create_task(StreamWatch({stuck, fine}, 0.02, stall_s=0.1).run())
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         await stuck.dropped.wait()
         while fine.pings < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -66,7 +66,7 @@ def test_bad_key_files_are_explained_without_showing_keys(tmp_path, text, words)
 async def test_the_next_request_is_too_many(launch, tmp_path):
     path = tmp_path / "keys.yaml"
     path.write_text(
-        "keys: [{name: a, key: a, requests_per_minute: 2, tokens_per_minute: 1000}, {key: b}]"
+        "keys: [{name: a, key: a, requests_per_minute: 2, tokens_per_minute: 100}, {key: b}]"
     )
     async with launch(api_key_file=str(path)) as live:
         for left in ("1", "0"):
@@ -76,16 +76,15 @@ async def test_the_next_request_is_too_many(launch, tmp_path):
             assert response.headers["x-ratelimit-remaining-requests"] == left
             assert response.headers["x-ratelimit-reset-requests"].endswith("s")
         used = 2 * body["usage"]["total_tokens"]
-        assert 1000 - int(response.headers["x-ratelimit-remaining-tokens"]) in range(
-            used - 1, used + 2
-        )
+        # some may have come back meanwhile
+        assert 0 <= used - (100 - int(response.headers["x-ratelimit-remaining-tokens"])) <= 20
         status, body, response = await live.post(CHAT, ASK, X_Api_Key="a")
         assert (status, body["error"]["type"], body["error"]["code"]) == (
             429,
             "requests",
             "rate_limit_exceeded",
         )
-        assert 28 <= int(response.headers["Retry-After"]) <= 46
+        assert 15 <= int(response.headers["Retry-After"]) <= 46
         assert response.headers["x-ratelimit-remaining-requests"] == "0"
         status, _, response = await live.post(CHAT, ASK, X_Api_Key="b")
         assert status == 200

@@ -59,7 +59,7 @@ async def test_the_board_and_the_rules_read_what_is_served(live):
     live.engine.outbox.put(
         Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4))
     )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while live.front.ready.num_experts != 4:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     known = await served(live)

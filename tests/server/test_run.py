@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -128,7 +129,7 @@ async def test_a_signal_while_loading_ends_at_once(server):
     server.files_read.set()
     await until(lambda: server.context.front is not None)
     os.kill(os.getpid(), signal.SIGINT)
-    assert await asyncio.wait_for(life, 5) == 0
+    assert await asyncio.wait_for(life, 20) == 0
 
 
 async def test_a_second_signal_stops_now(server, session, monkeypatch):
@@ -182,9 +183,19 @@ async def test_nobody_to_read_the_banner_is_no_reason_to_end(server, session, mo
     # closed without an error: what waited in it went nowhere
 
 
+def test_a_closed_stdout_gives_its_number_to_no_other_file():
+    program = (
+        "import os, sys; from moeserve.cli.serve import _use_stdout; _use_stdout(); "
+        "print('lost', flush=True); print(os.readlink('/proc/self/fd/1'), file=sys.stderr)"
+    )
+    command = ["bash", "-c", f'exec "{sys.executable}" -c "$0" >&-', program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "/dev/null\n"
+
+
 async def test_an_engine_that_is_gone_for_good_ends_the_server_with_its_cause(server):
     life = server.start()
     server.files_read.set()
     server.engine.outbox.put(EngineGone(exit_code=3, cause="model.safetensors is truncated"))
     with pytest.raises(CheckpointError, match="truncated"):
-        await asyncio.wait_for(life, 5)
+        await asyncio.wait_for(life, 20)

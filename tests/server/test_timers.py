@@ -191,7 +191,7 @@ async def test_a_slow_head_that_cannot_be_refused_is_closed(live, monkeypatch, c
     broken = Broken(1, refuse)
     monkeypatch.setattr(Connection, "refuse_slow_head", lambda self: broken(self))
     heads = asyncio.create_task(server.watch_heads(0.2))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         answers = [await reader.read() for reader, _ in (first, second)]
     assert sorted(answer[:12] for answer in answers) == [b"", b"HTTP/1.1 408"]
     assert "planted" in caplog.text
