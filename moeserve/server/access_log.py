@@ -8,17 +8,14 @@ import logging
 import os
 import queue
 import threading
-import time
 from contextlib import suppress
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Protocol
+from datetime import datetime
+from typing import Protocol
 
 import msgspec
+from aiohttp import web
 
 from moeserve.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moeserve.server.call import HttpCall
 
 log = logging.getLogger(__name__)
 
@@ -47,34 +44,11 @@ class Answered(msgspec.Struct, omit_defaults=True, kw_only=True):
 class Observer(Protocol):
     """Called with every finished request."""
 
-    def __call__(self, record: Answered, call: "HttpCall") -> None:
+    def __call__(self, record: Answered, request: web.BaseRequest) -> None:
         """Note a request. Must not raise or block."""
 
     def close(self) -> None:
         """Release what it holds."""
-
-
-def answered(call: "HttpCall", route: str, status: int) -> Answered:
-    """Return the record of a request that ends now."""
-    took_s = time.monotonic() - call.began
-    found = Answered(
-        time=datetime.fromtimestamp(time.time() - took_s, UTC),
-        request_id=call.id,
-        method=call.request.method,
-        route=route,
-        status=status,
-        duration_ms=round(1e3 * took_s, 2),
-        key=call.caller.name,
-        remote=call.request.remote or "",
-        error=call.error,
-    )
-    if (counts := call.counts) is not None:
-        found.prompt_tokens = counts.prompt_tokens
-        found.completion_tokens = counts.completion_tokens
-        found.cached_tokens = counts.cached_tokens
-    if call.first_at is not None:
-        found.ttft_ms = round(1e3 * (call.first_at - call.began), 2)
-    return found
 
 
 class AccessLog:
@@ -103,7 +77,7 @@ class AccessLog:
         """Write later lines to a file that `read` opened."""
         self._put(file)
 
-    def __call__(self, record: Answered, call: "HttpCall") -> None:
+    def __call__(self, record: Answered, request: web.BaseRequest) -> None:
         self._put(msgspec.json.encode(record) + b"\n")
 
     def close(self) -> None:

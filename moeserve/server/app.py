@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from urllib.parse import unquote
 
 from aiohttp import web
 
 from moeserve.errors import NotFound, RequestError
-from moeserve.server.access_log import answered
+from moeserve.server.access_log import Answered
 from moeserve.server.call import HttpCall
 from moeserve.server.context import Context
 from moeserve.server.errors import (
@@ -130,6 +132,29 @@ class App:
             )
             log.debug("request %s: %s", call.id, shorten_line(", ".join(call.unknown)))
         if self.context.observers and (route is None or not route.probe):
-            record = answered(call, path, status)
+            record = _answered(call, path, status)
             for observer in self.context.observers:
-                observer(record, call)
+                observer(record, call.request)
+
+
+def _answered(call: HttpCall, route: str, status: int) -> Answered:
+    """Return the record of a request that ends now."""
+    took_s = time.monotonic() - call.began
+    found = Answered(
+        time=datetime.fromtimestamp(time.time() - took_s, UTC),
+        request_id=call.id,
+        method=call.request.method,
+        route=route,
+        status=status,
+        duration_ms=round(1e3 * took_s, 2),
+        key=call.caller.name,
+        remote=call.request.remote or "",
+        error=call.error,
+    )
+    if (counts := call.counts) is not None:
+        found.prompt_tokens = counts.prompt_tokens
+        found.completion_tokens = counts.completion_tokens
+        found.cached_tokens = counts.cached_tokens
+    if call.first_at is not None:
+        found.ttft_ms = round(1e3 * (call.first_at - call.began), 2)
+    return found

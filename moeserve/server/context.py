@@ -1,56 +1,66 @@
 """The state of the server, which all handlers share."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from moeserve.config import ServerConfig
 from moeserve.errors import ModelNotFound, Overloaded
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
+from moeserve.server.access_log import Observer
 from moeserve.server.auth import Auth
 from moeserve.server.cors import Cors
 from moeserve.server.errors import shorten
+from moeserve.server.file_objects import Batch
+from moeserve.server.file_store import FileStore
 from moeserve.server.http import SseStream
 from moeserve.server.requests import BodyRoom
 from moeserve.server.response_store import ResponseStore
 from moeserve.server.running import RunningRequest
 from moeserve.server.tls import Tls
 
-if TYPE_CHECKING:
-    from moeserve.server.access_log import Observer
-    from moeserve.server.batches import Batches
+
+class BatchRunner(Protocol):
+    """Runs batches, and has the files of their lines."""
+
+    store: FileStore
+
+    async def create(self, owner: str, batch: Batch) -> None:
+        """Store a new batch, and start it."""
+
+    async def cancel(self, owner: str, batch: Batch) -> None:
+        """End a batch without answering more of its lines."""
+
+    async def stop(self) -> None:
+        """Stop all batches; the next start of the server continues them."""
+
+    async def close(self) -> None:
+        """Close the files."""
 
 
 @dataclass
 class Context:
-    """The state of the server. front: None while its process still reads the model's files; probes
-    answer already.
-    """
+    """The state of the server, which all handlers share."""
 
     config: ServerConfig
     auth: Auth
-    front: FrontEnd | None = None
+    front: FrontEnd | None = None  # None while the model's files are read; probes answer already
     draining: bool = False
     started: bool = False  # has been ready at least once
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.monotonic)
-    running: dict[str, list[RunningRequest]] = field(
-        default_factory=dict
-    )  # by id, which two requests may share
+    # Requests that run, by id, which two requests may share.
+    running: dict[str, list[RunningRequest]] = field(default_factory=dict)
     bodies: BodyRoom = field(default_factory=BodyRoom)
     streams: set[SseStream] = field(default_factory=set)
-    responses: Counter[tuple[str, int]] = field(
-        default_factory=Counter
-    )  # (route, status) -> how many
-    batches: Batches | None = None  # and the files; None: they are off
+    # The number of responses by (route, status).
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    batches: BatchRunner | None = None  # None: batches and files are off
     tls: Tls | None = None
-    observers: list[Observer] = field(
-        default_factory=list
-    )  # called with every request that is over, but for probes
+    # Called with every finished request but probes.
+    observers: list[Observer] = field(default_factory=list)
     store: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,15 +74,13 @@ class Context:
             return "draining"
         if self.front is None:
             return "loading"
-        return (
-            "stalled"
-            if self.front.state == "ready" and not self.front.healthy
-            else self.front.state
-        )
+        if self.front.state == "ready" and not self.front.healthy:
+            return "stalled"
+        return self.front.state
 
     @property
     def phase(self) -> Phase:
-        """The progress of the start, or of a group that forms anew; otherwise the phase is named
+        """The progress of the start, or of a group that forms again. Otherwise the phase is named
         like the state.
         """
         forming = self.front is not None and self.front.phase.percent < 100
@@ -83,10 +91,10 @@ class Context:
         return self.front.phase
 
     def serving(self, model: str | None = None) -> tuple[FrontEnd, Ready]:
-        """Returns the front end and what is known of the model.
+        """Return the front end, and the engine's facts about the model.
 
         Raises Overloaded (503) while no model is loaded or the server drains, and ModelNotFound if
-        `model`, which may be left out, is not the one that is served.
+        `model` is given and is not the one that is served.
         """
         if self.draining:
             raise Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)

@@ -3,14 +3,13 @@
 Needs the extra `otel`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from aiohttp import web
 
 from moeserve.errors import ConfigError
 from moeserve.server.access_log import Answered
 from moeserve.version import __version__
-
-if TYPE_CHECKING:
-    from moeserve.server.call import HttpCall
 
 NS = 1_000_000_000
 
@@ -34,9 +33,9 @@ class Spans:
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
 
-    def __call__(self, record: Answered, call: "HttpCall") -> None:
+    def __call__(self, record: Answered, request: web.BaseRequest) -> None:
         names = ("traceparent", "tracestate")
-        carrier = {name: value for name in names if (value := call.request.headers.get(name))}
+        carrier = {name: value for name in names if (value := request.headers.get(name))}
         began_ns = round(record.time.timestamp() * NS)
         attributes: dict[str, Any] = {
             "http.request.method": record.method,

@@ -152,6 +152,21 @@ async def test_an_answer_that_is_cut_off_or_aborted_shows_what_there_is():
         assert answer["choices"][0]["finish_reason"] == "abort"
 
 
+async def test_a_forced_call_that_is_cut_off_in_its_first_mark_leaves_no_piece_of_it():
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|im_end|>'
+    async with answering(call) as live:
+        for num_tokens in range(1, 12):
+            body = asked(max_tokens=num_tokens, tool_choice="required")
+            _, whole, _ = await live.post(CHAT, body)
+            choice = whole["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+            assert plain(join(await live.events(CHAT, body))) == plain(choice)
+        _, whole, _ = await live.post(CHAT, asked(max_tokens=3))
+        assert whole["choices"][0]["message"]["content"].startswith("<")  # it may be a text
+        _, whole, _ = await live.post(CHAT, asked(tool_choice="required"))
+        assert len(whole["choices"][0]["message"]["tool_calls"]) == 1
+
+
 async def test_reasoning_can_be_left_out():
     async with answering(CALLS) as live:
         body = asked(include_reasoning=False)
