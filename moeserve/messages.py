@@ -9,6 +9,8 @@ Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per st
 one struct per request costs a hundred times more.
 """
 
+from typing import Any
+
 import msgspec
 
 from moeserve.sampling import TokenSampling
@@ -231,6 +233,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     drafts: dict[
         int, tuple[int, int]
     ] = {}  # rid -> drafts that were verified, and how many of them were right
+    kv_params: dict[int, dict[str, Any]] = {}  # rid -> a connector's words for whoever continues it
     errors: dict[int, str] = {}
     record: StepRecord | None = None
 

@@ -21,6 +21,7 @@ class Need(enum.Enum):
     """What a request can wait for."""
 
     GRAMMAR = "grammar"  # the runner compiles it and replays the answer so far
+    KV = "kv"  # a connector fetches blocks of its prefix
 
 
 class GrammarSource(Protocol):

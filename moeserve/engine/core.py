@@ -89,7 +89,8 @@ class EngineCore(Actor[messages.EngineIn]):
     @property
     def _check_s(self) -> float:
         """Time at which a sleeping engine must look at its requests without a message."""
-        return self._deadline_s if self.scheduler.has_work else math.inf
+        check_s = self.scheduler.check_s
+        return min(check_s, self._deadline_s) if self.scheduler.has_work else math.inf
 
     async def run(self) -> None:
         """Serves until `over`. An error of the runner or the scheduler ends the actor; `Stopped`
@@ -171,7 +172,7 @@ class EngineCore(Actor[messages.EngineIn]):
             self.emit(messages.Refused(msg.rid, "the engine is shutting down", "server_draining"))
             return
         try:
-            self.scheduler.submit(msg)
+            self.scheduler.submit(msg, self._clock())
         except RequestError as error:
             self.emit(messages.Refused(msg.rid, error.message, error.code or error.type))
 
@@ -182,7 +183,7 @@ class EngineCore(Actor[messages.EngineIn]):
 
     def _start(self) -> Step | None:
         at_s = self._clock()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(at_s)
         if plan is None:
             assert self._in_flight or not self.scheduler.can_run, (
                 "requests wait, and nothing will ever wake them"

@@ -177,7 +177,7 @@ class GroupCore(EngineCore):
         at_s = self._clock()
         plan = None
         if self._next_join is None:
-            plan = self._unfinished.popleft() if self._unfinished else self.scheduler.plan()
+            plan = self._unfinished.popleft() if self._unfinished else self.scheduler.plan(at_s)
         vote = self._vote(plan)
         state = (vote.pause, vote.drained, vote.placed)
         if plan is None and state == self._parked_state and not coordinator.woken:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import STATES_HELD, BlockPool, Key, KVGroup, blocks_needed, longest_hit
+from moeserve.engine.connector import KVConnector, When
 from moeserve.engine.plan import I32, BlockDiff, BlockMove, Slots
 from moeserve.engine.requests import InputBatch, Request
 from moeserve.engine.store import HostStore
@@ -42,8 +43,8 @@ _NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
 class Hit:
     """The cached beginning of a request: blocks[g][i] for the first num_blocks blocks of group g.
 
-    A block of 0 was passed by the window and is never read; IN_STORE is to be loaded into a new
-    block. border: the blocks that would be found if all their states were cached.
+    A block of 0 was passed by the window and is never read; IN_STORE is near, and is to be loaded
+    into a new block. border: the blocks that would be found if all their states were cached.
     """
 
     num_blocks: int
@@ -75,28 +76,38 @@ def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
     return hashes
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a connector has of a request's prefix beyond the device's blocks."""
+
+    keys: list[Key]
+    when: When
+
+
 class KVCacheManager:
-    """The input batch, the block pool and the prefix cache with the store behind it, kept
+    """The input batch, the block pool and the prefix cache with the connector behind it, kept
     consistent.
 
     Changes that the runner must repeat on the device are collected until `take_changes`, once per
-    plan: new table entries, and blocks to copy to the host store (`stores`) and back (`loads`).
+    plan: new table entries, and blocks to save by the connector (`stores`) and to load (`loads`).
+    connector: None for a host store, if the limits have room for one.
     """
 
-    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
+    def __init__(
+        self, limits: Limits, groups: tuple[KVGroup, ...], connector: KVConnector | None = None
+    ) -> None:
         self.groups = groups
         self.num_kv_groups = sum(not group.has_states for group in groups)
         assert self.num_kv_groups >= max(1, len(groups) - 1), groups  # at most one has states
         sizes = [(limits.num_blocks, limits.num_store_blocks)]
         if self.num_kv_groups < len(groups):
             sizes.append((limits.num_states, limits.num_store_states))
-        self.stores = [
-            HostStore(stored) if stored and limits.enable_prefix_caching else None
-            for _, stored in sizes
-        ]
+        if connector is None and any(stored for _, stored in sizes):
+            connector = HostStore([stored for _, stored in sizes], [group.pool for group in groups])
+        self.connector = connector if limits.enable_prefix_caching else None
         self.pools = [
-            BlockPool(number, None if store is None else partial(self._evicted, pool))
-            for pool, ((number, _), store) in enumerate(zip(sizes, self.stores, strict=True))
+            BlockPool(number, None if self.connector is None else partial(self._evicted, pool))
+            for pool, (number, _) in enumerate(sizes)
         ]
         self._reserved_states = STATES_HELD * limits.max_num_seqs
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, groups)
@@ -125,16 +136,9 @@ class KVCacheManager:
         The hash chain begins here, again after a reset. A request that runs during a reset keeps
         its old hashes, which no later request has.
         """
-        limit = (len(request.tokens) - 1) // self._block_size
-        if self._caches_prefixes and request.num_resets != self._num_resets:
-            request.num_resets = self._num_resets
-            request.root = root_of(request.salt, self._num_resets)
-            request.hashes.clear()
-        if (
-            not self._caches_prefixes or request.sampling.prompt_logprobs is not None
-        ):  # these need all positions
+        limit = self._hash_prefix(request)
+        if not limit:
             return Hit(0, ((),) * len(self.groups))
-        self._extend(request, request.tokens, limit)
         border = self._common_hit(
             request, limit, [g for g, group in enumerate(self.groups) if not group.has_states]
         )
@@ -146,9 +150,55 @@ class KVCacheManager:
         blocks = []
         for g, group in enumerate(self.groups):
             first = int(group.rule.first_live(length * self._block_size)) // self._block_size
-            found = [self._find((key, g)) for key in request.hashes[first:length]]
+            found = [self._find(request, (key, g)) for key in request.hashes[first:length]]
             blocks.append((*(0,) * first, *(block for block in found if block is not None)))
         return Hit(length, tuple(blocks), border)
+
+    def _hash_prefix(self, request: Request) -> int:
+        """Hash the blocks of a waiting request that may be cached. Return their number."""
+        if not self._caches_prefixes:
+            return 0
+        if request.num_resets != self._num_resets:
+            request.num_resets = self._num_resets
+            request.root = root_of(request.salt, self._num_resets)
+            request.hashes.clear()
+        if request.sampling.prompt_logprobs is not None:  # these need all positions
+            return 0
+        limit = (len(request.tokens) - 1) // self._block_size
+        self._extend(request, request.tokens, limit)
+        return limit
+
+    def fetchable(self, request: Request) -> Fetch:
+        """Return the blocks that a connector could fetch for a request, beyond the device's own.
+
+        Full groups decide how long the prefix can be, and the others need its end only.
+        """
+        connector = self.connector
+        length = self._hash_prefix(request)
+        keys: list[Key] = []
+        answers: set[When] = set()
+        if connector is None or not connector.may_wait or not request.uses_connector:
+            return Fetch(keys, When.NOW)
+        for g in sorted(range(len(self.groups)), key=lambda g: not self.groups[g].rule.is_full):
+            group = self.groups[g]
+            first = int(group.rule.first_live(length * self._block_size)) // self._block_size
+            pool = self.pools[group.pool]
+            while first < length and pool.find((request.hashes[first], g)) is not None:
+                first += 1
+            wanted = [(key, g) for key in request.hashes[first:length]]
+            if not wanted:
+                continue
+            number, when = connector.lookup(wanted)
+            if when is When.LATER:
+                keys += wanted[:number]
+            if number or when is When.ASK_AGAIN:
+                answers.add(when)
+            if group.rule.is_full and when is not When.ASK_AGAIN:
+                length = min(length, first + number)
+        for when in (When.ASK_AGAIN, When.LATER):
+            if when in answers:
+                return Fetch(keys, when)
+        return Fetch(keys, When.NOW)
 
     def _common_hit(self, request: Request, limit: int, numbers: Iterable[int]) -> int:
         """Returns the longest hit that the groups of these numbers share."""
@@ -191,10 +241,16 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Drops everything: later requests find nothing that was computed until now."""
         self._num_resets += 1
-        for pool, store in zip(self.pools, self.stores, strict=True):
+        self.discard_cache()
+
+    def discard_cache(self) -> None:
+        """Drop every cached block. Unlike a reset, this lets blocks of running requests be cached
+        again later.
+        """
+        for pool in self.pools:
             pool.forget()
-            if store is not None:
-                store.clear()
+        if self.connector is not None:
+            self.connector.clear()
 
     def _extend(self, request: Request, tokens: I32, num_blocks: int) -> None:
         hashes = request.hashes
@@ -205,16 +261,17 @@ class KVCacheManager:
         )
 
     def _finder(self, request: Request, g: int) -> Callable[[int], bool]:
-        return lambda i: self._find((request.hashes[i], g)) is not None
+        return lambda i: self._find(request, (request.hashes[i], g)) is not None
 
-    def _find(self, key: Key) -> int | None:
+    def _find(self, request: Request, key: Key) -> int | None:
         pool = self.groups[key[1]].pool
         block = self.pools[pool].find(key)
-        store = self.stores[pool]
         if pool and block in self._new_states:
             return None
-        if block is None and store is not None and store.lookup(key):
-            return IN_STORE
+        if block is None and self.connector is not None and request.uses_connector:
+            found = self.connector.lookup((key,))
+            if found.number and found.when is When.NOW:
+                return IN_STORE
         return block
 
     # ---- one request
@@ -241,13 +298,12 @@ class KVCacheManager:
         absent: list[tuple[int, int, int]] = []
         for g, table in enumerate(tables):
             pool = self.pools[self.groups[g].pool]
-            store = self.stores[self.groups[g].pool]
             for i, block in enumerate(table.tolist()):
                 if block > 0:
                     pool.touch(block)
                 elif block == IN_STORE:
-                    assert store is not None
-                    absent.append((g, i, store.load((request.hashes[i], g))))
+                    assert self.connector is not None
+                    absent.append((g, i, self.connector.load((request.hashes[i], g))))
         for g, i, host_block in absent:
             number = self.groups[g].pool
             block = int(self.pools[number].take(1)[0])
@@ -424,7 +480,7 @@ class KVCacheManager:
     def take_changes(
         self,
     ) -> tuple[tuple[BlockDiff, ...], tuple[BlockMove, ...], tuple[BlockMove, ...]]:
-        """Returns the table entries, stores and loads since the last call, and ends the store's
+        """Returns the table entries, stores and loads since the last call, and ends the plan's
         leases.
         """
         diffs = tuple(
@@ -436,24 +492,22 @@ class KVCacheManager:
         self._moves_out = []
         self._loads = []
         self._new_states.clear()
-        for store in self.stores:
-            if store is not None:
-                store.release()
+        if self.connector is not None:
+            self.connector.end_plan()
         return diffs, stores, loads
 
     def audit(self) -> None:
-        """Raises AssertionError unless slots, tables, pool, cache and store agree."""
+        """Raises AssertionError unless slots, tables, pool, cache and connector agree."""
         holds = self.batch.audit([pool.num_blocks for pool in self.pools])
-        for pool, store, held in zip(self.pools, self.stores, holds, strict=True):
+        for pool, held in zip(self.pools, holds, strict=True):
             pool.audit()
             pool.check_holds(held)
-            if store is not None:
-                store.audit()
+        if self.connector is not None:
+            self.connector.audit()
 
     def _evicted(self, pool: int, key: Key, block: int) -> None:
-        store = self.stores[pool]
-        assert store is not None
-        host_block = store.store(key)
+        assert self.connector is not None
+        host_block = self.connector.save(key)
         if host_block is not None:
             self._moves_out.append(BlockMove(block, host_block, pool))
 

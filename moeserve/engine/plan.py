@@ -153,6 +153,7 @@ class StepResult:
     load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step
     events: tuple[TraceEvent, ...] = ()
     expert_cache: tuple[int, ...] = ()  # as StepRecord has it
+    kv_lost: bool = False  # some of the plan's `loads` did not bring what they should
 
     @property
     def took_us(self) -> int:

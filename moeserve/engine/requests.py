@@ -59,6 +59,8 @@ class Request:
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     was_sent: bool = False  # its first token was sent, and num_cached with it
     grammar_ticket: int = 0  # of its prepared grammar; 0: it has none
+    kv_ticket: int = 0  # of the blocks that a connector fetched for it; 0: none
+    uses_connector: bool = True  # False after a loss: its prefix is computed, not loaded again
     num_scored: int = 1  # prompt positions whose logprobs were sent (position 0 has none)
     borders: tuple[
         int, ...

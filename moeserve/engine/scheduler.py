@@ -1,5 +1,5 @@
-"""Decides what runs next. Pure: no torch, no clock, no I/O; requests and results in, plans and
-outputs out.
+"""Decides what runs next. Pure: no torch, no clock, no I/O; requests, results and times in, plans
+and outputs out.
 
 There is no prefill phase and no decode phase, only positions of a request that are not computed
 yet. A plan may be made before the results of earlier ones are known (`Limits.depth`); results come
@@ -12,9 +12,11 @@ One step: `Scheduler.plan` grants rows in a PlanBuilder and takes blocks from th
 applies the step's result.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from moeserve.config import Limits
 from moeserve.engine.awaiting import AwaitingSet, GrammarSource, Need
 from moeserve.engine.blocks import KVGroup
+from moeserve.engine.connector import KVConnector, When
 from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, outputs_of, unsent_hits
@@ -31,6 +34,7 @@ from moeserve.engine.token_budget import TokenBudget
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
+KV_POLL_S = 0.002  # interval at which an engine that sleeps looks at fetches of KV blocks
 _ANY_TOKEN = 2**31 - 1
 _NO_TOKEN = -1
 
@@ -63,6 +67,15 @@ class InFlightStep:
     builder: PlanBuilder
 
 
+@dataclass(slots=True)
+class Fetching:
+    """KV blocks that a connector fetches for a request, until it is admitted."""
+
+    request: Request
+    deadline_s: float  # when the request stops waiting; once they arrived, when their lease ends
+    begun: bool  # False: the connector must be asked again
+
+
 class Scheduler:
     """Plans steps for requests that may come and go at any time.
 
@@ -81,13 +94,14 @@ class Scheduler:
         *,
         eos_ids: Iterable[int] = (),
         vocab_size: int = _ANY_TOKEN,
+        connector: KVConnector | None = None,
     ) -> None:
         assert {group.block_size for group in groups} == {limits.block_size}, groups
         self.limits = limits
         self.groups = groups
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size = vocab_size
-        self.kv_manager = KVCacheManager(limits, groups)
+        self.kv_manager = KVCacheManager(limits, groups, connector)
         self.waiting = WaitingQueue()
         self.awaiting = AwaitingSet()
         self.grammars: GrammarSource | None = None  # None: the runner compiles when a step needs it
@@ -104,6 +118,8 @@ class Scheduler:
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
         self._num_tickets = 0
+        self._fetches: dict[int, Fetching] = {}  # by ticket
+        self._now_s = 0.0  # the newest time that a call gave
         self._blocked: tuple[Request | None, int] = (
             None,
             0,
@@ -130,6 +146,11 @@ class Scheduler:
         return bool(self.num_running or len(self.waiting))
 
     @property
+    def check_s(self) -> float:
+        """Time at which to plan again even if no message comes; infinity for never."""
+        return self._now_s + KV_POLL_S if self._fetches else math.inf
+
+    @property
     def awaits_result(self) -> bool:
         """Whether the next plan needs the result of the step in flight: some row has drafts, whose
         number and whose successor only that step tells."""
@@ -137,8 +158,12 @@ class Scheduler:
 
     # ---- requests
 
-    def submit(self, msg: Submit) -> None:
-        """Queues a request. Raises InvalidRequest if it is malformed or could never fit."""
+    def submit(self, msg: Submit, now_s: float = 0.0) -> None:
+        """Queues a request. Raises InvalidRequest if it is malformed or could never fit.
+
+        now_s: monotonic time, like that of `plan`.
+        """
+        self._now_s = max(self._now_s, now_s)
         rid = msg.rid
         if rid in self.waiting or rid in self.awaiting or rid in self.kv_manager.batch.slot_of:
             raise InvalidRequest(f"request {rid} is running already", code="duplicate_request")
@@ -163,6 +188,7 @@ class Scheduler:
         if error:
             self.awaiting.remove(request.rid)
             self._drop_grammars([ticket])
+            self._end_fetch(request.kv_ticket)
             return _endings([request.rid], FinishReason.ERROR, {request.rid: error})
         self._admit_if_ready(ticket)
         return None
@@ -175,11 +201,12 @@ class Scheduler:
         for rid in rids:
             slot = self.kv_manager.batch.slot_of.get(rid)
             if slot is not None:
-                self.kv_manager.free(slot)
+                self._free(slot)
             elif rid in self.waiting or rid in self.awaiting:
                 pending = self.waiting if rid in self.waiting else self.awaiting
                 request = pending.remove(rid)
                 self._drop_grammars([request.grammar_ticket])
+                self._end_fetch(request.kv_ticket)
             else:
                 continue
             ended.append(rid)
@@ -198,8 +225,14 @@ class Scheduler:
 
     # ---- one step
 
-    def plan(self) -> StepPlan | None:
-        """Returns the next step, or None if everything that may run is in flight already."""
+    def plan(self, now_s: float = 0.0) -> StepPlan | None:
+        """Returns the next step, or None if everything that may run is in flight already.
+
+        now_s: monotonic time. It matters only to requests that wait for a connector.
+        """
+        self._now_s = max(self._now_s, now_s)
+        if self._fetches:
+            self._look_at_fetches()
         kv_manager = self.kv_manager
         batch = self.kv_manager.batch
         if self.awaits_result:
@@ -240,9 +273,7 @@ class Scheduler:
         new = [request for step in self._in_flight for request in step.plan.new_requests]
         self._drop_grammars([request.grammar_ticket for request in new])
         self._in_flight.clear()
-        for slot in self.kv_manager.batch.order.tolist():
-            self._preempt(slot)
-        self.reset_prefix_cache()
+        self._preempt_all()
 
     def audit(self) -> None:
         """Raises AssertionError unless every slot, block and ticket is accounted for."""
@@ -344,6 +375,7 @@ class Scheduler:
                 builder.prompt_tokens += head.num_prompt
                 builder.cached_tokens += head.num_cached
             slot = kv_manager.admit(head, hit)
+            self._end_fetch(head.kv_ticket)
             if self._speculates:
                 self.policy.admit(np.array([slot], np.intp))
             builder.new_requests.append(
@@ -407,13 +439,26 @@ class Scheduler:
         request.tokens = tokens
         self._enqueue(request)
 
+    def _preempt_all(self) -> int:
+        """Preempt every running request and forget all computed K/V. Return their number."""
+        slots = self.kv_manager.batch.order.tolist()
+        for slot in slots:
+            self._preempt(slot)
+        self.kv_manager.discard_cache()
+        return len(slots)
+
     # ---- what requests wait for
 
     def _enqueue(self, request: Request) -> None:
-        """Put a request in line, or let it wait until its grammar is prepared."""
+        """Put a request in line, or let it wait for its grammar and for KV blocks."""
+        self._await_grammar(request)
+        self._await_kv(request)
+        if request.rid not in self.awaiting:
+            self.waiting.push(request)
+
+    def _await_grammar(self, request: Request) -> None:
         grammar = request.sampling.grammar
         if grammar is None or self.grammars is None:
-            self.waiting.push(request)
             return
         request.grammar_ticket = self._next_ticket()
         self.awaiting.add(request, request.grammar_ticket, Need.GRAMMAR)
@@ -421,6 +466,52 @@ class Scheduler:
         self.grammars.begin(
             GrammarJob(request.grammar_ticket, grammar, answer, priority=request.priority)
         )
+
+    def _await_kv(self, request: Request) -> None:
+        connector = self.kv_manager.connector
+        if connector is None or not connector.may_wait:
+            return
+        fetch = self.kv_manager.fetchable(request)
+        if fetch.when is When.NOW:
+            return
+        ticket = request.kv_ticket = self._next_ticket()
+        self.awaiting.add(request, ticket, Need.KV)
+        begins = fetch.when is When.LATER
+        self._fetches[ticket] = Fetching(request, self._now_s + connector.wait_s, begins)
+        if begins:
+            connector.begin(ticket, fetch.keys)
+
+    def _look_at_fetches(self) -> None:
+        """Admit the requests whose blocks have arrived, and those that have waited long enough."""
+        connector = self.kv_manager.connector
+        assert connector is not None
+        for ticket in connector.finished():
+            fetching = self._fetches.get(ticket)
+            if fetching is not None and fetching.request.rid in self.awaiting:
+                fetching.deadline_s = self._now_s + connector.lease_s
+                self._admit_if_ready(ticket)
+        for ticket, fetching in list(self._fetches.items()):
+            if not fetching.begun:
+                fetch = self.kv_manager.fetchable(fetching.request)
+                if fetch.when is When.LATER:
+                    fetching.begun = True
+                    connector.begin(ticket, fetch.keys)
+                elif fetch.when is When.NOW:
+                    self._end_fetch(ticket)
+                    continue
+            if self._now_s >= fetching.deadline_s:
+                self._end_fetch(ticket)
+
+    def _end_fetch(self, ticket: int) -> None:
+        """End the lease of a fetch. Its request, if it still waits, waits for it no longer."""
+        fetching = self._fetches.pop(ticket, None)
+        if fetching is None:
+            return
+        assert self.kv_manager.connector is not None
+        fetching.request.kv_ticket = 0
+        if fetching.begun:
+            self.kv_manager.connector.end(ticket)
+        self._admit_if_ready(ticket)
 
     def _admit_if_ready(self, ticket: int) -> None:
         """Close a ticket, and put its request in line if it was the last one."""
@@ -450,6 +541,11 @@ class Scheduler:
         assert in_flight.plan is plan, (in_flight.plan.step, plan.step)
         assert result.step == plan.step, (result.step, plan.step)
         batch = self.kv_manager.batch
+        if result.kv_lost:
+            # What was loaded, and all that was computed from it, may be wrong.
+            for slot in batch.order.tolist():
+                batch.request(slot).uses_connector = False
+            in_flight.builder.num_preempted += self._preempt_all()
         errors = self._fail(in_flight, result.failed) if result.failed else {}
         live = batch.occupancy[in_flight.slots] == in_flight.occupancy
         slots, tokens, finish, stop_ids = append_tokens(
@@ -463,8 +559,11 @@ class Scheduler:
             self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
         )
         rids = batch.rid[slots]
+        kv_params: dict[int, dict[str, Any]] = {}
         for row in np.flatnonzero(finish).tolist():
-            self.kv_manager.free(int(slots[row]))
+            request, params = self._free(int(slots[row]))
+            if params:
+                kv_params[request.rid] = params
         if errors:
             rids = np.concatenate((rids, np.array(list(errors), np.int64)))
             tokens = np.concatenate((tokens, np.full(len(errors), _NO_TOKEN, np.int32)))
@@ -481,8 +580,17 @@ class Scheduler:
             digests=digests,
             drafts=drafts,
             errors=errors,
+            kv_params=kv_params,
             record=self._record(in_flight, result),
         )
+
+    def _free(self, slot: int) -> tuple[Request, dict[str, Any] | None]:
+        """End the request in a slot. Return it, with the connector's words about it."""
+        request = self.kv_manager.free(slot)
+        connector = self.kv_manager.connector
+        if connector is None:
+            return request, None
+        return request, connector.request_finished(request.rid, request.hashes)
 
     def _settle_drafts(
         self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
@@ -526,7 +634,7 @@ class Scheduler:
         """Ends the requests that could not be sampled; returns their ids and messages."""
         planned = dict(zip(in_flight.slots.tolist(), in_flight.occupancy.tolist(), strict=True))
         live = [slot for slot in failed if self.kv_manager.batch.occupancy[slot] == planned[slot]]
-        return {self.kv_manager.free(slot).rid: failed[slot] for slot in live}
+        return {self._free(slot)[0].rid: failed[slot] for slot in live}
 
     def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
         """Returns the step's numbers; the core, which has a clock, sets the others."""

@@ -1,18 +1,60 @@
-"""The block store: keeps prefix blocks that the pool evicts, by content, in host memory.
+"""The host store: keeps prefix blocks that the device evicts, by content, in host memory.
 
-The scheduler keeps the index; the runner owns the bytes and copies them as a plan says
-(`StepPlan.stores` before `StepPlan.loads`, both before the forward pass).
+This is the index. The runner owns the bytes and copies them as a plan says (`StepPlan.stores`
+before `StepPlan.loads`, both before the forward pass). Everything in it is near.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from moeserve.engine.blocks import Key
+from moeserve.engine.connector import KVConnector, Lookup
 
 
-class HostStore:
-    """`num_blocks` host blocks, the runner's places for the bytes. Drops the least recently used
-    content first.
-    """
+class HostStore(KVConnector):
+    """Host blocks for each pool of the device. pool_of: the pool of each KV group."""
+
+    def __init__(self, sizes: Sequence[int], pool_of: Sequence[int]) -> None:
+        self._pools = [HostBlocks(size) for size in sizes]
+        self._of_group = [self._pools[pool] for pool in pool_of]
+
+    def lookup(self, keys: Sequence[Key]) -> Lookup:
+        """Return how many of the first keys are there."""
+        for count, key in enumerate(keys):
+            if key not in self._of_group[key[1]]:
+                return Lookup(count)
+        return Lookup(len(keys))
+
+    def load(self, key: Key) -> int:
+        """Return the host block to copy from."""
+        return self._of_group[key[1]].load(key)
+
+    def save(self, key: Key) -> int | None:
+        """Return the host block to copy into, if it is not there already and there is room."""
+        return self._of_group[key[1]].save(key)
+
+    def end_plan(self) -> None:
+        """End the leases of the plan's host blocks."""
+        for pool in self._pools:
+            pool.end_plan()
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        for pool in self._pools:
+            pool.clear()
+
+    def contents(self, pool: int) -> dict[Key, int]:
+        """Return the host block of each key in a pool."""
+        return self._pools[pool].contents()
+
+    def audit(self) -> None:
+        """Raise AssertionError unless each host block is free or has one content."""
+        for pool in self._pools:
+            pool.audit()
+
+
+class HostBlocks:
+    """The host blocks of one pool. The least recently used content goes first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -20,24 +62,25 @@ class HostStore:
         self._blocks: OrderedDict[Key, int] = OrderedDict()  # least recently used first
         self._leased: dict[Key, None] = {}
 
-    def lookup(self, key: Key) -> bool:
-        """Returns whether `load` would find the content."""
+    def __contains__(self, key: Key) -> bool:
         return key in self._blocks
 
     def load(self, key: Key) -> int:
-        """Returns the host block to copy from. It is leased, that is not reused, until `release`."""
+        """Return the host block to copy from. It is leased, that is not reused, until `end_plan`."""
         self._blocks.move_to_end(key)
         self._leased[key] = None
         return self._blocks[key]
 
-    def store(self, key: Key) -> int | None:
-        """Returns the host block to copy into, leased until `release`; None if nothing must or can
+    def save(self, key: Key) -> int | None:
+        """Return the host block to copy into, leased until `end_plan`; None if nothing must or can
         be copied.
         """
         if key in self._blocks:
             self._blocks.move_to_end(key)
             return None
         if not self._free:
+            if not self._blocks:
+                return None
             # Leased keys were used in this very plan, so they are the newest: if the oldest is
             # leased, all are.
             oldest = next(iter(self._blocks))
@@ -49,18 +92,22 @@ class HostStore:
         self._leased[key] = None
         return host_block
 
-    def release(self) -> None:
-        """Ends all leases. Called when the plan that uses them is complete; plans run in order."""
+    def end_plan(self) -> None:
+        """End all leases."""
         self._leased.clear()
 
     def clear(self) -> None:
-        """Drops all blocks."""
+        """Drop all blocks."""
         assert not self._leased, "cleared while a plan is being made"
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._blocks.clear()
 
+    def contents(self) -> dict[Key, int]:
+        """Return the host block of each key."""
+        return dict(self._blocks)
+
     def audit(self) -> None:
-        """Raises AssertionError unless each host block is free or holds one content, and nothing is
+        """Raise AssertionError unless each host block is free or has one content, and nothing is
         leased.
         """
         host_blocks = sorted([*self._free, *self._blocks.values()])

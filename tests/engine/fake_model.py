@@ -141,6 +141,8 @@ class FakeModelRunner:
         self.todo: deque[StepPlan] = deque()
         self.done: deque[StepResult] = deque()
         self.num_stored = self.num_loaded = 0
+        self.tears = 0.0  # probability that a plan's loads bring something else
+        self.num_torn = 0
         self.num_drafts = limits.num_drafts
         self.drafts: dict[int, list[int]] = {}
         self.rng = random.Random(limits.num_drafts)
@@ -177,7 +179,7 @@ class FakeModelRunner:
         return self.done.popleft()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._apply(plan)
+        is_torn = self._apply(plan)
         rows = list(
             zip(plan.slots_R.tolist(), plan.starts_R.tolist(), plan.counts_R.tolist(), strict=True)
         )
@@ -199,16 +201,20 @@ class FakeModelRunner:
                 continue
             self._write(g, rows, values)
             values = [self._attend(g, group, *row) for row in rows]
-        return self._sample(plan, rows, values)
+        return replace(self._sample(plan, rows, values), kv_lost=is_torn)
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _apply(self, plan: StepPlan) -> bool:
+        """Returns whether the loads brought something else."""
+        is_torn = bool(plan.loads) and self.rng.random() < self.tears
+        self.num_torn += is_torn
         for g, group in enumerate(self.groups):
             for move in plan.stores:
                 if move.pool == group.pool:
                     self.host_blocks[g][move.host_block] = self.kv[g][move.block]
             for move in plan.loads:
                 if move.pool == group.pool:
-                    self.kv[g][move.block] = self.host_blocks[g][move.host_block]
+                    found = self.host_blocks[g][move.host_block]
+                    self.kv[g][move.block] = found ^ _GARBAGE if is_torn else found
         self.num_stored += len(plan.stores)
         self.num_loaded += len(plan.loads)
         for request in plan.new_requests:
@@ -227,6 +233,7 @@ class FakeModelRunner:
                 plan.slots_R.tolist(), ends_R.tolist(), plan.num_drafts_R.tolist(), strict=True
             ):
                 self.tokens[slot, end - k : end] = self.drafts[slot][:k] if k else []
+        return is_torn
 
     def _check_writes(self, g: int, rows: list[tuple[int, int, int]]) -> None:
         written: set[tuple[int, int]] = set()

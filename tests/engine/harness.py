@@ -4,10 +4,12 @@ oracle.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,6 @@ from moeserve.engine.kv_cache_manager import chain, root_of
 from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import GrammarJob, StepPlan
 from moeserve.engine.scheduler import Scheduler
-from moeserve.engine.store import HostStore
 from moeserve.messages import FinishReason, Logprobs, StepOutput, StepRecord, Submit
 from moeserve.sampling import GrammarSpec, TokenSampling
 from tests.engine.fake_model import (
@@ -30,6 +31,7 @@ from tests.engine.fake_model import (
     score,
     states,
 )
+from tests.engine.late_store import LateStore
 
 EOS = 1
 GRAMMAR = GrammarSpec("regex", "a*")
@@ -118,12 +120,21 @@ class Harness:
     """
 
     def __init__(
-        self, limits: Limits, groups: tuple[KVGroup, ...] = FULL, rng: random.Random | None = None
+        self,
+        limits: Limits,
+        groups: tuple[KVGroup, ...] = FULL,
+        rng: random.Random | None = None,
+        *,
+        late: bool = False,
     ) -> None:
         self.limits = limits
         self.groups = groups
         self.rng = rng or random.Random(0)
-        self.scheduler = Scheduler(limits, groups, eos_ids=(EOS,), vocab_size=VOCAB)
+        self.connector = LateStore(limits, groups, self.rng) if late else None
+        self.scheduler = Scheduler(
+            limits, groups, eos_ids=(EOS,), vocab_size=VOCAB, connector=self.connector
+        )
+        self.now_s = 0.0
         self.grammars = self.scheduler.grammars = SlowGrammars()
         self.runner = FakeModelRunner(limits, groups)
         self.in_flight: deque[StepPlan] = deque()
@@ -140,7 +151,7 @@ class Harness:
         return self.scheduler.kv_manager.pool.num_free
 
     def submit(self, msg: Submit) -> Answer:
-        self.scheduler.submit(msg)
+        self.scheduler.submit(msg, self.now_s)
         self.answers[msg.rid] = Answer(msg)
         return self.answers[msg.rid]
 
@@ -150,8 +161,9 @@ class Harness:
     def prepare(self, *rids: int) -> None:
         """Ends the grammar jobs of these requests, of all without an argument."""
         for request in list(self.scheduler.awaiting):
-            if not rids or request.rid in rids:
-                self.finish_grammar(request.grammar_ticket)
+            ticket = request.grammar_ticket
+            if ticket in self.grammars.jobs and (not rids or request.rid in rids):
+                self.finish_grammar(ticket)
 
     def finish_grammar(self, ticket: int) -> None:
         job = self.grammars.jobs.pop(ticket)
@@ -160,7 +172,8 @@ class Harness:
         self.take(self.scheduler.grammar_prepared(ticket, error))
 
     def plan(self) -> StepPlan | None:
-        plan = self.scheduler.plan()
+        self.now_s += 0.05
+        plan = self.scheduler.plan(self.now_s)
         if plan is not None:
             self._check(plan)
             self.plans.append(plan)
@@ -231,6 +244,7 @@ class Harness:
         for pool in self.scheduler.kv_manager.pools:
             assert pool.num_free == pool.num_blocks - 1
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.check_s == math.inf, "a fetch is still leased"
         assert not self.grammars.jobs
         assert not self.grammars.prepared, "grammars are kept for nobody"
 
@@ -281,10 +295,11 @@ class Harness:
                     for i, h in enumerate(hashes)
                 }
         kv_manager = self.scheduler.kv_manager
-        for pool, store in zip(kv_manager.pools, kv_manager.stores, strict=True):
+        store: Any = kv_manager.connector
+        for number, pool in enumerate(kv_manager.pools):
             for key, block in pool._by_key.items():
                 assert (expected[key] == self.runner.kv[key[1]][block]).all(), (key, block)
-            for key, place in store._blocks.items() if isinstance(store, HostStore) else ():
+            for key, place in store.contents(number).items() if store else ():
                 assert (expected[key] == self.runner.host_blocks[key[1]][place]).all(), (key, place)
 
     def reset(self) -> None:
@@ -300,7 +315,6 @@ class Harness:
         self.scheduler.start_over()
         self.in_flight.clear()
         self.runner.start_over()
-        self.num_resets += 1
 
     def _check(self, plan: StepPlan) -> None:
         limits = self.limits
@@ -348,8 +362,11 @@ def random_submit(rng: random.Random, rid: int, stems: list[list[int]], limits: 
     )
 
 
-def random_traffic(harness: Harness, rng: random.Random, num_requests: int) -> None:
-    """Submits, aborts, resets and steps in random order until every request has its ending."""
+def random_traffic(
+    harness: Harness, rng: random.Random, num_requests: int, *, resets: float = 0.01
+) -> None:
+    """Submits, aborts, resets and steps in random order until every request has its ending. resets:
+    the probability of each kind of reset in a step."""
     stems = [[rng.randrange(20, VOCAB) for _ in range(rng.choice([9, 17, 30]))] for _ in range(3)]
     rid = 0
     while rid < num_requests or harness.scheduler.has_work or harness.in_flight:
@@ -361,8 +378,8 @@ def random_traffic(harness: Harness, rng: random.Random, num_requests: int) -> N
             harness.abort(*rng.sample(open_rids, min(len(open_rids), 2)), 999_999)
         if harness.grammars.jobs and rng.random() < 0.3:
             harness.finish_grammar(rng.choice(list(harness.grammars.jobs)))
-        if rng.random() < 0.01:
+        if rng.random() < resets:
             harness.reset()
-        if rng.random() < 0.01:
+        if rng.random() < resets:
             harness.start_over()
         harness.step()

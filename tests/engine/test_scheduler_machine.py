@@ -37,6 +37,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 3, 20]),
         spare_states=st.sampled_from([0, 1, 20]),
         num_drafts=st.sampled_from([0, 1, 3]),
+        late=st.booleans(),
+        tears=st.sampled_from([0.0, 0.5]),
     )
     def start(
         self,
@@ -48,6 +50,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks: int,
         spare_states: int,
         num_drafts: int,
+        late: bool,
+        tears: float,
     ) -> None:
         limits = limits_of(
             max_model_len=40,
@@ -61,7 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_store_states=host_blocks // 2,
             num_drafts=num_drafts,
         )
-        self.harness = Harness(limits, groups, random.Random(1))  # type: ignore[arg-type]
+        self.harness = Harness(limits, groups, random.Random(1), late=late)  # type: ignore[arg-type]
+        self.harness.runner.tears = tears
         self.next_rid = 0
 
     @rule(

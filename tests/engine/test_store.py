@@ -10,57 +10,71 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moeserve.engine.blocks import Key
-from moeserve.engine.store import HostStore
+from moeserve.engine.connector import Lookup, When
+from moeserve.engine.store import HostBlocks, HostStore
 
 
 def key(i: int) -> Key:
     return (bytes([i]), 0)
 
 
-def stored(store: HostStore, *names: int) -> list[int | None]:
-    host_blocks = [store.store(key(i)) for i in names]
-    store.release()
+def stored(store: HostBlocks, *names: int) -> list[int | None]:
+    host_blocks = [store.save(key(i)) for i in names]
+    store.end_plan()
     return host_blocks
 
 
 def test_the_least_recently_used_content_goes_first() -> None:
-    store = HostStore(2)
+    store = HostBlocks(2)
     first, _ = stored(store, 1, 2)
     store.load(key(1))
-    store.release()
+    store.end_plan()
     stored(store, 3)
-    assert [store.lookup(key(i)) for i in (1, 2, 3)] == [True, False, True]
+    assert [key(i) in store for i in (1, 2, 3)] == [True, False, True]
     assert store.load(key(1)) == first
 
 
 def test_content_that_is_there_is_not_copied_again() -> None:
-    store = HostStore(2)
+    store = HostBlocks(2)
     stored(store, 1)
-    assert store.store(key(1)) is None
+    assert store.save(key(1)) is None
 
 
 def test_a_host_block_is_not_reused_by_the_plan_that_loads_or_stores_it() -> None:
-    store = HostStore(2)
+    store = HostBlocks(2)
     stored(store, 1, 2)
     store.load(key(1))
-    assert store.store(key(3)) is not None, "key 2 is not leased"
-    assert store.store(key(4)) is None, "both host blocks belong to this plan"
-    assert store.lookup(key(1))
-    store.release()
-    assert store.store(key(4)) is not None
+    assert store.save(key(3)) is not None, "key 2 is not leased"
+    assert store.save(key(4)) is None, "both host blocks belong to this plan"
+    assert key(1) in store
+    store.end_plan()
+    assert store.save(key(4)) is not None
 
 
 def test_clear_forgets_everything() -> None:
-    store = HostStore(2)
+    store = HostBlocks(2)
     stored(store, 1, 2)
     store.clear()
-    assert not store.lookup(key(1))
+    assert key(1) not in store
     assert None not in stored(store, 3, 4)
     store.audit()
 
 
+def test_each_pool_has_its_own_host_blocks() -> None:
+    store = HostStore([1, 2, 0], [0, 1, 2])
+    assert [store.save((b"a", 0)), store.save((b"a", 1)), store.save((b"b", 1))] == [0, 0, 1]
+    assert store.save((b"a", 2)) is None
+    store.end_plan()
+    assert store.lookup([(b"a", 0), (b"b", 1), (b"b", 0), (b"a", 1)]) == Lookup(2, When.NOW)
+    assert store.lookup([(b"a", 2)]) == Lookup(0, When.NOW)
+    assert store.contents(1) == {(b"a", 1): 0, (b"b", 1): 1}
+    store.clear()
+    assert store.contents(1) == {}
+    store.audit()
+
+
 def test_audit_finds_a_lost_host_block() -> None:
-    store = HostStore(2)
+    store = HostBlocks(2)
     store._free.pop()
     with pytest.raises(AssertionError, match="do not add up"):
         store.audit()
@@ -73,19 +87,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = HostStore(3)
+        self.store = HostBlocks(3)
         self.host_blocks: dict[int, Key] = {}
         self.stores: list[tuple[int, Key]] = []
         self.loads: list[tuple[int, Key]] = []
 
     @rule(i=st.integers(0, 6))
     def evict(self, i: int) -> None:
-        if (host_block := self.store.store(key(i))) is not None:
+        if (host_block := self.store.save(key(i))) is not None:
             self.stores.append((host_block, key(i)))
 
     @rule(i=st.integers(0, 6))
     def load(self, i: int) -> None:
-        if self.store.lookup(key(i)):
+        if key(i) in self.store:
             self.loads.append((self.store.load(key(i)), key(i)))
 
     @rule()
@@ -98,12 +112,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.host_blocks[host_block] == content
         self.stores.clear()
         self.loads.clear()
-        self.store.release()
+        self.store.end_plan()
         self.store.audit()
 
     @invariant()
     def never_more_than_cells(self) -> None:
-        assert sum(self.store.lookup(key(i)) for i in range(7)) <= 3
+        assert sum(key(i) in self.store for i in range(7)) <= 3
 
 
 TestStoreMachine = StoreMachine.TestCase
