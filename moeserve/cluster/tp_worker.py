@@ -184,7 +184,9 @@ class Worker:
         if self._lost is not None:
             raise self._lost
         result = self._here.launch(decode_plan(data))()
-        return commands.CommandDone(seq, value=checksum(result), events=result.events)
+        return commands.CommandDone(
+            seq, value=checksum(result), events=result.events, kv_lost=result.kv_lost
+        )
 
     def _act_on_grammars(self, command: commands.WorkerCommand) -> None:
         """Prepare or drop grammars. In the thread that reads commands."""

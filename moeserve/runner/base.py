@@ -38,6 +38,7 @@ from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import GraphManager, GroupGraphs, common_sizes, sizes_of
 from moeserve.runner.kv_cache import KVCache, block_bytes
+from moeserve.runner.kv_transport import HostTransport
 from moeserve.runner.limits import (
     MemoryFacts,
     check_block_size,
@@ -379,13 +380,18 @@ class ModelRunnerBase(StepExecutor, ABC):
     def initialize_kv_cache(self) -> None:
         """Allocates KV blocks and request tables for `limits`."""
         limits = self.limits
-        size = (limits.num_blocks, limits.num_store_blocks)
-        device = self.device
-        tp_size = self.world.tp_size
-        states = {"num_states": limits.num_states, "num_state_entries": limits.num_store_states}
         self.kv = KVCache(
-            self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload, **states
+            self.groups,
+            self.spec,
+            limits.num_blocks,
+            self.kv_dtype,
+            self.device,
+            self.world.tp_size,
+            num_states=limits.num_states,
         )
+        num_entries = {0: limits.num_store_blocks, 1: limits.num_store_states}
+        self.transport = HostTransport(num_entries, self.device, self.upload)
+        self.transport.register(self.kv.pools)
         self.tables = self.make_tables()
         kernels = self.config.device.kernels
         is_async = self.device_is_async

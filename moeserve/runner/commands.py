@@ -96,6 +96,7 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
     lost: str = ""
     missing: tuple[int, ...] = ()
     error: str = ""
+    kv_lost: bool = False  # of the step's result
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):

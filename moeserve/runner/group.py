@@ -200,10 +200,12 @@ class GroupedRunner(ThreadedRunner):
         collect = super()._begin(plan)
 
         def wait() -> StepResult:
-            """Returns this rank's result. Raises EngineDied if another rank's differs."""
             result = collect()
             if self.team is not None:
-                self._compare(self.team, plan, result, all_done(asked))
+                done = all_done(asked)
+                self._compare(self.team, plan, result, done)
+                if any(answer.kv_lost for answer in done):
+                    result = replace(result, kv_lost=True)
             self._policy.note(plan, result)
             return result
 

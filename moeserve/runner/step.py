@@ -17,9 +17,10 @@ from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import Agreed, NewRequest, StepPlan, StepResult, ranges
 from moeserve.models.decoder import Decoder
 from moeserve.models.spec import ModelSpec
-from moeserve.ops.inputs import StepInputs
+from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.runner.graphs import GraphManager
 from moeserve.runner.kv_cache import KVCache
+from moeserve.runner.kv_transport import KVTransport, LayersAsLoaded, Loading
 from moeserve.runner.peers import Peers
 from moeserve.runner.sampling.sampler import Sampler
 from moeserve.runner.sampling.task import SampleOutputs, SampleTask, tokens_by_row
@@ -43,6 +44,7 @@ class StepExecutor:
     groups: tuple[KVGroup, ...]
     model: Decoder
     kv: KVCache
+    transport: KVTransport
     tables: Tables
     upload: Upload
     sampler: Sampler
@@ -56,7 +58,8 @@ class StepExecutor:
 
     def __init__(self) -> None:
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
-        self._moved_step = -1  # the last step that moved blocks
+        self._saved_step = -1  # the last step that saved blocks
+        self._loading: Loading | None = None  # blocks that the step at hand waits for
         self._last_end: Any = None  # of the step before and its drafting; None before the first
         self._verified: Verified | None = None  # the last step, until `propose`
         self._drafting: tuple[Any, Any] | None = None  # begin and end of the last `propose`
@@ -104,8 +107,8 @@ class StepExecutor:
         Call `propose` next, on CPUs once the result is there: the engine plans meanwhile.
 
         Raises PeerLost when a rank is gone. The same plan may then be launched again, before any
-        later one: its writes to tables have the same outcome once more, and its moves of blocks are
-        not repeated.
+        later one: its writes to tables and its loads of blocks have the same outcome once more, and
+        blocks are not saved again.
         """
         self._finish_proposing()
         for request in plan.new_requests:
@@ -113,7 +116,7 @@ class StepExecutor:
         for group, diff in enumerate(plan.diffs):
             self.tables.update(group, diff)
         self.tables.apply()
-        self._move_blocks(plan)
+        loading = self._loading = self._move_blocks(plan)
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
         before = self._last_end
@@ -157,6 +160,7 @@ class StepExecutor:
                     load_LE=load_LE.astype(np.int64, copy=False) if load_LE.size else None,
                     events=meter.events,
                     expert_cache=() if cache is None else cache.take_stats(),
+                    kv_lost=loading is not None and loading.lost(),
                 )
                 for name, out in outputs.items():
                     result = out.add_to(result, fetched[name])
@@ -213,11 +217,13 @@ class StepExecutor:
         """Launch the forward pass of a step, by a graph if one fits."""
         shape = self.graphs.shape(plan) if self.graphs else None
         if self.graphs and shape:
+            self._finish_loading()
             inputs = self.graphs.inputs(shape, plan, rows)
             hidden_TD = self.graphs.run(shape, inputs, plan.agreed)
         else:
             inputs = self.step_inputs(plan, rows)
             hidden_TD = self._forward(inputs, plan.agreed, plan.split_at)
+            self._finish_loading()
         aux_TN = None
         if self.spec.aux_hidden_layers:
             width = self.spec.hidden_size
@@ -283,14 +289,23 @@ class StepExecutor:
             task.refuse(request.slot)
         self.tables.add(request.slot, tokens)
 
-    def _move_blocks(self, plan: StepPlan) -> None:
+    def _move_blocks(self, plan: StepPlan) -> Loading | None:
         # Not again for a step that failed: it may have overwritten the blocks that it was to save.
-        if (plan.stores or plan.loads) and plan.step > self._moved_step:
-            self.kv.move(plan.stores, plan.loads)
-            self._moved_step = plan.step
+        if plan.stores and plan.step > self._saved_step:
+            self.transport.save(plan.stores)
+            self._saved_step = plan.step
+        return self.transport.load(plan.loads) if plan.loads else None
+
+    def _finish_loading(self) -> None:
+        if self._loading is not None:
+            self._loading.finish()
+            self._loading = None
 
     def _forward(self, step: StepInputs, agreed: Agreed | None = None, split_at: int = 0) -> Tensor:
         """Returns the hidden states [T, D] of a step's tokens, computed in one or two
         micro-batches.
         """
-        return self.ubatches.forward(self.model, step, split_at, agreed, self.kv.layers)
+        layers: Sequence[LayerCache] = self.kv.layers
+        if self._loading is not None:
+            layers = LayersAsLoaded(layers, self._loading.before_layer)
+        return self.ubatches.forward(self.model, step, split_at, agreed, layers)

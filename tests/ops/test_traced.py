@@ -59,7 +59,7 @@ def hidden(
     }
     model = build_decoder(spec, params, ops)
     groups = groups_of(spec.kv_rules, 16)
-    kv = KVCache(groups, spec, 4, 0, torch.float32, CPU, num_states=4)
+    kv = KVCache(groups, spec, 4, torch.float32, CPU, num_states=4)
     starts_R = np.zeros(1, np.int32)
     offsets_R1 = np.array([0, tokens], np.int32)
     step = StepInputs(

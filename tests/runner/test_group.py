@@ -470,5 +470,5 @@ def test_blocks_are_not_saved_again_when_a_step_is_run_again() -> None:
     runner.execute(plan)
     assert not torch.equal(runner.kv.layers[0][0][block], before)
     with torch.inference_mode():
-        runner.kv.move((), (BlockMove(block, 1),))
+        runner.transport.load((BlockMove(block, 1),)).finish()
     assert torch.equal(runner.kv.layers[0][0][block], before)

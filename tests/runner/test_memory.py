@@ -15,7 +15,8 @@ from moeserve.engine.blocks import KVGroup, groups_of
 from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.runner.cpu import host_memory
-from moeserve.runner.kv_cache import KVCache, block_bytes, page_locked
+from moeserve.runner.kv_cache import KVCache, block_bytes
+from moeserve.runner.kv_transport import page_locked
 from moeserve.runner.limits import (
     MemoryFacts,
     blocks_for,
@@ -208,7 +209,7 @@ def test_without_control_groups_it_is_the_machine(tmp_path: Path) -> None:
 def test_block_bytes_are_what_the_cache_allocates() -> None:
     spec = spec_of(num_layers=4, windows=(None, 64, None, 64), num_kv_heads=3, head_dim=8)
     for dtype, width in ((torch.float32, 8), (torch.bfloat16, 8), (torch.int8, 12)):
-        cache = KVCache(HYBRID, spec, 10, 5, dtype, torch.device("cpu"))
+        cache = KVCache(HYBRID, spec, 10, dtype, torch.device("cpu"))
         tensors = {t.data_ptr(): t for layer in cache.layers for t in layer}
         assert len(tensors) == 4
         assert sum(t.nbytes for t in tensors.values()) == 10 * block_bytes(HYBRID, spec, dtype)
@@ -219,7 +220,7 @@ def test_block_bytes_are_what_the_cache_allocates() -> None:
 def test_kv_memory_is_taken_only_where_it_is_touched() -> None:
     before = host_memory().used
     cache = KVCache(
-        FULL, spec_of(num_kv_heads=8, head_dim=128), 20_000, 0, torch.float32, torch.device("cpu")
+        FULL, spec_of(num_kv_heads=8, head_dim=128), 20_000, torch.float32, torch.device("cpu")
     )
     assert cache.layers[0][0].nbytes > GIB
     cache.layers[0][0][5] = 1.0

@@ -25,11 +25,13 @@ from moeserve.models.mtp import with_mtp
 from moeserve.ops.native_rows import AVAILABLE
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.kv_cache import KVCache, block_bytes
+from moeserve.runner.kv_transport import HostTransport
 from moeserve.runner.load import Progress
 from moeserve.runner.speculation.base import Drafter, Verified
 from moeserve.runner.speculation.drafters import load_drafter
 from moeserve.runner.speculation.model_proposer import ModelProposer
 from moeserve.runner.speculation.native_head import native_head
+from moeserve.runner.tables import host_upload
 from moeserve.speculation import SpeculationSpec
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import together
@@ -400,12 +402,14 @@ def test_caches_of_the_head_are_in_the_blocks_with_full_attention() -> None:
         for s, g in ((spec, groups_of(spec.kv_rules, 4)), (drafting, groups))
     ]
     assert sizes[1] * 2 == sizes[0] * 3  # two places are there already
-    kv = KVCache(groups, drafting, 3, 2, torch.float32, torch.device("cpu"))
+    kv = KVCache(groups, drafting, 3, torch.float32, torch.device("cpu"))
+    transport = HostTransport({0: 2}, torch.device("cpu"), host_upload)
+    transport.register(kv.pools)
     assert (len(kv.layers), len(kv.draft_layers)) == (3, 2)
     kv.draft_layers[1][0][2] = 5.0
-    kv.move([BlockMove(2, 0)], [])
+    transport.save([BlockMove(2, 0)])
     kv.draft_layers[1][0].zero_()
-    kv.move([], [BlockMove(1, 0)])
+    transport.load([BlockMove(1, 0)]).finish()
     assert (kv.draft_layers[1][0][1] == 5.0).all()
 
 

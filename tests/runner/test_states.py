@@ -17,7 +17,9 @@ from moeserve.engine.plan import BlockMove
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.models.spec import ModelSpec
 from moeserve.runner.kv_cache import KVCache, block_bytes
+from moeserve.runner.kv_transport import HostTransport
 from moeserve.runner.limits import StateRoom, check_block_size, state_room
+from moeserve.runner.tables import host_upload
 from tests.runner.harness import spec_of
 
 STATE = 1000  # bytes of a block
@@ -107,7 +109,7 @@ def cache_of(dtype: torch.dtype) -> tuple[KVCache, int, int]:
     """
     spec = recurrent(True, False, True)
     groups = groups_of(spec.kv_rules, 32)
-    made = KVCache(groups, spec, 10, 4, dtype, CPU, num_states=6, num_state_entries=3)
+    made = KVCache(groups, spec, 10, dtype, CPU, num_states=6)
     return made, block_bytes(groups, spec, dtype), block_bytes(groups, spec, dtype, pool=1)
 
 
@@ -129,8 +131,15 @@ def test_moves_of_either_pool_leave_the_other_alone() -> None:
             tensor.copy_(
                 torch.arange(len(tensor)).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor)
             )
-    cache.move([BlockMove(3, 1), BlockMove(5, 1, 1)], [])
-    cache.move([], [BlockMove(4, 1), BlockMove(2, 1, 1)])
+    transport = HostTransport({0: 4, 1: 3}, CPU, host_upload)
+    transport.register(cache.pools)
+    transport.save([BlockMove(3, 1), BlockMove(5, 1, 1)])
+    loading = transport.load([BlockMove(4, 1), BlockMove(2, 1, 1)])
+    loading.before_layer(2)
+    assert {int(tensor[2].unique()) for tensor in cache.layers[2]} == {5}
+    assert {int(tensor[2].unique()) for tensor in cache.layers[0]} == {2}, "its turn is later"
+    loading.finish()
+    assert not loading.lost()
     assert [int(tensor[4].unique()) for tensor in cache.layers[1]] == [3, 3]
     assert [int(tensor[2].unique()) for tensor in cache.layers[1]] == [2, 2]
     for layer in (0, 2):
