@@ -117,6 +117,8 @@ class StepExecutor:
             self.tables.update(group, diff)
         self.tables.apply()
         loading = self._loading = self._move_blocks(plan)
+        if not len(plan.slots_R):
+            self._finish_loading()
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
         before = self._last_end
