@@ -111,14 +111,7 @@ class StepExecutor:
         blocks are not saved again.
         """
         self._finish_proposing()
-        for request in plan.new_requests:
-            self._add(request)
-        for group, diff in enumerate(plan.diffs):
-            self.tables.update(group, diff)
-        self.tables.apply()
-        loading = self._loading = self._move_blocks(plan)
-        if not len(plan.slots_R):
-            self._finish_loading()
+        loading = self._apply(plan)
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
         before = self._last_end
@@ -291,12 +284,21 @@ class StepExecutor:
             task.refuse(request.slot)
         self.tables.add(request.slot, tokens)
 
-    def _move_blocks(self, plan: StepPlan) -> Loading | None:
+    def _apply(self, plan: StepPlan) -> Loading | None:
+        """Write a plan's changes to the tables, save blocks, and begin to load others."""
+        for request in plan.new_requests:
+            self._add(request)
+        for group, diff in enumerate(plan.diffs):
+            self.tables.update(group, diff)
+        self.tables.apply()
         # Not again for a step that failed: it may have overwritten the blocks that it was to save.
         if plan.stores and plan.step > self._saved_step:
             self.transport.save(plan.stores)
             self._saved_step = plan.step
-        return self.transport.load(plan.loads) if plan.loads else None
+        loading = self._loading = self.transport.load(plan.loads) if plan.loads else None
+        if not len(plan.slots_R):
+            self._finish_loading()
+        return loading
 
     def _finish_loading(self) -> None:
         if self._loading is not None:
