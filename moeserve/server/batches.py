@@ -4,11 +4,11 @@ All state is in the file store. Results are appended as they come, and a server 
 continues with the lines that have none. Lines go through the same handlers as requests over HTTP
 (`internal.py`).
 
-What goes wrong in the middle:
+Failures while a batch runs:
 
 | failure | the batch |
 |---|---|
-| a line is answered with an error | goes on; the line is in the error file |
+| a line is answered with an error | continues; the line is in the error file |
 | the server is full, or the key's rate is used up | waits |
 | the disk does not take a result, a file or a record | waits, and continues as after a restart |
 | there is no room for more results (`files_bytes`) | fails |
@@ -77,7 +77,7 @@ class BatchesQuery(Struct, kw_only=True):
 
 
 class BatchFailed(Exception):
-    """The batch cannot go on. The text is for its owner."""
+    """The batch has to fail. The text is for its owner."""
 
 
 class Batches:

@@ -1,7 +1,7 @@
 """CORS: the web pages of other origins that may call the server from a browser.
 
-`--allowed-origins` lists them. Other pages cannot read an answer, and browsers do not send their
-requests at all, but for those that an HTML form could send: `check_form` refuses these.
+`--allowed-origins` lists them. Other pages cannot read an answer. Browsers do not even send their
+requests, except those that an HTML form could send. `check_form` refuses these.
 """
 
 import re

@@ -54,10 +54,10 @@ class StorageFailed(RequestError, http_status=507, type="server_error", code="st
 
 
 class Room:
-    """The number of bytes that each file has, and of those that all together may still get.
+    """An account of the bytes of all files.
 
-    Whoever writes a file counts its bytes here first. So the sum is never read from a folder that
-    others change, and writers that run at the same time share what is left.
+    A writer counts the bytes here before it writes them. So the sum is never read from a folder
+    that others change, and concurrent writers share the rest.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -141,8 +141,8 @@ class FileStore:
     def _remove_leftovers(self) -> None:
         """Remove the bytes of files that were not finished when a server ended.
 
-        The results of a batch that goes on have no record yet; the bytes that belong to a damaged
-        record stay for whoever repairs it.
+        The results of an unfinished batch have no record yet. The bytes of a damaged record stay,
+        so that somebody can repair it.
         """
         for folder in {path.parent for path in self._folder.glob("*/*.data")}:
             names = {path.name.removesuffix(".damaged") for path in folder.glob("*.damaged")}
@@ -321,7 +321,7 @@ class FileStore:
         return await _in_thread(self._writers, work, args)
 
     async def finish(self, change: Coroutine[Any, Any, T], what: str) -> T:
-        """Await a change in a task of its own, which goes on if the caller is cancelled.
+        """Await a change in a task of its own, which continues if the caller is cancelled.
 
         what: the change in words, for the log.
         """

@@ -1,7 +1,7 @@
 """HTTP under the app: connections with every limit set, errors in our shape, and event streams.
 
 aiohttp's own defaults would inflate compressed bodies, wait for ever for a request's head, keep
-idle connections for an hour, and go on computing for a client that has left.
+idle connections for an hour, and continue to compute for a client that has left.
 """
 
 import asyncio
@@ -219,7 +219,7 @@ class Connection(RequestHandler):
 
 def _parse_error(error: BaseException | None) -> HttpError:
     if isinstance(error, LineTooLong):
-        # The parser tells the limit that was passed, not the line.
+        # The parser reports the exceeded limit, not the line.
         if str(error.args[1]) == str(MAX_HEADER_BYTES):
             what = f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes"
             return HttpError(431, "headers_too_large", what)

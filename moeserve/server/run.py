@@ -68,7 +68,7 @@ OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
 def serve(config: Config) -> int:
     """Serve until a signal comes. Return the exit code.
 
-    Raise ConfigError or EngineDied if the server cannot go on.
+    Raise ConfigError or EngineDied if the server cannot continue.
     """
     set_up_logging(config.server.log_level, config.server.log_format)
     raise_file_limit()
