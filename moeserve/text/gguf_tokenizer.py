@@ -1,10 +1,11 @@
 """Builds the tokenizer that a GGUF file's metadata describe: byte-level BPE (gpt2), or
 SentencePiece's BPE (llama).
 
-llama.cpp knows how a text is split into words by a name, `tokenizer.ggml.pre`; the patterns here
-are those of the tokenizer.json that the names stand for.
+`tokenizer.ggml.pre` names the way in which a text is split into words. The patterns here are those
+of the tokenizer.json that a name stands for.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,70 +17,148 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.gguf_file import read_gguf
 from moeserve.text.byte_bpe import CONTRACTIONS, HAN_APART, REST
 
+log = logging.getLogger(__name__)
+
 # tokenizer.ggml.token_type
+_NORMAL = 1
 _CONTROL = 3
 _USER = 4
 _UNUSED = 5
+# Tokens that end an answer. llama.cpp takes them for control tokens whatever their type is.
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>", "[e~[",
+})  # fmt: skip
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _CASED = tuple(pattern.replace("&&[^\\p{Han}]", "") for pattern in HAN_APART)
 _SLASH = (REST[0].replace(r"\n]*", r"\n/]*"), *REST[1:])
 _PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 _GPT2 = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Letters with cases, as DeepSeek-V2's tokenizer.json lists them.
+_DEEPSEEK_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
+    "\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c"
+    "\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5"
+    "\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59"
+    "\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc"
+    "\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107"
+    "\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee"
+    "\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e"
+    "\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f"
+    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
 
 
 class _Split(NamedTuple):
-    """patterns: each splits what the ones before left whole. bos: added unless the file says
-    otherwise. whole: a word that is a token is not merged from its parts."""
+    """How a text becomes words."""
 
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...]  # each splits the parts that the ones before left whole
     nfc: bool = False
-    bos: bool = False
-    whole: bool = False
+    bos: bool = False  # added unless the file says otherwise
+    whole: bool = False  # a word that is a token is not merged from its parts
 
 
-_QWEN2 = _Split(("|".join((CONTRACTIONS, _WORD, r"\p{N}", *REST)),), nfc=True)
-_LLAMA3 = _Split(("|".join((CONTRACTIONS, _WORD, r"\p{N}{1,3}", *REST)),), bos=True, whole=True)
-_GPT4O = _Split(
-    ("|".join((*(word + CONTRACTIONS + "?" for word in _CASED), r"\p{N}{1,3}", *_SLASH)),)
-)
+def _one(*alternatives: str) -> tuple[str]:
+    return ("|".join(alternatives),)
+
+
+_QWEN2 = _Split(_one(CONTRACTIONS, _WORD, r"\p{N}", *REST), nfc=True)
+_LLAMA3 = _Split(_one(CONTRACTIONS, _WORD, r"\p{N}{1,3}", *REST), bos=True, whole=True)
+_GLM4 = _LLAMA3._replace(bos=False, whole=False)
+_GPT4O = _Split(_one(*(word + CONTRACTIONS + "?" for word in _CASED), r"\p{N}{1,3}", *_SLASH))
 _DIGITS = _Split((r"\p{N}", _GPT2))
-_SPLITS = {
-    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "hunyuan": _QWEN2, "megrez": _QWEN2,
-    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "pixtral": _LLAMA3,
-    "glm4": _LLAMA3._replace(bos=False, whole=False), "chatglm-bpe": _LLAMA3._replace(bos=False, whole=False),
-    "dbrx": _LLAMA3._replace(bos=False, whole=False), "smaug-bpe": _LLAMA3._replace(bos=False, whole=False),
-    "gpt-4o": _GPT4O, "llama4": _GPT4O, "minimax-m2": _GPT4O,
-    "tekken": _Split(("|".join((*_CASED, r"\p{N}", *_SLASH)),), bos=True, whole=True),
-    "deepseek-v3": _Split((
-        r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+",
-        "|".join((_PUNCTUATION, r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*", *REST[1:])),
+_WORDS_ONLY = _Split((_GPT2,))
+_DEEPSEEK3 = _Split((
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    "|".join((
+        _PUNCTUATION,
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+        r" ?[\p{P}\p{S}]+[\r\n]*",
+        *REST[1:],
     )),
-    "kimi-k2": _Split(("|".join((
-        r"[\p{Han}]+", *(word + CONTRACTIONS + "?" for word in HAN_APART), r"\p{N}{1,3}", *REST
-    )),), whole=True),
-    "gpt-2": _Split((_GPT2,)), "olmo": _Split((_GPT2,), nfc=True),
-    "refact": _DIGITS, "starcoder": _DIGITS, "smollm": _DIGITS, "command-r": _DIGITS,
-}  # fmt: skip
+))  # fmt: skip
+_DEEPSEEK_LLM = _Split((
+    "[\r\n]",
+    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _EAST_ASIAN,
+    r"\p{N}+",
+))  # fmt: skip
+_DEEPSEEK_CODER = _Split(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"))
+_KIMI_K2 = _Split(
+    _one(
+        r"[\p{Han}]+",
+        *(word + CONTRACTIONS + "?" for word in HAN_APART),
+        r"\p{N}{1,3}",
+        *REST,
+    ),
+    whole=True,
+)
+_YOUTU = _Split(
+    (
+        "[\uac00-\ud7a3\u3131-\u318e]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
+        *_one(*(word + CONTRACTIONS + "?" for word in _CASED), r"\p{N}", *_SLASH),
+    ),
+    whole=True,
+)
+_SEED = _Split(_one(CONTRACTIONS, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", *REST[1:]))
+# By `tokenizer.ggml.pre`: the names that llama.cpp knows for the architectures that are read.
+_SPLITS = {
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo"), _QWEN2),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "falcon-h1"), _LLAMA3
+    ),
+    **dict.fromkeys(("midm-2.0", "lfm2", "jina-v5-nano"), _LLAMA3),
+    # llama.cpp merges words of these from their parts, even words that are tokens.
+    **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), _GLM4),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
+    "tekken": _Split(_one(*_CASED, r"\p{N}", *_SLASH), bos=True, whole=True),
+    **dict.fromkeys(("deepseek-v3", "joyai-llm", "hunyuan-dense", "hy_v4"), _DEEPSEEK3),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "kimi-k2": _KIMI_K2,
+    "youtu": _YOUTU,
+    "seed-coder": _SEED,
+    **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum"), _WORDS_ONLY),
+    **dict.fromkeys(("mpt", "jais", "trillion"), _WORDS_ONLY),
+    "olmo": _WORDS_ONLY._replace(nfc=True),
+    **dict.fromkeys(("refact", "starcoder", "smollm", "command-r", "codeshell"), _DIGITS),
+    **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS),
+}
 
 
 def read_gguf_tokenizer(path: Path) -> Backend:
-    """Returns the tokenizer in a GGUF file. Raises CheckpointError for kinds that are not known."""
+    """Return the tokenizer in a GGUF file. Raise CheckpointError for an unknown kind, and for a key
+    that is missing or damaged.
+    """
     meta = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in read_gguf(path).metadata.items()
         if key.startswith("tokenizer.ggml.")
     }
     kind = meta.get("model")
-    tokens = meta.get("tokens", [])
     make = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
     if make is None:
         raise _error(path, "model", kind, "gpt2, llama")
-    types = [int(number) for number in meta.get("token_type", [])] or [1] * len(tokens)
-    if not tokens or len(types) != len(tokens) or len(set(tokens)) != len(tokens) or "" in tokens:
+    # llama.cpp names tokens without text so, too.
+    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_list(path, meta, "tokens"))]
+    if len(set(tokens)) != len(tokens):
         raise CheckpointError(
-            f"{path}: tokenizer.ggml.tokens has {len(tokens)} tokens, {len(set(tokens))} different ones, and "
-            f"{len(types)} types; each token must be there once and have a type. Download it again"
+            f"{path}: tokenizer.ggml.tokens has {len(tokens)} tokens, {len(set(tokens))} different "
+            "ones; each token must be there once. Download it again"
         )
+    types = [int(number) for number in _list(path, meta, "token_type", len(tokens))]
+    for i, token in enumerate(tokens):
+        if types[i] == _NORMAL and token in _ENDS:
+            log.warning("%s: the token %r ends answers, so it is a control token", path, token)
+            types[i] = _CONTROL
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
     try:
         backend, adds_bos = make(path, meta, vocab, tokens)
@@ -120,7 +199,7 @@ def _byte_level(
     if pre not in _SPLITS:
         raise _error(path, "pre", pre, ", ".join(_SPLITS))
     split = _SPLITS[pre]
-    merges = [tuple(merge.split(" ", 1)) for merge in meta.get("merges", [])]
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(path, meta, "merges")]
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole))
     splits = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns
@@ -140,11 +219,7 @@ def _sentencepiece(
     """SentencePiece joins the neighbours whose union has the highest score: merges in the order of
     scores.
     """
-    scores = meta.get("scores", [])
-    if len(scores) != len(tokens):
-        raise CheckpointError(
-            f"{path}: {len(scores)} scores for {len(tokens)} tokens; download it again"
-        )
+    scores = _list(path, meta, "scores", len(tokens))
     merges = [
         (token[:i], token[i:])
         for token in sorted(vocab, key=lambda token: -scores[vocab[token]])
@@ -166,8 +241,24 @@ def _sentencepiece(
     return backend, True
 
 
+def _list(path: Path, meta: Mapping[str, Any], key: str, length: int | None = None) -> Any:
+    """Return a list of the metadata. Without it a tokenizer would read each text otherwise than the
+    model, so raise CheckpointError if it is missing, empty, or of another length.
+    """
+    found = meta.get(key)
+    name = f"{path}: tokenizer.ggml.{key}"
+    if found is None or len(found) == 0:
+        state = "missing" if found is None else "empty"
+        raise CheckpointError(f"{name} is {state}. Download the file again")
+    if length is not None and len(found) != length:
+        raise CheckpointError(
+            f"{name} has {len(found)} entries for {length} tokens. Download the file again"
+        )
+    return found
+
+
 def _error(path: Path, key: str, value: Any, known: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: tokenizer.ggml.{key} is {repr(value)[:80]}; supported: {known}. Serve token ids only, with "
-        "`model: {skip_tokenizer_init: true}` in --config"
+        f"{path}: tokenizer.ggml.{key} is {repr(value)[:80]}; supported: {known}. Serve token ids "
+        "only, with `model: {skip_tokenizer_init: true}` in --config"
     )

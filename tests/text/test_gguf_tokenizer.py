@@ -5,6 +5,8 @@ SentencePiece's own rule.
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.text.chat_template import ChatTemplate
-from moeserve.text.gguf_tokenizer import _SPLITS, read_gguf_tokenizer
+from moeserve.text.gguf_tokenizer import _DEEPSEEK_LETTERS, _SPLITS, read_gguf_tokenizer
 from moeserve.text.tokenizer import Tokenizer
 from tests.gguf_files import add_tokenizer
 
@@ -40,6 +42,8 @@ BYTE = 6
 def write(path: Path, values: dict[str, Any]) -> Path:
     writer = gguf.GGUFWriter(path, "qwen3moe")
     for key, value in values.items():
+        if value is None:
+            continue
         kinds = {
             bool: writer.add_bool,
             str: writer.add_string,
@@ -115,6 +119,10 @@ def test_every_way_to_split_keeps_the_text(pre: str, tmp_path: Path) -> None:
         ("gpt-4o", "HelloWORLD's 1234/\n/", ["Hello", "WORLD's", "Ġ", "123", "4", "/Ċ/"]),
         ("tekken", "HelloWORLD 12", ["Hello", "WORLD", "Ġ", "1", "2"]),
         ("deepseek-v3", "ab1234 $x,y", ["ab", "123", "4", "Ġ$", "x", ",y"]),
+        ("deepseek-llm", "ab é1234 $x,y\n", ["ab", "ĠÃ©", "1234", "Ġ$", "x", ",", "y", "Ċ"]),
+        ("deepseek-coder", "ab1234 x,y\n", ["ab", "1", "2", "3", "4", "Ġx", ",", "y", "Ċ"]),
+        ("seed-coder", "ab12 (\n", ["ab", "1", "2", "Ġ(", "Ċ"]),
+        ("youtu", "HelloWORLD 12가", ["Hello", "WORLD", "Ġ", "1", "2", "ê°Ģ"]),
     ],
 )
 def test_words(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
@@ -217,21 +225,66 @@ def test_tokens_around_a_text(
     assert backend.encode("a fox").ids == [*begin, *inner, *end]
 
 
+def short(**changes: Any) -> dict[str, Any]:
+    values = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "token_type": [1]}
+    return values | {"merges": ["a a"]} | changes
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
         ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported: gpt2, llama"),
         ({}, "tokenizer.ggml.model is None"),
         (byte_level("unheard-of"), "tokenizer.ggml.pre is 'unheard-of'; supported: qwen2, "),
-        ({"model": "gpt2", "pre": "gpt-2"}, "has 0 tokens"),
-        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "a"]}, "has 2 tokens, 1 different ones"),
-        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b"], "token_type": [1]}, "and 1 types"),
-        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a", ""]}, "each token must be there once"),
-        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": ["a b"]}, "no tokenizer: "),
-        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": ["ab"]}, "no tokenizer: "),
-        ({"model": "llama", "tokens": ["a", "b"], "scores": [0.0]}, "1 scores for 2 tokens"),
+        ({"model": "gpt2", "pre": "gpt-2"}, "tokenizer.ggml.tokens is missing"),
+        (short(tokens=["a", "a"]), "has 2 tokens, 1 different ones"),
+        (short(tokens=["a", "b"]), "tokenizer.ggml.token_type has 1 entries for 2 tokens"),
+        (short(token_type=None), "tokenizer.ggml.token_type is missing"),
+        (short(merges=None), "tokenizer.ggml.merges is missing"),
+        (short(merges=["a b"]), "no tokenizer: "),
+        (short(merges=["ab"]), "no tokenizer: "),
+        ({**sentencepiece(), "scores": [0.0]}, "tokenizer.ggml.scores has 1 entries"),
+        ({**sentencepiece(), "token_type": None}, "tokenizer.ggml.token_type is missing"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(values: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=says):
         read_gguf_tokenizer(write(tmp_path / "x.gguf", values))
+
+
+def test_tokens_without_text_and_ends_that_are_typed_as_text(tmp_path: Path) -> None:
+    values = byte_level()
+    end = values["tokens"].index("<|im_end|>")
+    start = values["tokens"].index("<|im_start|>")
+    values["token_type"] = [NORMAL] * len(values["tokens"])
+    values["tokens"] = [*values["tokens"], "", ""]
+    values["token_type"] += [NORMAL, UNUSED]
+    backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", values))
+    size = len(values["tokens"])
+    assert backend.token_to_id(f"[EMPTY_{size - 2}]") == size - 2
+    assert backend.token_to_id(f"[EMPTY_{size - 1}]") is None
+    # As in llama.cpp: it knows the ends by their names, and splits other tokens of this type.
+    assert backend.encode("a<|im_end|>", add_special_tokens=False).ids[-1] == end
+    assert start not in backend.encode("<|im_start|>a", add_special_tokens=False).ids
+    assert backend.get_added_tokens_decoder()[end].special
+
+
+@pytest.mark.parametrize("pre", ["glm4", "chatglm-bpe"])
+def test_words_that_are_tokens_are_merged_from_their_parts(pre: str, tmp_path: Path) -> None:
+    values = byte_level(pre)
+    values["tokens"] = [*values["tokens"], "qzqz"]  # a token that no merge makes
+    values["token_type"] = [*values["token_type"], NORMAL]
+    whole = len(values["tokens"]) - 1
+    backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", values))
+    assert whole not in backend.encode("qzqz", add_special_tokens=False).ids
+    other = read_gguf_tokenizer(write(tmp_path / "y.gguf", values | {"pre": "llama-bpe"}))
+    assert other.encode("qzqz", add_special_tokens=False).ids == [whole]
+
+
+def test_the_letters_of_deepseek_v2_have_cases() -> None:
+    units = re.findall(r"(.)-(.)|(.)", _DEEPSEEK_LETTERS)
+    ranges = [(first or one, last or one) for first, last, one in units]
+    assert ranges == sorted(ranges)
+    letters = {chr(i) for first, last in ranges for i in range(ord(first), ord(last) + 1)}
+    assert not [x for x in letters if unicodedata.category(x) not in ("Lu", "Ll", "Lt", "Cn")]
+    assert {"K", "\u212a", "Ω", "\u2126", "ß", "ώ", "\u1f7d", "Ж"} <= letters  # no NFC of them
