@@ -12,6 +12,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+import msgspec
+
 from moeserve.actor.actor import Inbox
 from moeserve.actor.tasks import in_thread
 from moeserve.cluster.order import Role
@@ -87,13 +89,25 @@ async def assemble(
     from moeserve.engine.group_core import GroupCore
     from moeserve.engine.scheduler import Scheduler
 
-    scheduler = Scheduler(limits, groups, eos_ids=eos_ids, vocab_size=ready.vocab_size)
+    scheduler = Scheduler(
+        limits,
+        groups,
+        eos_ids=eos_ids,
+        vocab_size=ready.vocab_size,
+        identity=kv_identity(ready),
+    )
     if not role.grouped:
         return EngineCore(scheduler, runner, inbox, emit), ready
     if isinstance(runner, SeveralRanks):
         runner.watch_traces(lambda traced: loop.call_soon_threadsafe(emit, traced))
     grouped = cast("GroupRunner", runner)
     return GroupCore(scheduler, grouped, inbox, emit, partial(form, grouped)), ready
+
+
+def kv_identity(ready: Ready) -> dict[str, bytes]:
+    """Return what the keys of an engine's KV blocks have in common."""
+    numerics = msgspec.json.encode({"dtype": ready.dtype, **ready.numerics}, order="sorted")
+    return {"model": ready.checkpoint.encode(), "numerics": numerics}
 
 
 async def form(runner: GroupRunner, join: Join) -> DPCoordinator:

@@ -6,8 +6,9 @@ held twice.
 
 The prefix cache finds blocks of equal prompt beginnings by a chained hash per full block and KV
 group: h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as
-little-endian int32. The root hashes everything besides tokens that K/V depend on, each value tagged
-with its kind. A block may be registered as soon as the step that computes it is submitted, because
+little-endian int32. The root hashes everything besides tokens that K/V depend on: `identity`, which
+all requests of an engine have in common (the model, its numerics), and what a request adds
+(`Request.extras`). So keys are the same in every process that computes the same K/V. A block may be registered as soon as the step that computes it is submitted, because
 steps run in order.
 
 States of recurrent layers are blocks of a pool of their own, which always has the two that every
@@ -18,10 +19,11 @@ computed is kept as well. A state is found from the next plan on, so that no row
 row of its step writes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -36,6 +38,7 @@ from moeserve.engine.store import HostStore
 
 T = TypeVar("T", bound=np.generic)
 IN_STORE = -1
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 _NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
 
 
@@ -52,15 +55,19 @@ class Hit:
     border: int = 0
 
 
-def root_of(salt: str, num_resets: int = 0) -> bytes:
-    """Returns the start of a hash chain. Requests share blocks only below equal roots."""
-    extras = [(b"salt", salt.encode())] if salt else []
+def root_of(extras: Mapping[str, bytes], num_resets: int = 0) -> bytes:
+    """Return the start of a hash chain. Requests share blocks only below equal roots.
+
+    extras: values by name, in any order. A name has no NUL; an absent value is not an empty one.
+    """
+    tagged = dict(extras)
     if num_resets:
-        extras.append((b"num_resets", num_resets.to_bytes(8, "little")))
-    tagged = b"".join(
-        tag + b"\0" + len(value).to_bytes(8, "little") + value for tag, value in extras
-    )
-    return sha256(b"moeserve kv 1\0" + tagged).digest()
+        tagged["num_resets"] = num_resets.to_bytes(8, "little")
+    parts = [
+        name.encode() + b"\0" + len(value).to_bytes(8, "little") + value
+        for name, value in sorted(tagged.items())
+    ]
+    return sha256(b"moeserve kv 2\0" + b"".join(parts)).digest()
 
 
 def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
@@ -90,11 +97,16 @@ class KVCacheManager:
 
     Changes that the runner must repeat on the device are collected until `take_changes`, once per
     plan: new table entries, and blocks to save by the connector (`stores`) and to load (`loads`).
-    connector: None for a host store, if the limits have room for one.
+    connector: None for a host store, if the limits have room for one. identity: what all keys have in
+    common.
     """
 
     def __init__(
-        self, limits: Limits, groups: tuple[KVGroup, ...], connector: KVConnector | None = None
+        self,
+        limits: Limits,
+        groups: tuple[KVGroup, ...],
+        connector: KVConnector | None = None,
+        identity: Mapping[str, bytes] = NOTHING,
     ) -> None:
         self.groups = groups
         self.num_kv_groups = sum(not group.has_states for group in groups)
@@ -115,6 +127,7 @@ class KVCacheManager:
         self._block_size = limits.block_size
         self._caches_prefixes = limits.enable_prefix_caching
         self._num_resets = 0
+        self._identity = identity
         self._moves_out: list[BlockMove] = []
         self._loads: list[BlockMove] = []
         self._entries: list[list[tuple[I32, I32, I32]]] = [
@@ -160,7 +173,7 @@ class KVCacheManager:
             return 0
         if request.num_resets != self._num_resets:
             request.num_resets = self._num_resets
-            request.root = root_of(request.salt, self._num_resets)
+            request.root = root_of({**self._identity, **request.extras}, self._num_resets)
             request.hashes.clear()
         if request.sampling.prompt_logprobs is not None:  # these need all positions
             return 0

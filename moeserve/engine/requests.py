@@ -22,7 +22,7 @@ result that carries an old value is dropped.
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +50,7 @@ class Request:
     max_total: int
     sampling: TokenSampling
     priority: int
-    salt: str
+    extras: Mapping[str, bytes]  # what K/V depend on beside tokens, by name; see `root_of`
     arrival: int
     task: str = SAMPLE
     num_resets: int = -1  # resets of the prefix cache before the hash chain began
@@ -101,7 +101,7 @@ def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -
         max_total=min(msg.num_prompt + sampling.max_tokens, max_model_len),
         sampling=sampling,
         priority=msg.priority,
-        salt=msg.salt,
+        extras={"salt": msg.salt.encode()} if msg.salt else {},
         arrival=arrival,
         task=msg.task,
     )

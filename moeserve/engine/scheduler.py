@@ -14,7 +14,7 @@ applies the step's result.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from moeserve.engine.awaiting import AwaitingSet, GrammarSource, Need
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.connector import KVConnector, When
 from moeserve.engine.draft_policy import DraftPolicy
-from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
+from moeserve.engine.kv_cache_manager import NOTHING, Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, outputs_of, unsent_hits
 from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of, share
@@ -95,13 +95,14 @@ class Scheduler:
         eos_ids: Iterable[int] = (),
         vocab_size: int = _ANY_TOKEN,
         connector: KVConnector | None = None,
+        identity: Mapping[str, bytes] = NOTHING,
     ) -> None:
         assert {group.block_size for group in groups} == {limits.block_size}, groups
         self.limits = limits
         self.groups = groups
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size = vocab_size
-        self.kv_manager = KVCacheManager(limits, groups, connector)
+        self.kv_manager = KVCacheManager(limits, groups, connector, identity)
         self.waiting = WaitingQueue()
         self.awaiting = AwaitingSet()
         self.grammars: GrammarSource | None = None  # None: the runner compiles when a step needs it

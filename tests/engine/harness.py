@@ -79,6 +79,10 @@ def submit_of(
     )
 
 
+def extras_of(salt: str) -> dict[str, bytes]:
+    return {"salt": salt.encode()} if salt else {}
+
+
 @dataclass
 class Answer:
     msg: Submit
@@ -288,7 +292,9 @@ class Harness:
             tokens = answer.prompt + answer.tokens
             _, blocks = layers(self.groups, tokens)
             for epoch in range(self.num_resets + 1):
-                hashes = chain(root_of(answer.msg.salt, epoch), np.array(tokens, np.int32), size)
+                hashes = chain(
+                    root_of(extras_of(answer.msg.salt), epoch), np.array(tokens, np.int32), size
+                )
                 expected |= {
                     (h, g): content[i]
                     for g, content in enumerate(blocks)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import numpy as np
 import pytest
 
+from moeserve.cluster.assemble import kv_identity
 from moeserve.engine.blocks import BlockPool, KVGroup, groups_of
 from moeserve.engine.kv_cache_manager import IN_STORE, KVCacheManager, chain, root_of
 from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.requests import Request, request_of
+from moeserve.messages import Ready
 from tests.engine.harness import limits_of, submit_of
 
 FULL = groups_of((KVRule(),), 4)
@@ -46,28 +49,54 @@ def computed(manager: KVCacheManager, prompt: list[int], **fields: object) -> li
 
 def lose(pool: BlockPool, tokens: list[int], g: int, i: int) -> None:
     """Evicts one idle block, out of turn."""
-    block = pool.find((chain(root_of(""), np.array(tokens, np.int32), 4)[i], g))
+    block = pool.find((chain(root_of({}), np.array(tokens, np.int32), 4)[i], g))
     assert block is not None
     pool._idle.move_to_end(block, last=False)
     pool._evict(1)
 
 
 def test_the_hash_is_sha256_over_little_endian_tokens() -> None:
-    first = hashlib.sha256(root_of("") + np.arange(4, dtype="<i4").tobytes()).digest()
+    first = hashlib.sha256(root_of({}) + np.arange(4, dtype="<i4").tobytes()).digest()
     second = hashlib.sha256(first + np.arange(4, 8, dtype="<i4").tobytes()).digest()
-    assert chain(root_of(""), np.arange(11, dtype=np.int32), 4) == [first, second]
+    assert chain(root_of({}), np.arange(11, dtype=np.int32), 4) == [first, second]
 
 
 def test_roots_differ_by_salt_and_epoch() -> None:
-    roots = {
-        root_of(""),
-        root_of("a"),
-        root_of("b"),
-        root_of("", 1),
-        root_of("a", 1),
-        root_of("\0a"),
-    }
-    assert len(roots) == 6
+    roots = [
+        root_of({}),
+        root_of({"salt": b"a"}),
+        root_of({"salt": b"b"}),
+        root_of({"salt": b""}),
+        root_of({}, 1),
+        root_of({"salt": b"a"}, 1),
+        root_of({"adapter": b"a"}),
+        root_of({"adapter": b"a", "salt": b"b"}),
+        root_of({"adapter": b"b", "salt": b"a"}),
+        root_of({"salt": b"a" + b"weights\0" + bytes(8)}),
+        root_of({"salt": b"a", "weights": b""}),
+    ]
+    assert len(set(roots)) == len(roots)
+    assert root_of({"salt": b"b", "adapter": b"a"}) == roots[7], "the order of names means nothing"
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    """Tiers and peers find blocks by them. A change makes everything that is kept worthless."""
+    root = root_of({"salt": b"s", "model": b"m"}, 3)
+    assert root.hex() == "af31cb08f3b50da72d2188b66baf8efa32f6bb3462cc5e9d0c52276fe2e61325"
+    assert (
+        chain(root, np.arange(4, dtype=np.int32), 4)[0].hex()
+        == "f8d2775981cd59ed94f63b70a7b23cfae79256e23a6392e215be025630cde10b"
+    )
+
+
+def test_engines_of_different_models_share_no_key() -> None:
+    prompt = list(range(9))
+    owners = []
+    for identity in ({"model": b"a"}, {"model": b"b"}, {"model": b"a"}):
+        owner = request(prompt, salt="s")
+        KVCacheManager(limits_of(), FULL, identity=identity).match(owner)
+        owners.append(owner.hashes)
+    assert owners[0] == owners[2] != owners[1]
 
 
 @pytest.mark.parametrize(
@@ -265,3 +294,21 @@ def test_evicted_states_are_loaded_from_their_own_store_and_cold_ones_are_gone()
     (load,) = manager.take_changes()[2]
     assert (load.pool, load.host_block) == (1, moves[0].host_block)
     manager.audit()
+
+
+def test_the_identity_of_an_engine_is_what_its_bits_depend_on() -> None:
+    ready = Ready(
+        pid=1, architecture="A", dtype="float32", device="cpu", vocab_size=9, max_model_len=9,
+        max_num_seqs=1, num_blocks=2, block_size=1, eos_token_ids=(), num_params=0,
+        num_active_params=0, weight_bytes=0, startup_s=0.0, checkpoint="abc",
+        numerics={"torch": "2", "kernels": "native"},
+    )  # fmt: skip
+    replace = msgspec.structs.replace
+    same = replace(ready, pid=2, startup_s=3.0, numerics={"kernels": "native", "torch": "2"})
+    assert kv_identity(ready) == kv_identity(same)
+    for other in (
+        replace(ready, checkpoint="abd"),
+        replace(ready, dtype="bfloat16"),
+        replace(ready, numerics={"torch": "3", "kernels": "native"}),
+    ):
+        assert kv_identity(other) != kv_identity(ready)
