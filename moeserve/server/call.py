@@ -9,10 +9,11 @@ from aiohttp import web
 
 from moeserve.errors import InvalidRequest
 from moeserve.server.auth import OPEN, Caller
+from moeserve.server.body import read_json
 from moeserve.server.context import Context
 from moeserve.server.errors import SERVER, shorten
 from moeserve.server.http import path_of
-from moeserve.server.requests import convert, decode, read_json, unknown_fields
+from moeserve.server.requests import convert, decode, unknown_fields
 from moeserve.server.running import Counts
 
 RESUME_HEADER = "Last-Event-ID"

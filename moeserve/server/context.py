@@ -11,12 +11,12 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
 from moeserve.server.access_log import Observer
 from moeserve.server.auth import Auth
+from moeserve.server.body import BodyRoom
 from moeserve.server.cors import Cors
 from moeserve.server.errors import shorten
 from moeserve.server.file_objects import Batch
 from moeserve.server.file_store import FileStore
 from moeserve.server.http import SseStream
-from moeserve.server.requests import BodyRoom
 from moeserve.server.response_store import ResponseStore
 from moeserve.server.running import RunningRequest
 from moeserve.server.tls import Tls

@@ -1,7 +1,6 @@
-"""Every failure in OpenAI's JSON shape, {"error": {"message", "type", "param", "code"}}, or in
-Anthropic's.
+"""Failures as JSON: {"error": {"message", "type", "param", "code"}}, or in Anthropic's shape.
 
-A 500 reveals nothing about the inside of the server: its text is fixed, and the request id leads to
+A 500 reveals nothing about the inside of the server. Its text is fixed, and its request id leads to
 the log line.
 """
 
@@ -44,15 +43,16 @@ class AnthropicErrorBody(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct, tag="error"):
-    """What `ErrorResponse` is, under /v1/messages."""
+    """The answer of /v1/messages with an error status; elsewhere it is `ErrorResponse`."""
 
     error: AnthropicErrorBody
     request_id: str
 
 
 class HttpError(RequestError):
-    """A refusal below the API: of bytes, sizes, times, methods. allowed: the methods that a path
-    takes, for 405.
+    """A refusal below the API: of bytes, sizes, times, methods.
+
+    allowed: the methods of the path, for 405.
     """
 
     def __init__(self, status: int, code: str, message: str, allowed: Sequence[str] = ()) -> None:
@@ -62,14 +62,14 @@ class HttpError(RequestError):
 
 
 def shorten(value: str) -> str:
-    """Returns a user's value, safe to show in a message: printable and at most 64 characters."""
+    """Return a user's value, safe to show in a message: printable and at most 64 characters."""
     printable = "".join(char if char.isprintable() else "?" for char in value[: MAX_ECHO + 1])
     return printable if len(printable) <= MAX_ECHO else printable[: MAX_ECHO - 3] + "..."
 
 
 def error_message(error: RequestError, request_id: str) -> str:
-    """Returns what the client is told. Quoted values of the user are cut, and a 500 tells the
-    request id only.
+    """Return the message for the client. Long quoted values are cut, and a 500 has the request id
+    only.
     """
     if error.http_status == 500:
         return f"internal server error; request id {request_id}"
@@ -79,7 +79,7 @@ def error_message(error: RequestError, request_id: str) -> str:
 
 
 def error_body(error: RequestError, request_id: str, *, anthropic: bool = False) -> bytes:
-    """Returns the error as JSON in the shape of the API that was asked."""
+    """Return the error as JSON."""
     message = error_message(error, request_id)
     if anthropic:
         kind = _ANTHROPIC_TYPES.get(error.http_status)
@@ -91,7 +91,7 @@ def error_body(error: RequestError, request_id: str, *, anthropic: bool = False)
 
 
 def as_request_error(error: BaseException, request_id: str) -> RequestError:
-    """Returns our own errors as they are; others are bugs of ours: logged, and answered with a
+    """Return a RequestError as it is. Any other exception is a bug: it is logged, and becomes a
     plain 500.
 
     The texts of exceptions, which may quote a request, are logged at level debug only.
@@ -108,21 +108,20 @@ def as_request_error(error: BaseException, request_id: str) -> RequestError:
 
 
 def shorten_line(text: str) -> str:
-    """Returns the text as one log line: control characters escaped, at most 500 characters."""
+    """Return the text as one log line: control characters escaped, at most 500 characters."""
     return text[:500].encode("unicode_escape").decode("ascii")
 
 
 def error_response(
     error: RequestError, request_id: str, *, anthropic: bool = False
 ) -> web.Response:
-    """Returns the response with status, body and the headers that belong to the status."""
+    """Return the response with the status, the body and the headers that belong to the status."""
     headers = {"X-Request-Id": request_id, "Server": SERVER}
     if isinstance(error, Overloaded) and math.isinf(error.retry_after_s):
         headers["X-Should-Retry"] = "false"  # OpenAI's clients heed it, and so do batches
     elif isinstance(error, Overloaded):
-        wait_s = error.retry_after_s * random.uniform(
-            1.0, 1.5
-        )  # refused clients must not return all at once
+        # Refused clients must not return all at once.
+        wait_s = error.retry_after_s * random.uniform(1.0, 1.5)
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["Retry-After-Ms"] = str(max(1, round(wait_s * 1000)))
     elif error.http_status == 503:

@@ -8,12 +8,13 @@ from aiohttp.http_exceptions import BadHttpMessage
 from msgspec import Meta, Struct
 
 from moeserve.errors import InvalidRequest, NotFound, UnsupportedMedia
+from moeserve.server.body import READ_TIMEOUT_S, continue_body
 from moeserve.server.call import HttpCall
 from moeserve.server.cors import check_form
 from moeserve.server.errors import HttpError, shorten
 from moeserve.server.file_objects import Deleted, FileList, FileObject, page
 from moeserve.server.file_store import FileStore, NoRoom, Upload, owner_key
-from moeserve.server.requests import READ_TIMEOUT_S, continue_body, unknown_fields
+from moeserve.server.requests import unknown_fields
 
 OFF = (
     "this server keeps no files; `server: {files_dir: FOLDER}` in its --config turns /v1/files and "

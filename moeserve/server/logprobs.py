@@ -1,4 +1,4 @@
-"""Logprobs in the shapes of the two OpenAI APIs and of vLLM's prompt_logprobs."""
+"""Logprobs in the shapes of chats, completions and vLLM's prompt_logprobs."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,9 +11,9 @@ FLOOR = -9999.0  # JSON has no minus infinity
 
 
 class LogprobFormat:
-    """Shows logprobs with `num_top` alternatives.
+    """Writes logprobs with `num_top` alternatives.
 
-    as_ids shows tokens as "token_id:7", which is exact where text is not; so does a server without
+    as_ids: write tokens as "token_id:7", which is exact where text is not. So does a server without
     a tokenizer.
     """
 
@@ -30,7 +30,7 @@ class LogprobFormat:
         return self._tokenizer.token_text(token_id)
 
     def chat(self, rows: Sequence[Logprobs]) -> protocol.ChatLogprobs:
-        """Returns the logprobs object of a chat choice; each row has the sampled token first."""
+        """Return the logprobs object of a chat's choice. Each row has the sampled token first."""
         return protocol.ChatLogprobs([self._chat_row(row) for row in rows])
 
     def _chat_row(self, row: Logprobs) -> protocol.TokenLogprob:
@@ -46,15 +46,15 @@ class LogprobFormat:
         return [] if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
 
     def prompt(self, rows: Sequence[Logprobs | None]) -> protocol.PromptLogprobs:
-        """Returns vLLM's form: for each prompt token a map from token id to its logprob, None for
-        the first.
+        """Return vLLM's form: for each prompt token a map from token ids to logprobs; None for the
+        first token.
         """
         return [None if row is None else self._prompt_row(row) for row in rows]
 
     def _prompt_row(self, row: Logprobs) -> dict[str, protocol.PromptLogprob]:
         found: dict[str, protocol.PromptLogprob] = {}
-        for place, (token_id, logprob) in enumerate(zip(row.ids, row.values, strict=True)):
-            rank = row.rank if place == 0 else place
+        for i, (token_id, logprob) in enumerate(zip(row.ids, row.values, strict=True)):
+            rank = row.rank if i == 0 else i
             found.setdefault(
                 str(token_id),
                 protocol.PromptLogprob(max(logprob, FLOOR), rank, self._token(token_id)),
@@ -64,8 +64,7 @@ class LogprobFormat:
     def columns(
         self, token_ids: Sequence[int], rows: Sequence[Logprobs | None], offset: int = 0
     ) -> tuple[protocol.CompletionLogprobs, int]:
-        """Returns the logprobs object of /v1/completions, and where the text of the next tokens
-        begins.
+        """Return the logprobs object of /v1/completions, and the offset of the next token's text.
 
         Offsets count characters of token texts. A row is None for the first token of a prompt.
         """
@@ -80,9 +79,7 @@ class LogprobFormat:
         ), end
 
     def _top(self, row: Logprobs) -> dict[str, float]:
-        """Returns the most likely tokens and the sampled one, which is one entry more if it is not
-        among them.
-        """
+        """Return the most likely tokens, and the sampled one if it is not among them."""
         found: dict[str, float] = {}
         for token_id, logprob in zip(row.ids[: 1 + self._num_top], row.values, strict=False):
             found.setdefault(self._token(token_id), max(logprob, FLOOR))

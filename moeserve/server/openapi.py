@@ -1,8 +1,7 @@
-"""GET /openapi.json, made from the route table and the structs of requests and answers, and the
-page that shows it.
+"""GET /openapi.json, made from the route table and its structs, and the page that shows it.
 
-A new route needs nothing here. Bounds of fields are those of the structs, and of the model: token
-ids end with its vocabulary. `assets/docs` has the page and the examples of requests, by operation.
+A new route needs nothing here. Fields have the bounds of the structs; token ids have those of the
+model's vocabulary. `assets/docs` has the page, and examples of requests by operation.
 """
 
 import base64
@@ -23,7 +22,7 @@ from moeserve.version import __version__
 
 _ASSETS = files("moeserve") / "assets" / "docs"
 _REF = "#/components/schemas/{name}"
-_AT_THE_END = {"stop_reason"}  # fields that are written, but where a choice goes on
+_AT_THE_END = {"stop_reason"}  # fields that only the end of a choice has
 _DONE = {"const": "[DONE]", "description": "the last event of OpenAI's streams"}
 _FORM = "multipart/form-data"
 _STATUSES = {
@@ -54,8 +53,9 @@ _SCHEMES = {
 
 @cache
 def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) -> bytes:
-    """Returns the document as JSON. vocab_size: None while no model is loaded; keyed: whether
-    requests need a key.
+    """Return the document as JSON.
+
+    vocab_size: None while no model is loaded. keyed: whether requests need a key.
     """
     kinds = {
         kind
@@ -102,7 +102,7 @@ def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) ->
 
 
 def _token_ids(node: Any) -> Iterator[dict[str, Any]]:
-    """Yields the schemas of token ids, which carry the format TOKEN_ID."""
+    """Yield the schemas of token ids, which have the format TOKEN_ID."""
     if isinstance(node, dict):
         if node.get("format") == TOKEN_ID:
             yield node
@@ -154,7 +154,7 @@ def _tag(route: Route) -> str:
 
 
 def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
-    """Returns the answers by status: those that are likely each by itself, all others as `default`."""
+    """Return the answers by status: each likely one by itself, all others as `default`."""
     content: dict[str, Any] = {
         route.media: {} if route.gives is None else {"schema": shapes[route.gives]}
     }
@@ -204,13 +204,18 @@ def _statuses(route: Route) -> set[int]:
 
 @cache
 def page() -> tuple[bytes, str]:
-    """Returns the page and the content security policy with which it runs its own script, and no
-    other.
-    """
+    """Return the page, and the content security policy by which only its own script runs."""
     text = (_ASSETS / "index.html").read_text(encoding="utf-8")
     allowed = {}
     for tag, body in re.findall(r"<(style|script)>(.*?)</\1>", text, re.DOTALL):
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
         allowed[tag] = f"{tag}-src 'sha256-{digest}'"
-    policy = f"default-src 'none'; connect-src 'self'; {'; '.join(allowed.values())}; base-uri 'none'; form-action 'none'"
-    return text.encode(), f"{policy}; frame-ancestors 'none'"
+    policy = [
+        "default-src 'none'",
+        "connect-src 'self'",
+        *allowed.values(),
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+    return text.encode(), "; ".join(policy)

@@ -1,60 +1,43 @@
-"""From the bytes of a request to a checked struct: what is refused and why, and what is harmless.
+"""From a JSON object to a checked struct: which fields are refused, ignored or unknown.
 
 Strange input is refused here, before it costs anything. Types are strict. A field that is null or
-absent means its default: the model's (generation_config.json), else ours. Each route's own fields
-are declared beside its handler. Values inside a request are checked one by one, so that errors name
-their places: structs, and lists of objects whose `type` says what they are.
+absent has its default: the model's (generation_config.json), else the server's. Each route declares
+its own fields. Values inside a request are checked one by one, so that errors name their places:
+structs, and lists of objects whose `type` says what they are.
 """
 
-import asyncio
-import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta, Struct
 
 from moeserve import errors, sampling
 from moeserve.sampling import MAX_INT, SamplingParams
-from moeserve.server.errors import HttpError, shorten
+from moeserve.server.errors import shorten
 from moeserve.server.structured import StructuredFields
-from moeserve.text.json_schema import no_constant
 from moeserve.text.tokenizer import Tokenizer
 
-MAX_DEPTH = 64
-MAX_CONTAINERS = 100_000  # objects and arrays in one body
-LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
-SMALL_BODY = 64 * 1024  # bytes; such a body always has room
-MAX_BODIES = 256 * 2**20  # bytes of all larger bodies that are being read or parsed
 MAX_UNKNOWN = 5  # names that a Warning header lists
 MAX_INTEGRAL_FLOATS = 16  # integers written as floats (5.0) in one object
-READ_TIMEOUT_S = 30.0  # for each MiB of a body
-# Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes
-# for each of its own.
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
 # A msgspec.ValidationError about a float where an integer belongs, and the steps of its path.
 _NO_INTEGER = re.compile(r"Expected `int[^`]*`, got `float` - at `\$((?:\.\w+|\[\d+\])+)`$")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 R = TypeVar("R", bound=Struct)
-Refusals = Mapping[
-    str, tuple[str, tuple[Any, ...]]
-]  # field -> (why, values that ask for nothing, besides null)
+# Field -> (reason, values that ask for nothing). So does null.
+Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]
 OpenName = Annotated[str, Meta(max_length=4096)]
 
 
 class StreamOptions(Struct, kw_only=True):
-    """include_usage: a last chunk with token counts. continuous_usage_stats: counts in every chunk."""
+    """The options of a stream of chunks."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool = False  # a last chunk with token counts
+    continuous_usage_stats: bool = False  # token counts in every chunk
     include_obfuscation: bool = False
 
 
@@ -102,7 +85,7 @@ class Sampling(StructuredFields, kw_only=True):
     store: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        """Returns the fields that `SamplingParams` has too and that are not null."""
+        """Return the fields that are not null and that `SamplingParams` has, too."""
         found = {name: value for name in _PLAIN if (value := getattr(self, name)) is not None}
         if (constraint := self.constraint()) is not None:
             found["structured_outputs"] = constraint[0]
@@ -110,9 +93,7 @@ class Sampling(StructuredFields, kw_only=True):
 
     @staticmethod
     def unknown_inside(raw: dict[str, Any]) -> list[str]:
-        """Returns the names of fields inside its fields that mean nothing to us. Raises
-        InvalidRequest.
-        """
+        """Return the names of unknown fields inside known ones. Raises InvalidRequest."""
         return []
 
     def ignored(self) -> list[str]:
@@ -156,143 +137,6 @@ _REFUSED: Refusals = {
 }
 
 
-@dataclass
-class BodyRoom:
-    """What large bodies take of the memory that they share, in bytes, until they are parsed."""
-
-    taken: int = 0
-
-
-async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) -> dict[str, Any]:
-    """Returns the JSON object in the body. Raises a RequestError of status 400, 408, 413, 415 or,
-    without room, 503.
-    """
-    _check_media_type(request)
-    _check_size(request.content_length or 0, max_bytes)
-    await continue_body(request)
-    body = bytearray()
-    taken = 0
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(READ_TIMEOUT_S) as limit:
-            while chunk := await request.content.readany():
-                before = len(body) >> 20
-                body += chunk
-                _check_size(len(body), max_bytes)
-                if len(body) > SMALL_BODY:
-                    room.taken += len(chunk)
-                    taken += len(chunk)
-                    if room.taken > max(MAX_BODIES, max_bytes):
-                        raise errors.Overloaded(
-                            "too many large bodies arrive at once", retry_after_s=2
-                        )
-                if len(body) >> 20 > before:
-                    limit.reschedule(loop.time() + READ_TIMEOUT_S)
-    except TimeoutError as error:
-        raise HttpError(
-            408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s"
-        ) from error
-    except web.RequestPayloadError as error:
-        raise errors.InvalidRequest(
-            "the body is not framed as HTTP demands", code="invalid_http"
-        ) from error
-    else:
-        return (
-            parse_object(body)
-            if len(body) < LARGE_BODY
-            else await asyncio.to_thread(parse_object, body)
-        )
-    finally:
-        room.taken -= taken
-
-
-async def continue_body(request: web.BaseRequest) -> None:
-    """Lets a client that asks first send the body."""
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # otherwise the answer's head would be taken for sent
-
-
-def _check_size(num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise errors.PayloadTooLarge(f"the body is larger than {max_bytes:,} bytes")
-
-
-def _check_media_type(request: web.BaseRequest) -> None:
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.lower() != "identity":
-        raise errors.UnsupportedMedia(
-            f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is"
-        )
-    if request.content_type.lower() != "application/json":
-        raise errors.UnsupportedMedia("the Content-Type must be application/json")
-    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        raise errors.UnsupportedMedia("the charset must be utf-8")
-
-
-def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Returns the one JSON object in `body`. Raises InvalidRequest with code invalid_json and the
-    byte offset.
-    """
-    if body[:3] == b"\xef\xbb\xbf" or body[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise _invalid_json("the body begins with a byte order mark; send plain UTF-8", 0)
-    _check_shape(body)
-    try:
-        text = body.decode()
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=no_constant)
-        if _SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise _invalid_json(
-            f"the body is not JSON: {error.msg}", len(text[: error.pos].encode())
-        ) from error
-    except UnicodeDecodeError as error:
-        raise _invalid_json("the body is not UTF-8", error.start) from error
-    except UnicodeEncodeError as error:
-        raise _invalid_json("a string holds an unpaired surrogate") from error
-    except (ValueError, RecursionError) as error:
-        raise _invalid_json(f"the body is not JSON: {shorten(str(error))}") from error
-    if not isinstance(value, dict):
-        raise _invalid_json("the body must be a JSON object")
-    return value
-
-
-def _invalid_json(message: str, offset: int | None = None) -> errors.InvalidRequest:
-    return errors.InvalidRequest(
-        message if offset is None else f"{message} (byte {offset})", code="invalid_json"
-    )
-
-
-def _check_shape(body: bytes | bytearray) -> None:
-    """Bounds depth and number of containers, without recursion. A body with few brackets cannot be
-    deep.
-    """
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
-    depth = containers = 0
-    for match in _TOKEN.finditer(body):
-        byte = body[match.start()]
-        if byte in b"[{":
-            depth += 1
-            containers += 1
-            if depth > MAX_DEPTH:
-                raise _invalid_json(f"the JSON is nested deeper than {MAX_DEPTH}", match.start())
-            if containers > MAX_CONTAINERS:
-                raise _invalid_json(
-                    f"the JSON has more than {MAX_CONTAINERS:,} objects and arrays", match.start()
-                )
-        elif byte in b"]}":
-            depth -= 1
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{shorten(twice)!r} occurs twice in one object")
-    return found
-
-
 def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
     """Return `value` as a struct. Raises InvalidRequest naming the field.
 
@@ -322,15 +166,12 @@ def _made_integer(value: Any, fault: str) -> bool:
 
 
 def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "") -> list[str]:
-    """Returns those `names` that mean nothing to us, the first few, printable, with the nearest
-    name that does.
-    """
+    """Return the first few unknown `names`, printable, each with the nearest known one."""
     described = []
     for name in [name for name in names if name not in known][:MAX_UNKNOWN]:
         near = get_close_matches(name[:64], known, 1)
-        described.append(
-            f"{prefix}{shorten(name)}" + (f" (did you mean {near[0]}?)" if near else "")
-        )
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        described.append(f"{prefix}{shorten(name)}{hint}")
     return described
 
 
@@ -389,8 +230,9 @@ def _check_common(request: Sampling) -> None:
 
 
 def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
-    """Raises ContextLengthExceeded, before a text is tokenized, if not even the longest tokens
-    would make it fit.
+    """Raise ContextLengthExceeded if a text is too long even in the longest tokens.
+
+    It is called before the text is tokenized.
     """
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
         too_long = errors.ContextLengthExceeded(
@@ -405,7 +247,7 @@ def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param:
         raise too_long
 
 
-Kinds = dict[str, type[Struct]]  # by type
+Kinds = dict[str, type[Struct]]  # the structs of objects by their `type`
 
 
 class TextItem(Struct, kw_only=True):
@@ -425,7 +267,7 @@ class RefusalItem(Struct, kw_only=True):
 
 
 def convert_at(value: Any, kind: type[R], where: str) -> R:
-    """Returns a value inside a request as a struct. Raises InvalidRequest naming the field, under
+    """Return a value inside a request as a struct. Raises InvalidRequest naming the field, under
     `where`.
     """
     try:
@@ -437,13 +279,17 @@ def convert_at(value: Any, kind: type[R], where: str) -> R:
 
 
 def typed_at(value: Any, kinds: Kinds, where: str, default: str = "") -> Any:
-    """Returns an object as the struct in `kinds` that its `type` names. Raises InvalidRequest."""
+    """Return an object as the struct that its `type` names in `kinds`. Raises InvalidRequest."""
     name = value.get("type") or default if isinstance(value, dict) else default
     if isinstance(name, str) and name in kinds:
         return convert_at(value, kinds[name], where)
     known = " or ".join(kinds)
-    what = f"{where}.type must be {known}, not {shorten(str(name))!r}: {MEDIA}, and calls functions of yours"
-    raise errors.InvalidRequest(what, param=f"{where}.type", code="unsupported_parameter")
+    raise errors.InvalidRequest(
+        f"{where}.type must be {known}, not {shorten(str(name))!r}: {MEDIA}, and calls functions "
+        "of yours",
+        param=f"{where}.type",
+        code="unsupported_parameter",
+    )
 
 
 def text_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> str:

@@ -1,5 +1,4 @@
-"""The fields of a request that constrain the text of its answer, and the one constraint that they
-mean.
+"""The fields of a request that constrain the text of its answer, and the constraint they make.
 
 `response_format` is OpenAI's, `structured_outputs` vLLM's, `guided_*` are vLLM's older names.
 `strict` of a JSON schema changes nothing: every schema is enforced.
@@ -24,15 +23,12 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """`response_format`. structures and triggers are those of a structural tag.
-
-    schema: of a json_object, as llama.cpp and Together have it.
-    """
+    """`response_format`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | None = None
-    structures: list[Any] | None = None
+    schema: dict[str, Any] | None = None  # of a json_object, as llama.cpp and Together have it
+    structures: list[Any] | None = None  # of a structural_tag, like triggers
     triggers: list[Any] | None = None
 
 
@@ -48,7 +44,7 @@ class StructuredFields(Struct, kw_only=True):
     guided_whitespace_pattern: str | None = None
 
     def constraint(self) -> tuple[StructuredOutputsParams, str] | None:
-        """Returns the one constraint and the field that has it, None if any text will do.
+        """Return the constraint and the field that has it; None if any text will do.
 
         Raises InvalidRequest for several, or for fields that do not belong together.
         """

@@ -131,7 +131,7 @@ def _priority(caller: Caller, asked: int | None) -> int:
 
 
 def _salt(call: HttpCall, asked: str | None) -> str:
-    """Return the salt that keeps prefix-cache hits, which can be timed, among one key's requests."""
+    """Return the cache salt. It keeps hits, which can be timed, among the requests of one key."""
     owner = call.caller.owner if call.context.auth.several_owners else ""
     return f"{owner}:{asked or ''}" if owner or asked else ""
 

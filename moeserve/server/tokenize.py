@@ -15,7 +15,7 @@ from moeserve.server.chat_request import Message, ReasoningEffort, chat_tools
 from moeserve.server.conversation import render_chat
 from moeserve.text.tokenizer import Tokenizer
 
-MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
+MAX_CHARS = 1_000_000  # each takes about a microsecond and 150 bytes to tokenize
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -35,16 +35,14 @@ class TokenizeRequest(Struct, kw_only=True):
 
 
 class DetokenizeRequest(Struct, kw_only=True):
-    """Token ids whose text is wanted."""
+    """Token ids to turn into text."""
 
     tokens: list[TokenId]
     model: str | None = None
 
 
 class TokenizerInfo(Answer, kw_only=True):
-    """The tokenizer in the fields of tokenizer_config.json, as clients that count tokens by HTTP
-    read it.
-    """
+    """The fields of tokenizer_config.json, for clients that count tokens by HTTP."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     bos_token: str | None = None
@@ -94,7 +92,7 @@ async def detokenize(call: HttpCall) -> web.StreamResponse:
 
 
 async def tokenizer_info(call: HttpCall) -> web.StreamResponse:
-    """Return the names of the tokenizer's special tokens, the context length and the chat template."""
+    """Return the tokenizer's special tokens, the context length and the chat template."""
     front, ready = call.context.serving()
     tokenizer = _tokenizer(front)
     named = dict(tokenizer.special_tokens)

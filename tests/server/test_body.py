@@ -11,16 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.errors import InvalidRequest
+from moeserve.server.body import MAX_DEPTH, _check_shape, parse_object
 from moeserve.server.chat_request import ChatRequest
 from moeserve.server.dialects.completions import CompletionRequest
-from moeserve.server.requests import (
-    MAX_DEPTH,
-    _check_shape,
-    convert,
-    decode,
-    parse_object,
-    unknown_fields,
-)
+from moeserve.server.requests import convert, decode, unknown_fields
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(

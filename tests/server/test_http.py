@@ -12,8 +12,8 @@ import pytest
 import uvloop
 
 from moeserve.config import ServerConfig
+from moeserve.server import body as body_module
 from moeserve.server import http as http_module
-from moeserve.server import requests as requests_module
 from moeserve.server.http import StreamWatch
 from tests.server.conftest import live_server
 
@@ -319,7 +319,7 @@ def http_server(live, *, keepalive_s=60.0, head_s=30.0):
 
 
 async def test_a_slow_body_is_refused(live, monkeypatch):
-    monkeypatch.setattr(requests_module, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(body_module, "READ_TIMEOUT_S", 0.1)
     answer = await live.raw(post(CHAT, BODY)[:-5])
     assert error_of(answer)[0] == 408
 

@@ -116,7 +116,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _message(parts: list[Part]) -> protocol.ChatMessage:
-    """Return the message of a whole answer. Its content is null only beside calls, as in streams."""
+    """Return the message of a whole answer. Only beside calls is its content null."""
     message = protocol.ChatMessage()
     calls = list[dict[str, Any]]()
     for part in parts:

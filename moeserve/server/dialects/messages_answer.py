@@ -169,8 +169,9 @@ class MessageWriter(EventWriter):
         self.emit(MessageEvent(type="content_block_stop", index=self._index))
 
     def aborted(self) -> None:
-        """Raise RequestAborted if the request was ended by its id, EngineLost if the server stopped:
-        the dialect has no ending for either.
+        """Raise RequestAborted if the request was ended by its id, else EngineLost.
+
+        The dialect has no ending for either.
         """
         raise self.chat.running.aborted or EngineLost(
             "the server stopped before this request could finish"

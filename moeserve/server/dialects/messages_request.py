@@ -1,4 +1,4 @@
-"""The body of POST /v1/messages, and the chat that it means."""
+"""The body of POST /v1/messages, and the chat that it becomes."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -74,33 +74,32 @@ class _ClientTool(Struct, kw_only=True):
 
 
 class ToolChoice(Struct, kw_only=True):
-    """Whether tools have to be called; name: which one, for type tool."""
+    """Whether tools have to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: FunctionName | None = None
+    name: FunctionName | None = None  # of the one tool, for type tool
     disable_parallel_tool_use: bool = False
 
 
 class ThinkingConfig(Struct, kw_only=True):
-    """Whether the model reasons first. budget_tokens: how hard, but no limit. display: "omitted"
-    hides the text.
-    """
+    """Whether the model reasons first."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=MIN_BUDGET)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: Annotated[int, Meta(ge=MIN_BUDGET)] | None = None  # an effort, no limit
+    display: Literal["summarized", "omitted"] | None = None  # omitted: the text is hidden
 
 
 class OutputFormat(Struct, kw_only=True):
-    """What the text has to be."""
+    """The format of an answer's text."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(Struct, kw_only=True):
-    """effort: a variable of the template."""
+    """`output_config` of a request."""
 
+    # A variable of the template.
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -110,9 +109,7 @@ _HOSTED = "nothing runs beside the model here"
 
 
 class CountTokensRequest(Sampling, kw_only=True):
-    """A conversation to go on with. Beside Anthropic's fields there are the sampling parameters of
-    the other routes.
-    """
+    """A conversation. The sampling parameters of the other routes are fields, too."""
 
     refused: ClassVar[Refusals] = {
         "container": (_HOSTED, ()),
@@ -152,7 +149,7 @@ class CountTokensRequest(Sampling, kw_only=True):
         return found
 
     def chat(self, max_tokens: int | None = None) -> ChatRequest:
-        """Returns the request as a chat. Raises InvalidRequest."""
+        """Return the request as a chat. Raises InvalidRequest."""
         messages: list[Message] = []
         if (system := self._system()) is not None:
             messages.append(Message(role="system", content=system))
@@ -166,11 +163,11 @@ class CountTokensRequest(Sampling, kw_only=True):
                 "json_schema", JsonSchema("output", output.format.schema)
             )
         choice = self.tool_choice or ToolChoice(type="auto")
-        thinks = None  # the variables by which templates turn thinking on or off
+        switches = None
         if self.thinking is not None:
-            thinks = dict.fromkeys(
-                ("enable_thinking", "thinking"), self.thinking.type != "disabled"
-            )
+            # Templates have a switch under one of these names.
+            on = self.thinking.type != "disabled"
+            switches = {"enable_thinking": on, "thinking": on}
         return ChatRequest(
             **shared,
             messages=messages,
@@ -179,7 +176,7 @@ class CountTokensRequest(Sampling, kw_only=True):
             tool_choice=None if self.tool_choice is None else _chat_choice(choice),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             reasoning_effort=self._effort(output, max_tokens),
-            chat_template_kwargs=thinks,
+            chat_template_kwargs=switches,
             continue_final_message=True if self.messages[-1].role == "assistant" else None,
         )
 
@@ -215,15 +212,13 @@ class CountTokensRequest(Sampling, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """A conversation to go on with, and how."""
+    """A conversation to answer."""
 
     max_tokens: PositiveCount
 
 
 def _chat_messages(given: InputMessage, where: str) -> list[Message]:
-    """Returns a turn as messages: each tool result is one of its own, in order with the text around
-    it.
-    """
+    """Return a turn as messages. Each tool result is one, in order with the text around it."""
     if isinstance(given.content, str):
         return [Message(role=given.role, content=given.content)]
     found: list[Message] = []

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the chat that it means."""
+"""The body of POST /v1/responses, and the chat that it becomes."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -70,9 +70,10 @@ class FunctionTool(Function, kw_only=True, omit_defaults=False):
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the text has to be; name, schema and strict are those of a json_schema."""
+    """The format of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
+    # Of a json_schema:
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
@@ -80,17 +81,17 @@ class TextFormat(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields
 
 
 class TextConfig(Struct, kw_only=True, omit_defaults=True):
-    """`text` of a request. verbosity changes nothing."""
+    """`text` of a request."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(Struct, kw_only=True):
-    """`reasoning` of a request. effort is a variable of the template; there are no summaries."""
+    """`reasoning` of a request."""
 
-    effort: ReasoningEffort | None = None
-    summary: Literal["auto"] | None = None
+    effort: ReasoningEffort | None = None  # a variable of the template
+    summary: Literal["auto"] | None = None  # there are none
 
 
 _ELSEWHERE = "this belongs to other routes; here an answer is one response"
@@ -98,7 +99,7 @@ _HOSTED = "nothing but responses is kept here: send it with the input"
 
 
 class ResponsesRequest(Sampling, kw_only=True):
-    """What to answer. Beside OpenAI's fields there are the sampling parameters of the other routes."""
+    """An input to answer. The sampling parameters of the other routes are fields, too."""
 
     refused: ClassVar[Refusals] = {
         "background": ("nothing runs in the background: keep the connection, or stream", (False,)),
@@ -130,9 +131,8 @@ class ResponsesRequest(Sampling, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: PositiveCount | None = None
-    max_tool_calls: PositiveCount | None = (
-        None  # of tools that run on the server, of which there are none
-    )
+    # Of tools that run on the server. There are none.
+    max_tool_calls: PositiveCount | None = None
     top_logprobs: NumLogprobs | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
@@ -153,7 +153,7 @@ class ResponsesRequest(Sampling, kw_only=True):
         return found
 
     def items(self) -> list[dict[str, Any]]:
-        """Returns the input as a list of items."""
+        """Return the input as a list of items."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
@@ -164,20 +164,18 @@ class ResponsesRequest(Sampling, kw_only=True):
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     def function_tools(self) -> list[FunctionTool]:
-        """Returns the tools, checked. Raises InvalidRequest naming those that run elsewhere."""
+        """Return the tools, checked. Raises InvalidRequest naming one that is no function."""
         kinds: Kinds = {"function": FunctionTool}
         return [typed_at(tool, kinds, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
     def chat(self, history: list[dict[str, Any]]) -> ChatRequest:
-        """Returns the request as a chat that goes on after the items of `history`. Raises
+        """Return the request as a chat that continues the items of `history`. Raises
         InvalidRequest.
         """
         messages = chat_messages([*history, *self.items()])
         if self.instructions is not None:
-            if messages and messages[0].role in (
-                "system",
-                "developer",
-            ):  # templates want one such message
+            # Templates want one such message.
+            if messages and messages[0].role in ("system", "developer"):
                 messages[0].content = f"{self.instructions}\n\n{messages[0].content}"
             else:
                 messages.insert(0, Message(role="system", content=self.instructions))
@@ -197,8 +195,9 @@ class ResponsesRequest(Sampling, kw_only=True):
 
 
 def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Returns the items as messages: reasoning, text and calls of one turn become one. Raises
-    InvalidRequest.
+    """Return the items as messages. The reasoning, text and calls of one turn become one message.
+
+    Raises InvalidRequest.
     """
     messages: list[Message] = []
     for i, given in enumerate(items):
@@ -264,7 +263,7 @@ class _AllowedTools(Struct):
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Returns a choice in the shape of chats, whose functions are a level deeper."""
+    """Return a choice in the shape of chats, whose functions are a level deeper."""
     if not isinstance(choice, dict):
         return choice
     match typed_at(

@@ -1,0 +1,163 @@
+"""The body of a request: from its bytes to a JSON object, within bounds of size, time and shape."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from moeserve import errors
+from moeserve.server.errors import HttpError, shorten
+from moeserve.text.json_schema import no_constant
+
+MAX_DEPTH = 64
+MAX_CONTAINERS = 100_000  # objects and arrays in one body
+LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
+SMALL_BODY = 64 * 1024  # bytes; such a body always has room
+MAX_BODIES = 256 * 2**20  # bytes of all larger bodies that are being read or parsed
+READ_TIMEOUT_S = 30.0  # for each MiB of a body
+# Possessive, so that a long string leaves no positions to go back to, each of which would take a
+# hundred bytes.
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass
+class BodyRoom:
+    """The memory of large bodies until they are parsed, which they share."""
+
+    taken: int = 0  # bytes
+
+
+async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) -> dict[str, Any]:
+    """Return the JSON object in the body.
+
+    Raises a RequestError of status 400, 408, 413, 415 or, without room, 503.
+    """
+    _check_media_type(request)
+    _check_size(request.content_length or 0, max_bytes)
+    await continue_body(request)
+    body = bytearray()
+    taken = 0
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S) as limit:
+            while chunk := await request.content.readany():
+                before = len(body) >> 20
+                body += chunk
+                _check_size(len(body), max_bytes)
+                if len(body) > SMALL_BODY:
+                    room.taken += len(chunk)
+                    taken += len(chunk)
+                    if room.taken > max(MAX_BODIES, max_bytes):
+                        raise errors.Overloaded(
+                            "too many large bodies arrive at once", retry_after_s=2
+                        )
+                if len(body) >> 20 > before:
+                    limit.reschedule(loop.time() + READ_TIMEOUT_S)
+    except TimeoutError as error:
+        raise HttpError(
+            408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s"
+        ) from error
+    except web.RequestPayloadError as error:
+        raise errors.InvalidRequest(
+            "the body is not framed as HTTP demands", code="invalid_http"
+        ) from error
+    else:
+        return (
+            parse_object(body)
+            if len(body) < LARGE_BODY
+            else await asyncio.to_thread(parse_object, body)
+        )
+    finally:
+        room.taken -= taken
+
+
+async def continue_body(request: web.BaseRequest) -> None:
+    """Let a client that waits for permission send the body."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # else aiohttp thinks that the answer's head was sent
+
+
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise errors.PayloadTooLarge(f"the body is larger than {max_bytes:,} bytes")
+
+
+def _check_media_type(request: web.BaseRequest) -> None:
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise errors.UnsupportedMedia(
+            f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is"
+        )
+    if request.content_type.lower() != "application/json":
+        raise errors.UnsupportedMedia("the Content-Type must be application/json")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise errors.UnsupportedMedia("the charset must be utf-8")
+
+
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object in `body`. Raises InvalidRequest with the byte offset."""
+    if body[:3] == b"\xef\xbb\xbf" or body[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise _invalid_json("the body begins with a byte order mark; send plain UTF-8", 0)
+    _check_shape(body)
+    try:
+        text = body.decode()
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=no_constant)
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise _invalid_json(
+            f"the body is not JSON: {error.msg}", len(text[: error.pos].encode())
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _invalid_json("the body is not UTF-8", error.start) from error
+    except UnicodeEncodeError as error:
+        raise _invalid_json("a string holds an unpaired surrogate") from error
+    except (ValueError, RecursionError) as error:
+        raise _invalid_json(f"the body is not JSON: {shorten(str(error))}") from error
+    if not isinstance(value, dict):
+        raise _invalid_json("the body must be a JSON object")
+    return value
+
+
+def _invalid_json(message: str, offset: int | None = None) -> errors.InvalidRequest:
+    return errors.InvalidRequest(
+        message if offset is None else f"{message} (byte {offset})", code="invalid_json"
+    )
+
+
+def _check_shape(body: bytes | bytearray) -> None:
+    """Bound the depth and the number of containers, without recursion.
+
+    A body with few brackets cannot be deep.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    depth = 0
+    containers = 0
+    for match in _TOKEN.finditer(body):
+        byte = body[match.start()]
+        if byte in b"[{":
+            depth += 1
+            containers += 1
+            if depth > MAX_DEPTH:
+                raise _invalid_json(f"the JSON is nested deeper than {MAX_DEPTH}", match.start())
+            if containers > MAX_CONTAINERS:
+                raise _invalid_json(
+                    f"the JSON has more than {MAX_CONTAINERS:,} objects and arrays", match.start()
+                )
+        elif byte in b"]}":
+            depth -= 1
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{shorten(twice)!r} occurs twice in one object")
+    return found
