@@ -2,8 +2,8 @@
 
 import builders  # noqa: F401
 
-from moeserve.cluster import fork_server
+from moeserve.cluster import engine_main, fork_server
 
 if __name__ == "__main__":
-    fork_server.import_ahead = lambda: None
+    engine_main.import_ahead = lambda: None
     fork_server.main()
