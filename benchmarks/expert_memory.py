@@ -86,7 +86,7 @@ def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[s
 def skew(llm: LLM, share: float) -> float:
     """The share of all choices that each layer's most chosen experts had, `share` of them."""
     front = llm._front
-    shown = front.watch.view(front.state, front.ready).experts
+    shown = front.monitor.view(front.state, front.ready).experts
     assert shown is not None
     counts_LE = np.frombuffer(shown.counts, "<i8").reshape(-1, shown.placement.num_experts)
     ranked_LE = np.sort(counts_LE, axis=1)[:, ::-1]

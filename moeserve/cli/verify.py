@@ -110,7 +110,7 @@ class MakeReceiptKey:
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
         """Writes the private key and prints the public one."""
-        from moeserve.frontend.signer import make_key
+        from moeserve.frontend.signing_key import make_key
 
         print(f"public key: {make_key(args.file)}")
         return 0
@@ -118,7 +118,7 @@ class MakeReceiptKey:
 
 def _seal_faults(receipt: Receipt, key: str | None) -> int:
     """Prints and counts what is wrong with version, signature and key."""
-    from moeserve.frontend.signer import is_signed
+    from moeserve.frontend.signing_key import is_signed
 
     checks = (
         (
@@ -165,9 +165,8 @@ async def _compute(config: Config, receipts: list[Receipt]) -> int:
     from moeserve.frontend.open import open_front_end
 
     faults = 0
-    async with open_front_end(config, child=False) as front:
+    async with open_front_end(config, child=False, signs=False) as front:
         ready = await front.wait_ready()
-        front.notary = None  # digests are all that is needed
         for receipt in receipts:
             try:
                 wrong = difference(receipt, await compute_again(front, receipt))

@@ -2,6 +2,7 @@
 vLLM's names.
 """
 
+import asyncio
 import operator
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -175,7 +176,8 @@ class AsyncEngine:
         **kwargs: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Like `generate`, with these messages rendered by the model's chat template as the prompt."""
-        tokens = render_chat(self.front, messages)
+        # in a thread: a template runs in another process, for up to seconds
+        tokens = await asyncio.to_thread(render_chat, self.front, messages)
         async for piece in self.generate({"prompt_token_ids": tokens}, params, **kwargs):
             yield piece
 
@@ -209,8 +211,9 @@ async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list
 
 
 def render_chat(front: FrontEnd, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the token ids of a conversation, ready for the assistant's answer. Raises
-    InvalidRequest.
+    """Return the token ids of a conversation, ready for the assistant's answer.
+
+    Blocks while the template runs: call it in a thread. Raises InvalidRequest.
     """
     if front.tokenizer is None or front.chat_template is None:
         raise InvalidRequest(

@@ -21,9 +21,11 @@ import msgspec
 from moeserve import errors
 from moeserve import messages as m
 from moeserve.actor.actor import Actor
+from moeserve.actor.tasks import log_error
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
 from moeserve.frontend.admission import Admission, Reservation, Running
+from moeserve.frontend.engine_monitor import EngineMonitor
 from moeserve.frontend.generation import (
     Delta,
     Generation,
@@ -34,11 +36,10 @@ from moeserve.frontend.generation import (
 )
 from moeserve.frontend.grammars import GrammarAdmission
 from moeserve.frontend.journal import StreamLog
-from moeserve.frontend.notary import Notary
+from moeserve.frontend.receipt_signer import ReceiptSigner
 from moeserve.frontend.resumable import Resumable
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
-from moeserve.frontend.watch import Watch
 from moeserve.receipts import Receipt
 from moeserve.sampling import GrammarSpec, SamplingParams
 from moeserve.text.answer_format import AnswerFormat, AnswerParser
@@ -53,14 +54,7 @@ ABORT_GRACE_S = 2.0  # for the engine's aborts at the end of draining to arrive
 
 
 class FrontEnd(Actor[FromEngine], ServingState):
-    """The actor that owns all running sequences; its inbox is that of the engine link.
-
-    answer_format: how the model writes reasoning and tool calls, None if that is unknown.
-    max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit
-    (offline use). max_wait_s: see `Admission`. processors: the names of logits processors. notary:
-    makes receipts; without one, only the digests for them are made. resume_window_s: see
-    `Resumable`; 0: streams end with their readers.
-    """
+    """The actor that owns all running sequences; its inbox is that of the engine link."""
 
     def __init__(
         self,
@@ -75,9 +69,22 @@ class FrontEnd(Actor[FromEngine], ServingState):
         max_queued: int | None,
         max_wait_s: float = 0.0,
         processors: Collection[str] = (),
-        notary: Notary | None = None,
+        receipt_signer: ReceiptSigner | None = None,
         resume_window_s: float = 0.0,
     ) -> None:
+        """Make a front end that takes requests once its engine is ready.
+
+        Args:
+            link: The connection to the engine or engines.
+            answer_format: How the model writes reasoning and tool calls; None if that is unknown.
+            defaults: Sampling parameters of requests that do not set them.
+            max_queued: Sequences that may wait beyond those that the engine runs at once; None for
+                no limit (offline use).
+            max_wait_s: See `Admission`.
+            processors: Names of logits processors.
+            receipt_signer: Makes receipts; without one, only the digests for them are made.
+            resume_window_s: See `Resumable`. With 0, streams end with their readers.
+        """
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
         self.model_name = model_name
@@ -86,12 +93,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.chat_template = chat_template
         self.answer_format = answer_format
         self.defaults = defaults
-        self.notary = notary
+        self.receipt_signer = receipt_signer
         self.stats = FrontStats()
         self.fleet = (
             link if isinstance(link, Fleet) and not link.single else None
         )  # where there may be several engines
-        self.watch = Watch(link, self.fleet, self.stats)
+        self.monitor = EngineMonitor(link, self.fleet, self.stats)
         self.link = link
         self._admission = Admission(self.stats, max_queued, max_wait_s)
         self.running = Running(self.stats, self._admission)
@@ -166,8 +173,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 grammar = await self._grammars.of(
                     params, grammar, grammar_param, ready, owner, grammar_parts
                 )
-            if params.receipt and self.notary is not None:
-                await self.notary.weights(ready)
+            if params.receipt and self.receipt_signer is not None:
+                await self.receipt_signer.weights(ready)
             # The engine may have been lost or replaced meanwhile.
             ready = self._serving()
             samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
@@ -281,8 +288,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """
         assert self.resumable is not None
         try:
-            if stream.entry.params.receipt and self.notary is not None:
-                await self.notary.weights(self._serving())
+            if stream.entry.params.receipt and self.receipt_signer is not None:
+                await self.receipt_signer.weights(self._serving())
             generation = self.resumable.generation(stream)
             if generation is None:
                 return
@@ -324,16 +331,15 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 generation.deliver()
             self._due.clear()
         except Exception as error:
-            log.exception("the front end failed")
+            log_error(self.name, error)
             self._give_up(errors.EngineDied(f"the front end failed: {error!r}"))
 
     async def on_stop(self) -> None:
-        """Fails the sequences that still run."""
         if self.failure is None:
             self._give_up(errors.EngineDied("the engine was closed"))
+        if self.receipt_signer is not None:
+            await self.receipt_signer.close()
         await self._grammars.close()
-        if self.notary is not None:
-            await self.notary.close()
 
     def handle(self, msg: FromEngine) -> None:
         """Acts on one message of the engine or of its link."""
@@ -353,7 +359,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             case Resized(ready):
                 self.ready = ready
             case m.ExpertLoad() | m.Traced():
-                self.watch.hear(msg, self.ready)
+                self.monitor.hear(msg, self.ready)
             case m.Pong() | m.Stopped() | m.Joined() | m.Parted() | m.Placed():
                 pass  # the link acts on these
             case _:
@@ -430,12 +436,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
         Also logs the sequence, unless it ended before this process or replay.
         """
-        if self.notary is None or last.finish_reason == "abort":
+        if self.receipt_signer is None or last.finish_reason == "abort":
             return None  # nobody could compute again where an abort ended it
-        if sequence.owner.lags or not (sequence.sampling.receipt or self.notary.logs):
+        if sequence.owner.lags or not (sequence.sampling.receipt or self.receipt_signer.logs):
             return None
         assert self.ready is not None
-        return self.notary.end(sequence, last, self.ready, logged=not ended_before)
+        return self.receipt_signer.finish(sequence, last, self.ready, logged=not ended_before)
 
     def _on_ready(self, ready: m.Ready) -> None:
         again = self.ready is not None

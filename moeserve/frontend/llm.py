@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from moeserve.actor.tasks import log_error
 from moeserve.config import Config
 from moeserve.frontend import async_engine
 from moeserve.frontend.async_engine import AsyncEngine, CompletionOutput, Prompt, RequestOutput
@@ -209,7 +210,12 @@ class LoopThread:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(asyncio.wait([self._life]))
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        await asyncio.wait([self._life])
+        if not self._life.cancelled() and isinstance(error := self._life.exception(), Exception):
+            log_error("engine of an LLM", error)
 
     async def _live(self) -> None:
         try:

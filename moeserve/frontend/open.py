@@ -1,4 +1,4 @@
-"""Opens a front end: starts the engine, and reads the tokenizer and the chat template meanwhile."""
+"""Open a front end: start the engine, and read the tokenizer and the chat template meanwhile."""
 
 import asyncio
 import logging
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from moeserve.actor.tasks import log_error, spawn
 from moeserve.cluster.check_parallel import check_parallel
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.host import Root
@@ -14,7 +15,7 @@ from moeserve.cluster.local_engine import LocalEngine
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.notary import Notary
+from moeserve.frontend.receipt_signer import ReceiptSigner
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
@@ -33,13 +34,19 @@ async def open_front_end(
     *,
     child: bool,
     bounded: bool = False,
+    signs: bool = True,
     prepared: FrontEnd | None = None,
 ) -> AsyncIterator[FrontEnd]:
-    """Yields a running front end while the engine still loads (await `wait_ready()`).
+    """Yield a running front end while the engine still loads (await `wait_ready()`).
 
-    child: the engine gets a supervised process; otherwise it runs on this loop with a thread.
-    Several ranks (dp, tp) always have processes. bounded: the settings bound the queue. prepared:
-    what `prepare` made. Raises ConfigError at once for errors that the model's files show.
+    Raises ConfigError at once for errors that the model's files show.
+
+    Args:
+        child: Run the engine in a supervised process; otherwise it runs on this loop with a thread.
+            Several ranks (dp, tp) always have processes.
+        bounded: Bound the queue as the settings say.
+        signs: Make receipts and log requests as the settings say.
+        prepared: The front end from `prepare`.
     """
     model_dir = resolve_model_dir(config.model.model)
     check_parallel(config, read_model_spec(model_dir))
@@ -56,8 +63,10 @@ async def open_front_end(
     try:
         front = prepared
         if front is None:
-            front = await asyncio.to_thread(_read_text_side, config, model_dir, link, bounded)
-        life = asyncio.create_task(front.run(), name=front.name)
+            front = await asyncio.to_thread(
+                _read_text_side, config, model_dir, link, bounded=bounded, signs=signs
+            )
+        life = spawn(front.run(), name=front.name, on_error=log_error)
         try:
             yield front
         finally:
@@ -68,34 +77,43 @@ async def open_front_end(
 
 
 async def prepare(config: Config, root: Root) -> FrontEnd:
-    """Reads all that a bounded front end needs, for `open_front_end` to start its engines later.
+    """Read all that a bounded front end needs; `open_front_end` starts its engines later.
+
     Raises ConfigError.
     """
     link = Fleet(config, root)
     model_dir = resolve_model_dir(config.model.model)
-    return await asyncio.to_thread(_read_text_side, config, model_dir, link, bounded=True)
+    return await asyncio.to_thread(
+        _read_text_side, config, model_dir, link, bounded=True, signs=True
+    )
 
 
-def _read_text_side(config: Config, model_dir: Path, link: EngineLink, bounded: bool) -> FrontEnd:
-    asked = config.model
+def _read_text_side(
+    config: Config, model_dir: Path, link: EngineLink, *, bounded: bool, signs: bool
+) -> FrontEnd:
+    model = config.model
     if read_model_spec(model_dir).num_experts:
         import moeserve.cluster.rebalancing  # noqa: F401  (slow: here, so that the loop stays free)
-    if not config.device.null_runner and asked.load_format != "dummy":
+    if not config.device.null_runner and model.load_format != "dummy":
         open_checkpoint(model_dir)  # the engine would find the same, once it has imported torch
-    tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(model_dir)
+    tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(model_dir)
     template = answer_format = None
     if tokenizer is not None:
-        override = Path(asked.chat_template) if asked.chat_template else None
+        override = Path(model.chat_template) if model.chat_template else None
         template = ChatTemplate.load(model_dir, override)
         answer_format = find_format(
-            template.source_for_tools if template else "", tokenizer, asked.tool_format
+            template.source_for_tools if template else "", tokenizer, model.tool_format
         )
     if answer_format is not None:
         log.info("answers are read as %s; --tool-format names another format", answer_format.name)
-    defaults = generation_defaults(model_dir) if asked.generation_config == "auto" else {}
+    defaults = generation_defaults(model_dir) if model.generation_config == "auto" else {}
     if defaults:
         log.info("sampling defaults from generation_config.json: %s", defaults)
-    name = asked.served_model_name or (asked.model if model_dir.name == "demo" else model_dir.name)
+    name = model.served_model_name or (model.model if model_dir.name == "demo" else model_dir.name)
+    signer = None
+    if signs:
+        server = config.server
+        signer = ReceiptSigner(name, model_dir, server.receipt_key, server.request_log)
     return FrontEnd(
         link,
         model_name=name,
@@ -106,7 +124,7 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, bounded: 
         defaults=defaults,
         max_queued=config.server.max_queued_requests if bounded else None,
         max_wait_s=config.server.max_queue_wait,
-        processors=known_names(asked.logits_processors),
-        notary=Notary(name, model_dir, config.server.receipt_key, config.server.request_log),
+        processors=known_names(model.logits_processors),
+        receipt_signer=signer,
         resume_window_s=config.server.resume_window,
     )

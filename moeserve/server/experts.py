@@ -16,7 +16,7 @@ from moeserve.moe.placement.solve import balance, rank_loads
 
 def expert_status(front: FrontEnd) -> protocol.ExpertStatus:
     """Return the placement and the load of the experts. Raise NotFound for a dense model."""
-    view = front.watch.view(front.state, front.ready)
+    view = front.monitor.view(front.state, front.ready)
     if view.experts is None:
         raise NotFound("there are no experts to watch: the model is dense; see /metrics")
     shown = view.experts

@@ -358,7 +358,7 @@ def _family(
 def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
     stats = front.stats
     name = front.model_name
-    scrape = _Scrape(front, stats, front.watch.view(front.state, front.ready))
+    scrape = _Scrape(front, stats, front.monitor.view(front.state, front.ready))
     singles: tuple[_Single, ...] = ALWAYS
     if scrape.view.experts is not None:
         singles += WITH_EXPERTS

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from moeserve.errors import ModelNotFound, NotFound
-from moeserve.frontend.notary import NO_KEY
+from moeserve.frontend.receipt_signer import NO_KEY
 from moeserve.protocol import ModelCard, ModelList, ReceiptKey, StatusResponse, VersionResponse
 from moeserve.server.call import HttpCall
 from moeserve.server.http import DONE, SseStream
@@ -52,12 +52,12 @@ async def version(call: HttpCall) -> web.StreamResponse:
 async def receipt_key(call: HttpCall) -> web.StreamResponse:
     """Return the public key of receipts, and the weights and numerics that they name."""
     front, ready = call.context.serving()
-    notary = front.notary
-    if notary is None or notary.signer is None:
+    signer = front.receipt_signer
+    if signer is None or signer.key is None:
         raise NotFound(NO_KEY, code="no_receipts")
-    weights = await notary.weights(ready)
+    weights = await signer.weights(ready)
     return call.answer(
-        ReceiptKey(public_key=notary.signer.public_key, weights=weights, numerics=ready.numerics)
+        ReceiptKey(public_key=signer.key.public_key, weights=weights, numerics=ready.numerics)
     )
 
 

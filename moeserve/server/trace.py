@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
 from moeserve.cluster.view import FleetView
-from moeserve.frontend.watch import Trace
+from moeserve.frontend.engine_monitor import Trace
 from moeserve.messages import Traced
 from moeserve.server.admin import check_admin
 from moeserve.server.call import HttpCall
@@ -62,8 +62,8 @@ async def take_trace(call: HttpCall) -> web.StreamResponse:
     check_admin(call)
     front, ready = call.context.serving()
     timeout_s = call.query(TraceQuery).timeout_s
-    view = front.watch.view(front.state, ready)
-    return call.answer(trace_file(await front.watch.tracing.take(view, timeout_s), view))
+    view = front.monitor.view(front.state, ready)
+    return call.answer(trace_file(await front.monitor.tracing.take(view, timeout_s), view))
 
 
 def trace_file(trace: Trace, view: FleetView) -> TraceFile:

@@ -27,12 +27,12 @@ async def test_engines_do_not_overwrite_each_other(fleet: Open, ep: str) -> None
 @pytest.mark.parametrize("ep", ["on", "off"])
 async def test_all_engines_are_traced(fleet: Open, ep: str) -> None:  # noqa: F811
     async with fleet(2, ep=ep) as front:
-        view = front.watch.view(front.state, front.ready)
+        view = front.monitor.view(front.state, front.ready)
         with pytest.raises(Conflict, match=r"no step ran within 0\.1 s"):
-            await front.watch.tracing.take(view, 0.1)
+            await front.monitor.tracing.take(view, 0.1)
         streams = await some(front, 8, 400)
         for _ in range(3):
-            trace = await front.watch.tracing.take(view, 5.0)
+            trace = await front.monitor.tracing.take(view, 5.0)
             assert [rank.dp_rank for rank in trace.ranks] == [0, 1]
             assert not trace.missing
             assert all(

@@ -318,3 +318,46 @@ def test_several_ranks_run_in_processes_of_their_own():
 def test_ranks_that_cannot_be_are_refused_at_once(settings, why):
     with pytest.raises(ConfigError, match=why):
         LLM("demo", **settings)
+
+
+async def test_the_loop_turns_while_a_template_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = threading.Event()
+
+    def encode(*args: object, **options: object) -> list[int]:
+        assert rendered.wait(20), "the event loop stood still"
+        return [5, 6, 7]
+
+    async with AsyncEngine("demo", threads=1, max_model_len=256) as engine:
+        monkeypatch.setattr(engine.front.chat_template, "encode", encode)
+        asyncio.get_running_loop().call_later(0.05, rendered.set)
+        outputs = [out async for out in engine.chat([{"role": "user", "content": "Hi"}], GREEDY)]
+        assert outputs[0].prompt_token_ids == [5, 6, 7]
+
+
+async def test_a_front_end_that_fails_to_stop_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails() -> None:
+        raise ZeroDivisionError("planted")
+
+    engine = await AsyncEngine("demo", threads=1, max_model_len=256).__aenter__()
+    link = engine.front.link
+    monkeypatch.setattr(engine.front._grammars, "close", fails)
+    with pytest.raises(ZeroDivisionError):
+        await engine.__aexit__(None, None, None)
+    assert "'front end' failed" in caplog.text
+    assert not link.healthy  # the engine was closed all the same
+
+
+def test_an_llm_whose_engine_fails_to_close_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    exits = AsyncEngine.__aexit__
+
+    async def fails(self: AsyncEngine, *args: object) -> None:
+        await exits(self, *args)
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(AsyncEngine, "__aexit__", fails)
+    LLM("demo", threads=1, max_model_len=256).close()
+    assert "planted" in caplog.text

@@ -16,8 +16,8 @@ from moeserve.cli import main
 from moeserve.cli.verify import compute_again
 from moeserve.errors import ConfigError, InvalidRequest, RequestFailed
 from moeserve.frontend.async_engine import AsyncEngine
-from moeserve.frontend.notary import NO_KEY
-from moeserve.frontend.signer import Signer, is_signed, make_key
+from moeserve.frontend.receipt_signer import NO_KEY
+from moeserve.frontend.signing_key import SigningKey, is_signed, make_key
 from moeserve.loader.checkpoint import weights_digest
 from moeserve.receipts import Computed, Receipt, check_form, difference, first_link, with_chain
 from moeserve.sampling import GrammarSpec, SamplingParams, StructuredOutputsParams
@@ -83,7 +83,7 @@ async def test_an_answer_is_equal_however_it_is_computed(key: str, tmp_path: Pat
     assert [len(each) for each in found] == [params.n for _, params in crowd]
     assert all(is_signed(receipt) and not check_form(receipt) for each in found for receipt in each)
     async with AsyncEngine("demo", enable_prefix_caching=False) as engine:
-        engine.front.notary = None
+        engine.front.receipt_signer = None
         for receipt in (receipt for each in found[:4] for receipt in each):
             assert difference(receipt, await compute_again(engine.front, receipt)) == ""
     for one, same in zip(found[:3], found[4:], strict=False):  # the same parameters, another prompt
@@ -100,7 +100,9 @@ def made(key: str) -> tuple[Receipt, Computed]:
         id="r", model="m", created=1, weights="w", numerics={"dtype": "float32"}, prompt_token_ids=[1, 2], seed="7",
         sampling=params, token_ids=ids, finish_reason="length",
     )  # fmt: skip
-    return Signer(key).signed(with_chain(receipt, digests)), Computed(ids, digests, "length", None)
+    return SigningKey(Path(key)).signed(with_chain(receipt, digests)), Computed(
+        ids, digests, "length", None
+    )
 
 
 def test_what_was_not_changed_is_equal(made: tuple[Receipt, Computed]) -> None:
@@ -212,7 +214,7 @@ def test_keys_are_refused_with_a_remedy(key: str, tmp_path: Path) -> None:
     wrong.write_text("no key")
     for path in (wrong, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="moeserve receipt-key"):
-            Signer(str(path))
+            SigningKey(path)
 
 
 async def test_the_command_line_names_what_differs(
@@ -281,10 +283,10 @@ async def test_a_grammar_of_the_servers_own_is_in_receipt_and_log(key: str, tmp_
                 [5, 6, 7], params, grammar=grammar
             ) as generation:
                 found += [delta.receipt async for delta in generation if delta.finish_reason]
-        engine.front.notary, notary = None, engine.front.notary
+        engine.front.receipt_signer, notary = None, engine.front.receipt_signer
         assert found[0].grammar == grammar
         assert difference(found[0], await compute_again(engine.front, found[0])) == ""
-        engine.front.notary = notary
+        engine.front.receipt_signer = notary
     written = [msgspec.json.decode(line, type=Receipt) for line in log.read_bytes().splitlines()]
     assert [line.grammar for line in written] == [grammar, grammar]
     assert written[0].weights == written[1].weights != ""

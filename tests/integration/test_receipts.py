@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from moeserve.cli import main
-from moeserve.frontend.signer import make_key
+from moeserve.frontend.signing_key import make_key
 
 from .conftest import running_server
 from .test_expert_parallel import engines

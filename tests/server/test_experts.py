@@ -144,7 +144,7 @@ def fleet_view(counts: np.ndarray, placement: Placement) -> FleetView:
 async def test_several_engines(sparse, monkeypatch):
     placement = Placement(2, 2, 4, np.array([[0, 1, 1, 2, 3, 1], [0, 1, 0, 2, 3, 2]], np.int32))
     monkeypatch.setattr(
-        sparse.front.watch, "view", lambda state, ready: fleet_view(LOAD_LE, placement)
+        sparse.front.monitor, "view", lambda state, ready: fleet_view(LOAD_LE, placement)
     )
     sparse.engine.outbox.put(step(0, running=3, device_us=2000, comm_us=1000, exposed_us=250))
     sparse.engine.outbox.put(step(1, running=4, device_us=6000))
@@ -178,7 +178,7 @@ async def test_several_engines(sparse, monkeypatch):
 async def test_former_names_are_shown_beside_the_new_ones(sparse, monkeypatch):
     placement = Placement.initial(2, 4, 2)
     monkeypatch.setattr(
-        sparse.front.watch, "view", lambda state, ready: fleet_view(LOAD_LE, placement)
+        sparse.front.monitor, "view", lambda state, ready: fleet_view(LOAD_LE, placement)
     )
     _, answer = await sparse.get(EXPERTS)
     assert answer["dealt_out"] is answer["ep_sharded"] is True
@@ -191,7 +191,7 @@ async def test_former_names_are_shown_beside_the_new_ones(sparse, monkeypatch):
 async def test_thousands_of_experts_are_no_series_of_their_own(sparse, monkeypatch):
     placement = Placement.initial(17, 256, 2)
     view = fleet_view(np.ones((17, 256), np.int64), placement)
-    monkeypatch.setattr(sparse.front.watch, "view", lambda state, ready: view)
+    monkeypatch.setattr(sparse.front.monitor, "view", lambda state, ready: view)
     names = {name for name, *_ in await expert_metrics(sparse)}
     assert "expert_balance" in names
     assert "expert_rows_total" not in names

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.frontend.notary import NO_KEY, Notary
+from moeserve.frontend.receipt_signer import NO_KEY, ReceiptSigner
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
@@ -16,7 +16,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
     [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x", "stream": True})],
 )
 async def test_a_server_without_a_key_refuses_receipts_and_says_how_to_have_them(live, path, body):
-    live.front.notary = Notary("m", Path("/nowhere"), None, None)
+    live.front.receipt_signer = ReceiptSigner("m", Path("/nowhere"), None, None)
     status, answer, _ = await live.post(path, body | {"receipt": True})
     assert status == 400
     assert (answer["error"]["message"], answer["error"]["param"]) == (NO_KEY, "receipt")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moeserve.cluster.view import EngineView, FleetView
-from moeserve.frontend.watch import Trace, Tracing
+from moeserve.frontend.engine_monitor import Trace, Tracing
 from moeserve.messages import Traced, TraceEvent, TraceNext
 from moeserve.server import trace as trace_module
 from moeserve.server.trace import trace_file
@@ -237,7 +237,7 @@ async def test_engines_on_their_own_are_traced_in_a_step_each():
 
 
 async def test_who_did_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr("moeserve.frontend.watch.LATE_S", 0.05)
+    monkeypatch.setattr("moeserve.frontend.engine_monitor.LATE_S", 0.05)
     answers = [Traced(5, 0, 0, []), Traced(5, 0, 1, []), Traced(5, 1, 0, [])]
     trace = await take(fleet_view("a", "a", tp=2), *answers)
     assert trace.ranks == answers

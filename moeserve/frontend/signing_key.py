@@ -12,16 +12,16 @@ from moeserve.errors import ConfigError
 from moeserve.receipts import Receipt, signed_bytes
 
 
-class Signer:
+class SigningKey:
     """A private key, from a PEM file. Raises ConfigError."""
 
-    def __init__(self, path: str) -> None:
-        # TypeError: the key has a password; RuntimeError: the user has no home for "~"
-        kinds = (OSError, ValueError, TypeError, RuntimeError, UnsupportedAlgorithm)
+    def __init__(self, path: Path) -> None:
+        # TypeError: the key has a password
+        kinds = (OSError, ValueError, TypeError, UnsupportedAlgorithm)
         with ConfigError.instead_of(
             kinds, f"receipt_key {path}", "; `moeserve receipt-key FILE` makes a key"
         ):
-            key = serialization.load_pem_private_key(Path(path).expanduser().read_bytes(), None)
+            key = serialization.load_pem_private_key(path.read_bytes(), None)
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(
                 f"receipt_key {path} is no Ed25519 key; `moeserve receipt-key FILE` makes one"
@@ -30,13 +30,16 @@ class Signer:
         self.public_key = key.public_key().public_bytes_raw().hex()
 
     def signed(self, receipt: Receipt) -> Receipt:
-        """Returns the receipt with public key and signature."""
+        """Return the receipt with public key and signature."""
         receipt = replace(receipt, public_key=self.public_key)
         return replace(receipt, signature=self._key.sign(signed_bytes(receipt)).hex())
 
 
 def make_key(path: Path) -> str:
-    """Writes a new private key, for its owner only, and returns its public key. Raises ConfigError."""
+    """Write a new private key, readable by its owner only; return the public key.
+
+    Raises ConfigError.
+    """
     form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     text = Ed25519PrivateKey.generate().private_bytes(serialization.Encoding.PEM, *form)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -46,11 +49,11 @@ def make_key(path: Path) -> str:
         open(os.open(path, flags, 0o600), "wb") as file,
     ):
         file.write(text)
-    return Signer(str(path)).public_key
+    return SigningKey(path).public_key
 
 
 def is_signed(receipt: Receipt) -> bool:
-    """Whether the receipt's signature is its public key's, and of this receipt."""
+    """Return whether the signature was made of this receipt with its public key."""
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(receipt.public_key))
         key.verify(bytes.fromhex(receipt.signature), signed_bytes(receipt))

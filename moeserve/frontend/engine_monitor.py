@@ -25,7 +25,7 @@ LATE_S = 2.0  # from the first rank's part of a trace to the last one's
 Rank = tuple[int, int]  # data-parallel, tensor-parallel
 
 
-class Watch:
+class EngineMonitor:
     """Makes views and traces of the engines. fleet: None for one engine. state, ready: the front
     end's at present.
     """
