@@ -82,6 +82,7 @@ class ReceiptSigner:
         self, model_name: str, model_dir: Path, key: str | None, request_log: str | None
     ) -> None:
         self.key: SigningKey | None = None
+        self.logs = request_log is not None  # whether finished requests are logged
         self._model_name = model_name
         if key is not None:
             from moeserve.frontend.signing_key import SigningKey  # its import takes 40 ms
@@ -91,11 +92,6 @@ class ReceiptSigner:
         if request_log is not None:
             self._log = RequestLog(user_path("request_log", request_log))
         self._hash = WeightsHash(model_dir) if key or request_log else None
-
-    @property
-    def logs(self) -> bool:
-        """Whether finished requests are logged."""
-        return self._log is not None
 
     async def weights(self, ready: Ready) -> str:
         """Return the digest of the weights, once they have been hashed.
