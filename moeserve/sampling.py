@@ -16,6 +16,7 @@ from moeserve.errors import InvalidRequest, invalid_request
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_INT = 2**31 - 1
+RANDOM_SEED = -1  # means "draw a seed", as in vLLM, llama.cpp and Ollama
 GREEDY_BELOW = 1e-5  # a temperature below this means argmax
 MAX_CHOICES = 5_000
 MAX_STOP_CHARS = 4_096  # of all stop strings: each token is compared with them
@@ -112,7 +113,7 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
 
     temperature in [0, 1000] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p in
     [0, 1], presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 1000], n in 1..128. `seed`
-    None: one is drawn. `logprobs`/`prompt_logprobs`: how many alternatives besides the token
+    None or -1: one is drawn. `logprobs`/`prompt_logprobs`: how many alternatives besides the token
     itself, 0..20. `max_tokens` None: up to the end of the context. `stop` strings are cut from the
     text unless `include_stop_str_in_output`. `structured_outputs`: what the text must match.
     `speculate`: whether drafts may be verified for this request, where the engine has some; they

@@ -18,7 +18,13 @@ from moeserve.frontend.journal import StreamLog
 from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, StepOutput, Submit
 from moeserve.receipts import Receipt
-from moeserve.sampling import GrammarSpec, LogitParams, SamplingParams, TokenSampling
+from moeserve.sampling import (
+    RANDOM_SEED,
+    GrammarSpec,
+    LogitParams,
+    SamplingParams,
+    TokenSampling,
+)
 from moeserve.text.answer_format import AnswerParser, Part
 from moeserve.text.stop import StopMatcher
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
@@ -371,7 +377,8 @@ def token_sampling(
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     ends = () if params.ignore_eos else ready.eos_token_ids
     allowed = params.allowed_token_ids
-    seed = random.getrandbits(63) if params.seed is None else params.seed
+    drawn = params.seed is None or params.seed == RANDOM_SEED
+    seed = random.getrandbits(63) if drawn else params.seed
     resolved = {
         "temperature": 0.0 if params.greedy else params.temperature,
         "top_k": max(params.top_k, 0),

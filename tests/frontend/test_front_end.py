@@ -219,6 +219,20 @@ async def test_bad_requests_are_refused_before_anything_is_sent(front, engine):
     assert front.stats.num_active == 0
 
 
+async def test_no_seed_and_seed_minus_one_draw_one(front, engine):
+    drawn = []
+    for seed in (None, -1, None, -1):
+        await front.generate([5], SamplingParams(seed=seed))
+        (submit,) = engine.take(Submit)
+        drawn.append(submit.sampling.seed)
+    assert len(set(drawn)) == 4
+    assert all(0 <= seed < 2**63 for seed in drawn)
+    for seed in (-2, 0):
+        await front.generate([5], SamplingParams(seed=seed))
+        (submit,) = engine.take(Submit)
+        assert submit.sampling.seed == seed & (2**63 - 1)
+
+
 async def test_max_tokens_is_cut_to_the_context(front, engine):
     for asked in (None, 1000):
         generation = await front.generate([5] * 60, SamplingParams(max_tokens=asked))
