@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from moeserve.messages import Logprobs
 from moeserve.sampling import GrammarSpec, SamplingParams
 
 LINK_TOKENS = 64
@@ -60,12 +61,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Computed(NamedTuple):
-    """An answer that was computed again. digests: of each token's logits."""
+    """An answer that was computed again."""
 
     token_ids: list[int]
-    digests: list[bytes]
+    digests: list[bytes]  # of each token's logits
     finish_reason: str | None
     stop_reason: int | str | None
+    text: str = ""
+    logprobs: Sequence[Logprobs] = ()  # of each token, if they were asked for
 
 
 def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:

@@ -10,33 +10,31 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from moeserve.cli.answers import ReceiptInFile, answer_difference, read_answers
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.config import Config
 from moeserve.errors import ConfigError, RequestError
+from moeserve.messages import Logprobs
 from moeserve.receipts import VERSION, Computed, Receipt, check_form, difference, first_link
+from moeserve.sampling import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from moeserve.frontend.front_end import FrontEnd
 
 
-class _Choice(msgspec.Struct):
-    receipt: Receipt | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
 class Verify:
-    """Verifies the receipt in a file, or those of a whole answer of the API."""
+    """Verifies receipts, and the answers that came with them."""
 
-    about = "a receipt, receipts, or a whole answer with receipts, as JSON"
+    about = (
+        "a receipt or a list of them, a whole or a streamed answer with receipts, "
+        "or the output of a batch"
+    )
     chosen = "--key", "HEX", "public key that must have signed (GET /v1/receipt-key)"
-    sealed = True  # whether signatures are looked at
+    is_signed = True  # whether signatures are checked
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds file and model, and the flags of `moeserve serve` without help."""
+        """Add file and model, and the flags of `moeserve serve` without help."""
         flag, metavar, text = cls.chosen
         parser.usage = (
             f"%(prog)s FILE [{flag} {metavar}] [--model MODEL] [flags of `moeserve serve`]"
@@ -50,49 +48,39 @@ class Verify:
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
-        """Prints what is equal and what is not; returns 0 if all is."""
+        """Print what is equal and what is not; return 0 if all is equal."""
         config = resolve(args).config
         config = replace(config, server=replace(config.server, receipt_key=None, request_log=None))
         what = f"{args.file} is not what this command takes ({cls.about})"
         with ConfigError.instead_of((OSError, msgspec.DecodeError), what):
-            receipts = cls.read(args.file, args.chosen)
-        faults = (
-            sum(_seal_faults(receipt, args.chosen) for receipt in receipts) if cls.sealed else 0
-        )
-        faults += _faults(config, receipts)
+            found = cls.read(args.file, args.chosen)
+        faults = 0
+        if cls.is_signed:
+            faults = sum(_signature_faults(one.receipt, args.chosen) for one in found)
+        faults += _faults(config, found)
         print("not equal" if faults else "equal")
         return 1 if faults else 0
 
     @classmethod
-    def read(cls, path: Path, chosen: str | None) -> list[Receipt]:
-        """Returns the receipts in a file."""
-        content = msgspec.json.decode(path.read_bytes(), type=_Answer | list[Receipt])
-        if isinstance(content, list):
-            return content
-        if found := [choice.receipt for choice in content.choices if choice.receipt is not None]:
-            return found
-        if not content.choices:
-            return [msgspec.json.decode(path.read_bytes(), type=Receipt)]
-        raise ConfigError(
-            f'{path} has an answer without a receipt: send the request with "receipt": true'
-        )
+    def read(cls, path: Path, chosen: str | None) -> list[ReceiptInFile]:
+        """Return the receipts in a file."""
+        return read_answers(path)
 
 
 class Replay(Verify):
-    """Computes a request of a server's log again."""
+    """Computes a request of a server's request log again."""
 
     about = "the server's request_log"
     chosen = "--id", "ID", "X-Request-Id of the request (default: that of the last line)"
-    sealed = False
+    is_signed = False
 
     @classmethod
-    def read(cls, path: Path, chosen: str | None) -> list[Receipt]:
-        """Returns the log's lines about a request."""
+    def read(cls, path: Path, chosen: str | None) -> list[ReceiptInFile]:
+        """Return the log's lines about a request."""
         with path.open("rb") as file:
             lines = [msgspec.json.decode(line, type=Receipt) for line in file]
-        if found := [
-            line for line in lines if line.id == (lines[-1].id if chosen is None else chosen)
-        ]:
+        wanted = lines[-1].id if chosen is None and lines else chosen
+        if found := [ReceiptInFile(line) for line in lines if line.id == wanted]:
             return found
         raise ConfigError(f"{path} has no request {chosen!r}; ids are the answers' X-Request-Id")
 
@@ -102,22 +90,22 @@ class MakeReceiptKey:
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds the file."""
+        """Add the file."""
         parser.add_argument(
             "file", type=Path, metavar="FILE", help="where the private key goes; must not exist"
         )
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
-        """Writes the private key and prints the public one."""
+        """Write the private key and print the public one."""
         from moeserve.frontend.signing_key import make_key
 
         print(f"public key: {make_key(args.file)}")
         return 0
 
 
-def _seal_faults(receipt: Receipt, key: str | None) -> int:
-    """Prints and counts what is wrong with version, signature and key."""
+def _signature_faults(receipt: Receipt, key: str | None) -> int:
+    """Print and count what is wrong with version, signature and key."""
     from moeserve.frontend.signing_key import is_signed
 
     checks = (
@@ -134,21 +122,24 @@ def _seal_faults(receipt: Receipt, key: str | None) -> int:
     return sum(_say(receipt, wrong) for good, wrong in checks if not good)
 
 
-def _faults(config: Config, receipts: list[Receipt]) -> int:
-    """Prints and counts what differs; computes answers only if they are of these weights."""
+def _faults(config: Config, found: list[ReceiptInFile]) -> int:
+    """Print and count what differs; compute only answers of these weights again."""
     from moeserve.loader.checkpoint import weights_digest
     from moeserve.loader.model_dir import resolve_model_dir
 
     weights, _ = weights_digest(resolve_model_dir(config.model.model))
     faults = 0
     sound = []
-    for receipt in receipts:
+    for one in found:
+        receipt = one.receipt
         if receipt.links and receipt.links[0] != first_link(receipt):
             faults += _say(
                 receipt,
                 "link 0 is not of this request, these weights and numerics: one was changed",
             )
-        if receipt.weights != weights:
+        if not receipt.weights and not receipt.links:
+            _say(receipt, "weights: not known when it was logged, so they are not compared")
+        if receipt.weights != weights and (receipt.weights or receipt.links):
             faults += _say(
                 receipt,
                 f"weights: {receipt.weights or 'unknown'}, but {config.model.model} has {weights}",
@@ -156,47 +147,76 @@ def _faults(config: Config, receipts: list[Receipt]) -> int:
         elif wrong := check_form(receipt):
             faults += _say(receipt, f"form: {wrong}")
         else:
-            sound.append(receipt)
+            sound.append(one)
     return faults + (asyncio.run(_compute(config, sound)) if sound else 0)
 
 
-async def _compute(config: Config, receipts: list[Receipt]) -> int:
-    """Computes answers again, one after the other; prints and counts those that differ."""
+async def _compute(config: Config, found: list[ReceiptInFile]) -> int:
+    """Compute answers again, one after the other; print and count those that differ."""
     from moeserve.frontend.open import open_front_end
 
     faults = 0
     async with open_front_end(config, child=False, signs=False) as front:
         ready = await front.wait_ready()
-        for receipt in receipts:
+        for one in found:
+            receipt = one.receipt
             try:
-                wrong = difference(receipt, await compute_again(front, receipt))
+                wrong = await _difference(front, one)
             except RequestError as error:
                 wrong = f"this engine does not take the request: {error}"
             if others := dict(receipt.numerics.items() - ready.numerics.items()):
                 _say(
                     receipt, f"other numerics, so bits may differ: {others}, here {ready.numerics}"
                 )
-            what = (
-                "and their logits are equal"
-                if receipt.links
-                else "are equal; the request asked for no receipt"
-            )
-            faults += _say(receipt, wrong or f"{len(receipt.token_ids)} tokens {what}") * bool(
-                wrong
-            )
+            faults += _say(receipt, wrong or _equal(one)) * bool(wrong)
     return faults
 
 
-async def compute_again(front: "FrontEnd", receipt: Receipt) -> Computed:
-    """Returns this engine's answer, up to the first token that is not the receipt's. Raises
-    RequestError where the engine takes no such request."""
+async def _difference(front: "FrontEnd", one: ReceiptInFile) -> str:
+    """Return the first difference of receipt and answer from what is computed; "" if none."""
+    num_logprobs = None if one.shown is None else one.shown.num_logprobs
+    computed = await compute_again(front, one.receipt, num_logprobs)
+    wrong = difference(one.receipt, computed)
+    if wrong or one.shown is None:
+        return wrong
+    return answer_difference(front, one.receipt, one.shown, computed)
+
+
+def _equal(one: ReceiptInFile) -> str:
+    """Return what was found equal, and what was not compared."""
+    num_tokens = f"{len(one.receipt.token_ids)} tokens"
+    if not one.receipt.links:
+        return f"{num_tokens} are equal; the request asked for no receipt"
+    if one.shown is None:
+        return f"{num_tokens} and their logits are equal; no text was compared: there is none here"
+    omitted = one.shown.is_chat and one.receipt.marked and one.shown.reasoning is None
+    note = "; the answer shows no reasoning, so none was compared" if omitted else ""
+    return f"{num_tokens}, their logits and the answer are equal{note}"
+
+
+async def compute_again(
+    front: "FrontEnd", receipt: Receipt, num_logprobs: int | None = None
+) -> Computed:
+    """Return this engine's answer, up to the first token that is not the receipt's.
+
+    num_logprobs: alternatives to compute; None for no logprobs. Raises RequestError if the engine
+    takes no such request.
+    """
     wanted = receipt.token_ids
     params = receipt.sampling
     least = min(params.min_tokens, len(wanted))
     params = msgspec.structs.replace(
-        params, n=1, seed=int(receipt.seed), max_tokens=len(wanted), min_tokens=least, receipt=True
+        params,
+        n=1,
+        seed=int(receipt.seed),
+        max_tokens=len(wanted),
+        min_tokens=least,
+        receipt=True,
+        logprobs=None if num_logprobs is None else min(num_logprobs, MAX_LOGPROBS),
     )
     found: list[int] = []
+    text = ""
+    logprobs: list[Logprobs] = []
     prompt = receipt.prompt_token_ids
     grammar = receipt.grammar
     async with await front.generate(
@@ -204,13 +224,15 @@ async def compute_again(front: "FrontEnd", receipt: Receipt) -> Computed:
     ) as generation:
         async for delta in generation:
             found += delta.token_ids
+            text += delta.text
+            logprobs += delta.logprobs
             if found != wanted[: len(found)]:
                 break
         digests = generation.sequences[0].digests[: len(found)]
-    return Computed(found, digests, delta.finish_reason, delta.stop_reason)
+    return Computed(found, digests, delta.finish_reason, delta.stop_reason, text, logprobs)
 
 
 def _say(receipt: Receipt, what: str) -> int:
-    """Prints a line about a receipt; returns 1, for counting."""
+    """Print a line about a receipt; return 1, for counting."""
     print(f"{receipt.id or 'receipt'} {receipt.index}: {what}")
     return 1

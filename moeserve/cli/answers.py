@@ -1,0 +1,341 @@
+"""Answers with receipts as files have them, and the comparison of what they say with their tokens.
+
+A file may have a receipt, a list of receipts, a whole answer of /v1/chat/completions or
+/v1/completions, the events of a streamed one as they were sent, or the output lines of a batch.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moeserve.errors import ConfigError
+from moeserve.receipts import Computed, Receipt
+
+if TYPE_CHECKING:
+    from moeserve.frontend.front_end import FrontEnd
+    from moeserve.text.answer_format import Part
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    index: int = -1
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    """A choice of a whole answer or of a chunk, of either route."""
+
+    index: int = 0
+    message: _Message | None = None
+    delta: _Message | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    receipt: Receipt | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+class _Response(msgspec.Struct):
+    body: _Answer
+
+
+class _BatchLine(msgspec.Struct):
+    response: _Response
+
+
+@dataclass
+class Shown:
+    """One choice as a client saw it."""
+
+    is_chat: bool
+    content: str = ""
+    reasoning: str | None = None
+    calls: list[_Function] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)  # by column
+    token_ids: list[int] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The most alternatives that a token has; None without logprobs."""
+        rows = self.logprobs.get("content") or self.logprobs.get("top_logprobs")
+        if rows is None:
+            return None
+        each = [row["top_logprobs"] if self.is_chat else row for row in rows]
+        return max((len(top or ()) for top in each), default=0)
+
+
+@dataclass
+class ReceiptInFile:
+    """A receipt, and the choice that came with it; None if the file has the receipt alone."""
+
+    receipt: Receipt
+    shown: Shown | None = None
+
+
+def read_answers(path: Path) -> list[ReceiptInFile]:
+    """Return the receipts in a file. Raises OSError, msgspec.DecodeError, ConfigError."""
+    content = path.read_bytes()
+    if content.lstrip().startswith((b"data:", b"id:", b"event:", b":")):
+        return _found(path, [_merged(_events(content))])
+    lines = content.splitlines()
+    if len(lines) > 1 and lines[0].startswith(b"{") and b'"custom_id"' in lines[0]:
+        batch = [msgspec.json.decode(line, type=_BatchLine) for line in lines if line]
+        return _found(path, [line.response.body for line in batch])
+    document = msgspec.json.decode(content)
+    if isinstance(document, list):
+        return [ReceiptInFile(receipt) for receipt in msgspec.convert(document, list[Receipt])]
+    if isinstance(document, dict) and "custom_id" in document:
+        return _found(path, [msgspec.convert(document, _BatchLine).response.body])
+    if isinstance(document, dict) and "choices" in document:
+        return _found(path, [msgspec.convert(document, _Answer)])
+    return [ReceiptInFile(msgspec.convert(document, Receipt))]
+
+
+def _found(path: Path, answers: list[_Answer]) -> list[ReceiptInFile]:
+    found = [
+        ReceiptInFile(choice.receipt, _shown(choice))
+        for answer in answers
+        for choice in answer.choices
+        if choice.receipt is not None
+    ]
+    if found:
+        return found
+    raise ConfigError(
+        f'{path} has an answer without a receipt: send the request with "receipt": true'
+    )
+
+
+def _events(content: bytes) -> list[_Answer]:
+    data = [line.removeprefix(b"data:").strip() for line in content.splitlines()
+            if line.startswith(b"data:")]  # fmt: skip
+    return [msgspec.json.decode(line, type=_Answer) for line in data if line != b"[DONE]"]
+
+
+def _merged(chunks: list[_Answer]) -> _Answer:
+    """Return the whole answer of a stream's chunks."""
+    whole: dict[int, _Choice] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            found = whole.setdefault(choice.index, _Choice(choice.index))
+            found.finish_reason = choice.finish_reason or found.finish_reason
+            found.stop_reason = choice.stop_reason or found.stop_reason
+            found.receipt = choice.receipt or found.receipt
+            if choice.text is not None:
+                found.text = (found.text or "") + choice.text
+            if choice.delta is not None:
+                found.message = found.message or _Message()
+                _add_delta(found.message, choice.delta)
+            if choice.token_ids is not None:
+                found.token_ids = (found.token_ids or []) + choice.token_ids
+            for name, column in (choice.logprobs or {}).items():
+                found.logprobs = found.logprobs or {}
+                found.logprobs[name] = found.logprobs.get(name, []) + (column or [])
+    return _Answer(list(whole.values()))
+
+
+def _add_delta(message: _Message, delta: _Message) -> None:
+    if delta.content is not None:
+        message.content = (message.content or "") + delta.content
+    if delta.reasoning is not None:
+        message.reasoning = (message.reasoning or "") + delta.reasoning
+    calls = message.tool_calls = message.tool_calls or []
+    for call in delta.tool_calls or ():
+        if call.index >= len(calls):
+            calls.append(call)
+        else:
+            calls[call.index].function.arguments += call.function.arguments
+
+
+def _shown(choice: _Choice) -> Shown | None:
+    message = choice.message
+    if message is None and choice.text is None:
+        return None
+    columns = {name: column for name, column in (choice.logprobs or {}).items() if column}
+    shown = Shown(
+        is_chat=message is not None,
+        content=choice.text or "",
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        logprobs=columns,
+        token_ids=choice.token_ids,
+    )
+    if message is not None:
+        shown.content = message.content or ""
+        shown.reasoning = message.reasoning
+        shown.calls = [call.function for call in message.tool_calls or ()]
+    return shown
+
+
+def answer_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: Computed) -> str:
+    """Return the first respect in which an answer is not that of its tokens; "" if there is none.
+
+    found: the answer that was computed again, which has the receipt's tokens.
+    """
+    if shown.token_ids is not None and shown.token_ids != receipt.token_ids:
+        return "token_ids: not those of the receipt"
+    wrong = (
+        _chat_difference(front, receipt, shown, found.text)
+        if shown.is_chat
+        else _text_difference(front, receipt, shown.content, found.text)
+    )
+    if wrong:
+        return wrong
+    reasons = {receipt.finish_reason}
+    if shown.calls and receipt.finish_reason == "stop":
+        reasons.add("tool_calls")  # but for a tool that the request named
+    if shown.finish_reason not in reasons:
+        return f"finish_reason: {shown.finish_reason!r} in the answer, {receipt.finish_reason!r} computed"
+    if shown.stop_reason != receipt.stop_reason:
+        return f"stop_reason: {shown.stop_reason!r} in the answer, {receipt.stop_reason!r} computed"
+    return _logprobs_difference(front, receipt, shown, found)
+
+
+def _text_difference(front: "FrontEnd", receipt: Receipt, shown: str, text: str) -> str:
+    if shown != text and front.tokenizer is not None:
+        prompt = front.tokenizer.decode(receipt.prompt_token_ids)
+        if shown == prompt + text:  # the request asked for an echo
+            return ""
+    return _first_difference("text", shown, text)
+
+
+def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, text: str) -> str:
+    """Compare a message with the readings of its tokens' text that a request may have had.
+
+    A receipt has no tools, and does not say whether the answer continues a message, so the first
+    of the readings that is equal counts.
+    """
+    if not receipt.marked:
+        return _first_difference("content", shown.content, text)
+    if front.answer_format is None:
+        return "this model's answers cannot be read here; give --tool-format as the server had it"
+    assert front.tokenizer is not None
+    prompt = front.tokenizer.decode(receipt.prompt_token_ids, skip_special_tokens=False)
+    differences = []
+    for tools in ([], _tools(shown)):
+        for continued in (False, True):
+            parser = front.answer_format.parser(tools, prompt=prompt, continued=continued)
+            wrong = _parts_difference(shown, parser.push(text, final=True))
+            if not wrong:
+                return ""
+            differences.append(wrong)
+    return differences[2 if shown.calls else 0]
+
+
+def _tools(shown: Shown) -> list[dict[str, Any]]:
+    """Return tools that the calls of an answer may be of; formats that call by tags need the types."""
+    tools = []
+    for call in shown.calls or [_Function("a_tool")]:
+        arguments: Any = {}
+        with suppress(ValueError):  # named later: the computed arguments are JSON
+            arguments = json.loads(call.arguments or "{}")
+        types = {
+            name: {"type": "string"} if isinstance(value, str) else {}
+            for name, value in (arguments.items() if isinstance(arguments, dict) else ())
+        }
+        parameters = {"type": "object", "properties": types}
+        function = {"name": call.name, "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _parts_difference(shown: Shown, parts: "list[Part]") -> str:
+    texts = {"content": "", "reasoning": ""}
+    calls: list[_Function] = []
+    for part in parts:
+        if part.kind == "call":
+            calls.append(_Function(part.text))
+        elif part.kind == "arguments":
+            calls[-1].arguments += part.text
+        else:
+            texts[part.kind] += part.text
+    # a request with include_reasoning: false gets none
+    if shown.reasoning is not None and (
+        wrong := _first_difference("reasoning", shown.reasoning, texts["reasoning"])
+    ):
+        return wrong
+    if wrong := _first_difference("content", shown.content, texts["content"]):
+        return wrong
+    if len(shown.calls) != len(calls):
+        return f"tool_calls: {len(shown.calls)} in the answer, {len(calls)} computed"
+    for i, (said, computed) in enumerate(zip(shown.calls, calls, strict=True)):
+        for name in ("name", "arguments"):
+            where = f"tool_calls[{i}].function.{name}"
+            if wrong := _first_difference(where, getattr(said, name), getattr(computed, name)):
+                return wrong
+    return ""
+
+
+def _first_difference(name: str, shown: str, computed: str) -> str:
+    if shown == computed:
+        return ""
+    at = next(
+        (i for i, (a, b) in enumerate(zip(shown, computed, strict=False)) if a != b),
+        min(len(shown), len(computed)),
+    )
+    said = shown[at : at + 20]
+    return f"{name}: from character {at} on {said!r} in the answer, {computed[at : at + 20]!r} computed"
+
+
+def _logprobs_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: Computed) -> str:
+    from moeserve.server.logprobs import LogprobFormat
+
+    num_top = shown.num_logprobs
+    if num_top is None:
+        return ""
+    num = len(receipt.token_ids)
+    as_ids = "token_id:" in json.dumps(shown.logprobs)
+    if shown.is_chat:
+        form = LogprobFormat(front.tokenizer, num_top, as_ids=as_ids)
+        expected = msgspec.to_builtins(form.chat(found.logprobs))["content"]
+        return _rows_difference(shown.logprobs["content"], expected, "logprobs.content")
+    # the sampled token is an entry of its own where it is not among the most likely
+    for top in (num_top, num_top - 1):
+        form = LogprobFormat(front.tokenizer, max(top, 0), as_ids=as_ids)
+        columns, _ = form.columns(receipt.token_ids, found.logprobs)
+        expected = msgspec.to_builtins(columns)
+        wrong = next(
+            (
+                wrong
+                for name in ("tokens", "token_logprobs", "top_logprobs")
+                # with an echo, the prompt's rows come first
+                if (
+                    wrong := _rows_difference(
+                        shown.logprobs.get(name, [])[-num:], expected[name], f"logprobs.{name}"
+                    )
+                )
+            ),
+            "",
+        )
+        if not wrong:
+            return ""
+    return wrong
+
+
+def _rows_difference(shown: list[Any], computed: list[Any], name: str) -> str:
+    if len(shown) != len(computed):
+        return f"{name}: {len(shown)} entries in the answer, {len(computed)} computed"
+    for i, (said, found) in enumerate(zip(shown, computed, strict=True)):
+        if said != found:
+            return f"{name}[{i}]: {said!r:.80} in the answer, {found!r:.80} computed"
+    return ""
