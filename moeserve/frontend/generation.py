@@ -377,8 +377,9 @@ def token_sampling(
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     ends = () if params.ignore_eos else ready.eos_token_ids
     allowed = params.allowed_token_ids
-    drawn = params.seed is None or params.seed == RANDOM_SEED
-    seed = random.getrandbits(63) if drawn else params.seed
+    seed = params.seed
+    if seed is None or seed == RANDOM_SEED:
+        seed = random.getrandbits(63)
     resolved = {
         "temperature": 0.0 if params.greedy else params.temperature,
         "top_k": max(params.top_k, 0),
