@@ -23,7 +23,7 @@ FORMATS = Path(__file__).parent / "formats"
 
 
 class Span(Struct, forbid_unknown_fields=True):
-    """Text between two marks. noise: calls may have other text around them, which is dropped."""
+    """Text between two marks. noise: other text between the calls inside is dropped."""
 
     open: str
     close: str
@@ -31,65 +31,57 @@ class Span(Struct, forbid_unknown_fields=True):
 
 
 class Parameter(Struct, forbid_unknown_fields=True):
-    """A parameter between tags: `open`, what `header` matches (groups key and text), `end`, the
-    value, `close`.
-
-    newlines: one at each end of the value belongs to the tags. escaped: keys and names are written
-    as in XML. write: how a model writes one, with {key}, {value} and {type}; write_text: the same
-    for texts, where they differ.
-    """
+    """A parameter between tags: `open`, the text of `header`, `end`, the value, `close`."""
 
     open: str
-    header: str
+    header: str  # a regex with the groups key and, where it says whether the value is one, text
     end: str
     close: str
-    write: str
-    write_text: str = ""
-    newlines: bool = False
-    escaped: bool = False
+    write: str  # how a model writes one, with {key}, {value} and {type}
+    write_text: str = ""  # the same for texts, where they differ
+    newlines: bool = False  # one newline at each end of the value belongs to the tags
+    escaped: bool = False  # keys and names are escaped as in XML
 
 
 class Calls(Struct, forbid_unknown_fields=True):
     """The calls of an answer.
 
-    open: marks before a call; "" for calls without one, which begin with the character `bare`.
-    content: json, an object with name and arguments, or a list of such; object: `header` (group
-    name), the mark `arguments`, then an object; tags: `header` (a group `empty` says that nothing
-    follows), the mark `arguments` if there is one, then parameters; python: a list of calls in
-    Python's syntax. close: after a call; may be missing at the end of the text where the content
-    shows its own end. write: how a model writes one call, with {name}, {index} and {arguments};
-    before, between, after: what it writes around them. id: how the template names calls in a
-    history. quote: what delimits texts in objects whose keys are bare.
+    | content | what a call is |
+    |---|---|
+    | json | an object with name and arguments, or a list of such objects |
+    | object | `header` (group name), the mark `arguments`, an object |
+    | tags | `header` (a group `empty` means no parameters), the mark `arguments`, parameters |
+    | python | a list of calls in Python's syntax |
     """
 
-    open: list[str]
+    open: list[str]  # marks before a call; "" for calls without a mark
     content: Literal["json", "object", "tags", "python"]
-    write: str
-    close: str = ""
-    header: str = ""
+    write: str  # how a model writes one call, with {name}, {index} and {arguments}
+    close: str = ""  # after a call; may be missing at the end of the text
+    header: str = ""  # a regex
     arguments: str = ""
-    bare: str = ""
-    before: str = ""
+    bare: str = ""  # the first characters of calls without a mark
+    before: str = ""  # text that a model writes before the calls, between them and after them
     between: str = ""
     after: str = ""
-    id: str = "call_{random:.24}"
-    quote: str = ""
+    id: str = "call_{random:.24}"  # of calls in a history, as the template expects it
+    quote: str = ""  # around texts in objects whose keys are bare
     parameter: Parameter | None = None
 
 
 class Syntax(Struct, forbid_unknown_fields=True):
-    """One file. template: regexes that the chat template of such a model matches, all of them; the
-    format with most of them is picked. stop: tokens that end an answer. dropped: marks that mean
-    nothing. call_ends_reasoning: also where the reasoning was not closed."""
+    """One file."""
 
     about: str
+    # Regexes, all of which match the chat template of such a model. Of several formats, the one
+    # with most regexes is picked.
     template: list[str]
     calls: Calls
     reasoning: Span | None = None
-    section: Span | None = None
-    call_ends_reasoning: bool = False
-    dropped: list[str] = []
-    stop: list[str] = []
+    section: Span | None = None  # around the calls
+    call_ends_reasoning: bool = False  # also reasoning that was not closed
+    dropped: list[str] = []  # marks that mean nothing
+    stop: list[str] = []  # tokens that end an answer
 
 
 def _read(file: Traversable) -> Syntax:
@@ -122,13 +114,14 @@ def names() -> tuple[str, ...]:
     return tuple(sorted((*_FILES, *ANSWER_FORMATS)))
 
 
-_NO_SPAN, _NO_PARAMETER = Span("", ""), Parameter("", "", "", "", "")
+_NO_SPAN = Span("", "")
+_NO_PARAMETER = Parameter("", "", "", "", "")
 
 
 class Reading:
-    """What a parser needs of a syntax with one tokenizer: its parts, with empty ones for those that
-    it lacks, and the marks to look for at each place. special: names of the tokenizer's control
-    tokens."""
+    """A syntax with one tokenizer, for parsers: its parts, with empty ones for parts that it lacks,
+    and the marks to look for in each context. special: names of the tokenizer's control tokens.
+    """
 
     def __init__(self, syntax: Syntax, special: Collection[str]) -> None:
         self.calls = syntax.calls
@@ -145,7 +138,8 @@ class Reading:
         marks.append(parameter.end)
         self.special = [name for name in special if any(name in mark for mark in marks)]
         self.think_is_special = any(name in think.open for name in self.special)
-        self.think_start, self.section_end = self._stops(think.open), self._stops(section.close)
+        self.think_start = self._stops(think.open)
+        self.section_end = self._stops(section.close)
         outer = [section.open, *calls.open, *syntax.dropped]
         self.in_content = self._stops(think.open, *outer)
         self.in_reasoning = self._stops(think.close, *(outer if syntax.call_ends_reasoning else []))
@@ -154,10 +148,8 @@ class Reading:
         self.dialect = (
             Dialect(delimiter=self._stops(calls.quote), bare=True) if calls.quote else JSON
         )
-        self.header, self.key = (
-            re.compile(calls.header, re.DOTALL),
-            re.compile(parameter.header, re.DOTALL),
-        )
+        self.header = re.compile(calls.header, re.DOTALL)
+        self.key = re.compile(parameter.header, re.DOTALL)
         self.header_end_stays = calls.arguments in ("", "{")
         self.key_end = self._stops(parameter.end)
         self.key_guard = self._stops(parameter.end, parameter.close, parameter.open, calls.close)

@@ -1,11 +1,10 @@
-"""Reads byte-level BPE vocabularies that are no tokenizer.json: tiktoken files (Kimi, Hunyuan),
+"""Reads byte-level BPE vocabularies other than tokenizer.json: tiktoken files (Kimi, Hunyuan) and
 Mistral's tekken.json.
 
 Each becomes a Hugging Face `tokenizers` backend with the ids of tiktoken. tiktoken joins the
-neighbours whose union has the lowest rank. While a token's neighbours have not joined it, what
-happens inside is what happens to it alone, so at most one of its splits ever occurs; a merge list
-with all splits of each token, in the order of ranks, therefore joins the same neighbours in the
-same order.
+neighbours whose union has the lowest rank. Inside a token, joins happen as if the token stood
+alone, so at most one of its splits ever occurs. A merge list with all splits of each token, in the
+order of ranks, therefore joins the same neighbours in the same order.
 """
 
 import base64
@@ -36,13 +35,11 @@ class _Family(NamedTuple):
 
     file: str
     pattern: str
-    fillers: tuple[
-        str, ...
-    ]  # special tokens after the vocabulary; those of tokenizer_config.json replace them by id
+    # Special tokens after the vocabulary; tokenizer_config.json may replace them by id.
+    fillers: tuple[str, ...]
     nfc: bool = False
-    by_line: bool = (
-        False  # a rank is the number of a line, without repeated tokens, whatever the line says
-    )
+    # A rank is the number of a line, without repeated tokens, whatever the line says.
+    by_line: bool = False
 
 
 _FAMILIES = {  # by tokenizer_class
@@ -72,10 +69,10 @@ _FAMILIES = {  # by tokenizer_class
 
 
 def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
-    """Returns the tokenizer of a directory without tokenizer.json, None if it has no vocabulary of
-    a known kind.
+    """Return the tokenizer of a directory without tokenizer.json, None if it has no vocabulary of a
+    known kind.
 
-    config: tokenizer_config.json. Raises CheckpointError for a damaged file.
+    config: tokenizer_config.json. Raise CheckpointError for a damaged file.
     """
     if (model_dir / "tekken.json").is_file():
         return _read_tekken(model_dir)
@@ -92,7 +89,7 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict | None):
         raise CheckpointError(
-            f"{model_dir / 'tokenizer_config.json'}: added_tokens_decoder is no JSON object"
+            f"{model_dir / 'tokenizer_config.json'}: added_tokens_decoder is not a JSON object"
         )
     for key, token in (added or {}).items():
         content = token.get("content") if isinstance(token, dict) else None
@@ -109,7 +106,7 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
 
 
 def _tiktoken_lines(path: Path, family: _Family) -> list[bytes]:
-    """Returns the tokens of a tiktoken file in the order of ranks, in base64."""
+    """Return the tokens of a tiktoken file in the order of ranks, in base64."""
     if (size := path.stat().st_size) > MAX_VOCABULARY_BYTES:
         raise CheckpointError(
             f"{path}: {size:,} bytes; a vocabulary has at most {MAX_VOCABULARY_BYTES:,}"
@@ -128,8 +125,8 @@ def _tiktoken_lines(path: Path, family: _Family) -> list[bytes]:
 
 
 def _read_tekken(model_dir: Path) -> Backend:
-    """Returns the tokenizer of tekken.json: special tokens come first, `<SPECIAL_i>` stands for
-    unused ones.
+    """Return the tokenizer of tekken.json. Its special tokens come first; unused ones are named
+    `<SPECIAL_i>`.
     """
     path = model_dir / "tekken.json"
     spec = read_json(model_dir, path.name)
@@ -148,8 +145,8 @@ def _read_tekken(model_dir: Path) -> Backend:
             raise ValueError(f"{len(special)} special tokens for {num_special} ids")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: no tekken vocabulary with special tokens ({type(error).__name__}: {str(error)[:100]}). "
-            "Download it again, or put the model's tokenizer.json beside it"
+            f"{path}: no tekken vocabulary with special tokens ({type(error).__name__}: "
+            f"{str(error)[:100]}). Download it again, or put the model's tokenizer.json beside it"
         ) from error
     backend = _build(path, _ranks(path, texts), num_special, special, pattern)
     if (bos := backend.token_to_id("<s>")) is not None:
@@ -162,8 +159,8 @@ def _read_tekken(model_dir: Path) -> Backend:
 def _ranks(
     path: Path, encoded: Sequence[bytes | str], *, repeats: bool = False
 ) -> dict[bytes, int]:
-    """Returns token -> rank from tokens in base64 in the order of ranks. repeats: a repeated token
-    counts once.
+    """Return token -> rank. encoded: tokens in base64, in the order of ranks. repeats: a repeated
+    token counts once.
     """
     ranks: dict[bytes, int] = {}
     for number, text in enumerate(encoded):
@@ -187,7 +184,7 @@ def _ranks(
 def _build(
     path: Path, ranks: dict[bytes, int], first: int, special: dict[int, AddedToken], pattern: str
 ) -> Backend:
-    """Returns a tokenizer in which a token has the id `first` + its rank."""
+    """Return a tokenizer in which a token has the id `first` + its rank."""
     names = {token: "".join(map(ALPHABET_OF_BYTES.__getitem__, token)) for token in ranks}
     merges = []
     for token in ranks:
@@ -218,7 +215,7 @@ def _build(
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's character of each byte: printable Latin-1 as it is, the rest from U+0100 on."""
+    """Return GPT-2's character of each byte: printable Latin-1 as it is, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,10 +1,10 @@
-"""Grammars as an engine uses them: compiled once, and for each request the tokens that may come
-next, as bits.
+"""Grammars in an engine: each is compiled once, and gives each request masks of the tokens that may
+come next.
 
 `GrammarChecker` has accepted a grammar before it comes here. A mask is a row of int32
 [ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is token i. Bits of tokens that may follow are
-1; a text that is complete and cannot go on may be followed by the end tokens only. A matcher's
-state is a function of its grammar and the tokens it was given.
+1. After a text that is complete and cannot continue, only end tokens may follow. A matcher's state
+is a function of its grammar and its tokens.
 """
 
 import threading
@@ -51,7 +51,7 @@ class Grammars:
             )
 
     def matcher(self, spec: GrammarSpec, tokens: Sequence[int] = ()) -> "Matcher":
-        """Returns the state after `tokens`. Blocks while a new grammar compiles. Raises as
+        """Return the state after `tokens`. Block while a new grammar compiles. Raise as
         `Matcher.accept` does.
         """
         with self._lock:
@@ -67,7 +67,7 @@ class Grammars:
         return matcher
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
-        """Returns llguidance's matcher at the beginning of the text. Raises InvalidRequest."""
+        """Return llguidance's matcher at the beginning of the text. Raise InvalidRequest."""
         try:
             found = LLMatcher(
                 self._tokenizer, grammar_source(spec, self._special), limits=limits(), log_level=0
@@ -81,19 +81,19 @@ class Grammars:
         return found
 
     def forget(self, spec: GrammarSpec) -> None:
-        """Drops a grammar from the cache. Matchers of it stay usable."""
+        """Drop a grammar from the cache. Its matchers stay usable."""
         with self._lock:
             self._cached.pop(spec, None)
 
     def fill_all(
         self, rows: "Sequence[tuple[Matcher, int, Sequence[int]]]", bitmask_RW: NDArray[np.int32]
     ) -> dict[int, RequestError]:
-        """Fills the masks of many requests, on `num_threads` threads and without the GIL.
+        """Fill the masks of many requests, on `num_threads` threads and without the GIL.
 
         rows: matcher, first row, drafts; row first + k is the mask after k of the drafts. A row
         after a draft that may not come there, or after an end token, allows every token, since
-        nothing there can be accepted. Returns position in `rows` -> error for each request that
-        cannot go on, whose rows mean nothing.
+        nothing there can be accepted. Return position in `rows` -> error for each request that
+        cannot continue; its masks are undefined.
         """
         assert bitmask_RW.flags.c_contiguous
         assert bitmask_RW.shape[1] == self.mask_words
@@ -132,11 +132,11 @@ class Grammars:
 
 
 class Matcher:
-    """How far one request has come in its grammar.
+    """The state of one request in its grammar.
 
-    state: llguidance's matcher. Those of one grammar share what they have learned about it, and a
-    limit on that: the one that meets the limit starts again with a state of its own, so that no
-    request can fail because of others.
+    state: llguidance's matcher. Matchers of one grammar share the lexer states that they have
+    computed, and a limit on their number. A matcher that meets the limit starts again with states
+    of its own, so that no request can fail because of others.
     """
 
     __slots__ = ("_alone", "_first", "_grammars", "_spec", "_tokens", "state")
@@ -151,7 +151,7 @@ class Matcher:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has accepted."""
+        """The number of tokens that it has accepted."""
         return len(self._tokens)
 
     @property
@@ -160,8 +160,9 @@ class Matcher:
         return self.state.is_stopped() and not self.state.is_error()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Goes on by these tokens; those after a text that is done mean nothing. Raises
-        RequestFailed if the grammar does not allow one, or costs too much."""
+        """Accept these tokens; tokens after a text that is done are ignored. Raise RequestFailed if
+        the grammar does not allow one, or costs too much.
+        """
         if not self._advance(tokens):
             self._start_alone()
             if not self._advance(tokens):
@@ -175,28 +176,29 @@ class Matcher:
         self._tokens += tokens
 
     def rewind(self, num_tokens: int) -> None:
-        """Goes back to its first `num_tokens` tokens. Raises as `accept` does."""
+        """Return to the first `num_tokens` tokens. Raise as `accept` does."""
         tokens = self._tokens[:num_tokens]
         self.state = self._first.deep_copy()
         self._tokens = []
         self.accept(tokens)
 
     def fill(self, mask_RW: NDArray[np.int32], drafts: Sequence[int] = ()) -> None:
-        """Writes the masks after 0, 1, ... all of the drafts. Raises RequestFailed if the grammar
+        """Write the masks after 0, 1, ... all of the drafts. Raise RequestFailed if the grammar
         costs too much.
         """
         for error in self._grammars.fill_all([(self, 0, drafts)], mask_RW).values():
             raise error
 
     def recover(self) -> bool:
-        """Returns whether the state had failed and is a new one. Raises RequestFailed if that has
-        been tried.
+        """Return whether the state had failed and was replaced by a new one. Raise RequestFailed if
+        it was replaced before.
         """
         if not self.state.is_error():
             return False
         if self._alone:
             raise RequestFailed(
-                f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {self.state.get_error()[:300]}"
+                f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: "
+                f"{self.state.get_error()[:300]}"
             )
         self._start_alone()
         return True

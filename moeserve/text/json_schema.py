@@ -195,7 +195,7 @@ _IDLE: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas directly inside a schema, each with the pointer from the one to the other."""
+    """Yield the schemas directly inside a schema, each with the pointer to it."""
     for key, value in schema.items():
         inner: Any = []
         if key in BY_NAME and isinstance(value, dict):

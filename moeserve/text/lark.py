@@ -11,7 +11,7 @@ TEXT = r"TEXT: /(.|\n)*/"
 
 
 def exactly(text: str) -> str:
-    """Return the regex of one text, without characters that mean something in a regex or in Lark."""
+    """Return the regex of one text, free of characters with a meaning in regexes or in Lark."""
     return "".join(
         char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text
     )

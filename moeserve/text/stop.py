@@ -10,7 +10,7 @@ _BEFORE_WORDS = ("", " ", "\n")  # contexts in which a word has tokens of its ow
 
 
 class StopMatcher:
-    """Finds the first stop string in text that comes in pieces, and holds back only what could
+    """Finds the first stop string in text that comes in pieces, and holds back only text that could
     become one.
 
     The result does not depend on how the text was split. The match whose end comes first wins; of
@@ -27,12 +27,12 @@ class StopMatcher:
         for stop in self._stops:
             self._by_first.setdefault(stop[0], []).append(stop)
         self._include = include_stop
-        self._held = ""  # seen, not given back: a possible beginning of a stop string
+        self._held = ""  # seen and not sent: a possible beginning of a stop string
         self._inert = 0  # characters of `_held` in which no match may end
 
     def push(self, text: str, *, active: bool = True) -> tuple[str, str | None]:
-        """Returns the text to give out and the stop string that ended it, if any. Nothing may
-        follow a match.
+        """Return the text to send and the stop string that ended it, if any. Nothing may follow a
+        match.
         """
         if not self._stops:
             return text, None
@@ -50,7 +50,7 @@ class StopMatcher:
         return given, None
 
     def flush(self) -> str:
-        """Returns the text that was held back. Called when the text ends without a stop string."""
+        """Return the text that was held back, when the text ends without a stop string."""
         held = self._held
         self._held = ""
         return held

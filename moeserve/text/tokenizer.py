@@ -1,8 +1,8 @@
 """The tokenizer: text to ids and back, and the special tokens of its model directory.
 
 A thin layer over Hugging Face `tokenizers` (tokenizer.json; `byte_bpe` reads others). Thread-safe;
-for long texts, encode and decode release the GIL. `ControlTokens` keeps control tokens that a user
-typed plain text; `Pieces` is the text of each id.
+for long texts, encode and decode release the GIL. `ControlTokens` turns control tokens that a user
+typed into plain text; `Pieces` is the text of each id.
 """
 
 import codecs
@@ -55,7 +55,9 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A model's tokenizer. special_tokens: the named ones, such as bos_token, for chat templates."""
+    """A model's tokenizer. special_tokens: the ones with names, such as bos_token, for chat
+    templates.
+    """
 
     def __init__(self, backend: Backend, special_tokens: dict[str, str]) -> None:
         backend.no_padding()
@@ -72,10 +74,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
-        """Reads a model directory: tokenizer.json if there is one, else tekken.json or a known
-        tiktoken file; or a GGUF file.
+        """Read a model directory (tokenizer.json, else tekken.json or a known tiktoken file) or a
+        GGUF file.
 
-        Raises CheckpointError for a missing, huge or damaged file. Python code in the directory is
+        Raise CheckpointError for a missing, huge or damaged file. Python code in the directory is
         never run.
         """
         config = read_optional_json(model_dir, "special_tokens_map.json") | read_optional_json(
@@ -100,7 +102,7 @@ class Tokenizer:
         return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Returns the ids of `text`. special: with the tokens around every text, such as BOS."""
+        """Return the ids of `text`. special: with the tokens around every text, such as BOS."""
         try:
             return encode_ids(self.backend, text, special=special)
         except (UnicodeEncodeError, TypeError) as error:
@@ -109,24 +111,22 @@ class Tokenizer:
             ) from error
 
     def encode_prompt(self, rendered: str) -> list[int]:
-        """Returns the ids of a rendered chat. Control tokens that a user typed are plain text."""
+        """Return the ids of a rendered chat. Control tokens that a user typed are plain text."""
         if MARK in rendered:
             return self.control.encode(rendered)
         return self.encode(rendered, special=False)
 
     def warm_up(self) -> None:
-        """Computes tables that the first unusual request would otherwise wait for, up to a second.
+        """Compute tables that the first unusual request would otherwise wait for, up to a second.
 
-        Holds the GIL for much of that time, so a server calls this before it serves.
+        This holds the GIL for much of that time, so a server calls it before it serves.
         """
         _ = self.longest_token
-        with suppress(
-            InvalidRequest
-        ):  # a tokenizer without a twin refuses the requests that need one
+        with suppress(InvalidRequest):  # without a twin, requests that need it are refused
             _ = self.control.twin
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of token ids."""
+        """Return the text of token ids."""
         if len(token_ids) < SHORT:
             text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:
@@ -136,24 +136,24 @@ class Tokenizer:
         return text
 
     def pieces(self, *, skip_special_tokens: bool) -> "Pieces":
-        """Returns the table of each token's text."""
+        """Return the table of each token's text."""
         return self._skipping if skip_special_tokens else self._visible
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the token's bytes, which need not be whole characters; empty for an id without a
+        """Return the token's bytes, which need not be whole characters; b"" for an id without a
         token.
         """
         piece = self._visible[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
     def token_text(self, token_id: int) -> str:
-        """Returns the token alone as text: special tokens by name, broken characters as U+FFFD."""
+        """Return the token alone as text: special tokens by name, broken characters as U+FFFD."""
         piece = self._visible[token_id]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     @cached_property
     def longest_token(self) -> int:
-        """Length of the longest token: a text of N characters has at least N / longest_token
+        """The length of the longest token: a text of N characters has at least N / longest_token
         tokens.
         """
         return max(len(token) for token in self.backend.get_vocab())
@@ -173,7 +173,7 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
-    """Returns what to do about a directory without a tokenizer that moeserve reads."""
+    """Return the remedy for a directory without a tokenizer that moeserve reads."""
     found = [name for name in _OTHER_VOCABULARIES if (model_dir / name).is_file()]
     files = f" ({', '.join(found)} cannot be read)" if found else ""
     known = config.get("tokenizer_class")
@@ -185,8 +185,8 @@ def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
     )
     return (
         f"moeserve needs the fast tokenizer{own}{files}; save one with "
-        "AutoTokenizer.from_pretrained(...).save_pretrained(...) elsewhere, or serve token ids only, "
-        "with `model: {skip_tokenizer_init: true}` in --config"
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) elsewhere, or serve token ids "
+        "only, with `model: {skip_tokenizer_init: true}` in --config"
     )
 
 
@@ -194,11 +194,11 @@ class ControlTokens:
     """One tokenizer's control tokens: special ones, and added ones that look like tags (`<think>`,
     `[INST]`).
 
-    Keeps those that a user typed (`<|im_end|>`) apart from those that the chat template writes.
-    `shield` puts an invisible mark inside each control token in user text, so that the token no
-    longer matches. After rendering, `encode` gives the template's own control tokens private names
-    in a twin tokenizer that knows only those names, removes the marks, and encodes: typed ones
-    become ordinary text, everything else gets the same ids as ever.
+    A control token that a user typed (`<|im_end|>`) is text, one that the chat template wrote is a
+    token. `shield` puts an invisible mark inside each control token in user text, so that it no
+    longer matches. After rendering, `encode` gives the template's own control tokens private names,
+    removes the marks, and encodes with a twin tokenizer that knows only the private names. So typed
+    control tokens become ordinary text, and everything else gets its usual ids.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -214,24 +214,22 @@ class ControlTokens:
         self._special = _alternatives(special)
 
     def shield(self, text: str, *, only_special: bool = False) -> str:
-        """Returns `text` with its control tokens broken by marks. only_special: but not tags such
-        as `<think>`.
+        """Return `text` with its control tokens broken by marks. only_special: tags such as
+        `<think>` stay.
         """
         pattern = self._special if only_special else self._any
         return pattern.sub(lambda match: match[0][:1] + MARK + match[0][1:], unshield(text))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a rendered prompt that contains marks. May take a second the first
-        time.
+        """Return the ids of a rendered prompt that contains marks. The first call may take a
+        second.
         """
         named = self._any.sub(lambda match: self._names[match[0]], text)
         return encode_ids(self.twin, unshield(named), special=False)
 
     @cached_property
     def twin(self) -> Backend:
-        """The tokenizer with private names. Raises InvalidRequest if this tokenizer cannot have
-        one.
-        """
+        """The tokenizer with private names. Raise InvalidRequest if there cannot be one."""
         spec: dict[str, Any] = json.loads(self._backend.to_str())
         names = self._names
         for token in spec["added_tokens"]:
@@ -257,7 +255,7 @@ class ControlTokens:
 
 
 def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
-    """Returns the ids of a text. Long texts use the batched call, which releases the GIL."""
+    """Return the ids of a text. Long texts use the batched call, which releases the GIL."""
     if len(text) < SHORT:
         ids: list[int] = backend.encode(text, add_special_tokens=special).ids
     else:
@@ -266,7 +264,7 @@ def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
 
 
 def unshield(text: str) -> str:
-    """Returns `text` without marks, for display."""
+    """Return `text` without marks, for display."""
     return text.replace(MARK, "")
 
 
@@ -276,15 +274,16 @@ def _alternatives(tokens: list[str]) -> re.Pattern[str]:
 
 
 class Pieces(dict[int, "str | bytes"]):
-    """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token and
-    for `hidden` ones.
+    """Token id -> text, or bytes if they are not valid UTF-8 alone. `hidden` ids and ids without a
+    token have the text "". The text of `marked` ids is between CONTROL_BEGIN and CONTROL_END, for
+    parsers of answers.
 
-    The text of `marked` ids is between CONTROL_BEGIN and CONTROL_END, for parsers of answers.
+    Texts are computed on first use, so that streams need no decoder call per token. strips_start:
+    the decoder drops one space before the very first word of a text.
 
-    Computed on first use, so that streams need no decoder call per token. strips_start: the decoder
-    drops one space before the very first word of a text. Knows the decoders of byte-level BPE
-    (GPT-2, Llama 3, Qwen, OLMoE) and of SentencePiece with byte fallback (Llama 2, Mixtral); the
-    constructor raises CheckpointError for others, whose text of a token depends on its neighbours.
+    The decoders of byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and of SentencePiece with byte
+    fallback (Llama 2, Mixtral) are known. For others, whose text of a token depends on its
+    neighbours, the constructor raises CheckpointError.
     """
 
     def __init__(
@@ -316,8 +315,9 @@ class Pieces(dict[int, "str | bytes"]):
                     pass
                 case _:
                     raise CheckpointError(
-                        f"tokenizer.json: the decoder {step.get('type')} is neither byte-level BPE nor SentencePiece; "
-                        "serve token ids only, with `model: {skip_tokenizer_init: true}` in --config"
+                        f"tokenizer.json: the decoder {step.get('type')} is neither byte-level BPE "
+                        "nor SentencePiece; serve token ids only, with "
+                        "`model: {skip_tokenizer_init: true}` in --config"
                     )
 
     def __missing__(self, token_id: int) -> str | bytes:
@@ -348,11 +348,11 @@ class Pieces(dict[int, "str | bytes"]):
 
 
 class Detokenizer:
-    """Token ids to text, one token at a time, so that the pieces joined are the text of the whole.
+    """Token ids to text, one token at a time. The joined pieces are the text of all tokens.
 
     A character whose bytes are spread over tokens is held back until it is whole; bytes that can
     never become a character turn into U+FFFD at once. The answer continues the text of
-    `prompt_ids`. Takes 0.15 us a token.
+    `prompt_ids`. One token takes 0.15 us.
     """
 
     __slots__ = ("_pending", "_pieces", "_strip", "_utf8")
@@ -367,14 +367,14 @@ class Detokenizer:
         self._strip = pieces.strips_start and not any(pieces[token_id] for token_id in prompt_ids)
 
     def push(self, token_id: int) -> str:
-        """Returns the text that is certain after this token, maybe empty."""
+        """Return the text that is certain after this token, maybe empty."""
         piece = self._pieces[token_id]
         if self._pending or self._strip or piece.__class__ is bytes:
             return self._slow(piece)
         return piece  # type: ignore[return-value]  # bytes were handled above
 
     def flush(self) -> str:
-        """Returns the text that is still held back."""
+        """Return the text that is still held back."""
         self._pending = False
         return self._utf8.decode(b"", final=True)
 
