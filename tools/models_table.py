@@ -34,6 +34,16 @@ implementation, tokens and logits, in `tests/models`, and its bits alone with it
 (`--dp`, `--ep`), tensor parallelism (`--tp`), prefix caching, preemption, replay and dual-batch overlap work with every
 family. Weights may be quantised in every format of [quantization.md](quantization.md).
 
+**What a checkpoint can run.** Pickled weights are refused, and Python files of a checkpoint
+(`auto_map`) are never imported. A chat template is a program in Jinja: it runs in a process of its
+own, with limits on time and memory ([security.md](security.md)). Links may lead to files below the
+model's folder, and from a snapshot of the Hugging Face cache to its `blobs`; others are refused.
+
+**Names.** A model is a folder, a GGUF file (whatever its name: `X.GGUF`, a blob of Ollama), or a
+copy in the Hugging Face cache: `org/name`, and `org/name/Q4` or `org/name/file.gguf` for a folder
+or a file in it. Families that are not in this table can come from a package
+([plugins.md](plugins.md)).
+
 Sizes are those of the default configuration in transformers. **KV**: elements that one token leaves behind in one
 layer, or those of a recurrent layer's state ([recurrent.md](recurrent.md)). **int8 KV**: whether `kv_cache_dtype: int8`
 is possible; states stay fp32. **MTP**: whether a head for multi-token prediction is read where a checkpoint has one

@@ -131,13 +131,11 @@ class AttentionLayer:
         if spec.qk_norm == "unit":
             head_norms = torch.ones(heads.count + heads.count_kv, dim, device=ops.device)
         elif spec.qk_norm != "none":
-            q_norm, k_norm = (build.norm(f"{name}{x}_norm") for x in "qk")
+            names = (name + "q_norm", name + "k_norm")
             if spec.qk_norm == "full":
-                self.full_norms = q_norm, k_norm
+                self.full_norms = build.norm(names[0]), build.norm(names[1])
             else:
-                head_norms = torch.cat(
-                    (q_norm.expand(heads.count, -1), k_norm.expand(heads.count_kv, -1)), 0
-                )
+                head_norms = build.head_norms(names, (heads.count, heads.count_kv))
         scale = dim**-0.5 if spec.scale is None else spec.scale
         clip = math.inf if spec.clip is None else spec.clip
         v_dim = None if spec.v_dim == dim else spec.v_dim
@@ -250,12 +248,11 @@ def _part_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> Non
         heads.count * each, heads.count * each + heads.count_kv * (spec.head_dim + spec.value_dim)
     )
     queries = [h * each + i for h in range(heads.count) for i in range(spec.head_dim)]
+    rows = torch.tensor(gates)
     for ending in ("", "_bias"):
-        if name + "qkv" + ending in build.params:
-            build.params[name + "gate" + ending] = build.params[name + "qkv" + ending][
-                torch.tensor(gates)
-            ]
-            build.reorder(name + "qkv" + ending, [*queries, *kv])
+        qkv = name + "qkv" + ending
+        build.slots.derive(name + "gate" + ending, qkv, lambda value: value[rows])
+        build.reorder(qkv, [*queries, *kv])
 
 
 def prepare_attention(

@@ -11,6 +11,7 @@ from torch import Tensor
 from moeserve.blocks.linear import ColumnLinear, GatedMLP, widened
 from moeserve.blocks.rope import RopeSpec
 from moeserve.blocks.rotary import RotaryTable
+from moeserve.blocks.weight_slots import WeightSlots
 from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
 from moeserve.moe.placement.placement import Placement
@@ -40,7 +41,11 @@ class Builder:
     plan_moe: Callable[[], MoEPlan]
     norm_shift: float = 0.0
     num_moe: int = 0  # MoE layers built so far
+    slots: WeightSlots = field(init=False)
     _shared: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = WeightSlots(self.params, self.ops)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned for an equal key the first time."""
@@ -56,7 +61,10 @@ class Builder:
 
     def linear(self, name: str) -> LinearMethod:
         """Packs the weight `name` and its bias, if there is one."""
-        return self.ops.pack_linear(self.params.pop(name), self.params.pop(name + "_bias", None))
+        packed: LinearMethod = self.slots.load(
+            (name, name + "_bias"), lambda ops, weight, bias: ops.pack_linear(weight, bias)
+        )
+        return packed
 
     def columns(
         self, name: str, num_columns: int, tp: TensorParallel | None = None
@@ -72,24 +80,43 @@ class Builder:
         parts: the number of products of num_columns each that lie one below the other.
         """
         for key in (name, name + "_bias"):
-            if key in self.params:
-                self.params[key] = widened(self.params.pop(key), num_columns, tp, parts=parts)
+            self.slots.prepare(key, partial(widened, num_columns=num_columns, tp=tp, parts=parts))
         return self.linear(name)
 
-    def norm(self, name: str) -> Tensor:
-        """Returns the weights of a norm, in fp32."""
-        return self.fp32(name) + self.norm_shift if self.norm_shift else self.fp32(name)
+    def norm(self, name: str, factor: float = 1.0) -> Tensor:
+        """Returns the weights of a norm, in fp32, multiplied by `factor`."""
+        shift = self.norm_shift
 
-    def fp32(self, name: str) -> Tensor:
-        """Returns a parameter that is no product's, in fp32."""
-        tensor: Tensor = self.params.pop(name).float()
+        def make(weight: Tensor) -> Tensor:
+            weight = weight + shift if shift else weight
+            return weight if factor == 1.0 else weight * factor
+
+        return self.fp32(name, make)
+
+    def head_norms(self, names: Sequence[str], counts: Sequence[int]) -> Tensor:
+        """Returns the norm weights of all heads, those of `names` for `counts` heads each."""
+        shift = self.norm_shift
+
+        def pack(ops: Ops, *weights: Tensor) -> Tensor:
+            each = (weight.float() + shift if shift else weight.float() for weight in weights)
+            return torch.cat([w.expand(n, -1) for w, n in zip(each, counts, strict=True)], 0)
+
+        norms: Tensor = self.slots.load(names, pack)
+        return norms
+
+    def fp32(self, name: str, make: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Returns a parameter that is no product's, in fp32, or what `make` makes of it."""
+
+        def pack(ops: Ops, value: Tensor) -> Tensor:
+            return value.float() if make is None else make(value.float())
+
+        tensor: Tensor = self.slots.load((name,), pack)
         return tensor
 
     def reorder(self, name: str, order: Sequence[int]) -> None:
         """Puts the rows of a weight, or the elements of a bias or norm, into another order."""
-        if name in self.params:
-            index = torch.tensor(order)
-            self.params[name] = self.params.pop(name)[index]
+        index = torch.tensor(order)
+        self.slots.prepare(name, lambda value: value[index])
 
     def gated(
         self, name: str, inner_size: int, tp: TensorParallel, activation: Activation = SWIGLU

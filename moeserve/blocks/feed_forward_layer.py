@@ -5,23 +5,33 @@ T tokens, D model width, I expert width, K experts per token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.feed_forward import Dense, MoE
-from moeserve.blocks.linear import FP32, INT64, GatedMLP, SharedMLP, gathered_bytes
+from moeserve.blocks.linear import (
+    FP32,
+    INT64,
+    GatedMLP,
+    SharedMLP,
+    gathered_bytes,
+    pack_gate,
+)
 from moeserve.blocks.norm import Norm
+from moeserve.blocks.weight_slots import Pack
 from moeserve.comm.tensor import ALONE
 from moeserve.moe.all2all.layout import TERMS
-from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.base import Experts, ExpertWeights
 from moeserve.moe.layer import MoELayer, SharedExpert
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import RowContext
 from moeserve.ops.linear import LARGEST_PAD, padded_rows
+from moeserve.ops.table import Ops
 
 # (x [T', D], context, micro-batch), and the residual stream where `LayerSpec` says so -> [T', D]
 FeedForwardLayer = Callable[..., Any]
@@ -52,30 +62,36 @@ def feed_forward_workspace(
 
 def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
     """Returns the MoE block of the layer whose parameters begin with `name`."""
-    params = build.params
     ops = build.ops
     moe = build.shared("MoE plan", build.plan_moe)
     router = build_router(spec, build, name)
     moe = moe.with_activation(spec.activation)
-    packed = moe.experts.pack(
-        ExpertWeights(
-            params.pop(name + "w13"),
-            params.pop(name + "w2"),
-            *(params.pop(name + bias) if spec.bias else None for bias in ("w13_bias", "w2_bias")),
-        )
+    experts = moe.experts
+    packed = build.slots.load(
+        [name + part for part in ("w13", "w2", "w13_bias", "w2_bias")],
+        lambda ops, *weights: experts.pack(ExpertWeights(*weights)),
+        partial(_put_experts, experts),
     )
     shared: SharedExpert | None = None
     if spec.shared:
         mlp = build.gated(
             name + "shared_", spec.shared.size, ALONE, spec.shared.activation
         )  # reads this rank's tokens only
-        shared = SharedMLP(ops, params.pop(name + "shared_gate", None), mlp, spec.shared.scale)
+        gate = build.slots.load((name + "shared_gate",), pack_gate) if spec.shared.gated else None
+        shared = SharedMLP(ops, gate, mlp, spec.shared.scale)
     to_physical = LogicalToPhysical(
         build.placement, build.num_moe, ops.device, counts_on_device=ops.triton
     )
     build.num_moe += 1
     layer: MoELayer = moe.layer(router, packed, to_physical, shared, build.tp)
     return layer
+
+
+def _put_experts(experts: Experts, packed: Any, pack: Pack, ops: Ops, *weights: Any) -> None:
+    """Writes other weights of all local experts, one after the other."""
+    for i in range(weights[0].shape[0]):
+        each = (None if part is None else part[i] for part in weights)
+        experts.put(packed, i, experts.pack_expert(*each))
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +134,7 @@ def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBes
         norm: Norm(
             build.ops,
             build.eps,
-            build.norm(name + norm) * (build.width**-0.5 if norm == "router_norm" else 1.0),
+            build.norm(name + norm, build.width**-0.5 if norm == "router_norm" else 1.0),
         )
         for norm in ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm")
     }

@@ -42,7 +42,7 @@ class GatedDeltaLayer(RecurrentLayer):
         self.inputs = build.linear(name + "in")
         self.gates = build.linear(name + "gates")
         self.conv_CK = build.fp32(name + "conv")[:, 0]
-        self.decay_H = -exp(build.fp32(name + "decay"))
+        self.decay_H = build.fp32(name + "decay", lambda decay: -exp(decay))
         self.dt_bias_H = build.fp32(name + "dt_bias")
         self.unit = unit_weights(spec.k_dim, self.ops.device)
         self.norm_v = build.fp32(name + "norm")

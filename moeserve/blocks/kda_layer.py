@@ -33,7 +33,9 @@ class KimiDeltaLayer(RecurrentLayer):
             build.linear(name + part) for part in ("in", "narrow", "decays", "gates")
         )
         self.conv_CK = build.fp32(name + "conv")[:, 0]
-        self.decay_H1 = -exp(build.fp32(name + "decay")[0, 0])[first : first + heads]
+        self.decay_H1 = build.fp32(
+            name + "decay", lambda decay: -exp(decay[0, 0])[first : first + heads]
+        )
         self.dt_bias_C = build.fp32(name + "dt_bias")
         self.unit = unit_weights(spec.head_dim, self.ops.device)
         self.norm_d = build.fp32(name + "norm")

@@ -22,7 +22,7 @@ from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.rope import half_layout
 from moeserve.ops.inputs import LayerCache, RowContext
-from moeserve.ops.latent import LatentRule
+from moeserve.ops.latent import HeadsLinear, LatentRule
 from moeserve.ops.linear import LinearMethod
 from moeserve.ops.table import Ops
 
@@ -80,9 +80,13 @@ class LatentAttentionLayer:
             self.queries = CompressedQueries(ops, *narrow, last_q)
         self.latents = build.linear(name + "kv_a")
         # Per head W_UK [n, L] and W_UV [v, L], one below the other.
-        kv_b = build.params.pop(name + "kv_b").view(heads, -1, spec.rank)
-        self.up = ops.pack_heads(kv_b[:, :nope].transpose(1, 2).contiguous())
-        self.down = ops.pack_heads(kv_b[:, nope:].contiguous())
+
+        def pack_heads(ops: Ops, kv_b: Tensor) -> tuple[HeadsLinear, HeadsLinear]:
+            kv_b = kv_b.view(heads, -1, spec.rank)
+            up = ops.pack_heads(kv_b[:, :nope].transpose(1, 2).contiguous())
+            return up, ops.pack_heads(kv_b[:, nope:].contiguous())
+
+        self.up, self.down = build.slots.load((name + "kv_b",), pack_heads)
         self.out = build.columns(name + "out", build.width)
         scale = queries**-0.5 if spec.scale is None else spec.scale
         self.rule = LatentRule(

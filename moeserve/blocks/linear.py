@@ -102,6 +102,11 @@ class GatedMLP:
         return self.down(whole(part_Ti, self.inner_size, self.tp, context.channel), context)
 
 
+def pack_gate(ops: Ops, gate_1D: Tensor) -> LinearMethod:
+    """Packs the gate of a shared expert, widened so that its bits do not depend on the rows."""
+    return ops.pack_linear(torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None)
+
+
 class SharedMLP:
     """A shared expert on one rank, for any number of rows: scale * mlp(x), or sigmoid(gate . x) *
     mlp(x) (Qwen2-MoE).
@@ -109,15 +114,14 @@ class SharedMLP:
     The gate's single row is widened so that its product and sigmoid are row-invariant.
     """
 
-    def __init__(self, ops: Ops, gate_1D: Tensor | None, mlp: GatedMLP, scale: float = 1.0) -> None:
+    def __init__(
+        self, ops: Ops, gate: LinearMethod | None, mlp: GatedMLP, scale: float = 1.0
+    ) -> None:
+        """`gate` is what `pack_gate` returned."""
         self._ops = ops
-        self._gate = None
+        self._gate = gate
         self._mlp = mlp
         self._scale = scale
-        if gate_1D is not None:
-            self._gate = ops.pack_linear(
-                torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None
-            )
 
     def __call__(self, x_TD: Tensor, context: RowContext) -> Tensor:
         """Return the shared expert's output, [T, D]."""

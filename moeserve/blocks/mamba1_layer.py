@@ -35,7 +35,7 @@ class Mamba1Layer(RecurrentLayer):
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.conv_bias_C = build.fp32(name + "conv_bias") if spec.conv_bias else None
         self.dt_shift_C = build.fp32(name + "dt_shift")
-        self.a_NC = -exp(build.fp32(name + "decay").T)
+        self.a_NC = build.fp32(name + "decay", lambda decay: -exp(decay.T))
         self.skip_C = build.fp32(name + "skip")
         self.norms = [build.norm(f"{name}{part}_norm") for part in ("dt", "b", "c")]
 

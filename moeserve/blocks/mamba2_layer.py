@@ -34,7 +34,7 @@ class Mamba2Layer(RecurrentLayer):
         self.inputs = build.linear(name + "in")
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.conv_bias_C = build.fp32(name + "conv_bias")
-        self.decay_H = -exp(build.fp32(name + "decay"))
+        self.decay_H = build.fp32(name + "decay", lambda decay: -exp(decay))
         self.dt_bias_H = build.fp32(name + "dt_bias")
         self.skip_H1 = build.fp32(name + "skip")[:, None]
         self.norm_I = build.fp32(name + "norm")

@@ -61,13 +61,16 @@ def build_decoder(
         build_layer(build, spec, layer, f"layers.{i}.", groups.index(layer.mixer.rule))
         for i, layer in enumerate(spec.layers)
     ]
-    embed = params.pop("embed")
+    slots = build.slots
+    embed = slots.load(("embed",), lambda ops, value: value)
     if spec.tie_embeddings and "lm_head" not in params:
-        params["lm_head"] = embed[share(spec.vocab_size, tp.size, tp.rank)]
+        mine = share(spec.vocab_size, tp.size, tp.rank)
+        slots.derive("lm_head", "embed", lambda value: value[mine], value=embed)
     columns = build.columns("lm_head", spec.vocab_size)
     head = columns.part if tp.size == 1 else columns
     decoder = make(spec, ops, embed, layers, build_norm(build, spec, "norm"), head)
-    assert not params, f"parameters that nothing uses: {sorted(params)}"
+    slots.finish()
+    decoder.slots = slots
     return decoder
 
 

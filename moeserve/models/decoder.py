@@ -4,7 +4,7 @@ T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from moeserve.blocks.feed_forward_layer import FeedForwardLayer
 from moeserve.blocks.mixer import MixerLayer, Prepare
 from moeserve.blocks.norm import Norm
+from moeserve.blocks.weight_slots import WeightSlots
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.ubatch import UBatch
@@ -107,6 +108,7 @@ class Decoder:
     # Of a drafter: maps embeddings and another model's hidden states, [T', D] each, to the residual
     # stream.
     merge: Callable[[Tensor, Tensor, RowContext], Tensor] | None = None
+    slots: WeightSlots = field(init=False)  # where its parameters are
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)

@@ -100,8 +100,10 @@ def build_mtp(
     )
     merge = Merge(embed_norm, hidden_norm, build.columns("merge", spec.hidden_size))
     layer = build_layer(build, spec, spec.draft_layers[0], "layer.", 0)
-    assert not params, f"parameters that nothing uses: {sorted(params)}"
-    return Decoder(spec, ops, model.embed_VD, [layer], norm, model.head, merge)
+    build.slots.finish()
+    head = Decoder(spec, ops, model.embed_VD, [layer], norm, model.head, merge)
+    head.slots = build.slots
+    return head
 
 
 def _placement(spec: ModelSpec) -> Placement:

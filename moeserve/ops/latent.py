@@ -67,6 +67,11 @@ class PlainHeads:
         self._linears = [pack_linear(weight_HNK[head], None) for head in range(weight_HNK.shape[0])]
         self._width = weight_HNK.shape[1]
 
+    @property
+    def parts(self) -> list[Any]:
+        """The packed weight of each head."""
+        return self._linears
+
     def __call__(self, x_THK: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns the products [T, H, N]; see `HeadsLinear`."""
         if out is None:

@@ -66,6 +66,11 @@ class PlainLinear:
         self.weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
         self.bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
 
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """The tensors that hold the weight and the bias."""
+        return self.weight, self.bias
+
     def __call__(self, x_MK: Tensor, context: RowContext | None = None) -> Tensor:
         """Return x W^T + bias [M, N]; rows are padded so that their bits do not depend on M."""
         rows = x_MK.shape[0]

@@ -162,6 +162,11 @@ class NativeLinear:
         # For calls that do more than one product; the memory stays this object's.
         self.matrix = _native.Matrix(self._packing, self.packed.data_ptr(), self._bias_at)
 
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """The tensors that hold the weight and the bias."""
+        return self.packed, self._bias
+
     def __call__(self, x_MK: Tensor, context: RowContext | None = None) -> Tensor:
         """Return x W^T + bias [M, N] in the dtype of x [M, K]."""
         assert x_MK.dtype == self._dtype
@@ -195,6 +200,11 @@ class NativeHeads:
             pack(self._packing, weight_HNK[head], to, self._packing.block_bytes, all_threads=True)
         # For calls that do more than one product; the memory stays this object's.
         self.matrices = _native.HeadMatrices(self._packing, self._packed.data_ptr(), self._shape[0])
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensor that holds the weights."""
+        return (self._packed,)
 
     @property
     def width(self) -> int:

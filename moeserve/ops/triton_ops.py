@@ -40,7 +40,7 @@ from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import TILE
 from moeserve.ops.selected import QUERIES, Selection
 from moeserve.ops.table import Ops
-from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle
+from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle, parts_of
 
 log = logging.getLogger(__name__)
 # tokens of the smallest block that FlashAttention may load whole, with NaN that others left there
@@ -65,6 +65,11 @@ class QuantisedLinear:
             align_rows(
                 1, block_m, weight.values.device
             )  # its tables must not be made while a graph is recorded
+
+    @property
+    def parts(self) -> list[Tensor | None]:
+        """The tensors that hold the weight and the bias."""
+        return [*parts_of(self._weight), self._bias]
 
     def __call__(self, x_MK: Tensor, context: RowContext | None = None) -> Tensor:
         """Return x W^T + b, [M, N]."""

@@ -1,0 +1,135 @@
+"""The places of a model's parameters: each has a slot, which says how it is packed, and where.
+
+Loading fills each slot once. The slots stay after the build, so that a later version of a weight
+can be written over the first one, in the memory that kernels already read. A slot holds functions
+and the packed weights themselves, never a second copy of them.
+
+A parameter is named as in the load plan (models/load_plan.py), whose pieces say where its values
+are in the files.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from moeserve.ops.native_layer import new_room
+from moeserve.ops.table import Ops
+
+Step = Callable[[Any], Any]  # changes a parameter's values before they are packed
+Pack = Callable[..., Any]  # (ops, *values) -> packed weights
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Parameters that are packed together, such as a weight and its bias."""
+
+    names: tuple[str, ...]
+    pack: Pack
+    destination: Any  # what `pack` returned at the start
+    put: Callable[..., None]  # (destination, pack, ops, *values): writes other values there
+
+
+class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
+    """The slots of each parameter, usually one. `load` and `derive` take from `params`."""
+
+    def __init__(self, params: MutableMapping[str, Any], ops: Ops) -> None:
+        self._params = params
+        self._ops = ops
+        self._slots: dict[str, list[WeightSlot]] = defaultdict(list)
+        self._steps: dict[str, list[Step]] = defaultdict(list)
+        # name -> the parameter that it is made of, how, and how many steps of that come before
+        self._derived: dict[str, tuple[str, Step, int]] = {}
+
+    def __getitem__(self, name: str) -> tuple[WeightSlot, ...]:
+        if name not in self._slots:
+            raise KeyError(name)
+        return tuple(self._slots[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def prepare(self, name: str, step: Step) -> None:
+        """Change a parameter, if there is one of this name, before it is packed."""
+        if name in self._params:
+            self._params[name] = step(self._params.pop(name))
+            self._steps[name].append(step)
+
+    def derive(self, name: str, source: str, step: Step, value: Any = None) -> None:
+        """Make the parameter `name` of `source`, if there is one, or of its `value`."""
+        if value is None and source not in self._params:
+            return
+        self._params[name] = step(self._params[source] if value is None else value)
+        self._derived[name] = (source, step, len(self._steps[source]))
+
+    def load(self, names: Sequence[str], pack: Pack, put: Callable[..., None] | None = None) -> Any:
+        """Pack parameters, and return what `pack` makes of them.
+
+        All but the first may be missing: their values are None.
+        """
+        first, *others = names
+        values = [self._params.pop(first), *(self._params.pop(name, None) for name in others)]
+        destination = pack(self._ops, *values)
+        present = tuple(
+            name for name, value in zip(names, values, strict=True) if value is not None
+        )
+        slot = WeightSlot(tuple(names), pack, destination, put or _overwrite)
+        for name in present:
+            self._slots[name].append(slot)
+        return destination
+
+    def finish(self) -> None:
+        """Forget the parameters, all of which are packed."""
+        assert not self._params, f"parameters that nothing uses: {sorted(self._params)}"
+        self._params = {}
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Write other values of some parameters into the model, between two steps.
+
+        They have the shapes, dtypes and formats of those that were loaded. Parameters of one slot
+        come together.
+        """
+        ops = self._ops.packing_into(new_room) if self._ops.native else self._ops
+        prepared = dict(values)
+        for name, (source, step, num_steps) in self._derived.items():
+            if source in values:
+                prepared[name] = step(self._prepared(values[source], source, num_steps))
+        for name in values:
+            prepared[name] = self._prepared(values[name], name)
+        for name, (source, _, _) in self._derived.items():
+            if source in values:
+                prepared[name] = self._prepared(prepared[name], name)
+        for slot in {id(slot): slot for name in prepared for slot in self[name]}.values():
+            missing = [n for n in slot.names if n not in prepared and n in self._slots]
+            assert not missing, f"{missing} belong to what is written"
+            slot.put(slot.destination, slot.pack, ops, *map(prepared.get, slot.names))
+
+    def _prepared(self, value: Any, name: str, num_steps: int | None = None) -> Any:
+        for step in self._steps[name][:num_steps]:
+            value = step(value)
+        return value
+
+
+def _overwrite(destination: Any, pack: Pack, ops: Ops, *values: Any) -> None:
+    old, new = (memory_of(packed) for packed in (destination, pack(ops, *values)))
+    for mine, other in zip(old, new, strict=True):
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype), (mine.shape, other.shape)
+        mine.copy_(other)
+
+
+def memory_of(packed: Any) -> list[Tensor]:
+    """Return the tensors that hold packed weights, in a fixed order."""
+    if packed is None:
+        return []
+    if isinstance(packed, Tensor):
+        return [packed]
+    if isinstance(packed, partial):  # a function of its weights
+        packed = list(packed.keywords.values())
+    parts = packed if isinstance(packed, list | tuple) else packed.parts
+    return [tensor for part in parts for tensor in memory_of(part)]
