@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -121,10 +122,9 @@ class Scheduler:
         self._num_tickets = 0
         self._fetches: dict[int, Fetching] = {}  # by ticket
         self._now_s = 0.0  # the newest time that a call gave
-        self._blocked: tuple[Request | None, int] = (
-            None,
-            0,
-        )  # a head that did not fit, and the room there was
+        # Heads that did not fit, and the room that there was: `_stuck` even by preemption.
+        self._blocked: tuple[Request | None, int] = (None, 0)
+        self._stuck: tuple[Request | None, int] = (None, 0)
 
     @property
     def num_running(self) -> int:
@@ -284,8 +284,11 @@ class Scheduler:
     # ---- the parts of a plan
 
     def _preempt_for_head(self, builder: PlanBuilder) -> None:
-        """Preempts running requests of lower priority than the first waiting one, if that makes it
+        """Preempt running requests of lower priority than the first waiting one, if that makes it
         fit.
+
+        Its cost is computed once until more room can be made: a long prompt has thousands of hashes
+        to look up.
         """
         head = self.waiting.head
         batch = self.kv_manager.batch
@@ -295,19 +298,30 @@ class Scheduler:
         if batch.request(int(order[-1])).priority <= head.priority:
             return
         kv_manager = self.kv_manager
-        lacking = kv_manager.cost(head, kv_manager.match(head)) - self._room(order)
-        victims: list[int] = []
-        for slot in order[::-1].tolist():
-            if lacking <= 0 and batch.num_free + len(victims) > 0:
-                break
-            if batch.request(slot).priority <= head.priority:
-                return
-            victims.append(slot)
-            lacking -= kv_manager.num_exclusive(slot)
-            lacking -= kv_manager.promised(np.array([slot], np.intp))
-        for slot in victims:
+        lower = list(
+            takewhile(lambda s: batch.request(s).priority > head.priority, order[::-1].tolist())
+        )
+        gains = [
+            kv_manager.num_exclusive(slot) + kv_manager.promised(np.array([slot], np.intp))
+            for slot in lower
+        ]
+        room = self._room(order)
+        most = room + sum(gains)
+        if self._stuck[0] is head and most <= self._stuck[1]:
+            return
+        lacking = kv_manager.cost(head, kv_manager.match(head)) - room
+        num_victims = 0
+        while lacking > 0 or batch.num_free + num_victims == 0:
+            if num_victims == len(lower):
+                if num_victims < len(order):
+                    self._stuck = (head, most)
+                    return
+                break  # alone it fits
+            lacking -= gains[num_victims]
+            num_victims += 1
+        for slot in lower[:num_victims]:
             self._preempt(slot)
-        builder.num_preempted += len(victims)
+        builder.num_preempted += num_victims
 
     def _schedule_running(self, builder: PlanBuilder) -> bool:
         """Grants tokens and blocks to running requests, first in line first. Returns False if

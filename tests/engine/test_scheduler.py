@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from moeserve.engine.blocks import STATES_HELD
+from moeserve.engine.kv_cache_manager import Hit
 from moeserve.engine.plan import StepResult
-from moeserve.engine.requests import share
+from moeserve.engine.requests import Request, share
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason
@@ -465,3 +466,33 @@ def test_right_drafts_behind_the_end_of_an_answer_do_not_count(
         output = scheduler.update_from_output(plan, result)
     assert len(output.finish) == emitted
     assert output.drafts == {1: (4, kept)}
+
+
+def test_a_head_that_does_not_fit_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even in place of all requests of lower priority; its hash chain may be long."""
+    harness = Harness(limits_of(num_blocks=18))
+    urgent = harness.submit(submit_of(0, list(range(20, 50)), priority=0, max_tokens=12))
+    harness.submit(submit_of(1, [2, 3, 4], priority=2, max_tokens=30))
+    for _ in range(4):
+        harness.step()
+    manager = harness.scheduler.kv_manager
+    match = manager.match
+    looked_up: list[int] = []
+
+    def counted(request: Request) -> Hit:
+        looked_up.append(request.rid)
+        return match(request)
+
+    monkeypatch.setattr(manager, "match", counted)
+    head = harness.submit(submit_of(2, list(range(49, 8, -1)), priority=1, max_tokens=3))
+    num_plans = len(harness.plans)
+    while not urgent.finish:
+        harness.step()
+        assert harness.num_preempted == 0
+    assert len(harness.plans) - num_plans >= 6
+    # Once each for its preemptions and for its admission, and again only when there is more room.
+    assert len(looked_up) <= 4
+    while not head.finish:
+        harness.step()
+    harness.run()
+    harness.check_answers()
