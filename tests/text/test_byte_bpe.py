@@ -245,7 +245,7 @@ def test_a_huge_tiktoken_file_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("added", "match"),
     [
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
         ({"x": {"content": "a"}}, "not a token id"),
         ({"-1": {"content": "a"}}, "not a token id"),
         ({"300": "a"}, "not a token id"),
