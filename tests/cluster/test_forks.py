@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -74,8 +74,12 @@ def server_pid(front: FrontEnd) -> int | None:
 
 def servers() -> list[psutil.Process]:
     """A fork has its server's command line, but not its name."""
-    found = [child for child in children() if module.FORK_SERVER in child.cmdline()]
-    return [child for child in found if child.name() != ENGINE]
+    found = []
+    for child in children():
+        with suppress(psutil.Error):  # it ended meanwhile, or is a zombie
+            if module.FORK_SERVER in child.cmdline() and child.name() != ENGINE:
+                found.append(child)
+    return found
 
 
 def engine_of(pid: int | None) -> psutil.Process:
@@ -100,7 +104,13 @@ async def replaced(front: FrontEnd, number: int) -> None:
 
 async def started_alone(front: FrontEnd, number: int) -> None:
     """Wait for the engine's own command line: between fork and exec a process has none."""
-    await until(lambda: module.ENGINE in engine_of(pid_of(front, number)).cmdline())
+
+    def has_own_command_line() -> bool:
+        with suppress(psutil.Error):
+            return module.ENGINE in engine_of(pid_of(front, number)).cmdline()
+        return False
+
+    await until(has_own_command_line)
 
 
 async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: Open) -> None:
