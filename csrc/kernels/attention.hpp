@@ -1,4 +1,6 @@
-// Paged attention for decode and prefill: online softmax over absolute tiles of a chunk, chunks added in order.
+// Paged attention for decode and prefill. attention_partial returns (largest score, sum of weights, weighted values) of
+// one absolute cut of a context, by an online softmax over its tiles; merge_partial adds the next cut to those before.
+// ops/attention.py has the same two steps.
 //
 // The bits of a query depend on it and its context alone. Positions that it does not see have weight exactly 0, and
 // their values are never multiplied: what lies in unwritten KV slots does not matter.
@@ -12,7 +14,7 @@ namespace moeserve::MOESERVE_ISA::attention {
 /// Scratch memory of a piece, one row per query row.
 struct AttentionRows {
     float* q;       // [rows, padded]
-    float* chunk;   // [rows, sums]
+    float* partial;  // [rows, sums]: of one cut
     float* total;   // [rows, sums]
     float* p;       // [rows of a KV head, kTile]
     float* keys;    // [padded, kTile]
@@ -22,8 +24,8 @@ struct AttentionRows {
 MOESERVE_INLINE AttentionRows attention_rows(const AttentionShape& shape, int64_t rows, float* at) {
     AttentionRows s{};
     s.q = at;
-    s.chunk = s.q + rows * shape.padded();
-    s.total = s.chunk + rows * shape.sums();
+    s.partial = s.q + rows * shape.padded();
+    s.total = s.partial + rows * shape.sums();
     s.p = s.total + rows * shape.sums();
     s.keys = s.p + rows * kTile;
     s.values = s.keys + shape.padded() * kTile;
@@ -163,19 +165,20 @@ inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_
     }
 }
 
-MOESERVE_INLINE int64_t first_tile(const AttentionShape& shape, const QueryBlock& block, int64_t chunk) {
-    return at_least(at_least(block.begin, block.position - shape.window + 1), chunk * kChunk) / kTile * kTile;
+MOESERVE_INLINE int64_t first_tile(const AttentionShape& shape, const QueryBlock& block, int64_t cut) {
+    return at_least(at_least(block.begin, block.position - shape.window + 1), cut * kCut) / kTile * kTile;
 }
 
-/// Adds one chunk up in s.chunk. next: what this thread will probably do after this piece, or nullptr.
+/// Attention to one cut, in s.partial; (-inf, 0, 0) in rows that see nothing of it. next: the piece that this thread will
+/// probably compute afterwards, or nullptr.
 template <class Step, class E>
-inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, const QueryBlock* next, int64_t chunk,
+inline void attention_partial(const AttentionCall& call, const QueryBlock& block, const QueryBlock* next, int64_t cut,
                          const AttentionRows& s) {
     const AttentionShape& shape = call.shape;
     const int64_t rows = shape.rows(block), head_rows = rows / block.heads, v_padded = shape.v_padded();
-    for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.chunk + r * shape.sums(), v_padded), v_padded);
-    const int64_t last = at_most(block.position + block.count, block.end_chunk * kChunk);
-    const int64_t end = at_most(last, (chunk + 1) * kChunk), start = first_tile(shape, block, chunk);
+    for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.partial + r * shape.sums(), v_padded), v_padded);
+    const int64_t last = at_most(block.position + block.count, block.end_cut * kCut);
+    const int64_t end = at_most(last, (cut + 1) * kCut), start = first_tile(shape, block, cut);
     TileRows tiles[2];
     find_rows(call, block, start, tiles[0]);
     int turn = 0;
@@ -184,7 +187,7 @@ inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, con
         TileRows& then = tiles[turn ^ 1];
         const bool more = tile + kTile < last;
         if (more) find_rows(call, block, tile + kTile, then);
-        else if (next) find_rows(call, *next, first_tile(shape, *next, next->first_chunk), then);
+        else if (next) find_rows(call, *next, first_tile(shape, *next, next->first_cut), then);
         const int64_t heads = (more || !next ? block : *next).heads;
         Ahead keys{then.keys, heads * call.k_bytes}, values{then.values, heads * call.v_bytes};
         if (!more && !next) keys.row = values.row = kTile;  // nothing
@@ -192,7 +195,7 @@ inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, con
         for (int64_t h = 0; h < block.heads; ++h) {
             attend_tile<Step, E>(call, view, block.count, {tiles[turn].keys, h * call.k_bytes, &keys},
                                  {tiles[turn].values, h * call.v_bytes, &values}, s,
-                                 s.q + h * head_rows * shape.padded(), s.chunk + h * head_rows * shape.sums());
+                                 s.q + h * head_rows * shape.padded(), s.partial + h * head_rows * shape.sums());
         }
     }
 }
@@ -247,15 +250,15 @@ inline void attend_piece(const AttentionCall& call, const QueryBlock& piece, con
     const AttentionShape& shape = call.shape;
     const int64_t rows = shape.rows(piece), padded = shape.v_padded();
     if (piece.partial >= 0) {
-        s.chunk = call.partials + piece.partial;
-        attend_chunk<Step, E>(call, piece, next, piece.first_chunk, s);
+        s.partial = call.partials + piece.partial;
+        attention_partial<Step, E>(call, piece, next, piece.first_cut, s);
         return;
     }
     for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.total + r * shape.sums(), padded), padded);
-    for (int64_t chunk = piece.first_chunk; chunk < piece.end_chunk; ++chunk) {
-        attend_chunk<Step, E>(call, piece, next, chunk, s);
+    for (int64_t cut = piece.first_cut; cut < piece.end_cut; ++cut) {
+        attention_partial<Step, E>(call, piece, next, cut, s);
         for (int64_t r = 0; r < rows; ++r) {
-            add_chunk(row_sums(s.total + r * shape.sums(), padded), row_sums(s.chunk + r * shape.sums(), padded), padded);
+            merge_partial(row_sums(s.total + r * shape.sums(), padded), row_sums(s.partial + r * shape.sums(), padded), padded);
         }
     }
     write_block(call, piece, s.total);
@@ -297,7 +300,7 @@ inline void attend(void* context, size_t begin, size_t end, int worker) {
     }
 }
 
-/// Work over blocks that were cut by chunks: adds the chunks up.
+/// Work over blocks whose cuts were computed one by one: merges them in order.
 inline void merge_attention(void* context, size_t begin, size_t end, int worker) {
     const AttentionCall& call = *static_cast<const AttentionCall*>(context);
     const AttentionShape& shape = call.shape;
@@ -309,9 +312,9 @@ inline void merge_attention(void* context, size_t begin, size_t end, int worker)
         for (int64_t r = 0; r < rows; ++r) {
             const RowSums total = row_sums(s.total + r * shape.sums(), padded);
             clear(total, padded);
-            for (int64_t chunk = 0; chunk < block.end_chunk - block.first_chunk; ++chunk) {
-                float* sums = call.partials + block.partial + (chunk * rows + r) * shape.sums();
-                add_chunk(total, row_sums(sums, padded), padded);
+            for (int64_t cut = 0; cut < block.end_cut - block.first_cut; ++cut) {
+                float* sums = call.partials + block.partial + (cut * rows + r) * shape.sums();
+                merge_partial(total, row_sums(sums, padded), padded);
             }
         }
         write_block(call, block, s.total);

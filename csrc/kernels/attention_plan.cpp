@@ -63,8 +63,8 @@ void AttentionPlan::make_blocks_of(int64_t request, int64_t token, int64_t token
         block.count = std::min(most, tokens - i * most);
         block.position = position + i * most;
         block.begin = position / shape_.section * shape_.section;
-        block.first_chunk = shape_.first_seen(block.position) / kChunk;
-        block.end_chunk = (block.position + block.count - 1) / kChunk + 1;
+        block.first_cut = shape_.first_seen(block.position) / kCut;
+        block.end_cut = (block.position + block.count - 1) / kCut + 1;
         blocks_.push_back(block);
     }
 }
@@ -77,9 +77,9 @@ int64_t AttentionPlan::cost(const QueryBlock& block) const {
 }
 
 void AttentionPlan::cut_blocks(int threads) {
-    // Few blocks are cut by KV heads first if they are short, and by chunks if they are long.
+    // Few blocks are split by KV heads first if they are short, and by cuts if they are long.
     int64_t parts = 0, total = 0, most = shape_.kv_heads;
-    for (const QueryBlock& block : blocks_) parts += block.end_chunk - block.first_chunk;
+    for (const QueryBlock& block : blocks_) parts += block.end_cut - block.first_cut;
     while (threads > 1 && most > 1 && parts * ceil_div(shape_.kv_heads, most) < 2 * threads) most = (most + 1) / 2;
     // Then by the query heads of a KV head: latents have one for all.
     int64_t rows = 0;
@@ -101,20 +101,20 @@ void AttentionPlan::cut_blocks(int threads) {
         }
     }
     for (QueryBlock& block : whole) {
-        const int64_t chunks = block.end_chunk - block.first_chunk;
-        const int64_t floats = chunks * shape_.rows(block) * shape_.sums();
-        if (threads == 1 || chunks == 1 || cost(block) * 4 * threads <= total || partials_ + floats > kPartials) {
+        const int64_t cuts = block.end_cut - block.first_cut;
+        const int64_t floats = cuts * shape_.rows(block) * shape_.sums();
+        if (threads == 1 || cuts == 1 || cost(block) * 4 * threads <= total || partials_ + floats > kPartials) {
             pieces_.push_back(block);
             continue;
         }
         block.partial = partials_;
         partials_ += floats;
         merges_.push_back(block);
-        for (int64_t chunk = block.first_chunk; chunk < block.end_chunk; ++chunk) {
+        for (int64_t cut = block.first_cut; cut < block.end_cut; ++cut) {
             QueryBlock piece = block;
-            piece.first_chunk = chunk;
-            piece.end_chunk = chunk + 1;
-            piece.partial = block.partial + (chunk - block.first_chunk) * shape_.rows(block) * shape_.sums();
+            piece.first_cut = cut;
+            piece.end_cut = cut + 1;
+            piece.partial = block.partial + (cut - block.first_cut) * shape_.rows(block) * shape_.sums();
             pieces_.push_back(piece);
         }
     }

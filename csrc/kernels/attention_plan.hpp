@@ -1,8 +1,8 @@
 // How the queries of one step are cut into pieces of attention, and the call that computes them.
 //
-// Chunks are 1,024 absolute positions, tiles 64. A piece works on neighbouring queries of one request, for some KV
-// heads, over some chunks in order. A block of queries is cut by chunks where it alone would keep a thread busy for
-// too long; `Merge` then adds the chunks in order. What is cut where never shows in the result.
+// A cut is 1,024 absolute positions of a context, a tile 64. A piece works on neighbouring queries of one request, for
+// some KV heads, over some cuts in order. A block of queries that alone would keep a thread busy for too long becomes a
+// piece for each cut, whose sums are then merged in order. How blocks are split never shows in the result.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace moeserve {
 
-constexpr int64_t kTile = 64, kChunk = 1024;
+constexpr int64_t kTile = 64, kCut = 1024;
 constexpr int64_t kEverything = int64_t{1} << 40;  // a window, or a section, that hides nothing
 
 /// Neighbouring queries of one request, for some KV heads. One row per (KV head, query, query head of it), in this order.
@@ -22,8 +22,8 @@ struct QueryBlock {
     int64_t position;               // of the first one
     int64_t begin;                  // of their section
     int64_t head, heads;            // KV heads; a single one where several share an entry
-    int64_t first_chunk, end_chunk;
-    int64_t partial = -1;  // where its chunks' sums begin in `partials`; -1: one piece computes it all
+    int64_t first_cut, end_cut;
+    int64_t partial = -1;  // where its cuts' sums begin in `partials`; -1: one piece computes it all
 };
 
 struct AttentionShape {
@@ -41,7 +41,7 @@ struct AttentionShape {
     [[gnu::always_inline]] int64_t v_stride() const { return v_padded() > 256 ? v_padded() + 16 : v_padded(); }
     /// Sums of one row: values, largest score, weight, and room that keeps rows aligned.
     [[gnu::always_inline]] int64_t sums() const { return v_padded() + 16; }
-    /// Of one piece of so many rows: queries, running sums of a chunk and of all, probabilities; a tile of keys and one
+    /// Of one piece of so many rows: queries, running sums of a cut and of all, probabilities; a tile of keys and one
     /// of values.
     [[gnu::always_inline]] int64_t scratch_floats(int64_t rows) const {
         return rows * (padded() + 2 * sums() + kTile) + kTile * (padded() + v_stride());
@@ -70,7 +70,7 @@ struct AttentionCall {
     const QueryBlock* pieces;
     int64_t num_pieces, threads;  // to guess what a thread will do next
     const QueryBlock* merges;
-    float* partials;  // sums [chunk][row] of each block that was cut
+    float* partials;  // sums [cut][row] of each block that was split
     float* scratch;   // scratch_size floats per worker
     int64_t scratch_size;
 };

@@ -358,16 +358,16 @@ inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, R
     softmax_columns(x, from, to, s, padded);
 }
 
-/// Adds the sums of a later chunk to those of earlier ones. A chunk in which the row has seen nothing is left out.
-inline void add_chunk(RowSums total, RowSums chunk, int64_t padded) {
-    if (*chunk.weight == 0.0f) return;
-    const float largest = first(max(all(*chunk.largest), all(*total.largest)));
-    const float old = exp_one(*total.largest - largest), fresh = exp_one(*chunk.largest - largest);
+/// Adds the sums of the next cut to those of the cuts before. A cut of which the row sees nothing changes nothing.
+inline void merge_partial(RowSums total, RowSums cut, int64_t padded) {
+    if (*cut.weight == 0.0f) return;
+    const float largest = first(max(all(*cut.largest), all(*total.largest)));
+    const float old = exp_one(*total.largest - largest), fresh = exp_one(*cut.largest - largest);
     *total.largest = largest;
-    *total.weight = *total.weight * old + *chunk.weight * fresh;
+    *total.weight = *total.weight * old + *cut.weight * fresh;
     for (int64_t i = 0; i < padded; i += kWidth) {
         const f32 kept = mul(load(total.values + i), all(old));
-        store(total.values + i, fma(load(chunk.values + i), all(fresh), kept));
+        store(total.values + i, fma(load(cut.values + i), all(fresh), kept));
     }
 }
 

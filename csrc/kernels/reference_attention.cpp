@@ -43,10 +43,10 @@ class Row {
     std::vector<float> attend() const {
         const int64_t dim = call_.shape.v_dim, first = call_.shape.first_seen(position_);
         Sums total{std::vector<float>(dim)};
-        for (int64_t chunk = first / kChunk; chunk <= position_ / kChunk; ++chunk) {
+        for (int64_t cut = first / kCut; cut <= position_ / kCut; ++cut) {
             Sums sums{std::vector<float>(dim)};
-            const int64_t end = std::min(position_ + 1, (chunk + 1) * kChunk);
-            int64_t tile = std::max(first, chunk * kChunk) / kTile * kTile;
+            const int64_t end = std::min(position_ + 1, (cut + 1) * kCut);
+            int64_t tile = std::max(first, cut * kCut) / kTile * kTile;
             for (; tile < end; tile += kTile) add_tile(tile, first, sums);
             if (sums.weight == 0) continue;
             const float largest = std::max(total.largest, sums.largest);

@@ -75,6 +75,7 @@ void ExpertCache::open(size_t bytes) {
 #endif
     std::memset(memory, 0, size);  // so that whoever measures what is free sees it taken
     slots_.resize(count);
+    for (size_t i = count; i-- > 0;) empty_.push_back(i);
     for (size_t i = 0; i < kReaders; ++i) readers_.emplace_back([this] { live(); });
 }
 
@@ -82,13 +83,14 @@ void ExpertCache::visit(size_t layer, const std::vector<size_t>& counts, const s
                         const std::function<void(const std::vector<Held>&)>& compute) {
     const std::lock_guard one(callers_);
     const Layer& all = layers_.at(layer);
-    if (counts.size() != all.count || !memory_) throw std::invalid_argument("one count per expert, and memory, please");
+    if (counts.size() != all.count || !memory_) throw std::invalid_argument("expected one count per expert, after memory was taken");
     std::unique_lock lock(mutex_);
     settle(all, counts);
     weight_ *= std::exp2(1 / (kHalfLife * static_cast<double>(layers_.size())));
     if (weight_ > kLargest) {
         for (Expert& expert : experts_) expert.score /= weight_;
         weight_ = 1;
+        for (const auto& [score, slot] : std::exchange(evictable_, {})) allow_eviction(slot);
     }
     std::vector<Held> ready;
     std::vector<size_t> coming, missing;
@@ -96,6 +98,7 @@ void ExpertCache::visit(size_t layer, const std::vector<size_t>& counts, const s
     for (size_t i = all.count; i-- > 0;) {
         if (!counts[i]) continue;
         Expert& expert = experts_[all.first + i];
+        if (expert.slot >= 0) evictable_.erase({expert.score, static_cast<size_t>(expert.slot)});
         expert.score += weight_;
         stats_.hits += expert.slot >= 0;
         stats_.misses += expert.slot < 0;
@@ -132,7 +135,11 @@ void ExpertCache::visit(size_t layer, const std::vector<size_t>& counts, const s
         lock.unlock();
         compute(ready);
         lock.lock();
-        for (const Held& one : ready) slots_[static_cast<size_t>(experts_[all.first + one.expert].slot)].pinned = false;
+        for (const Held& one : ready) {
+            const size_t slot = static_cast<size_t>(experts_[all.first + one.expert].slot);
+            slots_[slot].pinned = false;
+            allow_eviction(slot);
+        }
         ready.clear();
     }
 }
@@ -161,6 +168,7 @@ void ExpertCache::settle(const Layer& layer, const std::vector<size_t>& counts) 
             expected_.push_back(part);
         } else if (--slot.left == 0) {
             experts_[std::exchange(slot.expert, kNone)].slot = -1;
+            empty_.push_back(part.slot);
         }
     }
 }
@@ -182,18 +190,19 @@ bool ExpertCache::begin_read(size_t expert, bool wanted) {
     return true;
 }
 
-/// An empty slot, or that of the expert with the least score that no step needs now, or kNone.
-size_t ExpertCache::free_slot() const {
-    size_t best = kNone;
-    double least = HUGE_VAL;
-    for (size_t i = 0; i < slots_.size(); ++i) {
-        const Slot& slot = slots_[i];
-        if (slot.pinned || slot.left) continue;
-        if (slot.expert == kNone) return i;
-        if (const double score = experts_[slot.expert].score; score < least) best = i, least = score;
+/// Takes an empty slot, or that of the expert with the least score that no step needs now; kNone without any.
+size_t ExpertCache::free_slot() {
+    if (!empty_.empty()) {
+        const size_t slot = empty_.back();
+        empty_.pop_back();
+        return slot;
     }
-    return best;
+    if (evictable_.empty()) return kNone;
+    return evictable_.extract(evictable_.begin()).value().second;
 }
+
+/// Lets a slot whose expert is in memory, and that no step needs now, make room for others.
+void ExpertCache::allow_eviction(size_t slot) { evictable_.emplace(experts_[slots_[slot].expert].score, slot); }
 
 ExpertCache::Held ExpertCache::held(size_t expert) const {
     const Expert& one = experts_[expert];
@@ -220,7 +229,10 @@ void ExpertCache::live() {
         lock.lock();
         stats_.read_bytes += part.least;
         if (!error.empty() && error_.empty()) error_ = where(expert) + error;
-        if (--slots_[part.slot].left == 0 || !error.empty()) changed_.notify_all();
+        Slot& slot = slots_[part.slot];
+        --slot.left;
+        if (slot.left == 0 && !slot.pinned) allow_eviction(part.slot);
+        if (slot.left == 0 || !error.empty()) changed_.notify_all();
     }
 }
 

@@ -7,8 +7,10 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace moeserve {
@@ -82,7 +84,8 @@ class ExpertCache {
 
     void expect(const Layer& layer, const std::vector<size_t>& experts);
     bool begin_read(size_t expert, bool wanted);
-    size_t free_slot() const;
+    size_t free_slot();
+    void allow_eviction(size_t slot);
     void settle(const Layer& layer, const std::vector<size_t>& counts);
     Held held(size_t expert) const;
     void live();
@@ -100,6 +103,8 @@ class ExpertCache {
     std::mutex mutex_;    // all below
     std::condition_variable work_, changed_;
     std::vector<Slot> slots_;
+    std::vector<size_t> empty_;                        // slots without an expert
+    std::set<std::pair<double, size_t>> evictable_;  // (score, slot) of experts that may make room
     std::deque<Read> wanted_, expected_;
     double weight_ = 1;  // of a step; grows, so that earlier ones count less
     std::string error_;  // of a read; every later step fails with it

@@ -1,5 +1,5 @@
 // Attention against its scalar specification, bit for bit: head widths that are no multiple of a vector's, contexts at the
-// borders of blocks, tiles and chunks, windows, sections, latents, and not one byte of memory to spare.
+// borders of blocks, tiles and cuts, windows, sections, latents, and not one byte of memory to spare.
 #include <algorithm>
 #include <thread>
 
@@ -167,8 +167,8 @@ struct Step {
         piece.request = static_cast<int64_t>(starts.size()) - 1, piece.token = offsets.end()[-2], piece.count = count;
         piece.position = position, piece.heads = shape.kv_heads;
         piece.begin = position / shape.section * shape.section;
-        piece.first_chunk = shape.first_seen(position) / kChunk;
-        piece.end_chunk = (position + count - 1) / kChunk + 1;
+        piece.first_cut = shape.first_seen(position) / kCut;
+        piece.end_cut = (position + count - 1) / kCut + 1;
         Exact<float> out(results(), 1);
         Exact<float> scratch(static_cast<size_t>(shape.scratch_floats(shape.rows(piece))), 1);
         AttentionCall call = this->call(out.data(), false);
