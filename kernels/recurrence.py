@@ -182,13 +182,11 @@ def _read(x_t, grown, weights, state, u):
 @triton.jit(do_not_specialize=["table_stride"])
 def recurrence_kernel(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, states_ptr, k_rows_ptr, u_rows_ptr, s_rows_ptr,
-    out_ptr,
-    blocks_ptr, starts_ptr, offsets_ptr, q_stride, k_stride, v_stride, decay_stride, beta_stride,
-    table_stride,
+    out_ptr, blocks_ptr, starts_ptr, offsets_ptr, q_stride, k_stride, v_stride, decay_stride,
+    beta_stride, table_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    DECAYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V values of one head of one row, token by token; the state S^T [v, d] and
     what is kept of the open tile's tokens, k [TILE, d], u^T [v, TILE] and s [TILE, D], stay in

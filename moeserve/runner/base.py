@@ -151,11 +151,23 @@ class ModelRunnerBase(StepExecutor, ABC):
         """Sets `device`, `properties`, `upload`."""
 
     def load_model(self, progress: Progress) -> None:
-        """Sets `model`, `fingerprint`, `expert_cache`, and `read_expert` if experts can move."""
-        model = self.spec, self.model_dir, self.device, self.dtype, self.config, self.asked
-        loaded = load_model(*model, self.shard(), self.properties.memory(), progress)
-        self.model, files, self.mapped_bytes, self.expert_cache = loaded
-        self.read_expert, self.fingerprint = files.read, files.fingerprint()
+        """Set `model`, `fingerprint`, `mapped_bytes`, `expert_cache` and `read_expert`."""
+        loaded = load_model(
+            spec=self.spec,
+            model_dir=self.model_dir,
+            device=self.device,
+            dtype=self.dtype,
+            config=self.config,
+            asked=self.asked,
+            shard=self.shard(),
+            memory=self.properties.memory(),
+            progress=progress,
+        )
+        self.model = loaded.model
+        self.mapped_bytes = loaded.mapped_bytes
+        self.expert_cache = loaded.expert_cache
+        self.read_expert = loaded.files.read
+        self.fingerprint = loaded.files.fingerprint()
 
     @property
     def numerics(self) -> dict[str, str]:

@@ -66,6 +66,15 @@ class Shard(NamedTuple):
     max_tokens: int
 
 
+class Loaded(NamedTuple):
+    """A model and what stays of loading it."""
+
+    model: Decoder
+    files: ExpertFiles  # single experts can be read from them
+    mapped_bytes: int  # of weights that lie in a file
+    expert_cache: Any  # the native one, where experts are on disk; else None
+
+
 def load_model(
     spec: ModelSpec,
     model_dir: Path,
@@ -76,12 +85,10 @@ def load_model(
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
-) -> tuple[Decoder, ExpertFiles, int, Any]:
-    """Returns the model, the files that single experts can be read from, how many bytes of weights
-    are mapped, and the native cache of experts on disk or None.
+) -> Loaded:
+    """Load this rank's part of a model.
 
-    asked: how to quantise linear layers. memory: of the device. Packed weights are cached for the
-    first placement only: a later one would leave a file that no start looks for again.
+    asked: how to quantise linear layers. memory: of the device.
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
@@ -92,29 +99,19 @@ def load_model(
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
-    ops = _with_attention(_ops(device, dtype, config, spec), config, spec).compressing(
-        config.model.lossless_compression
-    )
+    ops = _with_attention(_ops(device, dtype, config, spec), config, spec)
+    ops = ops.compressing(config.model.lossless_compression)
     if config.device.compile:
         ops = traced(ops)
     checkpoint = _for_kernels(checkpoint, ops, config)
-    described = (
-        _for_kernels(imagined(model_dir, plan, spec.stored, asked), ops, config)
-        if dummy
-        else checkpoint
-    )
+    described = checkpoint
+    if dummy:
+        described = _for_kernels(imagined(model_dir, plan, spec.stored, asked), ops, config)
     num_bytes = weight_bytes(described, plan, ops, asked)
     check_weights_fit(num_bytes - _on_disk(described, plan, ops, asked, expert_memory), memory)
-    packed_cache = _folder(config, ops, num_bytes)
-    _check_kernels(ops, described, plan, asked, packed_cache, expert_memory, ops.lossless)
-    if (
-        any(form.activations or form.layout == "ggml" for form in spec.stored)
-        and not shard.world.rank
-    ):
-        log.info(
-            "the checkpoint quantises activations, too: %s",
-            _activations(ops, spec, checkpoint.activations),
-        )
+    folder = _folder(config, ops, num_bytes)
+    _check_kernels(ops, described, plan, asked, folder, expert_memory, ops.lossless)
+    _log_activations(ops, spec, checkpoint, shard)
     files = ExpertFiles(
         checkpoint,
         lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
@@ -122,40 +119,33 @@ def load_model(
         device,
         asked,
     )
-    params_of: Callable[..., Params] = Params
+    percent = _Percent(progress)
+    if not (shard.world.size > 1 or expert_memory):
+        ops = _with_room(ops, described, plan, asked)
     cache = None
-    on_disk = None
-    last = READ_FROM
-    ops = ops if shard.world.size > 1 or expert_memory else _with_room(ops, described, plan, asked)
-    if packed_cache and not (shard.placement and shard.placement.version):
-        forms = f"{asked} {checkpoint.activations} {ops.lossless} {dict(_quantised(described, plan, asked))}"
-        key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, forms)
-        sizes = (
+    # A later placement would leave a file that no start looks for again.
+    if folder and not (shard.placement and shard.placement.version):
+        forms = f"{asked} {checkpoint.activations} {ops.lossless}"
+        forms += f" {dict(_quantised(described, plan, asked))}"
+        identity = f"{dummy} {files.identity()}"
+        cache = PackedCache(
+            folder,
+            key_of(identity, plan, shard.world, dtype, forms),
+            percent.mapping,
             config.model.packed_cache_bytes,
             shard.world.ranks_on_host,
             num_bytes if expert_memory else 0,
+            ops.room,
         )
-        cache = PackedCache(
-            packed_cache, key, lambda: progress("mapping packed weights", last), *sizes, ops.room
-        )
-        on_disk = (
-            ExpertMemory(cache, expert_memory, spec.experts_per_token) if expert_memory else None
-        )
-        to_disk = on_disk.keep if on_disk else None
-        ops = ops.packing_into(cache.room, to_disk)
-        params_of = partial(CachedParams, cache)
-
-    def read(done: int, total: int) -> None:
-        """Reports each new percent of the bytes that were read."""
-        nonlocal last
-        percent = READ_FROM + (READ_TO - READ_FROM) * done // max(1, total)
-        if percent > last:
-            last = percent
-            progress("reading and packing the weights", percent)
-
+    on_disk = None
+    if cache and expert_memory:
+        on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token)
+    if cache:
+        ops = ops.packing_into(cache.room, on_disk.keep if on_disk else None)
+    params_of: Callable[..., Params] = partial(CachedParams, cache) if cache else Params
     reader = RandomReader if dummy else Reader
     with params_of(
-        described, plan, dtype, device=device, asked=asked, progress=read, reader=reader
+        described, plan, dtype, device=device, asked=asked, progress=percent.read, reader=reader
     ) as params:
         longest = config.model.max_model_len or spec.max_position
         model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
@@ -164,7 +154,36 @@ def load_model(
         on_disk.open(model.moe_layers)
     if cache:
         cache.finish(lambda: Pace(threading.Event(), SHARE, BYTES_PER_S))
-    return model, files, cache.mapped_bytes if cache else 0, on_disk and on_disk.native
+    return Loaded(
+        model, files, cache.mapped_bytes if cache else 0, on_disk.native if on_disk else None
+    )
+
+
+class _Percent:
+    """Reports each new percent of the weights that were read."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._last = READ_FROM
+
+    def read(self, done: int, total: int) -> None:
+        percent = READ_FROM + (READ_TO - READ_FROM) * done // max(1, total)
+        if percent > self._last:
+            self._last = percent
+            self._progress("reading and packing the weights", percent)
+
+    def mapping(self) -> None:
+        self._progress("mapping packed weights", self._last)
+
+
+def _log_activations(ops: Ops, spec: ModelSpec, checkpoint: Checkpoint, shard: Shard) -> None:
+    """Log how a checkpoint's quantised activations are computed here, once per engine group."""
+    quantised = any(form.activations or form.layout == "ggml" for form in spec.stored)
+    if quantised and not shard.world.rank:
+        log.info(
+            "the checkpoint quantises activations, too: %s",
+            _activations(ops, spec, checkpoint.activations),
+        )
 
 
 @contextmanager
