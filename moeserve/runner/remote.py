@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from moeserve.actor.process import Child, Death, Forked
+from moeserve.actor.tasks import log_error, spawn
 from moeserve.comm.stream import BlockingStream, Peer, StreamListener
 from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import Traced
@@ -182,13 +183,21 @@ class Team:
                 listener = StreamListener(
                     address, token, 0, [Peer(birth.tp_rank) for birth in self._births]
                 )
-            accepting = self._loop.create_task(self._accept(listener))
+            accepting = spawn(
+                self._accept(listener), name="accept tp workers", on_error=self._task_failed
+            )
             for birth in self._births:
                 child = self._children[birth.tp_rank] = self._start(
                     f"tp worker {birth.tp_rank}", birth
                 )
                 self.pids[birth.tp_rank] = child.pid
-                deaths.append(self._loop.create_task(self._await_death(birth.tp_rank, child)))
+                deaths.append(
+                    spawn(
+                        self._await_death(birth.tp_rank, child),
+                        name=f"watch tp worker {birth.tp_rank}",
+                        on_error=self._task_failed,
+                    )
+                )
         except ConfigError as exc:
             self._declare_dead(exc)
         self._started.set()
@@ -200,7 +209,12 @@ class Team:
         for child in self._children.values():
             if child.alive:
                 child.kill("did not end with its engine")
-        await asyncio.gather(*deaths)
+        await asyncio.gather(*deaths, return_exceptions=True)
+
+    def _task_failed(self, name: str, error: Exception) -> None:
+        """End the engine: without this task nobody would learn of a worker."""
+        log_error(name, error)
+        self._declare_dead(EngineDied(f"{name}: {type(error).__name__}: {error}"))
 
     async def _accept(self, listener: StreamListener) -> None:
         with closing(listener):

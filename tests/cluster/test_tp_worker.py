@@ -347,3 +347,20 @@ def test_heads_that_cannot_be_shared_out_are_refused_before_anything_is_loaded()
     role = Role(world=World(size=3, tp_size=3, ranks_on_host=3), grouped=True)
     with pytest.raises(ConfigError, match=r"tp=3 cannot share out 4 query heads"):
         build_runner(config(tp=3), role, quiet)
+
+
+@pytest.mark.parametrize("task", ["_accept", "_await_death"])
+def test_a_failure_of_what_watches_workers_ends_the_engine(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(Team, task, fail)
+    team = team_of([sys.executable, "-c", "import time; time.sleep(60)"], short_dir)
+    began_s = time.monotonic()
+    team.start()
+    with pytest.raises(EngineDied, match="tp worker.*: OSError: too many open files"):
+        team.wait_connected()
+    assert time.monotonic() - began_s < 10
+    team.close()
