@@ -360,7 +360,7 @@ def test_a_failure_of_what_watches_workers_ends_the_engine(
     team = team_of([sys.executable, "-c", "import time; time.sleep(60)"], short_dir)
     began_s = time.monotonic()
     team.start()
-    with pytest.raises(EngineDied, match="tp worker.*: OSError: too many open files"):
+    with pytest.raises(EngineDied, match=r"tp worker.*: OSError: too many open files"):
         team.wait_connected()
     assert time.monotonic() - began_s < 10
     team.close()
