@@ -1,9 +1,9 @@
-"""The kernel of attention over a paged cache: what a program does with one work item of
-attention_plan.py.
+"""The kernel of attention over a paged cache: a program computes work items of attention_plan.py.
 
-N positions of a KV tile, M query rows of a program: h query heads of one KV head for some neighbouring tokens, so that
-keys and values are read once for all of them; together they are a group. KV tiles have a fixed size and are counted
-from position 0, splits too; a row's sums never depend on what else is in the tile.
+N positions of a KV tile, M query rows of a program: h query heads of one KV head, a group, for some
+neighbouring tokens, so that keys and values are read once for all of them. KV tiles have a fixed
+size and are counted from position 0, splits too. A split is what ops/attention.py calls a cut, and
+`_attend_split` computes its (max, sum, values). A row's sums never depend on other rows of a tile.
 """
 
 import triton
@@ -57,8 +57,10 @@ def _load_queries(at, valid, WIDTH: tl.constexpr):
 
 @triton.jit
 def _attend_split(
-    q, q_rest, seen, table_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, low, high, sure, begin, end,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    q, q_rest, seen, table_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, low, high, sure,
+    begin, end,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sum over positions begin .. end-1 (multiples of BLOCK_N) that lie between low and high;
@@ -109,10 +111,13 @@ def _attend_split(
 
 @triton.jit
 def _attend_item(
-    item, group, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, values_ptr, stats_ptr,
+    item, group, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, values_ptr,
+    stats_ptr,
     blocks_ptr, starts_ptr, offsets_ptr, items_ptr, q_stride, table_stride,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    V_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """One work item of one group: its token rows' results, or the sums of one split. FLAT: splits
@@ -144,7 +149,8 @@ def _attend_item(
     parts_end = tl.where(cut, split, high // SPLIT) + 1
     if FLAT:
         largest, weight, values = _attend_split(
-            q, q_rest, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head,
+            q, q_rest, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr,
+            v_scales_ptr, kv_head,
             low, high, sure, parts_begin * SPLIT, parts_end * SPLIT,
             KV_HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
@@ -154,7 +160,8 @@ def _attend_item(
         values = tl.zeros((BLOCK_M, padded(V_D)), tl.float32)
         for part in range(parts_begin, parts_end):
             next_largest, next_weight, next_values = _attend_split(
-                q, q_rest, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head,
+                q, q_rest, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr,
+                v_scales_ptr, kv_head,
                 low, high, sure, part * SPLIT, part * SPLIT + SPLIT,
                 KV_HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -177,10 +184,13 @@ def _attend_item(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_stride"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, values_ptr, stats_ptr, blocks_ptr, starts_ptr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, values_ptr, stats_ptr,
+    blocks_ptr, starts_ptr,
     offsets_ptr, items_ptr, counts_ptr, num_rows, num_tokens, q_stride, table_stride,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    V_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Programs share the items of all groups: how many there are, only the device knows. HEADS: of
@@ -188,8 +198,11 @@ def attend_kernel(
     zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, GROUPS * HEADS * V_D, 1024)
     for i in range(tl.program_id(0), tl.load(counts_ptr) * GROUPS, tl.num_programs(0)):
         _attend_item(
-            i // GROUPS, i % GROUPS, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr,
-            values_ptr, stats_ptr, blocks_ptr, starts_ptr, offsets_ptr, items_ptr, q_stride, table_stride,
-            KV_HEADS, GROUPS, HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, SPLIT, TILE, BLOCK_M, BLOCK_N,
+            i // GROUPS, i % GROUPS, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr,
+            out_ptr,
+            values_ptr, stats_ptr, blocks_ptr, starts_ptr, offsets_ptr, items_ptr, q_stride,
+            table_stride,
+            KV_HEADS, GROUPS, HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, SPLIT, TILE,
+            BLOCK_M, BLOCK_N,
             FLAT,
         )  # fmt: skip

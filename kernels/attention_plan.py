@@ -76,7 +76,7 @@ def plan_kernel(
     TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILES: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes the items of one row behind those of earlier rows, which it counts itself."""
+    """Write the items of one row behind those of earlier rows, which each program counts."""
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_R)
     tiles, first, splits = _cut(

@@ -33,7 +33,7 @@ class DeviceFacts(NamedTuple):
 
 @cache
 def facts_of(device: torch.device) -> DeviceFacts:
-    """Returns facts about a device, cached: asking CUDA takes longer than a launch. cpu -> ("cpu",
+    """Return facts about a device, cached: asking CUDA takes longer than a launch. cpu -> ("cpu",
     1)
     """
     if device.type != "cuda":
@@ -53,7 +53,7 @@ def user_folder() -> Path:
 
 
 def add_folder(folder: Path) -> None:
-    """Looks in `folder` first from now on. Call it before the first launch: launches remember what
+    """Look in `folder` first from now on. Call it before the first launch: launches remember what
     they found.
     """
     if folder not in _folders:
@@ -69,7 +69,7 @@ def path_of(family: str, device: str, folder: Path) -> Path:
 
 @cache
 def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mapping[int, Config]]:
-    """Returns the known configurations of a kernel family on a device, with their "by"; empty where
+    """Return the known configurations of a kernel family on a device, with their "by"; empty where
     there are none.
     """
     path = path_of(family, device, folder)
@@ -82,7 +82,7 @@ def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mappi
 
 
 def listing(folder: Path) -> Iterator[str]:
-    """Yields a line for each shape of a folder's tables: the sizes, and where they are from."""
+    """Yield a line for each shape of a folder's tables: the sizes, and where they are from."""
     for path in sorted(folder.glob("*.json")):
         for shape, sizes in json.loads(path.read_text()).items():
             origins = sorted({config.get("by", "measured") for config in sizes.values()})
@@ -90,7 +90,7 @@ def listing(folder: Path) -> Iterator[str]:
 
 
 def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
-    """Returns the configuration whose size is nearest by ratio; of two equally near, the larger's.
+    """Return the configuration whose size is nearest by ratio; of two equally near, the larger's.
 
     {16: a, 64: b}, 20 -> a; {16: a, 64: b}, 32 -> b
     """
@@ -100,7 +100,7 @@ def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
 
 
 def tuned(family: str, device: str, shape: str, size: int, default: Config) -> Config:
-    """Returns `default`, changed by what the tables know of the shape at the nearest size, if they
+    """Return `default`, changed by what the tables know of the shape at the nearest size, if they
     do.
     """
     found = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
@@ -109,7 +109,7 @@ def tuned(family: str, device: str, shape: str, size: int, default: Config) -> C
 
 
 def known(family: str, device: str, shape: str) -> list[Config]:
-    """Returns all configurations in tables for a shape, whatever the size."""
+    """Return all configurations in tables for a shape, whatever the size."""
     return [
         config
         for folder in _folders
@@ -125,7 +125,7 @@ def keep(
     folder: Path,
     by: str = "measured",
 ) -> Path:
-    """Adds configurations by size to a shape's in a folder's table, and where they are from.
+    """Add configurations by size to a shape's in a folder's table, and where they are from.
 
     The file is replaced atomically: readers find the old table or the new one.
     """

@@ -166,7 +166,7 @@ def occupancy(facts: Facts) -> int:
 
 
 def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int]) -> float:
-    """Returns the predicted time of a launch; infinity if it cannot run. config: block_m, block_n,
+    """Return the predicted time of a launch; infinity if it cannot run. config: block_m, block_n,
     stages and group.
     """
     resident = occupancy(facts)
@@ -243,7 +243,7 @@ def compile_only() -> None:
 
 
 def compiled_by(call: Callable[[], object], count: int) -> Iterator[Facts]:
-    """Yields facts about the last kernels that a call launches, after `compile_only`, by Triton's
+    """Yield facts about the last kernels that a call launches, after `compile_only`, by Triton's
     disassembler.
     """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

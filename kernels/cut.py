@@ -24,13 +24,13 @@ INFINITE_KEY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def distance(x, peak, temperature):
-    """Returns how far logits lie below the row's peak, in units of the temperature."""
+    """Return how far logits lie below the row's peak, in units of the temperature."""
     return tl.abs(tl.div_rn(peak - x, temperature))
 
 
 @triton.jit
 def key_of(x, peak, temperature, farthest):
-    """Returns (the distance's bits, or NO_KEY beyond the farthest; the weight) of each logit."""
+    """Return (the distance's bits, or NO_KEY beyond the farthest; the weight) of each logit."""
     d = distance(x, peak, temperature)
     weight = (tl.exp(-d) * ONE).to(tl.int64)
     return tl.where(d <= farthest, d.to(tl.uint32, bitcast=True), NO_KEY), weight
@@ -38,7 +38,7 @@ def key_of(x, peak, temperature, farthest):
 
 @triton.jit
 def kth_distance(d, k):
-    """Returns the k-th smallest of distances in registers."""
+    """Return the k-th smallest of distances in registers."""
     keys = d.to(tl.int32, bitcast=True)
     found = tl.full((), 0, tl.int32)
     for i in range(31):
@@ -49,7 +49,7 @@ def kth_distance(d, k):
 
 @triton.jit
 def near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles, width):
-    """Returns a distance within which everything lies that top-k or top-p can keep.
+    """Return a distance within which everything lies that top-k or top-p can keep.
 
     Each of the k best tiles has a token within the k-th best tile's distance. And if top-k is off,
     the tokens lighter than (1 - top_p) / 2V of the whole are together too light to be needed; the
@@ -108,7 +108,7 @@ def sums_before(
     BY_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Returns how many of n tokens, or how much of their weight, lie before each of three keys."""
+    """Return how many of n tokens, or how much of their weight, lie before each of three keys."""
     sum1 = tl.zeros((BLOCK,), tl.int64)
     sum2 = tl.zeros((BLOCK,), tl.int64)
     sum3 = tl.zeros((BLOCK,), tl.int64)
@@ -128,7 +128,7 @@ def sums_before(
 def last_key(
     x_ptr, n, peak, temperature, farthest, limit, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns the last key before which less than `limit` lies."""
+    """Return the last key before which less than `limit` lies."""
     found = tl.full((), 0, tl.uint32)
     step = tl.full((), 1 << 30, tl.uint32)
     for _ in range(16):
@@ -149,7 +149,7 @@ def last_key(
 def kept_key(
     x_ptr, n, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK: tl.constexpr
 ):
-    """Returns the last key that top-k keeps, and then top-p of the weight that is left."""
+    """Return the last key that top-k keeps, and then top-p of the weight that is left."""
     found = tl.full((), NO_KEY, tl.uint32)
     if top_k < width:
         found = last_key(x_ptr, n, peak, temperature, farthest, top_k.to(tl.int64), False, BLOCK)
@@ -200,7 +200,7 @@ def cut(
     near_S: Tensor,
     farthest_S: Tensor,
 ) -> None:
-    """Lowers farthest_S to the distance of the last token that top-k and top-p leave of those
+    """Lower farthest_S to the distance of the last token that top-k and top-p leave of those
     within it.
 
     near_S: from `near_enough`; negative in rows that have neither, which stay as they are.

@@ -36,7 +36,7 @@ CONFIG: Config = {**WINS, "block_m": TILE}  # with which the products here are D
 
 @cache
 def obstacle(device: torch.device) -> str | None:
-    """Returns why it cannot serve on a device; None if it can."""
+    """Return why it cannot serve on a device; None if it can."""
     try:
         package = importlib.import_module("deep_gemm")
     except Exception as error:  # it looks for CUDA and compiles at once
@@ -54,7 +54,7 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def chosen(config: Config, rows: float = 1) -> Config:
-    """Returns the parameters of a launch, DeepGEMM's own among them where it was measured to be
+    """Return the parameters of a launch, DeepGEMM's own among them where it was measured to be
     faster. rows: of an expert, with an even load."""
     return (
         {**config, **CONFIG, "expected_m": max(1, math.ceil(rows))}
@@ -64,7 +64,7 @@ def chosen(config: Config, rows: float = 1) -> Config:
 
 
 def is_faster(device: torch.device, experts: int, width: int, dim: int) -> bool:
-    """Returns whether `moeserve tune` found it so for any number of rows."""
+    """Return whether `moeserve tune` found it so for any number of rows."""
     shape = grouped_fp8.shape_of(experts, width, dim)
     return any(
         config.get("deep_gemm") for config in known("grouped_fp8", facts_of(device).name, shape)
@@ -72,7 +72,7 @@ def is_faster(device: torch.device, experts: int, width: int, dim: int) -> bool:
 
 
 def _places(to: Alignment) -> tuple[Tensor, Tensor]:
-    """Returns the sorted row at each place, 0 where none is, and whether there is one."""
+    """Return the sorted row at each place, 0 where none is, and whether there is one."""
     assert to.block_m == TILE, to.block_m
     rows_ZB = to.row_Z[:, None].long() + torch.arange(TILE, device=to.row_Z.device)
     there_ZB = (to.expert_Z >= 0)[:, None] & (
@@ -91,7 +91,7 @@ def _in_slots(to: Alignment) -> bool:
 def _product(
     x: Scaled, w: Scaled, to: Alignment, config: Config, out: Tensor | None = None
 ) -> Tensor:
-    """Returns bf16 [M, outputs], for slots [e * C, outputs], maybe in `out`; what belongs to no row
+    """Return bf16 [M, outputs], for slots [e * C, outputs], maybe in `out`; what belongs to no row
     is undefined.
     """
     if out is None or out.dtype != torch.bfloat16:

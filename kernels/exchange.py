@@ -35,7 +35,7 @@ CALLS = 1024  # what a flag tells beside the number of a meeting
 
 @triton.jit
 def _at(base, offset, like_ptr):
-    """Returns the address of a region's part. Regions and parts begin at multiples of 256 bytes."""
+    """Return the address of a region's part. Regions and parts begin at multiples of 256 bytes."""
     return tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
 
 
@@ -199,7 +199,7 @@ def _tile(words: int) -> dict[str, int]:
 def meet(
     bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int
 ) -> None:
-    """Waits on the device until every rank's stream is here for as many times as this one's, and in
+    """Wait on the device until every rank's stream is here for as many times as this one's, and in
     the same call.
 
     Gives up when the host says so (control[TOLD], pinned) or after timeout_s, and where ranks are
@@ -247,7 +247,7 @@ def gather(
     x_at: int,
     places_at: int, out_PW: Tensor, programs: int,
 ) -> None:  # fmt: skip
-    """Pulls the row of each sorted pair, of `align` over [R, M, K], to its place in `out`; rows
+    """Pull the row of each sorted pair, of `align` over [R, M, K], to its place in `out`; rows
     from the last end on stay as they are. Each owner gets the places of its pairs.
 
     Two ranks, M 1, K 2, order [3, 0], one expert with end 2 -> out [rank 1's row, rank 0's row];

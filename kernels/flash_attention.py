@@ -54,7 +54,7 @@ class FlashMetadata:
 
 @cache
 def obstacle(device: torch.device) -> str | None:
-    """Returns why it cannot serve on a device; None if it can."""
+    """Return why it cannot serve on a device; None if it can."""
     try:
         function = getattr(importlib.import_module(PACKAGE), FUNCTION, None)
     except Exception as error:  # it loads what was compiled for one torch and one CUDA
@@ -75,7 +75,7 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def misfit(dim: int, v_dim: int, *, sinks: bool = False, latent: bool = False) -> str:
-    """Returns why it cannot attend with such heads; empty if it can.
+    """Return why it cannot attend with such heads; empty if it can.
 
     128, 128 -> empty; 192, 128 -> empty; 576, 512, latent -> empty; 512, 512 -> heads of width 512
     """
@@ -92,7 +92,7 @@ def misfit(dim: int, v_dim: int, *, sinks: bool = False, latent: bool = False) -
 
 
 def wins(device: torch.device, shape: AttentionShape, new_tokens: int) -> bool:
-    """Returns whether `moeserve tune` found it faster in steps whose longest row has so many new
+    """Return whether `moeserve tune` found it faster in steps whose longest row has so many new
     tokens. It measures no blocks of one token, as what is chosen has, nor long rows where the
     kernels here have one size of programs for all.
     """
@@ -115,7 +115,7 @@ def plan_attention(
     tokens: int,
     padded: bool = False,
 ) -> FlashMetadata:
-    """Computes a step's attention metadata on the device; the first arguments are those of
+    """Compute a step's attention metadata on the device; the first arguments are those of
     `plan_attention` in paged_attention.py.
 
     tokens: rows of queries, of which the last may be padding if `padded`. A context is cut into no
@@ -141,7 +141,7 @@ def attention(
     sinks_H: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attends to the paged cache as `attention` of paged_attention.py does, without sinks."""
+    """Attend to the paged cache as `attention` of paged_attention.py does, without sinks."""
     assert sinks_H is None, "fa3 knows no sinks"
     v_d = plan.shape.v_dim
     window = plan.shape.window

@@ -53,7 +53,7 @@ def obstacle(device: torch.device, blocks: bool) -> str | None:
 
 
 def is_faster(device: torch.device, experts: int, width: int, dim: int, dtype: torch.dtype) -> bool:
-    """Returns whether `moeserve tune` found it so for any number of rows."""
+    """Return whether `moeserve tune` found it so for any number of rows."""
     shape = grouped_gemm.shape_of(experts, width, dim, dtype)
     return any(
         config.get("flashinfer") for config in known("grouped_gemm", facts_of(device).name, shape)
@@ -61,7 +61,7 @@ def is_faster(device: torch.device, experts: int, width: int, dim: int, dtype: t
 
 
 def swapped(w13: Any) -> Any:
-    """Returns up rows, then gate rows, as it has them, of gate rows, then up rows [e, F, ...]."""
+    """Return up rows, then gate rows, as it has them, of gate rows, then up rows [e, F, ...]."""
     if isinstance(w13, Scaled):
         return Scaled(
             swapped(w13.values.view(torch.uint8)).view(w13.values.dtype), swapped(w13.scales)
@@ -72,7 +72,7 @@ def swapped(w13: Any) -> Any:
 def fused_moe(
     x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w31: Any, w2: Any, out: Tensor | None = None
 ) -> Tensor:
-    """Returns the weighted sums [T, D] of what the experts make of each row, by SwiGLU; ids outside
+    """Return the weighted sums [T, D] of what the experts make of each row, by SwiGLU; ids outside
     0..e-1 go nowhere.
 
     It sums by a kernel of its own, in fp32 in the order of choices: the fused sum adds in 16 bits

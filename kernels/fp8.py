@@ -113,7 +113,7 @@ def widen_kernel(
 
 
 def widen(values_eCK: Tensor, scales_eCG: Tensor, counts_e: Tensor, out_eCD: Tensor) -> Tensor:
-    """Writes e4m3 times its scale to out, once rounded, for the first counts_e rows of each expert,
+    """Write e4m3 times its scale to out, once rounded, for the first counts_e rows of each expert,
     and returns it.
 
     values [[[448, -1], [1, 1]]], scales [[[2], [1]]], counts [1] -> [[[896, -2], [undefined]]]

@@ -84,7 +84,7 @@ def half_of(group: int) -> int:
 def pack_int4(
     values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, floats: bool = False
 ) -> Narrow:
-    """Packs bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole
+    """Pack bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole
     bytes' tiles.
     """
     half = half_of(group)

@@ -67,7 +67,7 @@ class StepWords:
     def of(
         cls, slots_R: I32, starts_R: I32, offsets_R1: I32, sample_N: NDArray[np.int64]
     ) -> "StepWords":
-        """Packs rows and the tokens that are sampled at.
+        """Pack rows and the tokens that are sampled at.
 
         slots [4, 2], starts [0, 9], offsets [0, 3, 4], sample [3] -> words [4, 2, 0, 9, 0, 3, 4, 3]
         """
@@ -83,7 +83,7 @@ def put_tokens(
     group,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Stores id, position and KV slot of a row's new tokens number `index`."""
+    """Store id, position and KV slot of a row's new tokens number `index`."""
     inside = index < count
     position = start + index
     block = tl.load(blocks_row_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
@@ -101,7 +101,7 @@ def put_rest(
     group,
     rows, tokens, samples, all_rows, all_tokens, all_samples,
 ):  # fmt: skip
-    """Stores padding tokens, and the arrays with one entry per row."""
+    """Store padding tokens, and the arrays with one entry per row."""
     padding = tokens + index < all_tokens
     nothing = tl.zeros_like(index)
     tl.store(
@@ -174,7 +174,7 @@ def step_kernel(
 def fill_step(
     table: Tensor, blocks: Tensor, block_size: int, step: StepWords, words: Tensor, out: StepArrays
 ) -> None:
-    """Writes all of `out` in one launch. table: int32 [slots, width], the tokens of each slot's
+    """Write all of `out` in one launch. table: int32 [slots, width], the tokens of each slot's
     request; blocks: int32 [G, slots, at least B], its block tables; words: step.words on the
     device.
 
@@ -234,7 +234,7 @@ def write_kernel(arena_ptr, words_ptr, pieces, PIECE: tl.constexpr):
 def pack(
     offsets_V: NDArray[np.int64], values_V: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], int]:
-    """Writes as words for `write`, and the number of their pieces. No offset may be there twice.
+    """Write as words for `write`, and the number of their pieces. No offset may be there twice.
 
     offsets [5, 6, 9], values [1, 2, 3] -> [5, 9, 0, 2, 3, 1, 2, 3] and 2: two values from 5 on, one
     at 9
@@ -253,7 +253,7 @@ def pack(
 
 
 def write(arena: Tensor, words: Tensor, pieces: int) -> None:
-    """Puts what `pack` packed into the arena; both int32 on the device.
+    """Put what `pack` packed into the arena; both int32 on the device.
 
     arena of zeros [0, 0, 0, 0], words [1, 3, 0, 2, 3, 7, 8, 9], 2 pieces -> [0, 7, 8, 9]
     """

@@ -123,7 +123,7 @@ def latent_rope_cache(
     latent_cache: Tensor,
     q_THC: Tensor,
 ) -> Tensor:
-    """Writes [rms_norm(latent) * norm | rotated key] to each token's KV slot, scaled and rotated
+    """Write [rms_norm(latent) * norm | rotated key] to each token's KV slot, scaled and rotated
     queries to the last p columns of q_THC; returns the rest of the queries, scaled, [T, H, n].
 
     q_THe: queries, rotated part last. kv_TC: latents, then the key part that is rotated. Tokens of
@@ -204,7 +204,7 @@ def index_select(
     blocks_RN: Tensor,
     context: int, top_k: int, most: int,
 ) -> Tensor:  # fmt: skip
-    """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], by
+    """Return the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], by
     ascending position.
 
     cache: of keys, of q's dtype [blocks, block size, 1, d]. weights: fp32. rows_S, positions_S:

@@ -126,7 +126,7 @@ def _multiply(
     out_head: int,
     config: Config | None,
 ) -> None:
-    """Writes the products of all heads: x_MK and out_MN are the first one's rows, the next one's
+    """Write the products of all heads: x_MK and out_MN are the first one's rows, the next one's
     lie x_head and out_head elements further on. w_PK: all heads' outputs."""
     (rows, inner), width = x_MK.shape, w_PK.shape[0] // heads
     assert inner == w_PK.shape[1], (x_MK.shape, w_PK.shape)

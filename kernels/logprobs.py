@@ -47,7 +47,7 @@ def tiles_kernel(
 
 @triton.jit
 def key_of(x, index):
-    """Returns integers in the order of (x, -index): a float's bits order as an integer, once
+    """Return integers in the order of (x, -index): a float's bits order as an integer, once
     negative ones flip.
     """
     bits = x.to(tl.int32, bitcast=True)
@@ -56,7 +56,7 @@ def key_of(x, index):
 
 @triton.jit
 def first_of(keys, n, PLACES: tl.constexpr):
-    """Returns the indices of the n largest of keys [rows, columns], in order; -1 elsewhere and
+    """Return the indices of the n largest of keys [rows, columns], in order; -1 elsewhere and
     where keys run out.
     """
     place = tl.arange(0, PLACES)
@@ -112,7 +112,7 @@ def rows_kernel(
 
 
 def logprobs(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (ids, logprobs, rank): the chosen token and the n likeliest in order, equal ones by
+    """Return (ids, logprobs, rank): the chosen token and the n likeliest in order, equal ones by
     id, int64 [P, 1 + n]; their logprobs, float32; how many tokens are at least as likely as the
     chosen one, int64 [P]. n is cut to V.
 

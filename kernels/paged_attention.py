@@ -144,7 +144,7 @@ def plan_attention(
     invariant: bool = True,
     space: Tensor | None = None,
 ) -> AttentionMetadata:
-    """Computes a step's attention metadata on the device.
+    """Compute a step's attention metadata on the device.
 
     Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from position starts_R[i] on (int32); its
     block table is padded with 0. invariant: a token's bits do not depend on how many new tokens its
@@ -184,7 +184,7 @@ def attention(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Attends to the paged cache: [T, H * v] of q's dtype, zero in tokens that no row owns.
+    """Attend to the paged cache: [T, H * v] of q's dtype, zero in tokens that no row owns.
 
     q_THd: already scaled; heads of a token lie side by side. v_cache: a view of k_cache where the
     values are the first elements of the keys. soft_cap: scores become soft_cap * tanh(score /
@@ -231,11 +231,15 @@ def attention(
             part.work.items_I4.shape[0] * shape.groups, how["programs"] * multiprocessors
         )
         attend_kernel[(programs,)](
-            q_THd, k_cache, None if shared else v_cache, *scales, sinks_H, out, values, stats, plan.blocks_RN,
-            plan.starts_R, plan.offsets_R1, part.work.items_I4, part.work.counts_2, plan.starts_R.shape[0], tokens,
+            q_THd, k_cache, None if shared else v_cache, *scales, sinks_H, out, values, stats,
+            plan.blocks_RN,
+            plan.starts_R, plan.offsets_R1, part.work.items_I4, part.work.counts_2,
+            plan.starts_R.shape[0], tokens,
             q_THd.stride(0), plan.blocks_RN.stride(0),
-            KV_HEADS=shape.kv_heads, GROUPS=shape.groups, HEADS=shape.group, D=d, V_D=v_d, BLOCK_SIZE=shape.block_size,
-            WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap, SPLIT=SPLIT, TILE=part.tile, BLOCK_M=part.block_m,
+            KV_HEADS=shape.kv_heads, GROUPS=shape.groups, HEADS=shape.group, D=d, V_D=v_d,
+            BLOCK_SIZE=shape.block_size,
+            WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap, SPLIT=SPLIT, TILE=part.tile,
+            BLOCK_M=part.block_m,
             BLOCK_N=tile_positions(shape, part.block_m), FLAT=part.flat,
             num_warps=how["num_warps"], num_stages=how["num_stages"],
         )  # fmt: skip
@@ -251,7 +255,7 @@ def _merge(
     plan: AttentionMetadata,
     part: Pass,
 ) -> None:
-    """Writes the tokens of all tiles that a pass has cut to out [T, H * v]."""
+    """Write the tokens of all tiles that a pass has cut to out [T, H * v]."""
     shape = plan.shape
     work = part.work
     rows = 4
@@ -259,7 +263,8 @@ def _merge(
         return
     merge_kernel[(work.merges_M4.shape[0], shape.groups * part.block_m // rows)](
         values, stats, sinks_H, out, plan.offsets_R1, work.merges_M4, work.counts_2,
-        GROUPS=shape.groups, HEADS=shape.group, TILE=part.tile, D=shape.v_dim, BLOCK_M=part.block_m, ROWS=rows,
+        GROUPS=shape.groups, HEADS=shape.group, TILE=part.tile, D=shape.v_dim,
+        BLOCK_M=part.block_m, ROWS=rows,
         UNROLL=4, num_warps=4,
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def history_block(
     width,
     BLOCK: tl.constexpr,
 ):
-    """Returns (positions, tokens, which of them exist, their counters' addresses) of a block of one
+    """Return (positions, tokens, which of them exist, their counters' addresses) of a block of one
     row's history.
     """
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -99,14 +99,14 @@ def penalty_kernel(
 
 
 def new_counts(rows: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Returns work space for `rows` rows at a time."""
+    """Return work space for `rows` rows at a time."""
     return torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
 
 
 def penalise(
     logits_SV: Tensor, table: Tensor, rows: PenaltyRows, longest: int, counts_WV: Tensor
 ) -> None:
-    """Applies penalties to logits in place. table: int32 [slots, width], the tokens of each slot's
+    """Apply penalties to logits in place. table: int32 [slots, width], the tokens of each slot's
     request. longest: the most tokens of a row. counts_WV: from `new_counts`; its W rows are used at
     a time.
 

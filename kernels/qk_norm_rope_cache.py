@@ -58,7 +58,7 @@ def rotated(
 
 @triton.jit
 def _store_entries(y, cache_ptr, scales_ptr, entries, inside, D: tl.constexpr, ENTRY: tl.constexpr):
-    """Stores heads [B, d] to the KV entries [B], rounded; int8 in multiples of each head's largest
+    """Store heads [B, d] to the KV entries [B], rounded; int8 in multiples of each head's largest
     magnitude / 127.
     """
     to = cache_ptr + entries[:, None] * ENTRY + tl.arange(0, y.shape[1])[None, :]
@@ -149,7 +149,7 @@ def qk_norm_rope_cache(
     cache: "LayerCache",
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """Writes keys and values to their KV slots (block * block size + offset); returns the scaled
+    """Write keys and values to their KV slots (block * block size + offset); returns the scaled
     queries [T, H, d].
 
     qkv_TN: [T, (H + G) * d + G * v], queries first, values last; tokens may be further apart. Slots

@@ -123,7 +123,7 @@ def causal_conv(
     caches: tuple[Tensor, ...],
     plan: TileMetadata,
 ) -> Tensor:
-    """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], fp32, or SiLU of
+    """Return y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], fp32, or SiLU of
     it; 0 where no row owns the token. Inputs before a request's first token are 0. Rows of x may be
     strided.
 
@@ -291,7 +291,7 @@ def recurrence(
     caches: tuple[Tensor, ...],
     plan: TileMetadata,
 ) -> Tensor:
-    """Returns o [T, H, v] of the gated recurrence (beta None) or of the gated delta rule; 0 where
+    """Return o [T, H, v] of the gated recurrence (beta None) or of the gated delta rule; 0 where
     no row owns the token. All are fp32; tokens may be strided.
 
     caches: borders' states [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G,

@@ -115,7 +115,7 @@ def row_kernel(
 
 @triton.jit
 def mixed(ids):
-    """Returns a hash of token ids, uint32: murmur3's finaliser after a product with 2^32 / golden
+    """Return a hash of token ids, uint32: murmur3's finaliser after a product with 2^32 / golden
     ratio.
     """
     x = (ids + 1).to(tl.uint32) * 0x9E3779B1
@@ -126,7 +126,7 @@ def mixed(ids):
 
 @triton.jit
 def log_time(ids, low, high):
-    """Returns the log of tokens' times if all had weight 1. low, high: uint32, a row's key (seed
+    """Return the log of tokens' times if all had weight 1. low, high: uint32, a row's key (seed
     and position).
 
     The hash's 31 bits become a number from 2^-32, where float32 is densest and winners are, to just
@@ -190,7 +190,7 @@ def sample(
     draws: bool = True,
     cuts: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns a token of each row, int32, and its status, uint8: FINE, NOT_FINITE or
+    """Return a token of each row, int32, and its status, uint8: FINE, NOT_FINITE or
     NOTHING_ALLOWED (with token 0).
 
     raw_peaks_S: the rows' largest logits before any rule changed them, NaN if there is one; None:
@@ -267,7 +267,7 @@ def bitmask_kernel(x_ptr, rows_ptr, bits_ptr, stride, width, words, BLOCK: tl.co
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-    """Sets the tokens whose bit is 0 to -inf in the given rows (int64), in place."""
+    """Set the tokens whose bit is 0 to -inf in the given rows (int64), in place."""
     (count, words), width = bits_CW.shape, x_rV.shape[1]
     assert words * 32 >= width, (words, width)
     assert x_rV.stride(1) == 1, x_rV.stride()

@@ -84,7 +84,7 @@ def selective_scan(
     caches: tuple[Tensor, ...],
     plan: TileMetadata,
 ) -> Tensor:
-    """Returns y [T, C] of the scan; 0 where no row owns the token. All are fp32; tokens may be
+    """Return y [T, C] of the scan; 0 where no row owns the token. All are fp32; tokens may be
     strided.
 
     caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block

@@ -131,7 +131,7 @@ def block_k(inner: int, dtype: torch.dtype) -> int:
 def weights_argument(
     w: Tensor, rows: int, columns: int, wanted: bool
 ) -> tuple[Tensor | TensorDescriptor, bool]:
-    """Returns the kernel's argument for weights [..., K], and whether it is a descriptor (for
+    """Return the kernel's argument for weights [..., K], and whether it is a descriptor (for
     Hopper's copy engine).
     """
     assert w.is_contiguous(), w.stride()

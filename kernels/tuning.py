@@ -113,14 +113,14 @@ class Found:
 
 
 def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = PASSES) -> Found:
-    """Returns the fastest parameters among the defaults, `first`, and what a descent from the best
+    """Return the fastest parameters among the defaults, `first`, and what a descent from the best
     of them along one parameter at a time finds."""
     wanted = job.run(job.default).clone()
     times: dict[tuple[int, ...], float] = {}
     wrong: list[Config] = []
 
     def measured(config: Config) -> float:
-        """Returns the configuration's time; infinity where it cannot run or gives other bits."""
+        """Return the configuration's time; infinity where it cannot run or gives other bits."""
         key = tuple(config[name] for name in job.choices)
         if key not in times:
             times[key] = math.inf
@@ -154,7 +154,7 @@ def _key(name: str, config: Config) -> Key:
 
 
 def variants(job: Job) -> list[Config]:
-    """Returns configurations in which every product's kernel occurs with all its parameters but
+    """Return configurations in which every product's kernel occurs with all its parameters but
     group and tma.
     """
     found = {}
@@ -171,7 +171,7 @@ def variants(job: Job) -> list[Config]:
 
 
 def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
-    """Returns facts about the kernels of a shape's products with these parameters, after
+    """Return facts about the kernels of a shape's products with these parameters, after
     `cost.compile_only`; none if they cannot be compiled."""
     job = next(make(device=torch.device("meta")))
     try:
@@ -182,7 +182,7 @@ def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
 
 
 def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[Config]:
-    """Returns the few configurations that the model thinks fastest. No two are alike in all
+    """Return the few configurations that the model thinks fastest. No two are alike in all
     parameters but one, as such take nearly the same time."""
     names = [name for name in job.choices if name != "tma"]
     every = ({**job.default, **dict(zip(names, values, strict=True))}
@@ -200,7 +200,7 @@ def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[C
 def predictor(
     job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card
 ) -> Callable[[Config], float]:
-    """Returns what predicts a configuration's seconds, a little more the less it is like the
+    """Return what predicts a configuration's seconds, a little more the less it is like the
     defaults; infinity for kernels without facts."""
 
     @cache
@@ -229,7 +229,7 @@ def grouped_jobs(
     device: torch.device,
     kind: str = "plain",
 ) -> Iterator[Job]:
-    """Yields both products of a layer of experts by number of tokens; rows go to random experts.
+    """Yield both products of a layer of experts by number of tokens; rows go to random experts.
     kind: of the weights, plain, fp8 (in blocks, with rows in e4m3), int8 (a scale for each output),
     int4 (one for each 128 inputs) or fp4 (MXFP4: one for each 32)."""
     make = {"plain": _plain, "fp8": _fp8}.get(kind, partial(_narrow, kind))
@@ -357,7 +357,7 @@ def _narrow(
 
 
 def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    """Yields a linear layer for each number of rows."""
+    """Yield a linear layer for each number of rows."""
     w = random(width, inner, dtype=dtype, device=device)
     for rows in TOKENS:
         x = random(rows, inner, dtype=dtype, device=device)
@@ -381,7 +381,7 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
 
 
 def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]:
-    """Yields decode and prefill, one entry for each size of their programs."""
+    """Yield decode and prefill, one entry for each size of their programs."""
     per_row = -(-CONTEXT // shape.block_size)
     seen = set()
     cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads)
@@ -425,5 +425,5 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns normal random numbers whose products with rows of normal numbers are normal, too."""
+    """Return normal random numbers whose products with rows of normal numbers are normal, too."""
     return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)

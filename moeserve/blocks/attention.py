@@ -92,11 +92,10 @@ class Attention(Mixer):
 
     @property
     def sharing(self) -> str:
-        """See `Mixer`."""
         return f"{self.num_heads} query heads on {self.num_kv_heads} KV heads"
 
     def local_heads(self, world: World) -> Heads:
-        """Returns this rank's heads; a KV head that several ranks need is computed and cached by
+        """Return this rank's heads; a KV head that several ranks need is computed and cached by
         each of them.
 
         8 query heads on 2 KV heads, rank 3 of 4 -> queries 6 and 7, KV head 1
@@ -110,16 +109,14 @@ class Attention(Mixer):
         )
 
     def local_kv_heads(self, tp_size: int) -> int:
-        """Returns the number of KV heads in each rank's cache."""
+        """Return the number of KV heads in each rank's cache."""
         return max(1, self.num_kv_heads // tp_size)
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """See `Mixer`."""
         heads = self.local_kv_heads(tp_size)
         return CacheTensor("k", heads, self.head_dim), CacheTensor("v", heads, self.value_dim)
 
     def head_shape(self, tp_size: int) -> "HeadShape":
-        """See `Mixer`."""
         from moeserve.ops.inputs import HeadShape  # has torch
 
         return HeadShape(
@@ -127,7 +124,6 @@ class Attention(Mixer):
         )
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         heads = self.num_heads * self.head_dim
         results = self.num_heads * self.value_dim
         qkv = heads + self.num_kv_heads * (
@@ -137,7 +133,6 @@ class Attention(Mixer):
         return [(qkv, self.inputs * width), (width, results), *([(gates, width)] if gates else [])]
 
     def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
         if kernels == "fa3":
             from moeserve.kernels.flash_attention import misfit  # has torch
 
@@ -152,7 +147,7 @@ class Attention(Mixer):
         )
 
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
-        """Adds qkv, out and gate with their biases, q_norm and k_norm, and sinks."""
+        """Add qkv, out and gate with their biases, q_norm and k_norm, and sinks."""
         block = plan.block(ours, theirs, "self_attn.")
         dim = self.head_dim
         v_dim = self.value_dim

@@ -53,7 +53,7 @@ class AttentionStep:
         sinks_H: Tensor | None = None,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        """Returns the attention to the cache, [T, H * v]. sinks_H, soft_cap: as `ops.attention`
+        """Return the attention to the cache, [T, H * v]. sinks_H, soft_cap: as `ops.attention`
         takes them.
         """
         attention = ops.attention
@@ -76,7 +76,7 @@ class QueryScales:
         self._table = (1 + scale.slope * torch.log1p(steps)).float().to(device)
 
     def __call__(self, positions: Positions) -> Tensor:
-        """Returns the factors [T, 1, 1]."""
+        """Return the factors [T, 1, 1]."""
         steps_T = torch.div(positions.text_T + self._first, self._every, rounding_mode="floor")
         return self._table.index_select(0, steps_T)[:, None, None]
 
@@ -94,7 +94,7 @@ class PrepareAttention:
     scales: QueryScales | None = None
 
     def __call__(self, step: StepInputs, positions: Positions) -> AttentionStep:
-        """Looks the angles up and plans attention."""
+        """Look the angles up and plans attention."""
         at = RopeCacheInputs(
             *self.rotary.of_heads(positions), step.groups[self.group].slot_mapping_T
         )
@@ -103,7 +103,7 @@ class PrepareAttention:
         return AttentionStep(at, plan, self.shape.num_heads * self.shape.v_dim, step.cut, scale_T11)
 
     def plan_rows(self, step: StepInputs) -> Any:
-        """Returns the attention metadata of a step's rows."""
+        """Return the attention metadata of a step's rows."""
         return self.ops.plan_attention(step.groups[self.group], step, self.shape)
 
 
@@ -170,7 +170,7 @@ class AttentionLayer:
     def __call__(
         self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Returns the attention block's output [T, D]; writes the new keys and values to `cache`
+        """Return the attention block's output [T, D]; writes the new keys and values to `cache`
         first.
         """
         if self.block is not None:
@@ -239,7 +239,7 @@ class AttentionLayer:
 
 
 def _part_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
-    """Moves the rows of gates out of qkv, where they follow the queries of their head."""
+    """Move the rows of gates out of qkv, where they follow the queries of their head."""
     each = spec.head_dim + spec.value_dim
     gates = [
         h * each + spec.head_dim + i for h in range(heads.count) for i in range(spec.value_dim)
@@ -263,7 +263,7 @@ def prepare_attention(
     rotated: int,
     scale: QueryScale | None,
 ) -> PrepareAttention:
-    """Returns what prepares steps for such layers, one for all. rotated: elements of what rope is
+    """Return what prepares steps for such layers, one for all. rotated: elements of what rope is
     applied to.
     """
     scales = None
@@ -281,7 +281,7 @@ def prepare_attention(
 
 
 def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: list[int]) -> None:
-    """Brings the elements of query and key heads into the half layout."""
+    """Bring the elements of query and key heads into the half layout."""
     dim = spec.head_dim
     moved = [head * dim + i for head in range(heads.count + heads.count_kv) for i in order]
     rows = [*moved, *range(len(moved), len(moved) + heads.count_kv * spec.value_dim)]
@@ -293,7 +293,7 @@ def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: li
 
 
 def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:
-    """Returns an upper bound of the bytes of one item of attention: queries of one KV head are the
+    """Return an upper bound of the bytes of one item of attention: queries of one KV head are the
     least that a context is cut into."""
     d = shape.dim
     longest = padded_context(max_len)

@@ -1,4 +1,4 @@
-"""Makes layers out of parameters: packs every weight for its kernel and drops the original at once."""
+"""Makes layers of parameters: packs each weight for its kernel and drops the original at once."""
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -48,13 +48,13 @@ class Builder:
         self.slots = WeightSlots(self.params, self.ops)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Returns what `make` returned for an equal key the first time."""
+        """Return what `make` returned for an equal key the first time."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def rotary_table(self, rope: RopeSpec | None, dim: int) -> RotaryTable:
-        """Returns the angles of heads of `dim` elements."""
+        """Return the angles of heads of `dim` elements."""
         make = partial(RotaryTable, rope, dim, self.max_position, self.ops.device)
         table: RotaryTable = self.shared(("rotary", rope, dim), make)
         return table
@@ -75,7 +75,7 @@ class Builder:
     def part(
         self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1
     ) -> LinearMethod:
-        """Returns this rank's columns of such a product, padded to an equal share.
+        """Return this rank's columns of such a product, padded to an equal share.
 
         parts: the number of products of num_columns each that lie one below the other.
         """

@@ -1,6 +1,7 @@
 """Feed-forward blocks in numbers: a dense MLP, or experts behind a router. No torch here.
 
-`feed_forward_layer.py` computes them. D model width, E experts, e local experts, I expert width, F inner width of a dense MLP.
+`feed_forward_layer.py` computes them. D model width, E experts, e local experts, I expert width, F
+inner width of a dense MLP.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +26,11 @@ class Dense:
     name: str = "mlp"
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """Returns (outputs, inputs) of every product whose weights all tokens read."""
+        """Return (outputs, inputs) of every product whose weights all tokens read."""
         return [(self.activation.parts * self.size, width), (width, self.size)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, *, sharded: bool = True) -> None:
-        """Adds gate_up (or up alone) and down with their biases."""
+        """Add gate_up (or up alone) and down with their biases."""
         block = plan.block(ours, theirs, self.name + ".")
         rows = plan.rows(self.size, sharded)
         halves = ("gate", "up")[-self.activation.parts :]
@@ -79,7 +80,7 @@ class MoE:
         return [(self.num_experts, width), *shared, *beside]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds the router's parameters, w13 and w2 of this rank's experts, shared_gate_up,
+        """Add the router's parameters, w13 and w2 of this rank's experts, shared_gate_up,
         shared_down, shared_gate.
         """
         block = plan.block(ours, theirs)
@@ -126,7 +127,7 @@ class MoE:
     def plan_experts(
         self, names: ExpertNames, theirs: str, experts: Sequence[int], width: int, ours: str = ""
     ) -> LoadPlan:
-        """Plans some experts: 0, 1, ... of `ours` + "w13" and "w2", and their biases."""
+        """Plan some experts: 0, 1, ... of `ours` + "w13" and "w2", and their biases."""
         inner = self.size
         count = len(experts)
         parts = self.activation.parts
@@ -149,7 +150,7 @@ class MoE:
         return LoadPlan(tuple(params), tuple(pieces))
 
     def _pieces(self, names: ExpertNames, expert: int, width: int) -> Iterator[Piece]:
-        """Yields what fills one expert, without its place among the local ones."""
+        """Yield what fills one expert, without its place among the local ones."""
         inner = self.size
         whole = slice(None)
         one, take = ((self.num_experts,), (expert,)) if names.in_one else ((), ())
@@ -187,7 +188,7 @@ class MoE:
 
 
 def spelling(experts: Sequence[ExpertNames], present: Any, theirs: str) -> ExpertNames:
-    """Returns the spelling of a layer's experts that is present, or the usual one."""
+    """Return the spelling of a layer's experts that is present, or the usual one."""
     if theirs + SPLIT.up in present:
         return SPLIT
     for names in experts:

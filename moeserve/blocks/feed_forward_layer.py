@@ -101,7 +101,7 @@ class DenseLayer:
     mlp: GatedMLP
 
     def __call__(self, x_TD: Tensor, context: RowContext, ubatch: UBatch) -> Tensor:
-        """Returns the block's output [T, D]."""
+        """Return the block's output [T, D]."""
         return self.mlp(x_TD, context)
 
 
@@ -120,7 +120,7 @@ class DenseBesideExperts:
     def __call__(
         self, x_TD: Tensor, context: RowContext, ubatch: UBatch, stream_TD: Tensor
     ) -> Tensor:
-        """Returns the block's output [T, D]. x: what the MLP reads."""
+        """Return the block's output [T, D]. x: what the MLP reads."""
         dense_TD = self.dense_post_norm(self.mlp(x_TD, context))
         routed_TD = self.moe(
             self.experts_norm(stream_TD), context, ubatch, self.router_norm(stream_TD)
@@ -129,7 +129,7 @@ class DenseBesideExperts:
 
 
 def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBesideExperts:
-    """Returns experts beside a dense MLP. The router's input is scaled by D ** -0.5."""
+    """Return experts beside a dense MLP. The router's input is scaled by D ** -0.5."""
     norms = {
         norm: Norm(
             build.ops,
@@ -143,7 +143,7 @@ def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBes
 
 
 def build_router(spec: MoE, build: Builder, name: str) -> Router:
-    """Returns the router."""
+    """Return the router."""
     rule = spec.router
     bias_E = build.fp32(name + "router_choice_bias") if rule.bias else None
     scale_E = build.fp32(name + "expert_scale") if spec.expert_scale else None
@@ -151,14 +151,14 @@ def build_router(spec: MoE, build: Builder, name: str) -> Router:
 
 
 def dense_workspace(inner: int, width: int, tokens: int, size: int, tp_size: int) -> int:
-    """Returns an upper bound of the bytes of a dense block; see `feed_forward_workspace`."""
+    """Return an upper bound of the bytes of a dense block; see `feed_forward_workspace`."""
     return tokens * (4 * inner + 2 * width) * size + gathered_bytes(
         tokens, inner + width, size, tp_size
     )
 
 
 def moe_workspace(spec: MoE, width: int, tokens: int, size: int, tp_size: int) -> int:
-    """Returns an upper bound of the bytes of an MoE block; see `feed_forward_workspace`."""
+    """Return an upper bound of the bytes of an MoE block; see `feed_forward_workspace`."""
     shared = max(block.size for block in (spec.shared, spec.beside, Dense(size=0)) if block)
     dense = tokens * (4 * shared + 2 * width) * size
     own = padded_rows(-(-tokens // tp_size), LARGEST_PAD)  # tokens that this rank sends to experts

@@ -33,7 +33,7 @@ class GatedDelta(RecurrentMixer):
     by_head: bool
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
-        """Returns one rank's query heads, value heads, and columns of queries and keys together and
+        """Return one rank's query heads, value heads, and columns of queries and keys together and
         of values.
         """
         keys = self.num_k_heads // tp_size
@@ -41,18 +41,17 @@ class GatedDelta(RecurrentMixer):
         return keys, values, 2 * keys * self.k_dim, values * self.v_dim
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """See `Mixer`: the convolution's inputs, then the state, k, u and s of ops/recurrence.py."""
+        """The convolution's inputs, then the state, k, u and s of ops/recurrence.py."""
         keys, values, qk, v = self.local(tp_size)
         state = recurrence_cache(keys, values, self.k_dim, self.v_dim)
         return *conv_cache(qk + v, self.conv), *state
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         _, _, qk, v = self.local(1)
         return [(qk + 2 * v, width), (2 * self.num_v_heads, width), (width, v)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds in, gates, conv, decay, dt_bias, norm and out."""
+        """Add in, gates, conv, decay, dt_bias, norm and out."""
         block = plan.block(ours, theirs, "linear_attn.")
         qk = self.num_k_heads * self.k_dim
         v = self.num_v_heads * self.v_dim

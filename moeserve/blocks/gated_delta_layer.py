@@ -49,7 +49,8 @@ class GatedDeltaLayer(RecurrentLayer):
         self._block = None
         if self.ops.recurrent_block is not None:
             rule = RecurrentRule(
-                keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v, self.eps,
+                keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v,
+                self.eps,
                 unit=(*self.unit, UNIT_EPS / spec.k_dim),
             )  # fmt: skip
             out = self.out.part if self.tp.size == 1 else None
@@ -59,7 +60,7 @@ class GatedDeltaLayer(RecurrentLayer):
             )
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
             return y if self.tp.size == 1 else self.project_back(y, context)
@@ -97,7 +98,7 @@ class GatedDeltaLayer(RecurrentLayer):
 
 
 def by_part(sizes: list[int], heads: int) -> list[int]:
-    """Returns the order that brings rows of heads, each with parts of these sizes, into parts with
+    """Return the order that brings rows of heads, each with parts of these sizes, into parts with
     rows of all heads.
 
     sizes [1, 2], 2 heads -> [0, 3, 1, 2, 4, 5]

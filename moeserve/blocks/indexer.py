@@ -28,11 +28,11 @@ class Indexer:
     shared: bool = False
 
     def cache(self) -> tuple[CacheTensor, ...]:
-        """Returns the tensors of a layer's cache beside the latents."""
+        """Return the tensors of a layer's cache beside the latents."""
         return () if self.shared else (CacheTensor("index", 1, self.dim),)
 
     def products(self, width: int, q_rank: int) -> list[tuple[int, int]]:
-        """Returns (outputs, inputs) of every matrix product."""
+        """Return (outputs, inputs) of every matrix product."""
         return (
             []
             if self.shared
@@ -40,7 +40,7 @@ class Indexer:
         )
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, q_rank: int) -> None:
-        """Adds index_q, index_k, index_norm and its bias, and index_weights."""
+        """Add index_q, index_k, index_norm and its bias, and index_weights."""
         if self.shared:
             return
         block = plan.block(ours + "index_", theirs, "self_attn.indexer.")

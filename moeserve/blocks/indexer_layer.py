@@ -59,11 +59,11 @@ class PrepareSelection(PrepareAttention):
     top_k: int = 0
 
     def __call__(self, step: StepInputs, positions: Positions) -> AttentionStep:
-        """Looks the angles up and plans attention, which can be recorded."""
+        """Look the angles up and plans attention, which can be recorded."""
         return PrepareAttention.__call__(self, replace(step, cut=None), positions)
 
     def plan_rows(self, step: StepInputs) -> SelectedRows:
-        """Returns the metadata of a step's rows."""
+        """Return the metadata of a step's rows."""
         group = step.groups[self.group]
         if step.live is not None:
             return SelectedRows(step, group, None, select_always(group, step, self.top_k))
@@ -79,7 +79,7 @@ class PrepareSelection(PrepareAttention):
 
 
 def prepare_selection(build: Builder, attention: PrepareAttention, top_k: int) -> PrepareSelection:
-    """Returns what prepares steps for such layers, one for all. attention: what would without a
+    """Return what prepares steps for such layers, one for all. attention: what would without a
     selector.
     """
     parts = (
@@ -97,7 +97,7 @@ def prepare_selection(build: Builder, attention: PrepareAttention, top_k: int) -
 
 
 def attend_to_chosen(step: AttentionStep, ops: Ops, q_THC: Tensor, cache: LayerCache) -> Tensor:
-    """Returns attention as `AttentionStep.attend` does, of queries that select to the chosen tokens
+    """Return attention as `AttentionStep.attend` does, of queries that select to the chosen tokens
     alone.
     """
     rows: SelectedRows = step.plan
@@ -132,7 +132,7 @@ class IndexerLayer:
     weights: LinearMethod
 
     def write(self, x_TD: Tensor, context: RowContext, step: AttentionStep, cache: Tensor) -> None:
-        """Writes the tokens' keys, normed and rotated in fp32, to the cache [blocks, block size, 1,
+        """Write the tokens' keys, normed and rotated in fp32, to the cache [blocks, block size, 1,
         d].
         """
         cos_T1p, sin_T1p, slot_mapping_T = step.at
@@ -149,7 +149,7 @@ class IndexerLayer:
         step: AttentionStep,
         cache: Tensor,
     ) -> None:
-        """Chooses for the queries that select, for this layer and those that share its choice.
+        """Choose for the queries that select, for this layer and those that share its choice.
         narrow: compressed queries."""
         rows: SelectedRows = step.plan
         assert rows.selection is not None
@@ -169,7 +169,7 @@ class IndexerLayer:
 
 
 def _rotate(x_THd: Tensor, cos_T1p: Tensor, sin_T1p: Tensor) -> Tensor:
-    """Rotates the first p elements of each head."""
+    """Rotate the first p elements of each head."""
     size = cos_T1p.shape[2]
     return torch.cat((rotary(x_THd[..., :size], cos_T1p, sin_T1p), x_THd[..., size:]), -1)
 
@@ -182,7 +182,7 @@ def build_indexer(
     rope: RopeSpec,
     rope_dim: int,
 ) -> IndexerLayer | None:
-    """Returns the indexer of the layer whose parameters begin with `name`; None where it is another
+    """Return the indexer of the layer whose parameters begin with `name`; None where it is another
     layer's.
     """
     if spec.shared:
@@ -209,7 +209,7 @@ def build_indexer(
 
 
 def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, size: int) -> int:
-    """Returns an upper bound of the bytes that selection adds to one call of latent attention."""
+    """Return an upper bound of the bytes that selection adds to one call of latent attention."""
     heads = spec.num_heads * spec.dim
     rows = tokens * (heads * (2 * size + 4 * FP32) + width * (size + FP32) + 5 * spec.dim * FP32)
     tables = 6 * tokens * padded_context(spec.top_k) * INT64

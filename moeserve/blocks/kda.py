@@ -28,14 +28,13 @@ class KimiDelta(RecurrentMixer):
         return self.num_heads * self.head_dim
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """See `Mixer`: the convolutions' inputs, then the state, k, u and s of ops/recurrence.py."""
+        """The convolutions' inputs, then the state, k, u and s of ops/recurrence.py."""
         heads = self.num_heads // tp_size
         width = self.head_dim
         state = recurrence_cache(heads, heads, width, width, decays=width)
         return *conv_cache(3 * heads * width, self.conv), *state
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         up = self.size, self.head_dim
         return [
             (3 * self.size, width),
@@ -46,7 +45,7 @@ class KimiDelta(RecurrentMixer):
         ]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds in, narrow, conv, decays, gates, decay, dt_bias, norm and out."""
+        """Add in, narrow, conv, decays, gates, decay, dt_bias, norm and out."""
         block = plan.block(ours, theirs, "self_attn.")
         size = self.size
         d = self.head_dim

@@ -41,7 +41,7 @@ class KimiDeltaLayer(RecurrentLayer):
         self.norm_d = build.fp32(name + "norm")
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         ops = self.ops
         d = self.spec.head_dim
         heads = self.spec.num_heads // self.tp.size

@@ -53,20 +53,18 @@ class LatentAttention(Mixer):
         return self.rank + self.rope_dim
 
     def heads(self, world: World) -> slice:
-        """Returns this rank's heads."""
+        """Return this rank's heads."""
         assert self.num_heads % world.tp_size == 0, (world, self)
         count = self.num_heads // world.tp_size
         return slice(world.tp_rank * count, (world.tp_rank + 1) * count)
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """See `Mixer`."""
         return (
             CacheTensor("latent", 1, self.entry),
             *(self.indexer.cache() if self.indexer else ()),
         )
 
     def head_shape(self, tp_size: int) -> "HeadShape":
-        """See `Mixer`."""
         from moeserve.ops.inputs import HeadShape  # has torch
 
         return HeadShape(self.num_heads // tp_size, 1, self.entry, self.rank)
@@ -87,7 +85,6 @@ class LatentAttention(Mixer):
         )
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         queries = self.num_heads * (self.nope_dim + self.rope_dim)
         q = (
             [(queries, width)]
@@ -99,7 +96,6 @@ class LatentAttention(Mixer):
         return [*q, (self.entry, width), up_and_down, (width, self.num_heads * self.v_dim), *index]
 
     def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
         if kernels != "fa3":
             return ""
         from moeserve.kernels.flash_attention import misfit  # has torch
@@ -107,7 +103,6 @@ class LatentAttention(Mixer):
         return misfit(self.entry, self.rank, latent=True)
 
     def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`."""
         return (
             ""
             if dtype == "auto"
@@ -115,7 +110,7 @@ class LatentAttention(Mixer):
         )
 
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
-        """Adds q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out, and what an indexer has."""
+        """Add q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out, and what an indexer has."""
         block = plan.block(ours, theirs, "self_attn.")
         heads = self.num_heads
         width = plan.width
@@ -144,7 +139,7 @@ class LatentAttention(Mixer):
             block.add("out_bias", (width,), "o_proj.bias", sharded=True)
 
     def _split_kv_b(self, param: str, theirs: str, heads: slice) -> LoadPlan:
-        """Plans kv_b of some heads from two tensors, [H, L, n] and [H, v, L], as GGUF files have
+        """Plan kv_b of some heads from two tensors, [H, L, n] and [H, v, L], as GGUF files have
         it.
         """
         pieces = []

@@ -39,11 +39,11 @@ class CompressedQueries:
     up: LinearMethod
 
     def __call__(self, x_TD: Tensor, context: RowContext) -> Tensor:
-        """Returns the queries [T, H * (n + p)]."""
+        """Return the queries [T, H * (n + p)]."""
         return self.up(self.narrow(x_TD, context), context)
 
     def narrow(self, x_TD: Tensor, context: RowContext) -> Tensor:
-        """Returns the compressed queries [T, q_rank]."""
+        """Return the compressed queries [T, q_rank]."""
         return self.ops.rms_norm(self.down(x_TD, context), self.norm, EPS)
 
 
@@ -118,7 +118,7 @@ class LatentAttentionLayer:
     def __call__(
         self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Returns the block's output [T, D]; writes the new latents, and keys of an indexer, to
+        """Return the block's output [T, D]; writes the new latents, and keys of an indexer, to
         `cache` first.
         """
         latent, *index = cache

@@ -35,7 +35,6 @@ class Lightning(RecurrentMixer):
 
     @property
     def sharing(self) -> str:
-        """See `Mixer`."""
         return f"{self.num_heads} recurrent heads in {self.norm_groups} groups"
 
     @property
@@ -52,12 +51,11 @@ class Lightning(RecurrentMixer):
         return recurrence_cache(heads, heads, self.head_dim, self.head_dim)
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         size = self.num_heads * self.head_dim
         return [(3 * size, width), (size, width), (width, size)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds qkv, gate, q_norm, k_norm, norm and out."""
+        """Add qkv, gate, q_norm, k_norm, norm and out."""
         block = plan.block(ours, theirs, "attention.")
         size = self.num_heads * self.head_dim
         block.stack("qkv", [block.share("query_key_value.weight", size)] * 3, plan.width)
@@ -69,7 +67,7 @@ class Lightning(RecurrentMixer):
 
 
 def slopes(heads: int) -> list[float]:
-    """Returns ALiBi's slopes: powers of 2 ** (-8 / n) for n heads, a power of two; others take n,
+    """Return ALiBi's slopes: powers of 2 ** (-8 / n) for n heads, a power of two; others take n,
     then every second one of 2n.
 
     2 -> [1/16, 1/256]; 3 -> [1/16, 1/256, 1/4]

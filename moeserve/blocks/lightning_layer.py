@@ -41,7 +41,7 @@ class PrepareLightning:
     table: RotaryTable
 
     def __call__(self, step: StepInputs, positions: Positions) -> LightningStep:
-        """Plans the tiles and looks the angles up."""
+        """Plan the tiles and looks the angles up."""
         return LightningStep(self.tiles(step, positions), *self.table.of_heads(positions))
 
 
@@ -79,7 +79,7 @@ class LightningLayer(RecurrentLayer):
     def __call__(
         self, x_TD: Tensor, step: LightningStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         ops = self.ops
         heads = len(self.log_decay_H1)
         tokens = len(x_TD)

@@ -29,7 +29,7 @@ GATHERED = 3
 
 
 def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
-    """Gathers [M, N], contiguous: the columns of all ranks without those that pad the last ranks'
+    """Gather [M, N], contiguous: the columns of all ranks without those that pad the last ranks'
     shares.
     """
     all_MN = part_Mn if tp.size == 1 else tp.gather_columns(part_Mn, channel)
@@ -37,12 +37,12 @@ def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -
 
 
 def gathered_bytes(rows: int, columns: int, size: int, tp_size: int) -> int:
-    """Returns the bytes of columns of `size` bytes that tp_size ranks gather."""
+    """Return the bytes of columns of `size` bytes that tp_size ranks gather."""
     return 0 if tp_size == 1 else GATHERED * rows * (columns + tp_size) * size
 
 
 def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:
-    """Pads a rank's rows of a weight (or elements of a bias) of `num_columns` with zeros to the
+    """Pad a rank's rows of a weight (or elements of a bias) of `num_columns` with zeros to the
     length of every rank's.
 
     parts: the number of weights that lie one below the other, each sharded by itself.

@@ -43,7 +43,6 @@ class Mamba1(RecurrentMixer):
         )
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         channels = self.channels
         selected = self.rank + 2 * self.state
         return [
@@ -54,7 +53,7 @@ class Mamba1(RecurrentMixer):
         ]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds in, conv, select, dt, their biases, decay, skip, the norms of dt, B and C, and out."""
+        """Add in, conv, select, dt, their biases, decay, skip, norms of dt, B and C, and out."""
         block = plan.block(ours, theirs, "mamba.")
         channels = self.channels
         block.stack("in", [block.share("in_proj.weight", channels)] * 2, plan.width)

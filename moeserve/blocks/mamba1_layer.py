@@ -40,7 +40,7 @@ class Mamba1Layer(RecurrentLayer):
         self.norms = [build.norm(f"{name}{part}_norm") for part in ("dt", "b", "c")]
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         spec = self.spec
         ops = self.ops
         dtype = x_TD.dtype

@@ -29,28 +29,27 @@ class Mamba2(RecurrentMixer):
     time_limit: tuple[float, float]
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
-        """Returns one rank's groups, heads, and columns of heads and of groups."""
+        """Return one rank's groups, heads, and columns of heads and of groups."""
         groups = self.num_groups // tp_size
         heads = self.num_heads // tp_size
         return groups, heads, heads * self.head_dim, groups * self.state_dim
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """See `Mixer`: the convolution's inputs, then the state, k, u and s of ops/recurrence.py."""
+        """The convolution's inputs, then the state, k, u and s of ops/recurrence.py."""
         groups, heads, inner, shared = self.local(tp_size)
         state = recurrence_cache(groups, heads, self.state_dim, self.head_dim)
         return *conv_cache(inner + 2 * shared, self.conv), *state
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         _, heads, inner, shared = self.local(1)
         return [(2 * (inner + shared) + heads, width), (width, inner)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds in, conv, conv_bias, decay, dt_bias, skip, norm and out."""
+        """Add in, conv, conv_bias, decay, dt_bias, skip, norm and out."""
         block, (_, heads, inner, shared) = plan.block(ours, theirs, "mamba."), self.local(1)
 
         def rows(name: str, *counts: int) -> list[tuple[str, int, slice]]:
-            """Returns this rank's rows of each part of a tensor; parts lie one below the other."""
+            """Return this rank's rows of each part of a tensor; parts lie one below the other."""
             return [block.share(name, count) for count in counts]
 
         block.stack("in", rows("in_proj.weight", inner, inner, shared, shared, heads), plan.width)

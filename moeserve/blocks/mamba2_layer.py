@@ -42,7 +42,8 @@ class Mamba2Layer(RecurrentLayer):
         self._block = None
         if self.ops.recurrent_block is not None:
             rule = RecurrentRule(
-                groups, heads, self.conv_CK, self.conv_bias_C, self.decay_H, self.dt_bias_H, self.norm_I, self.eps,
+                groups, heads, self.conv_CK, self.conv_bias_C, self.decay_H, self.dt_bias_H,
+                self.norm_I, self.eps,
                 skip_H1=self.skip_H1, time_limit=spec.time_limit,
             )  # fmt: skip
             out = self.out.part if self.tp.size == 1 else None
@@ -52,7 +53,7 @@ class Mamba2Layer(RecurrentLayer):
             )
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
             return y if self.tp.size == 1 else self.project_back(y, context)

@@ -62,12 +62,12 @@ class MixerLayer(Protocol):
 
     @property
     def prepare(self) -> Prepare:
-        """Makes what `__call__` takes as `step`."""
+        """Make what `__call__` takes as `step`."""
 
     def __call__(
         self, x_TD: "Tensor", step: Any, cache: "LayerCache", context: "RowContext"
     ) -> "Tensor":
-        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache` first."""
+        """Return the block's output [T, D]. The tokens' entries are written to `cache` first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +95,16 @@ class Mixer(ABC):
 
     @abstractmethod
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """Returns the tensors of a layer's cache on one of tp_size ranks."""
+        """Return the tensors of a layer's cache on one of tp_size ranks."""
 
     def head_shape(self, tp_size: int) -> "HeadShape | None":
-        """Returns the heads that attention is planned for on one of tp_size ranks; None without
+        """Return the heads that attention is planned for on one of tp_size ranks; None without
         any.
         """
         return None
 
     def reads(self, tp_size: int) -> tuple[CacheRead, ...]:
-        """Returns what attention reads of the cache on one of tp_size ranks; nothing without heads."""
+        """Return the reads of attention on one of tp_size ranks; none without heads."""
         if (heads := self.head_shape(tp_size)) is None:
             return ()
         elements = sum(tensor.heads * tensor.width for tensor in self.cache(tp_size))
@@ -113,21 +113,21 @@ class Mixer(ABC):
 
     @abstractmethod
     def products(self, width: int) -> list[tuple[int, int]]:
-        """Returns (outputs, inputs) of every matrix product of a model that is `width` wide."""
+        """Return (outputs, inputs) of every matrix product of a model that is `width` wide."""
 
     def obstacle(self, kernels: str) -> str:
-        """Returns why the kernels "native", "triton" or "fa3" cannot compute the block; empty if
+        """Return why the kernels "native", "triton" or "fa3" cannot compute the block; empty if
         they can.
         """
         return ""
 
     def cache_obstacle(self, dtype: str) -> str:
-        """Returns why the cache cannot be kept in `dtype` ("int8"); empty if it can."""
+        """Return why the cache cannot be kept in `dtype` ("int8"); empty if it can."""
         return ""
 
     @abstractmethod
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
-        """Adds the block's parameters: named `ours` + ..., from the checkpoint's `theirs` + ..."""
+        """Add the block's parameters: named `ours` + ..., from the checkpoint's `theirs` + ..."""
 
 
 TILED = KVRule(tile=TILE)
@@ -144,7 +144,7 @@ class RecurrentMixer(Mixer):
 
 
 def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
-    """Returns what `ops.causal_conv` keeps: a tile's inputs, and those before its border that it
+    """Return what `ops.causal_conv` keeps: a tile's inputs, and those before its border that it
     still reads.
     """
     return CacheTensor("conv", 1, channels), CacheTensor(
@@ -155,7 +155,7 @@ def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
 def recurrence_cache(
     groups: int, heads: int, dim: int, v_dim: int, decays: int = 1
 ) -> tuple[CacheTensor, ...]:
-    """Returns what `ops.recurrence` keeps: the state at a tile's border, and k, u and s of its
+    """Return what `ops.recurrence` keeps: the state at a tile's border, and k, u and s of its
     tokens.
     """
     return (
@@ -167,7 +167,7 @@ def recurrence_cache(
 
 
 def divisors(number: int) -> list[int]:
-    """Returns what a number can be shared out to evenly, in order.
+    """Return what a number can be shared out to evenly, in order.
 
     6 -> [1, 2, 3, 6]
     """

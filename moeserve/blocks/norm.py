@@ -21,7 +21,7 @@ class Norm:
     centred: bool = False
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Returns the normed rows, in x's dtype."""
+        """Return the normed rows, in x's dtype."""
         if not self.centred:
             return self.ops.rms_norm(x_TD, self.weight_D, self.eps)
         normed = torch.nn.functional.layer_norm(
@@ -30,7 +30,7 @@ class Norm:
         return normed.to(x_TD.dtype)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (norm of the sum, the sum), perhaps in the arguments' memory."""
+        """Return (norm of the sum, the sum), perhaps in the arguments' memory."""
         if not self.centred:
             return self.ops.add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps)
         total_TD = x_TD + residual_TD

@@ -24,7 +24,7 @@ class PrepareTiles:
     group: int
 
     def __call__(self, step: StepInputs, positions: Positions) -> Any:
-        """Returns what `ops.causal_conv` and `ops.recurrence` take as `plan`."""
+        """Return what `ops.causal_conv` and `ops.recurrence` take as `plan`."""
         return self.ops.plan_tiles(step.groups[self.group], step)
 
 
@@ -44,12 +44,12 @@ class RecurrentLayer:
         self.out = build.columns(name + "out", build.width)
 
     def project_back(self, y_TN: Tensor, context: RowContext) -> Tensor:
-        """Returns the block's output [T, D] from this rank's results."""
+        """Return the block's output [T, D] from this rank's results."""
         return self.out(self.tp.gather_columns(y_TN, context.channel), context)
 
 
 def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns fp32 weights [d] for `unit_heads`: of queries, which are scaled by d ** -0.5, and of
+    """Return fp32 weights [d] for `unit_heads`: of queries, which are scaled by d ** -0.5, and of
     keys.
     """
     length = torch.full((dim,), dim**-0.5, device=device)
@@ -57,7 +57,7 @@ def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def unit_heads(ops: Ops, x_TC: Tensor, weight_d: Tensor) -> Tensor:
-    """Returns heads [T, H, d] of length 1, queries scaled: an RMS norm whose weight takes out the
+    """Return heads [T, H, d] of length 1, queries scaled: an RMS norm whose weight takes out the
     root of d.
     """
     dim = len(weight_d)

@@ -40,7 +40,7 @@ class RopeSpec:
 
 
 def half_layout(rope: RopeSpec | None, head_dim: int) -> list[int] | None:
-    """Returns the published element that each element of a head in the half layout is; None where
+    """Return the published element that each element of a head in the half layout is; None where
     nothing moves.
 
     4 elements, 2 of which rotate: (0, 1), the others in between -> [0, 2, 1, 3]

@@ -15,7 +15,7 @@ from moeserve.ops.inputs import Positions
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) -> Tensor:
-    """Returns the radians per position, fp32 [d / 2]. long: requests may have more than the
+    """Return the radians per position, fp32 [d / 2]. long: requests may have more than the
     original positions.
     """
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
@@ -48,7 +48,7 @@ def _yarn(freqs: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
     """
 
     def dimension(turns: float) -> float:
-        """Returns the dimension that turns this often within the original context."""
+        """Return the dimension that turns this often within the original context."""
         return (
             head_dim
             * math.log(rope.original_max_position / (turns * 2 * math.pi))
@@ -96,13 +96,13 @@ class RotaryTable:
         self.sin = torch.nn.functional.pad(sin, still).to(device)
 
     def __call__(self, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of positions, fp32 [T, d / 2] each."""
+        """Return cos and sin of positions, fp32 [T, d / 2] each."""
         positions_T = positions.text_T
         rows_T = torch.zeros_like(positions_T) if self._same else positions_T
         return self.cos.index_select(0, rows_T), self.sin.index_select(0, rows_T)
 
     def of_heads(self, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of positions as `rotary` of ops/elementwise.py takes them, fp32 [T,
+        """Return cos and sin of positions as `rotary` of ops/elementwise.py takes them, fp32 [T,
         1, d] each.
         """
         cos, sin = self(positions)

@@ -27,11 +27,10 @@ class ShortConv(RecurrentMixer):
         return conv_cache(self.channels // tp_size, self.conv)
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         return [(3 * self.channels, width), (width, self.channels)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds in, conv and out with their biases."""
+        """Add in, conv and out with their biases."""
         block = plan.block(ours, theirs, "conv.")
         channels = self.channels
         block.stack("in", [block.share("in_proj.weight", channels)] * 3, plan.width)

@@ -29,7 +29,7 @@ class ShortConvLayer(RecurrentLayer):
         self.bias_C = build.fp32(name + "conv_bias") if spec.bias else None
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Returns the block's output [T, D]; writes the convolution's inputs to `cache`."""
+        """Return the block's output [T, D]; writes the convolution's inputs to `cache`."""
         before_TC, behind_TC, x_TC = self.inputs(x_TD, context).float().chunk(3, 1)
         y_TC = self.ops.causal_conv(before_TC * x_TC, self.conv_CK, self.bias_C, False, cache, step)
         gated_TC = (behind_TC * y_TC).to(x_TD.dtype)

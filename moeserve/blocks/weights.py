@@ -41,7 +41,7 @@ class ExpertNames:
 def per_expert(
     begin: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> ExpertNames:
-    """Returns the spelling with a tensor for each product of each expert."""
+    """Return the spelling with a tensor for each product of each expert."""
     gate, up, down = (f"{begin}.{{}}.{product}.weight" for product in (gate, up, down))
     return ExpertNames(gate=gate, up=up, down=down)
 
@@ -123,7 +123,7 @@ class WeightPlan:
         self.elsewhere: set[str] = set()  # tensors that other ranks take
 
     def spell(self, theirs: str, name: str) -> str:
-        """Returns the checkpoint's name of a layer's tensor: the first spelling that is present, or
+        """Return the checkpoint's name of a layer's tensor: the first spelling that is present, or
         the usual one.
 
         A GGUF file's tensors are called what blocks ask for (loader/gguf_config.py).
@@ -140,13 +140,13 @@ class WeightPlan:
         sharded: bool = False,
         fp32: bool = False,
     ) -> None:
-        """Adds a parameter that is one tensor of the checkpoint. sharded: this rank takes its share
+        """Add a parameter that is one tensor of the checkpoint. sharded: this rank takes its share
         of the rows.
         """
         self.stack(param, [(source, shape[0], self.rows(shape[0], sharded))], *shape[1:], fp32=fp32)
 
     def rows(self, total: int, sharded: bool = True) -> slice:
-        """Returns the rows of a tensor that this rank takes: its share of them, or all."""
+        """Return the rows of a tensor that this rank takes: its share of them, or all."""
         return share(total, self.world.tp_size, self.world.tp_rank) if sharded else slice(0, total)
 
     def stack(
@@ -157,7 +157,7 @@ class WeightPlan:
         widened: bool = False,
         fp32: bool = False,
     ) -> None:
-        """Adds a parameter made of several tensors along the first dimension.
+        """Add a parameter made of several tensors along the first dimension.
 
         sources: (name, rows, the rows to take) of each tensor. tail: the other sizes. widened,
         fp32: see `Param`.
@@ -184,18 +184,18 @@ class WeightPlan:
         self.params.append(Param(param, (start, *tail), widened, fp32))
 
     def block(self, ours: str, theirs: str, module: str = "") -> "BlockPlan":
-        """Returns the plan of one block of a layer. module: its name there, in front of all that it
+        """Return the plan of one block of a layer. module: its name there, in front of all that it
         asks for.
         """
         return BlockPlan(self, ours, theirs, module)
 
     def extend(self, plan: LoadPlan) -> None:
-        """Adds the parameters and pieces of a plan."""
+        """Add the parameters and pieces of a plan."""
         self.params += plan.params
         self.pieces += plan.pieces
 
     def finish(self, ignored: Collection[str] = ()) -> LoadPlan:
-        """Returns the load plan. ignored: tensors that may be present beside those of
+        """Return the load plan. ignored: tensors that may be present beside those of
         `Names.ignored`.
         """
         names = self.names
@@ -229,14 +229,12 @@ class BlockPlan(NamedTuple):
         sharded: bool = False,
         fp32: bool = False,
     ) -> None:
-        """See `WeightPlan.add`."""
         source = self.plan.spell(self.theirs, self.module + name)
         self.plan.add(self.ours + param, shape, source, sharded=sharded, fp32=fp32)
 
     def stack(
         self, param: str, parts: Iterable[tuple[str, int, slice]], *tail: int, **options: bool
     ) -> None:
-        """See `WeightPlan.stack`."""
         sources = [
             (self.plan.spell(self.theirs, self.module + name), rows, taken)
             for name, rows, taken in parts
@@ -244,5 +242,5 @@ class BlockPlan(NamedTuple):
         self.plan.stack(self.ours + param, sources, *tail, **options)
 
     def share(self, name: str, rows: int) -> tuple[str, int, slice]:
-        """Returns this rank's share of a tensor's rows, for `stack`."""
+        """Return this rank's share of a tensor's rows, for `stack`."""
         return name, rows, self.plan.rows(rows)

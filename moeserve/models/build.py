@@ -39,12 +39,15 @@ def build_decoder(
     max_position: int | None = None,
     make: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
-    """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of
+    """Build the decoder of `spec` and empties `params` (named as in models/load_plan.py, of
     `ops.dtype` or Quantised).
 
-    tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. ubatches: micro-batches that a step may
-    have. max_tokens: rows of one step. max_position: positions that a request may have (default: the model's).
-    make: of its parts.
+    tp: the engine's ranks, as in `world`.
+    placement: as for `load_plan`.
+    ubatches: micro-batches that a step may have.
+    max_tokens: rows of one step.
+    max_position: positions that a request may have (default: the model's).
+    make: makes the decoder of its parts.
 
     Raises ConfigError when no all2all backend and expert kernel fit.
     """
@@ -86,11 +89,13 @@ def make_builder(
     max_tokens: int,
     max_position: int | None,
 ) -> Builder:
-    """Returns what makes layers out of `params`; arguments as for `build_decoder`."""
+    """Return what makes layers out of `params`; arguments as for `build_decoder`."""
     assert (tp.rank, tp.size) == (world.tp_rank, world.tp_size), (tp.rank, tp.size, world)
     return Builder(
-        spec.hidden_size, spec.norm_eps, max_position or spec.max_position, params, ops, world, tp, placement,
-        lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens), spec.norm.shift,
+        spec.hidden_size, spec.norm_eps, max_position or spec.max_position, params, ops, world, tp,
+        placement,
+        lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens),
+        spec.norm.shift,
     )  # fmt: skip
 
 
@@ -103,7 +108,7 @@ def _plan_moe(
     ubatches: int,
     max_tokens: int,
 ) -> MoEPlan:
-    """Chooses what runs the layers with experts, and logs it."""
+    """Choose what runs the layers with experts, and logs it."""
     needs = MoENeeds(
         hidden_size=spec.hidden_size,
         dtype=str(ops.dtype).removeprefix("torch."),
@@ -137,7 +142,7 @@ def _plan_moe(
 
 
 def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
-    """Returns the norm of the stream or of outputs whose parameters are `name` and its bias."""
+    """Return the norm of the stream or of outputs whose parameters are `name` and its bias."""
     weight = build.norm(name)
     return Norm(
         build.ops,
@@ -149,7 +154,7 @@ def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
 
 
 def build_layer(build: Builder, spec: ModelSpec, layer: LayerSpec, name: str, group: int) -> Layer:
-    """Builds the layer whose parameters begin with `name`. group: its KV group."""
+    """Build the layer whose parameters begin with `name`. group: its KV group."""
     return Layer(
         mixer=build_mixer(layer.mixer, build, name, group),
         feed_forward=build_feed_forward(layer.feed_forward, build, name)

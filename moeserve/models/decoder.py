@@ -1,4 +1,5 @@
-"""The decoder of every family: embedding, layers of a mixer and a feed-forward block, norm, LM head.
+"""The decoder of every family: embedding, layers of a mixer and a feed-forward block, norm, LM
+head.
 
 T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S rows that sample.
 """
@@ -187,7 +188,7 @@ class Decoder:
         return [block for block in blocks if isinstance(block, MoELayer)]
 
     def serve(self, ubatch: UBatch) -> None:
-        """Takes part in a step in which this rank has no tokens: its experts compute for other
+        """Take part in a step in which this rank has no tokens: its experts compute for other
         ranks.
         """
         for layer in self.moe_layers:
@@ -233,7 +234,7 @@ class Decoder:
         norm: Norm | None,
         scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (input of the next block, residual stream), the stream with a block's output x
+        """Return (input of the next block, residual stream), the stream with a block's output x
         added.
 
         post_norm: of x. norm: of the next block. scale: of the layer.

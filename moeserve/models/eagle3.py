@@ -6,8 +6,9 @@ put beside the next token's normed embedding, and the first layer's queries, key
 made of both; what follows is Llama. The stream behind the last layer is the hidden state of the
 next guess. Scores are of the draft vocabulary, a part of the target's.
 
-Source: arXiv 2503.01840; checkpoints as SpecForge, speculators and vLLM write and read them.
-T tokens, D model width, N columns of all auxiliary hidden states, d tokens of the draft vocabulary, V of the target's.
+Source: arXiv 2503.01840; checkpoints as SpecForge, speculators and vLLM write and read them. T
+tokens, D model width, N columns of all auxiliary hidden states, d tokens of the draft vocabulary, V
+of the target's.
 """
 
 from collections.abc import Collection, MutableMapping
@@ -79,7 +80,7 @@ class Eagle3Spec:
 
 
 def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
-    """Returns the spec of the head in `model_dir`.
+    """Return the spec of the head in `model_dir`.
 
     Raises CheckpointError for what is wrong with it, ConfigError where it does not belong to the
     target.
@@ -104,7 +105,8 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     ):
         if ours != theirs:
             raise ConfigError(
-                f"{config.path}: {what} is {ours}, and the served model's is {theirs}: this EAGLE-3 head was trained "
+                f"{config.path}: {what} is {ours}, and the served model's is {theirs}: "
+                "this EAGLE-3 head was trained "
                 "for another model; choose one for the model that is served"
             )
     if any(layer.stored_as for layer in target.layers):
@@ -119,7 +121,8 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     aux_layers = tuple(sorted(set(aux_layers or (2, count // 2, count - 3))))
     if aux_layers[0] < 0 or aux_layers[-1] > count:
         raise ConfigError(
-            f"{config.path} has no {AUX_LAYERS}, and the usual layers, {', '.join(map(str, aux_layers))}, are not all in the "
+            f"{config.path} has no {AUX_LAYERS}, and the usual layers, "
+            f"{', '.join(map(str, aux_layers))}, are not all in the "
             f"served model, which has {count}; choose a head that was trained for it"
         )
     drafts = config.optional_integer("draft_vocab_size", 1, model.vocab_size) or model.vocab_size
@@ -134,7 +137,7 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
 
 
 def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
-    """Plans the parameters of the head, all on every rank: fc, input_norm, hidden_norm, norm,
+    """Plan the parameters of the head, all on every rank: fc, input_norm, hidden_norm, norm,
     lm_head, those of the layers, and embed where the checkpoint has it."""
     model = spec.model
     width = spec.model.hidden_size
@@ -157,7 +160,7 @@ def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
 
 
 def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
-    """Returns the target's id of each token of the draft vocabulary, int64 [d]; None where they are
+    """Return the target's id of each token of the draft vocabulary, int64 [d]; None where they are
     the same.
 
     Raises CheckpointError when they are missing or not different tokens of the target's vocabulary.
@@ -170,13 +173,15 @@ def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
     if info is None or info.dtype != "I64" or info.shape != (size,):
         found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
         raise CheckpointError(
-            f"{model_dir}: d2t must have a whole number (I64) for each of {size} tokens of the draft "
+            f"{model_dir}: d2t must have a whole number (I64) for each of {size} "
+            "tokens of the draft "
             f"vocabulary, and {found}; download the head again"
         )
     ids = np.arange(size) + np.fromfile(info.path, "<i8", size, offset=info.offset)
     if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) < size:
         raise CheckpointError(
-            f"{model_dir}: d2t does not lead to {size} different tokens of the vocabulary of {vocab_size}; "
+            f"{model_dir}: d2t does not lead to {size} different tokens of the "
+            f"vocabulary of {vocab_size}; "
             "download the head again"
         )
     return torch.from_numpy(ids)
@@ -198,7 +203,7 @@ class Eagle3(Decoder):
     target_vocab: int
 
     def combine(self, aux_TN: Tensor) -> Tensor:
-        """Returns the hidden states [T, D] made of the target's."""
+        """Return the hidden states [T, D] made of the target's."""
         tokens = len(aux_TN)
         extra = self.ops.pad_rows(tokens) - tokens
         padded = torch.nn.functional.pad(aux_TN, (0, 0, 0, extra)) if extra else aux_TN.contiguous()
@@ -220,7 +225,7 @@ class Eagle3(Decoder):
         return both, normed if self.norm_first else hidden_TD
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Returns every token's score, fp32 [S, V]: -inf outside the draft vocabulary."""
+        """Return every token's score, fp32 [S, V]: -inf outside the draft vocabulary."""
         logits_Sd = super().logits(hidden_SD[:, : self.spec.hidden_size].contiguous())
         if self.ids_d is None:
             return logits_Sd
@@ -236,12 +241,12 @@ def build_eagle3(
     ids_d: Tensor | None,
     max_position: int,
 ) -> Eagle3:
-    """Builds the head and empties `params`. embed_VD: of the target, for a head without its own.
+    """Build the head and empties `params`. embed_VD: of the target, for a head without its own.
     ids_d: see `read_target_ids`."""
     model = spec.model
 
     def norm(name: str) -> Norm:
-        """Returns the norm whose weight is `name`."""
+        """Return the norm whose weight is `name`."""
         return Norm(ops, model.norm_eps, params.pop(name).float())
 
     make = partial(

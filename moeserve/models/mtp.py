@@ -38,10 +38,11 @@ from moeserve.ops.table import Ops
 
 
 def with_mtp(spec: ModelSpec) -> ModelSpec:
-    """Returns the spec whose drafter is the model's own head. Raises ConfigError without one."""
+    """Return the spec whose drafter is the model's own head. Raises ConfigError without one."""
     if spec.mtp is None:
         raise ConfigError(
-            f"speculate=mtp: {spec.architecture} has no head for multi-token prediction here, or none in this "
+            f"speculate=mtp: {spec.architecture} has no head for multi-token "
+            "prediction here, or none in this "
             "config.json; use another proposer, e.g. ngram:4"
         )
     return spec.drafting((spec.mtp,))
@@ -62,7 +63,7 @@ class Merge:
 
 
 def mtp_load_plan(spec: ModelSpec, present: Collection[str], world: World) -> LoadPlan:
-    """Plans the parameters of a head: embed_norm, hidden_norm, merge, norm and those of its layer."""
+    """Plan a head's parameters: embed_norm, hidden_norm, merge, norm, those of its layer."""
     (layer,) = spec.draft_layers
     names = FAMILIES[spec.architecture].names
     width = spec.hidden_size
@@ -90,7 +91,7 @@ def build_mtp(
     max_tokens: int = 1,
     max_position: int | None = None,
 ) -> Decoder:
-    """Builds the head of a model and empties `params`; arguments as for `build_decoder`."""
+    """Build the head of a model and empties `params`; arguments as for `build_decoder`."""
     world = replace(world or World(), ep=False)
     build = make_builder(
         spec, params, ops, world, tp, _placement(spec), None, 1, max_tokens, max_position
@@ -107,5 +108,5 @@ def build_mtp(
 
 
 def _placement(spec: ModelSpec) -> Placement:
-    """Returns where a head's experts are: all on each rank."""
+    """Return where a head's experts are: all on each rank."""
     return Placement.initial(1, max(1, spec.num_experts), 1)

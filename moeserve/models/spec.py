@@ -36,7 +36,7 @@ class LayerSpec:
 
     @property
     def norms(self) -> list[tuple[str, str]]:
-        """Our name of each norm of the stream and of outputs, and that which a checkpoint gives it."""
+        """Our name and the checkpoint's name of each norm of the stream and of outputs."""
         own = self.pre_norm and not self.parallel and self.feed_forward is not None
         there = (
             (self.pre_norm, "attn_norm", "input_layernorm"),
@@ -97,11 +97,12 @@ class ModelSpec:
         return self.layers + self.draft_layers
 
     def drafting(self, layers: tuple[LayerSpec, ...]) -> "ModelSpec":
-        """Returns the spec of the model beside a drafter with these layers. Raises ConfigError if
+        """Return the spec of the model beside a drafter with these layers. Raises ConfigError if
         there is no place for the drafter's caches."""
         if FULL not in self.kv_rules:
             raise ConfigError(
-                f"speculate: {self.architecture} has no layer with full attention, beside which a drafter's cache "
+                f"speculate: {self.architecture} has no layer with full attention, beside "
+                "which a drafter's cache "
                 "would be; use ngram:4 or suffix:8"
             )
         return replace(self, draft_layers=layers)
@@ -173,11 +174,12 @@ class ModelSpec:
                 dict.fromkeys(layer.mixer.sharing for layer in self.shared_layers)
             )
             raise ConfigError(
-                f"tp={tp} cannot share out {shared} evenly; choose tp from {', '.join(map(str, possible))}"
+                f"tp={tp} cannot share out {shared} evenly; choose tp from "
+                f"{', '.join(map(str, possible))}"
             )
 
     def obstacle(self, kernels: str) -> str:
-        """Returns why the kernels "native", "triton" or "fa3" cannot compute this model; empty if
+        """Return why the kernels "native", "triton" or "fa3" cannot compute this model; empty if
         they can.
         """
         return next(
@@ -185,7 +187,7 @@ class ModelSpec:
         )
 
     def products(self) -> list[tuple[int, int]]:
-        """Returns (outputs, inputs) of all products of all layers, without those of routed experts."""
+        """Return (outputs, inputs) of all products of all layers but routed experts."""
         blocks = (block for layer in self.layers for block in (layer.mixer, layer.feed_forward))
         return [
             product for block in blocks if block for product in block.products(self.hidden_size)
@@ -201,7 +203,7 @@ class ModelSize:
 
 
 def model_size(spec: ModelSpec) -> ModelSize:
-    """Counts the matrices of a model; norms and biases are a rounding error (< 0.1 %).
+    """Count the matrices of a model; norms and biases are a rounding error (< 0.1 %).
 
     Qwen3-30B-A3B (D 2048, 48 layers, E 128, K 8, I 768) -> about 30.5e9 and 3.0e9
     """
@@ -213,7 +215,7 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
-    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on
+    """Return a linear layer's bytes per weight, scales included. asked: the kind it becomes on
     loading.
 
     Of several formats in a checkpoint the smallest counts: experts have it, which are nearly all of

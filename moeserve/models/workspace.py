@@ -47,7 +47,7 @@ def workspace_bytes(
     tp_size: int = 1,
     inflow: Inflow | None = None,
 ) -> int:
-    """Returns the bytes that `forward` and `logits` hold at their peak on one of tp_size ranks.
+    """Return the bytes that `forward` and `logits` hold at their peak on one of tp_size ranks.
 
     max_tokens: of a step. max_rows: requests of a step. max_len: of a context. inflow: None where
     no rows come from other ranks. Layers run one after the other and reuse memory, so the peak is
@@ -91,7 +91,7 @@ def workspace_bytes(
 
 
 def _plans(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
-    """Bytes of the cache rows of all query blocks, of rotary angles, and of copies while planning."""
+    """Return the bytes of cache rows of query blocks, rotary angles, copies while planning."""
     blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
     attending = (
         layer.mixer for layer in spec.cached_layers if layer.mixer.head_shape(1) is not None

@@ -31,7 +31,7 @@ SharedExpert = Callable[[Tensor, RowContext], Tensor]
 
 
 def why_not_recorded(wire: All2AllCaps, compute: ExpertsCaps) -> str | None:
-    """Returns why no CUDA graph can record what this backend and this kernel do; None if one can."""
+    """Return why no CUDA graph can record what this backend and this kernel do; None if one can."""
     needs_host = (
         None
         if compute.device_counts
@@ -93,7 +93,7 @@ class MoELayer:
         return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - rows))
 
     def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
-        """Computes for the other ranks in a step in which this rank has no tokens. like_D: a row's
+        """Compute for the other ranks in a step in which this rank has no tokens. like_D: a row's
         shape and dtype.
         """
         self(like_D.new_empty((0, like_D.shape[-1])), RowContext(0, ubatch.index), ubatch)
@@ -176,7 +176,7 @@ class FusedMoELayer(MoELayer):
         return out_TD if self.shared is None else out_TD + self.shared(x_TD, context)
 
     def expect(self, layer: "FusedMoELayer") -> None:
-        """Lets experts on disk be read ahead for the next layer, where this one's kernel can guess
+        """Let experts on disk be read ahead for the next layer, where this one's kernel can guess
         them.
         """
         if hasattr(self._fused, "expect"):

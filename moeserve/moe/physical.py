@@ -55,7 +55,7 @@ class LogicalToPhysical:
         self._outgrown: list[torch.Tensor] = []  # recorded steps still read them
 
     def __call__(self, routing: Routing) -> Routing:
-        """Returns the routing with physical experts for logical ones; -1 stays -1."""
+        """Return the routing with physical experts for logical ones; -1 stays -1."""
         if self.is_identity:
             return routing
         ids_TK = routing.ids_TK
@@ -66,13 +66,13 @@ class LogicalToPhysical:
         )
 
     def after(self, placement: Placement) -> "LogicalToPhysical":
-        """Returns the same layer's map under another placement."""
+        """Return the same layer's map under another placement."""
         return LogicalToPhysical(
             placement, self.layer, self.device, counts_on_device=self.counts_on_device
         )
 
     def load(self, routing: Routing) -> NDArray[np.int64] | torch.Tensor:
-        """Returns the (token, k) pairs of each logical expert [E], without padding; int32 where the
+        """Return the (token, k) pairs of each logical expert [E], without padding; int32 where the
         device counts.
         """
         if self.counts_on_device:
@@ -83,7 +83,7 @@ class LogicalToPhysical:
         return np.bincount(ids + 1, minlength=self.num_experts + 1)[1:]
 
     def _starts(self, tokens: int) -> torch.Tensor:
-        """Returns where each token's part of the table begins, plus one, so that id -1 finds the
+        """Return where each token's part of the table begins, plus one, so that id -1 finds the
         entry of padding.
         """
         if tokens > self._starts_T1.shape[0]:

@@ -30,12 +30,12 @@ class PingPong:
         self._working = list(range(size))
 
     def take(self, index: int) -> None:
-        """Waits for this micro-batch's turn."""
+        """Wait for this micro-batch's turn."""
         self._turns[index].acquire()
         self._check()
 
     def pass_on(self, index: int) -> None:
-        """Lets the others work; returns on this micro-batch's next turn, at once if no other one is
+        """Let the others work; returns on this micro-batch's next turn, at once if no other one is
         left.
         """
         self._check()
@@ -44,14 +44,14 @@ class PingPong:
             self.take(index)
 
     def give_up(self, index: int) -> None:
-        """Ends this micro-batch's turns; the next one goes on."""
+        """End this micro-batch's turns; the next one goes on."""
         following = self._following(index)
         self._working.remove(index)
         if following != index:
             self._wake(following)
 
     def poison(self, error: BaseException) -> None:
-        """Ends the step: all micro-batches wake and get Unwound. Only the first call does anything."""
+        """End the step: all micro-batches wake and raise Unwound. Later calls do nothing."""
         if self.error is None:
             self.error = error
             for index in self._working:

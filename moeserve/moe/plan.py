@@ -66,7 +66,7 @@ class MoEPlan:
         shared: SharedExpert | None = None,
         tp: TensorParallel = ALONE,
     ) -> MoELayer:
-        """Returns a layer that runs as planned. packed: its weights, as `experts.pack` returned
+        """Return a layer that runs as planned. packed: its weights, as `experts.pack` returned
         them.
         """
         kind = FusedMoELayer if self.fused else MoELayer
@@ -82,20 +82,23 @@ class MoEPlan:
         )
 
     def with_activation(self, activation: Activation) -> "MoEPlan":
-        """Returns the plan of layers whose experts have another activation."""
+        """Return the plan of layers whose experts have another activation."""
         return replace(self, experts=self.experts.with_activation(activation))
 
     def table(self) -> str:
-        """Returns the needs and the reasons as aligned lines for the log."""
+        """Return the needs and the reasons as aligned lines for the log."""
         n = self.needs
-        head = f"{n.world_size} ranks, {n.ubatches} micro-batches, {n.device}, {n.dtype} rows of {n.hidden_size}"
+        head = (
+            f"{n.world_size} ranks, {n.ubatches} micro-batches, {n.device}, {n.dtype} "
+            f"rows of {n.hidden_size}"
+        )
         rows = [("all2all", "experts", head), *self.reasons]
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{a:<{wide[0]}}  {b:<{wide[1]}}  {why}".rstrip() for a, b, why in rows)
 
 
 def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Experts]) -> MoEPlan:
-    """Returns the plan with the first pair, in the callers' order of preference, that can do what
+    """Return the plan with the first pair, in the callers' order of preference, that can do what
     is needed.
 
     Raises ConfigError with the table when none can.
@@ -133,7 +136,7 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
 
 
 def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
-    """Returns what keeps the four steps apart; None if nothing does."""
+    """Return what keeps the four steps apart; None if nothing does."""
     checks = (
         (isinstance(kernel, Fusible), f"{kernel.caps.name} has no fused form"),
         (
@@ -151,7 +154,7 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
 
 
 def _remarks(needs: MoENeeds, backend: All2All) -> list[str]:
-    """Returns what a user should know about the backend that was picked."""
+    """Return what a user should know about the backend that was picked."""
     caps = backend.caps
     remarks = []
     if (width := caps.pad_hidden(needs.hidden_size)) != needs.hidden_size:
@@ -167,7 +170,7 @@ def _remarks(needs: MoENeeds, backend: All2All) -> list[str]:
 
 
 def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
-    """Returns why the pair cannot serve; None if it can."""
+    """Return why the pair cannot serve; None if it can."""
     wire = backend.caps
     compute = kernel.caps
     if wire.obstacle is not None:
@@ -187,11 +190,13 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
         ),
         (
             wire.max_in_flight is None or needs.ubatches <= wire.max_in_flight,
-            f"{wire.name} has {wire.max_in_flight} dispatches in flight, {needs.ubatches} micro-batches are asked",
+            f"{wire.name} has {wire.max_in_flight} dispatches in flight, "
+            f"{needs.ubatches} micro-batches are asked",
         ),
         (
             wire.exact or not needs.exact,
-            f"{wire.name} keeps no order of sums: bits may depend on where experts are; use --determinism fast",
+            f"{wire.name} keeps no order of sums: bits may depend on where experts "
+            "are; use --determinism fast",
         ),
         (compute.biases or not needs.biases, f"{compute.name} takes no experts with biases"),
         (compute.ungated or needs.gated, f"{compute.name} takes no experts without gates"),

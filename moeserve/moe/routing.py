@@ -26,11 +26,11 @@ class Routing:
     weights_TK: Tensor
 
     def rows(self, rows: slice) -> "Routing":
-        """Returns the routing of some of the tokens, as views."""
+        """Return the routing of some of the tokens, as views."""
         return Routing(self.ids_TK[rows], self.weights_TK[rows])
 
     def on_input(self, x_TD: Tensor) -> "tuple[Tensor, Routing]":
-        """Returns rows times the weight of their only expert, and the routing whose results count
+        """Return rows times the weight of their only expert, and the routing whose results count
         as they are.
         """
         assert self.weights_TK.shape[1] == 1, self.weights_TK.shape

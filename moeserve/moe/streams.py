@@ -40,7 +40,7 @@ class InFlightTransfer:
         self.begun, self.awaited, self.ended = (event(enable_timing=True) for _ in range(3))
 
     def join(self) -> None:
-        """Makes the current stream wait for the transfer."""
+        """Make the current stream wait for the transfer."""
         self.awaited.record()
         torch.cuda.current_stream().wait_event(self.ended)
         self.work = None
@@ -71,20 +71,20 @@ class CommStream:
     """
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Runs `work`, and returns a `join`: it makes the current stream wait for the work, and
+        """Run `work`, and returns a `join`: it makes the current stream wait for the work, and
         returns its value. The work must name all tensors that it uses and did not make: they live
         until `join`."""
         value = work()
         return lambda: value
 
     def watch(self) -> AbstractContextManager[None]:
-        """Times a transfer that begins here without `launch`; to be entered as an
+        """Time a transfer that begins here without `launch`; to be entered as an
         `InFlightTransfer` is.
         """
         return nullcontext()
 
     def take_transfers(self) -> list[InFlightTransfer]:
-        """Returns what was joined since the last call, in the order of launching; to be called
+        """Return what was joined since the last call, in the order of launching; to be called
         after each step.
         """
         return []
@@ -100,7 +100,6 @@ class CudaStream(CommStream):
         self._transfers: list[InFlightTransfer] = []
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
-        """See `CommStream`."""
         transfer = self._begin(work)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(transfer.begun)
@@ -110,7 +109,7 @@ class CudaStream(CommStream):
                 transfer.ended.record()
 
         def join() -> T:
-            """Waits once; a second call only returns the value."""
+            """Wait once; a second call only returns the value."""
             if not transfer.is_joined:
                 transfer.join()
             return value
@@ -118,7 +117,6 @@ class CudaStream(CommStream):
         return join
 
     def watch(self) -> AbstractContextManager[None]:
-        """See `CommStream`."""
         return self._begin()
 
     def _begin(self, work: object = None) -> InFlightTransfer:
@@ -129,7 +127,6 @@ class CudaStream(CommStream):
         return transfer
 
     def take_transfers(self) -> list[InFlightTransfer]:
-        """See `CommStream`."""
         joined = [transfer for transfer in self._transfers if transfer.is_joined]
         # Nobody joins the transfers of a failed step; they keep what they use until they are over.
         self._transfers = [
@@ -141,7 +138,7 @@ class CudaStream(CommStream):
 
 
 def comm_stream(device: torch.device | str) -> CommStream:
-    """Returns the device's only stream for transfers: two could wait for each other crosswise, if
+    """Return the device's only stream for transfers: two could wait for each other crosswise, if
     ranks used them in different order."""
     device = torch.device(device)
     if device.type != "cuda":
@@ -155,7 +152,7 @@ def _cuda_stream(index: int) -> CudaStream:
 
 
 def here() -> Callable[[], AbstractContextManager[object]]:
-    """Returns a context in which another thread launches on the calling thread's stream: torch's
+    """Return a context in which another thread launches on the calling thread's stream: torch's
     current device and stream are per thread."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext

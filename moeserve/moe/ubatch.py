@@ -48,17 +48,17 @@ class UBatchMeter:
     _resumed_ns: int = 0
 
     def reset(self, trace: bool) -> None:
-        """Begins a step."""
+        """Begin a step."""
         self.comm_ns = self.exposed_ns = 0
         self.events = [] if trace else None
 
     def resume(self) -> None:
-        """Marks the beginning of work."""
+        """Mark the beginning of work."""
         if self.events is not None:
             self._resumed_ns = time.monotonic_ns()
 
     def work(self, name: str, layer: int) -> None:
-        """Names the work since the last mark, and marks the beginning of other work."""
+        """Name the work since the last mark, and marks the beginning of other work."""
         if self.events is not None:
             now_ns = time.monotonic_ns()
             if now_ns - self._resumed_ns >= SHORTEST_NS:
@@ -70,7 +70,7 @@ class UBatchMeter:
     def transfer(
         self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int
     ) -> None:
-        """Counts a transfer from start_ns to arrived_ns, for which the micro-batch waited from
+        """Count a transfer from start_ns to arrived_ns, for which the micro-batch waited from
         wait_ns to end_ns.
         """
         if arrived_ns == ON_DEVICE:
@@ -102,7 +102,7 @@ class UBatch:
         self._early_ns = 0  # when the first part of the next transfer was sent
 
     def couple(self, ping_pong: PingPong, sibling: "UBatch") -> None:
-        """Shares the next step with `sibling`. To be called for both before either enters."""
+        """Share the next step with `sibling`. To be called for both before either enters."""
         self._ping_pong = ping_pong
         self._sibling = sibling
         self._inbox.clear()
@@ -114,7 +114,7 @@ class UBatch:
         return self._ping_pong is not None
 
     def run_in_turns(self, work: Callable[[], T]) -> T | None:
-        """Runs this micro-batch's part of the step from its first turn on; then the sibling goes on
+        """Run this micro-batch's part of the step from its first turn on; then the sibling goes on
         alone. An error ends the step of both and becomes the `PingPong`'s."""
         ping_pong = self._ping_pong
         assert ping_pong is not None
@@ -139,7 +139,7 @@ class UBatch:
         meanwhile: Callable[[], None] | None = None,
         name: str = "transfer",
     ) -> T:
-        """Starts a transfer, runs `meanwhile`, lets the sibling work, and returns the transfer's
+        """Start a transfer, runs `meanwhile`, lets the sibling work, and returns the transfer's
         result.
 
         name: "dispatch" or "combine", for traces.
@@ -167,7 +167,7 @@ class UBatch:
         return value
 
     def run_fused(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
-        """Runs a layer whose rows stay on this rank; `compute` returns the output and the rows per
+        """Run a layer whose rows stay on this rank; `compute` returns the output and the rows per
         expert.
         """
         layer = len(self._loads)
@@ -178,12 +178,12 @@ class UBatch:
         return out_TD
 
     def send_early(self, send: Callable[[], None]) -> None:
-        """Sends part of this micro-batch's next transfer, which counts as begun from here on."""
+        """Send part of this micro-batch's next transfer, which counts as begun from here on."""
         self._early_ns = time.monotonic_ns()
         send()
 
     def _receive(self) -> None:
-        """Launches what the sibling will wait for. This happens right before the own send: a
+        """Launch what the sibling will wait for. This happens right before the own send: a
         receive may occupy the device or wait for its rows, so it must come behind this
         micro-batch's work."""
         if self._inbox:
@@ -194,13 +194,13 @@ class UBatch:
             self.meter.exposed_ns += time.monotonic_ns() - began_ns
 
     def note_load(self, counts_E: Load) -> None:
-        """Records how many rows of this micro-batch one layer sent to each logical expert, without
+        """Record how many rows of this micro-batch one layer sent to each logical expert, without
         padding.
         """
         self._loads.append(counts_E)
 
     def take_load(self) -> Load:
-        """Returns the rows per layer and expert [layers, E] since the last call; an empty array
+        """Return the rows per layer and expert [layers, E] since the last call; an empty array
         when nothing was routed, a tensor if the device counted them."""
         loads = self._loads
         self._loads = []

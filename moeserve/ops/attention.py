@@ -76,7 +76,7 @@ class TorchAttentionMetadata:
 def plan_attention(
     group: GroupInputs, step: StepInputs, shape: HeadShape
 ) -> TorchAttentionMetadata:
-    """Packs the step's queries into items; see `PlanAttention`."""
+    """Pack the step's queries into items; see `PlanAttention`."""
     offsets = step.offsets_R1.tolist()
     kv_width = shape.num_kv_heads * max(shape.dim, shape.v_dim)
     members: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
@@ -122,7 +122,7 @@ def _first_seen(positions: NDArray[np.int64] | int, group: GroupInputs) -> NDArr
 
 
 def padded_context(length: int) -> int:
-    """Returns an upper bound of a context's positions with those that pad it: at most a quarter and
+    """Return an upper bound of a context's positions with those that pad it: at most a quarter and
     a tile.
     """
     return length + length // 4 + TILE
@@ -190,7 +190,7 @@ def attention(
     sinks_H: Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Attends to the paged cache; returns [T', H * v] of q's dtype, zero in rows beyond the
+    """Attend to the paged cache; returns [T', H * v] of q's dtype, zero in rows beyond the
     metadata's tokens.
 
     Queries come already scaled. sinks_H: fp32, one score per head that takes weight and gives no

@@ -47,7 +47,7 @@ class HeadRule:
 
 
 def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
-    """Yields parts of `rows` that torch, which splits a part evenly by elements over its threads,
+    """Yield parts of `rows` that torch, which splits a part evenly by elements over its threads,
     splits between rows.
 
     5 rows of 32,768 with 2 threads -> slice(0, 4), slice(4, 5)
@@ -75,7 +75,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm
+    """Return (rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm
     decoder.
 
     Implementations may overwrite the arguments with the results.
@@ -85,7 +85,7 @@ def add_rms_norm(
 
 
 def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + d/2) of each head by the token's angles, in fp32; cos and sin fp32
+    """Rotate the pairs (i, i + d/2) of each head by the token's angles, in fp32; cos and sin fp32
     [T, 1, d].
 
     sin carries the sign: minus in the first half. Source: RoFormer (Su et al. 2021), in GPT-NeoX's
@@ -181,7 +181,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def _whole_rows(function: Callable[[Tensor], Tensor], x_TN: Tensor) -> Tensor:
-    """Applies an elementwise function so that an element's bits do not depend on the number of
+    """Apply an elementwise function so that an element's bits do not depend on the number of
     rows.
     """
     width = x_TN.shape[1]
@@ -234,7 +234,7 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
 def write_kv(
     k_TGd: Tensor, v_TGv: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
 ) -> None:
-    """Writes new keys and values to their KV slots (block * block_size + offset) of a layer's
+    """Write new keys and values to their KV slots (block * block_size + offset) of a layer's
     cache.
     """
     for x_TGd, cache in ((k_TGd, k_cache), (v_TGv, v_cache)):

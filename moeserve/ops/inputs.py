@@ -158,12 +158,12 @@ PlanAttention = Callable[[GroupInputs, StepInputs, HeadShape], Any]
 
 
 def entry_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Returns the elements of `dtype` in one KV entry."""
+    """Return the elements of `dtype` in one KV entry."""
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
 def to_entries(x_TGd: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds heads to entries [T, G, entry_width]; int8 in multiples of the head's largest
+    """Round heads to entries [T, G, entry_width]; int8 in multiples of the head's largest
     magnitude / 127.
 
     [0.5, -1.27] -> [50, -127] and 0.01. A head that is not finite becomes zeros with the scale NaN:
@@ -179,7 +179,7 @@ def to_entries(x_TGd: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def from_entries(entries: Tensor) -> Tensor:
-    """Returns int8 entries [..., d + 4] as fp32 [..., d], and entries of other types as they are."""
+    """Return int8 entries [..., d + 4] as fp32 [..., d], and entries of other types as they are."""
     if entries.dtype != torch.int8:
         return entries
     return entries[..., :-SCALE_BYTES] * entries[..., -SCALE_BYTES:].contiguous().view(

@@ -73,7 +73,7 @@ class PlainHeads:
         return self._linears
 
     def __call__(self, x_THK: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the products [T, H, N]; see `HeadsLinear`."""
+        """Return the products [T, H, N]; see `HeadsLinear`."""
         if out is None:
             out = x_THK.new_empty(*x_THK.shape[:2], self._width)
         context = RowContext(len(x_THK))
@@ -90,7 +90,7 @@ def latent_rope_cache(
     latent_cache: Tensor,
     q_THC: Tensor,
 ) -> Tensor:
-    """Normalises and rotates latents into the cache, and rotates and scales queries; returns [T, H,
+    """Normalise and rotates latents into the cache, and rotates and scales queries; returns [T, H,
     n].
 
     kv_TC: latents, then the key part that is rotated. latent_cache [blocks, block size, 1, C],

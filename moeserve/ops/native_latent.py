@@ -53,15 +53,17 @@ class LatentBlock:
         assert latents.matrix.columns == entry, (latents.matrix.columns, rule)
         self._columns = rule.num_heads * down.width if out is None else out.matrix.columns
         self._block = _native.LatentBlock(
-            TYPES[dtype], narrow and narrow[0].matrix, narrow[1].data_ptr() if narrow else 0, queries.matrix,
-            latents.matrix, up.matrices, down.matrices, None if out is None else out.matrix, rule.nope_dim,
+            TYPES[dtype], narrow and narrow[0].matrix, narrow[1].data_ptr() if narrow else 0,
+            queries.matrix,
+            latents.matrix, up.matrices, down.matrices, None if out is None else out.matrix,
+            rule.nope_dim,
             rule.rope_dim, rule.norm_L.data_ptr(), rule.eps, rule.scale,
         )  # fmt: skip
 
     def __call__(
         self, x_TD: Tensor, at: RopeCacheInputs, latent_cache: Tensor, plan: NativeAttentionMetadata
     ) -> Tensor:
-        """Takes what `latent_rope_cache` and `attention` take, all of x's dtype and contiguous but
+        """Take what `latent_rope_cache` and `attention` take, all of x's dtype and contiguous but
         x's rows.
         """
         cos_T1p, sin_T1p, slot_mapping_T = at
@@ -79,7 +81,8 @@ class LatentBlock:
         rows = x_TD.shape[0]
         y = _empty((rows, self._columns), dtype=self._dtype)
         self._block.run(
-            plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1p.data_ptr(), sin_T1p.data_ptr(),
+            plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1p.data_ptr(),
+            sin_T1p.data_ptr(),
             slot_mapping_T.data_ptr(), latent_cache.data_ptr(), y.data_ptr(),
         )  # fmt: skip
         return y
@@ -88,7 +91,7 @@ class LatentBlock:
 def index_select(
     q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection, pack_heads: PackHeads
 ) -> Tensor:
-    """Does `index_select` of ops/selected.py (csrc/kernels/index_scores.hpp, csrc/core/top_k.cpp)."""
+    """Native `index_select` of ops/selected.py (csrc/kernels/index_scores.hpp)."""
     num_queries, heads, dim = q_SJd.shape
     assert cache.shape[2:] == (1, dim), (cache.shape, q_SJd.shape)
     assert cache.is_contiguous(), cache.stride()
@@ -104,8 +107,10 @@ def index_select(
         assert len(slots_L) == request.first + count, (slots_L.shape, request)
         scores_ML = torch.empty((min(QUERIES, count), len(slots_L)))
         _native.index_select(
-            TYPES[cache.dtype], cache.data_ptr(), dim, slots_L.data_ptr(), request.first, count, heads,
-            q_SJd[first:].data_ptr(), weights_SJ[first:].data_ptr(), selection.top_k, len(scores_ML),
+            TYPES[cache.dtype], cache.data_ptr(), dim, slots_L.data_ptr(), request.first, count,
+            heads,
+            q_SJd[first:].data_ptr(), weights_SJ[first:].data_ptr(), selection.top_k,
+            len(scores_ML),
             scores_ML.data_ptr(), out_SK[first:].data_ptr(),
         )  # fmt: skip
     return out_SK

@@ -70,7 +70,7 @@ def new_room(num_bytes: int) -> tuple[Tensor, bool]:
 
 
 def packing_of(weight: Weight, columns: int | None = None, lossless: bool = False) -> Any:
-    """Returns how a weight [..., N, K], or `columns` rows of it, is packed. lossless: bf16 in 12
+    """Return how a weight [..., N, K], or `columns` rows of it, is packed. lossless: bf16 in 12
     bits.
     """
     rows = columns or weight.shape[-2]
@@ -81,7 +81,8 @@ def packing_of(weight: Weight, columns: int | None = None, lossless: bool = Fals
         if weight.activations == "int8":
             bits = (weight.bits or 8) if weight.kind == "int8" else 4
         return _native.Packing(
-            getattr(_native.Type, weight.kind), depth, rows, weight.group, weight.zeros is not None, bits,
+            getattr(_native.Type, weight.kind), depth, rows, weight.group,
+            weight.zeros is not None, bits,
             TYPES[weight.scale_dtype], weight.mins is not None, has_supers,
         )  # fmt: skip
     compressed = lossless and weight.dtype is torch.bfloat16 and depth % 8 == 0
@@ -89,7 +90,7 @@ def packing_of(weight: Weight, columns: int | None = None, lossless: bool = Fals
 
 
 def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
-    """Packs a matrix to the address `to`, each block `step` bytes behind the one before.
+    """Pack a matrix to the address `to`, each block `step` bytes behind the one before.
     all_threads: on the pool.
 
     Raises CheckpointError for weights that do not fit 12 bits.
@@ -109,7 +110,8 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
         packing, values.data_ptr(), values.stride(0), *of_groups, to, step, all_threads
     ):
         raise CheckpointError(
-            f"weights {list(w.shape)} do not fit 12 bits: of 16 outputs' weights, more than one in a thousand has none "
+            f"weights {list(w.shape)} do not fit 12 bits: of 16 outputs' weights, "
+            "more than one in a thousand has none "
             "of the 16 most frequent upper bytes; use lossless_compression=off"
         )
 
@@ -175,7 +177,8 @@ class NativeLinear:
             x_MK = x_MK.contiguous()
         y_MN = x_MK.new_empty(x_MK.shape[0], self._columns)
         _native.linear(
-            self._type, self._packing, self.packed.data_ptr(), self._bias_at, x_MK.data_ptr(), x_MK.stride(0),
+            self._type, self._packing, self.packed.data_ptr(), self._bias_at, x_MK.data_ptr(),
+            x_MK.stride(0),
             x_MK.shape[0], y_MN.data_ptr(),
         )  # fmt: skip
         return y_MN
@@ -212,7 +215,7 @@ class NativeHeads:
         return self._shape[1]
 
     def __call__(self, x_THK: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the products [T, H, N], in `out` where it is given; the elements of a row must
+        """Return the products [T, H, N], in `out` where it is given; the elements of a row must
         lie side by side.
         """
         heads, width, depth = self._shape
@@ -226,7 +229,8 @@ class NativeHeads:
         assert out_THN.shape == (len(x_THK), heads, width), (out_THN.shape, self._shape)
         assert x_THK.stride(2) == out_THN.stride(2) == 1, (x_THK.stride(), out_THN.stride())
         _native.head_products(
-            self._type, self._packing, self._packed.data_ptr(), heads, x_THK.data_ptr(), x_THK.stride(0),
+            self._type, self._packing, self._packed.data_ptr(), heads, x_THK.data_ptr(),
+            x_THK.stride(0),
             x_THK.stride(1), len(x_THK), out_THN.data_ptr(), out_THN.stride(0), out_THN.stride(1),
         )  # fmt: skip
         return out_THN
@@ -246,13 +250,14 @@ class NativeAttentionMetadata:
 def plan_attention(
     group: GroupInputs, step: StepInputs, shape: HeadShape
 ) -> NativeAttentionMetadata:
-    """Cuts attention into pieces; see `PlanAttention`."""
+    """Cut attention into pieces; see `PlanAttention`."""
     blocks_RN = group.blocks_RN
     size = group.block_size
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
     pieces = _native.AttentionPlan(
-        blocks_RN.data_ptr(), blocks_RN.shape[1], size, group.window, group.chunk, step.starts_R, step.offsets_R1,
+        blocks_RN.data_ptr(), blocks_RN.shape[1], size, group.window, group.chunk, step.starts_R,
+        step.offsets_R1,
         shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim,
     )  # fmt: skip
     return NativeAttentionMetadata(pieces.num_tokens, pieces, blocks_RN, shape, size)
@@ -267,7 +272,7 @@ def attention(
     sinks_H: Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Attends to the paged cache as ops/attention.py does: [T', H * v] of q's dtype, all sums in
+    """Attend to the paged cache as ops/attention.py does: [T', H * v] of q's dtype, all sums in
     fp32.
 
     q_THd: already scaled; heads of a token lie side by side, tokens may be further apart. v_cache:
@@ -298,7 +303,8 @@ def attention(
         assert sinks_H.shape == (num_heads,), sinks_H.shape
     out = torch.empty((num_rows, num_heads * v), dtype=q_THd.dtype)
     plan.pieces.run(
-        q_THd.data_ptr(), q_THd.stride(0), TYPES[q_THd.dtype], k_cache.data_ptr(), k_bytes, v_cache.data_ptr(), v_bytes,
+        q_THd.data_ptr(), q_THd.stride(0), TYPES[q_THd.dtype], k_cache.data_ptr(), k_bytes,
+        v_cache.data_ptr(), v_bytes,
         KV_TYPES[k_cache.dtype], out.data_ptr(), num_rows, soft_cap, address(sinks_H),
     )  # fmt: skip
     return out
@@ -332,15 +338,17 @@ class AttentionBlock:
         self._kv_types = {(kv, *both): KV_TYPES[kv] for kv, both in widths.items()}
         self._columns = rule.num_heads * shape.v_dim if out is None else out.matrix.columns
         self.native = _native.AttentionBlock(
-            TYPES[dtype], qkv.matrix, None if out is None else out.matrix, rule.num_heads, rule.num_kv_heads, dim,
-            shape.v_dim, address(rule.norms), rule.norm_last, rule.norm_values, rule.eps, rule.clip, rule.scale,
+            TYPES[dtype], qkv.matrix, None if out is None else out.matrix, rule.num_heads,
+            rule.num_kv_heads, dim,
+            shape.v_dim, address(rule.norms), rule.norm_last, rule.norm_values, rule.eps,
+            rule.clip, rule.scale,
             address(sinks_H), soft_cap,
         )  # fmt: skip
 
     def __call__(
         self, x_TD: Tensor, at: RopeCacheInputs, cache: LayerCache, plan: NativeAttentionMetadata
     ) -> Tensor:
-        """Takes what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's
+        """Take what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's
         dtype or int8.
         """
         (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
@@ -354,7 +362,8 @@ class AttentionBlock:
         rows = x_TD.shape[0]
         y = _empty((rows, self._columns), dtype=self._dtype)
         self.native.run(
-            plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
+            plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1d.data_ptr(),
+            sin_T1d.data_ptr(),
             slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
             self._kv_types[k_cache.dtype, width, v_cache.shape[3]], y.data_ptr(),
         )  # fmt: skip
@@ -381,14 +390,15 @@ class GatedMLPBlock:
         self._columns = down.matrix.columns
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Returns down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+        """Return down(act(gate(x)) * up(x)), or down(act(up(x)))."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         assert x_TD.shape[1] == self._depth, (x_TD.shape, self._depth)
         assert x_TD.stride(1) == 1, x_TD.stride()
         gate_up, down = self._keep
         y = _empty((x_TD.shape[0], self._columns), dtype=self._dtype)
         _native.gated_mlp(
-            TYPES[self._dtype], gate_up.matrix, down.matrix, self.native, x_TD.data_ptr(), x_TD.stride(0),
+            TYPES[self._dtype], gate_up.matrix, down.matrix, self.native, x_TD.data_ptr(),
+            x_TD.stride(0),
             x_TD.shape[0], y.data_ptr(),
         )  # fmt: skip
         return y
@@ -416,18 +426,19 @@ class ExpertsBlock:
         check_per_expert(bias_E, self._num_experts)
         check_per_expert(expert_scale_E, self._num_experts)
         self._block = _native.ExpertsBlock(
-            TYPES[dtype], router.matrix, TYPES[torch.float32 if rule.fp32 else dtype], top_k, native_rule(rule),
+            TYPES[dtype], router.matrix, TYPES[torch.float32 if rule.fp32 else dtype], top_k,
+            native_rule(rule),
             rule.on_input, address(bias_E), address(expert_scale_E), native_activation(activation),
         )  # fmt: skip
 
     def expect(self, block: ExpertsBlock) -> None:
-        """Lets experts on disk be read ahead for the next layer's block."""
+        """Let experts on disk be read ahead for the next layer's block."""
         self._block.expect(block._block)
 
     def __call__(
         self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Returns the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding
+        """Return the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding
         and become zero.
 
         packed: what `NativeExperts.pack` made; expert e is local expert e.
@@ -439,7 +450,8 @@ class ExpertsBlock:
         out_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
         counts_E = np.empty(self._num_experts, np.int64)
         self._block.run(
-            packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], packed.biased, counts_E, x_TD.data_ptr(),
+            packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], packed.biased,
+            counts_E, x_TD.data_ptr(),
             num_tokens, out_TD.data_ptr(), packed.cached,
         )  # fmt: skip
         if num_tokens < len(out_TD):

@@ -31,7 +31,7 @@ class NativeTilePlan:
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> NativeTilePlan:
-    """Cuts the step's tokens at the borders of tiles; see ops/recurrence.py."""
+    """Cut the step's tokens at the borders of tiles; see ops/recurrence.py."""
     blocks_RN = group.blocks_RN
     size = group.block_size
     assert size % TILE == 0, size
@@ -58,7 +58,7 @@ def causal_conv(
     caches: Caches,
     plan: NativeTilePlan,
 ) -> Tensor:
-    """Returns the convolution [T, C] in fp32; see ops/recurrence.py. Rows of x may be strided."""
+    """Return the convolution [T, C] in fp32; see ops/recurrence.py. Rows of x may be strided."""
     (num_rows, channels), inputs = x_TC.shape, weight_CK.shape[1]
     assert 2 <= inputs <= TILE + 1, inputs
     assert x_TC.stride(1) == 1 or channels == 1, x_TC.stride()
@@ -77,14 +77,15 @@ def causal_conv(
     check_cache(borders, plan.block_size // TILE, inputs - 1, channels)
     out_TC = _empty((num_rows, channels))
     plan.pieces.causal_conv(
-        TYPES[x_TC.dtype], num_rows, channels, inputs, x_TC.data_ptr(), x_TC.stride(0), weight_CK.data_ptr(),
+        TYPES[x_TC.dtype], num_rows, channels, inputs, x_TC.data_ptr(), x_TC.stride(0),
+        weight_CK.data_ptr(),
         address(bias_C), silu, rows.data_ptr(), borders.data_ptr(), out_TC.data_ptr(),
     )  # fmt: skip
     return out_TC
 
 
 def _by_token(x: Tensor) -> tuple[Tensor, int]:
-    """Returns a tensor in which what belongs to a token lies side by side, and elements from one
+    """Return a tensor in which what belongs to a token lies side by side, and elements from one
     token to the next.
     """
     assert x.dtype == torch.float32, x.dtype
@@ -102,7 +103,7 @@ def recurrence(
     caches: Caches,
     plan: NativeTilePlan,
 ) -> Tensor:
-    """Returns o [T, H, v] of the recurrence; see ops/recurrence.py."""
+    """Return o [T, H, v] of the recurrence; see ops/recurrence.py."""
     (num_rows, groups, d), (_, heads, v), decays = q_TGd.shape, v_THv.shape, log_decay_THD.shape[2]
     assert k_TGd.shape == q_TGd.shape, (k_TGd.shape, q_TGd.shape)
     assert v_THv.shape[0] == num_rows >= plan.num_tokens, (v_THv.shape, num_rows, plan.num_tokens)
@@ -124,8 +125,10 @@ def recurrence(
     beta_TH, beta_stride = (None, 0) if beta_TH is None else _by_token(beta_TH)
     out_THv = _empty((num_rows, heads, v))
     plan.pieces.recurrence(
-        num_rows, groups, heads, d, v, decays, q_TGd.data_ptr(), q_stride, k_TGd.data_ptr(), k_stride,
-        v_THv.data_ptr(), v_stride, log_decay_THD.data_ptr(), decay_stride, address(beta_TH), beta_stride,
+        num_rows, groups, heads, d, v, decays, q_TGd.data_ptr(), q_stride, k_TGd.data_ptr(),
+        k_stride,
+        v_THv.data_ptr(), v_stride, log_decay_THD.data_ptr(), decay_stride, address(beta_TH),
+        beta_stride,
         states.data_ptr(), keys.data_ptr(), updates.data_ptr(), sums.data_ptr(), out_THv.data_ptr(),
     )  # fmt: skip
     return out_THv
@@ -141,7 +144,7 @@ def selective_scan(
     caches: Caches,
     plan: NativeTilePlan,
 ) -> Tensor:
-    """Returns y [T, C] of the scan; see ops/selective_scan.py."""
+    """Return y [T, C] of the scan; see ops/selective_scan.py."""
     (num_rows, channels), state = x_TC.shape, len(a_NC)
     assert plan.num_tokens <= num_rows, (plan.num_tokens, num_rows)
     shapes = (

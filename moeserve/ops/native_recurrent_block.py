@@ -97,16 +97,20 @@ class RecurrentBlock:
         self._sizes = (channels, num_inputs, rule.groups, rule.heads, dim, v_dim)
         self._columns = rule.heads * v_dim if out is None else out.matrix.columns
         self._block = _native.RecurrentBlock(
-            type=TYPES[dtype], inputs=inputs.matrix, gates=gates and gates.matrix, out=out and out.matrix,
-            groups=rule.groups, heads=rule.heads, d=dim, v=v_dim, num_inputs=num_inputs, conv=address(rule.conv_CK),
-            conv_bias=address(rule.conv_bias_C), decay=address(rule.decay_H), dt_bias=address(rule.dt_bias_H),
-            least=rule.time_limit[0], most=rule.time_limit[1], unit_q=address(unit_q), unit_k=address(unit_k),
+            type=TYPES[dtype], inputs=inputs.matrix, gates=gates and gates.matrix,
+            out=out and out.matrix,
+            groups=rule.groups, heads=rule.heads, d=dim, v=v_dim, num_inputs=num_inputs,
+            conv=address(rule.conv_CK),
+            conv_bias=address(rule.conv_bias_C), decay=address(rule.decay_H),
+            dt_bias=address(rule.dt_bias_H),
+            least=rule.time_limit[0], most=rule.time_limit[1], unit_q=address(unit_q),
+            unit_k=address(unit_k),
             unit_eps=unit_eps, skip=address(rule.skip_H1), norm=address(rule.norm), eps=rule.eps,
             norm_width=v_dim if rule.unit else rule.heads * v_dim // rule.groups,
         )  # fmt: skip
 
     def __call__(self, x_TD: Tensor, cache: Caches, plan: NativeTilePlan) -> Tensor:
-        """Returns the block's output; writes what the tokens leave behind to `cache`: of the
+        """Return the block's output; writes what the tokens leave behind to `cache`: of the
         convolution, then of the recurrence."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         assert x_TD.stride(1) == 1, x_TD.stride()
@@ -115,7 +119,8 @@ class RecurrentBlock:
         channels, num_inputs, groups, heads, dim, v_dim = self._sizes
         size = plan.block_size
         shapes = (
-            (size, 1, channels), (size // TILE, num_inputs - 1, channels), (size // TILE, heads, dim * v_dim),
+            (size, 1, channels), (size // TILE, num_inputs - 1, channels),
+            (size // TILE, heads, dim * v_dim),
             (size, groups, dim), (size, heads, v_dim), (size, heads, 1),
         )  # fmt: skip
         for part, shape in zip(cache, shapes, strict=True):

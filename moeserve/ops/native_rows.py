@@ -43,7 +43,7 @@ def _stride(x: Tensor) -> int:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Returns the RMS norm of each row, in x's dtype; see ops/elementwise.py."""
+    """Return the RMS norm of each row, in x's dtype; see ops/elementwise.py."""
     rows, width = x_TD.shape
     out_TD = _empty((rows, width), dtype=x_TD.dtype)
     _native.rms_norm(
@@ -108,9 +108,12 @@ def qk_norm_rope_cache(
     assert v_cache.shape[2:] == (groups, entry_width(v_dim, k_cache.dtype)), (v_cache.shape, v_dim)
     q_THd = _empty((rows, heads, dim), dtype=qkv_TN.dtype)
     _native.qk_norm_rope_cache(
-        TYPES[qkv_TN.dtype], rows, slot_mapping_T.shape[0], heads, groups, dim, v_dim, qkv_TN.data_ptr(),
-        _stride(qkv_TN), address(normed_THd), address(rule.norms), rule.norm_last, rule.norm_values, rule.eps,
-        rule.clip, cos_T1d.data_ptr(), sin_T1d.data_ptr(), rule.scale, slot_mapping_T.data_ptr(), k_cache.data_ptr(),
+        TYPES[qkv_TN.dtype], rows, slot_mapping_T.shape[0], heads, groups, dim, v_dim,
+        qkv_TN.data_ptr(),
+        _stride(qkv_TN), address(normed_THd), address(rule.norms), rule.norm_last,
+        rule.norm_values, rule.eps,
+        rule.clip, cos_T1d.data_ptr(), sin_T1d.data_ptr(), rule.scale, slot_mapping_T.data_ptr(),
+        k_cache.data_ptr(),
         v_cache.data_ptr(), KV_TYPES[k_cache.dtype], q_THd.data_ptr(),
     )  # fmt: skip
     return q_THd
@@ -144,16 +147,19 @@ def latent_rope_cache(
     )
     q_THn = _empty((rows, heads, rule.nope_dim), dtype=q_THe.dtype)
     _native.latent_rope_cache(
-        TYPES[q_THe.dtype], rows, slot_mapping_T.shape[0], heads, rule.nope_dim, rule.rope_dim, rule.rank,
-        q_THe.data_ptr(), q_THe.stride(0), kv_TC.data_ptr(), _stride(kv_TC), rule.norm_L.data_ptr(), rule.eps,
-        cos_T1p.data_ptr(), sin_T1p.data_ptr(), rule.scale, slot_mapping_T.data_ptr(), latent_cache.data_ptr(),
+        TYPES[q_THe.dtype], rows, slot_mapping_T.shape[0], heads, rule.nope_dim, rule.rope_dim,
+        rule.rank,
+        q_THe.data_ptr(), q_THe.stride(0), kv_TC.data_ptr(), _stride(kv_TC),
+        rule.norm_L.data_ptr(), rule.eps,
+        cos_T1p.data_ptr(), sin_T1p.data_ptr(), rule.scale, slot_mapping_T.data_ptr(),
+        latent_cache.data_ptr(),
         q_THn.data_ptr(), q_THC.data_ptr(),
     )  # fmt: skip
     return q_THn
 
 
 def native_activation(rule: Activation) -> Any:
-    """Returns the activation as native kernels take it."""
+    """Return the activation as native kernels take it."""
     return (
         _SWIGLU if rule is SWIGLU else _native_activation(rule)
     )  # hashing it takes as long as a small call
@@ -163,7 +169,8 @@ def native_activation(rule: Activation) -> Any:
 def _native_activation(rule: Activation) -> Any:
     kinds = _native.ActivationKind
     return _native.Activation(
-        kind=kinds.swiglu if rule.plain else getattr(kinds, rule.kind), alpha=rule.alpha, gate_limit=rule.gate_limit,
+        kind=kinds.swiglu if rule.plain else getattr(kinds, rule.kind), alpha=rule.alpha,
+        gate_limit=rule.gate_limit,
         act_limit=rule.act_limit, up_limit=rule.limit, up_shift=rule.up_shift,
     )  # fmt: skip
 
@@ -172,7 +179,7 @@ _SWIGLU = _native_activation(SWIGLU) if AVAILABLE else None
 
 
 def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
-    """Returns act(gate) * up of [M, 2I], [M, I], or act of [M, I]; see ops/elementwise.py."""
+    """Return act(gate) * up of [M, 2I], [M, I], or act of [M, I]; see ops/elementwise.py."""
     rows = gate_up_MI.shape[0]
     width = gate_up_MI.shape[1] // activation.parts
     out_MI = _empty((rows, width), dtype=gate_up_MI.dtype)
@@ -184,7 +191,7 @@ def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
 
 
 def sigmoid_gate(logits_TL: Tensor) -> Tensor:
-    """Returns the sigmoid of the first column, fp32 [T, 1]."""
+    """Return the sigmoid of the first column, fp32 [T, 1]."""
     out_T1 = _empty((logits_TL.shape[0], 1))
     _native.sigmoid_gate(
         TYPES[logits_TL.dtype],
@@ -197,17 +204,19 @@ def sigmoid_gate(logits_TL: Tensor) -> Tensor:
 
 
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """Returns the rows `ids_T` (int64) of the embedding table."""
+    """Return the rows `ids_T` (int64) of the embedding table."""
     assert ids_T.dtype is torch.int64, ids_T.dtype
     return _rows(weight_VD, ids_T, 1)
 
 
 @lru_cache
 def native_rule(rule: RouterRule) -> Any:
-    """Returns the rule as native kernels take it."""
+    """Return the rule as native kernels take it."""
     return _native.RouteRule(
-        score=getattr(_native.RouteScore, rule.score), groups=rule.groups, kept_groups=rule.kept_groups,
-        group_scores=rule.num_group_scores, renormalize=rule.renormalize, epsilon=rule.epsilon, floor=rule.floor,
+        score=getattr(_native.RouteScore, rule.score), groups=rule.groups,
+        kept_groups=rule.kept_groups,
+        group_scores=rule.num_group_scores, renormalize=rule.renormalize, epsilon=rule.epsilon,
+        floor=rule.floor,
         scale=rule.scale, jitter=rule.jitter,
     )  # fmt: skip
 
@@ -228,7 +237,7 @@ def route(
     bias_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the top_k experts of each token and their weights; see ops/elementwise.py."""
+    """Return the top_k experts of each token and their weights; see ops/elementwise.py."""
     rows, experts = logits_TE.shape
     check_per_expert(bias_E, experts)
     check_per_expert(expert_scale_E, experts)
@@ -236,13 +245,14 @@ def route(
     weights_TK = _empty((rows, top_k))
     _native.route(
         TYPES[logits_TE.dtype], rows, experts, top_k, logits_TE.data_ptr(), _stride(logits_TE),
-        native_rule(rule), address(bias_E), address(expert_scale_E), ids_TK.data_ptr(), weights_TK.data_ptr(),
+        native_rule(rule), address(bias_E), address(expert_scale_E), ids_TK.data_ptr(),
+        weights_TK.data_ptr(),
     )  # fmt: skip
     return ids_TK, weights_TK
 
 
 def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
-    """Returns (order_P, place_N, counts_e) of a `Grouping` (moe/all2all/layout.py)."""
+    """Return (order_P, place_N, counts_e) of a `Grouping` (moe/all2all/layout.py)."""
     assert ids_TK.dtype is torch.int32, ids_TK.dtype
     assert ids_TK.is_contiguous(), ids_TK.stride()
     num_pairs = ids_TK.numel()
@@ -256,12 +266,12 @@ def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArr
 
 
 def rows_of_pairs(x_TD: Tensor, order_P: Tensor, top_k: int) -> Tensor:
-    """Returns the row of the token of each pair t * top_k + k, [P, D]."""
+    """Return the row of the token of each pair t * top_k + k, [P, D]."""
     return _rows(x_TD.contiguous(), order_P, top_k)
 
 
 def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor) -> Tensor:
-    """Fills out[t] with the sum over k, in order and in fp32, of weights[t, k] * y[place[t * K +
+    """Fill out[t] with the sum over k, in order and in fp32, of weights[t, k] * y[place[t * K +
     k]]; -1 adds zero.
     """
     tokens, top_k = weights_TK.shape
@@ -271,7 +281,8 @@ def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor)
         out_TD.stride(),
     )
     _native.sum_pairs(
-        _ELEMENTS[y_PD.dtype], tokens, top_k, y_PD.shape[1], y_PD.data_ptr(), place_N.data_ptr(), weights_TK.data_ptr(),
+        _ELEMENTS[y_PD.dtype], tokens, top_k, y_PD.shape[1], y_PD.data_ptr(), place_N.data_ptr(),
+        weights_TK.data_ptr(),
         out_TD.data_ptr(),
     )  # fmt: skip
     return out_TD
@@ -297,7 +308,7 @@ def _rows(from_XD: Tensor, index_P: Tensor, divisor: int) -> Tensor:
 
 
 def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (maximum, its lowest column) of each fp32 row; NaN counts as largest."""
+    """Return (maximum, its lowest column) of each fp32 row; NaN counts as largest."""
     rows = x_SV.shape[0]
     peak_S = _empty(rows)
     column_S = _empty(rows, dtype=torch.int64)
@@ -308,10 +319,12 @@ def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(
-    x_SV: Tensor, slots_S: NDArray[np.int64], positions_S: NDArray[np.int64], columns: Sequence[NDArray[Any]],
-    token_hash_V: Tensor, not_here: int, random: int, masks: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None,
+    x_SV: Tensor, slots_S: NDArray[np.int64], positions_S: NDArray[np.int64],
+    columns: Sequence[NDArray[Any]],
+    token_hash_V: Tensor, not_here: int, random: int,
+    masks: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns (tokens int64, maxima, `Status` uint8) of fp32 logits, which are left as they are:
+    """Return (tokens int64, maxima, `Status` uint8) of fp32 logits, which are left as they are:
     the likeliest token, or the winner of `race` at the request's temperature where it has the trait
     `random`, among those that masks allow.
 
@@ -331,13 +344,14 @@ def draw(
         mask_of_S[rows_C] = np.arange(len(rows_C))
     _native.draw(
         width, x_SV.data_ptr(), _stride(x_SV), slots_S, positions_S, *columns, not_here, random,
-        token_hash_V.data_ptr(), mask_of_S, bits_CW, peak_S.data_ptr(), tokens_S.data_ptr(), status_S.data_ptr(),
+        token_hash_V.data_ptr(), mask_of_S, bits_CW, peak_S.data_ptr(), tokens_S.data_ptr(),
+        status_S.data_ptr(),
     )  # fmt: skip
     return tokens_S, peak_S, status_S
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-    """Sets what masks do not allow to -inf in rows of fp32 logits; see
+    """Set what masks do not allow to -inf in rows of fp32 logits; see
     runner/sampling/reference.py.
     """
     count, words = bits_CW.shape
@@ -347,7 +361,8 @@ def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
     assert rows_C.is_contiguous(), rows_C.stride()
     assert bits_CW.is_contiguous(), bits_CW.stride()
     _native.apply_bitmask(
-        count, x_rV.shape[1], x_rV.data_ptr(), x_rV.shape[0], _stride(x_rV), rows_C.data_ptr(), bits_CW.data_ptr(),
+        count, x_rV.shape[1], x_rV.data_ptr(), x_rV.shape[0], _stride(x_rV), rows_C.data_ptr(),
+        bits_CW.data_ptr(),
         words,
     )  # fmt: skip
 
@@ -359,7 +374,7 @@ def race(
     token_hash_V: Tensor,
     blocks_rB: Tensor | None = None,
 ) -> Tensor:
-    """Returns each row's column of the largest x + Gumbel noise: that of runner/sampling/noise.py,
+    """Return each row's column of the largest x + Gumbel noise: that of runner/sampling/noise.py,
     for keys low and high and the tokens that blocks_rB names. -1 where fp32 logarithms could decide
     between two, or where a row's maximum is not finite: ask the reference then."""
     rows = low_r.shape[0]

@@ -47,7 +47,7 @@ def pick_ops(
     obstacle: Callable[[str], str] = lambda kernels: "",
     exact: bool = False,
 ) -> Ops:
-    """Chooses the kernels for this machine, after a probe that their bits do not depend on the
+    """Choose the kernels for this machine, after a probe that their bits do not depend on the
     batch.
 
     On a CPU it also tells the C library to keep freed memory. Call it after the thread count is
@@ -80,7 +80,7 @@ def pick_ops(
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to serve tensors up to 32 MiB from the heap and to keep up to 256 MiB of free
+    """Tell glibc to serve tensors up to 32 MiB from the heap and to keep up to 256 MiB of free
     heap.
 
     By default glibc maps and unmaps each larger tensor: an RMS norm over 512 tokens then takes ten
@@ -109,7 +109,8 @@ def _on_device(
         raise ConfigError(f"{obstacle}; choose kernels: auto")
     if exact:
         raise ConfigError(
-            f"determinism=batch needs the Triton kernels on {device.type}: {obstacle}; use --determinism fast, or "
+            f"determinism=batch needs the Triton kernels on {device.type}: "
+            f"{obstacle}; use --determinism fast, or "
             "--device cpu, which is always deterministic"
         )
     if kernels != "torch":
@@ -118,20 +119,23 @@ def _on_device(
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
-    """Returns why the Triton kernels cannot serve here; empty if they can."""
+    """Return why the Triton kernels cannot serve here; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "there is no triton (pip install triton)"
     if device.type != "cpu":
         return ""
     if os.environ.get("TRITON_INTERPRET") != "1":
-        return "Triton kernels need a GPU; TRITON_INTERPRET=1 lets tests run them on a CPU, very slowly"
+        return (
+            "Triton kernels need a GPU; TRITON_INTERPRET=1 lets tests run them on a "
+            "CPU, very slowly"
+        )
     return (
         "Triton's interpreter computes bfloat16 products wrongly" if dtype == torch.bfloat16 else ""
     )
 
 
 def _native_obstacle(dtype: torch.dtype) -> str:
-    """Returns why the native kernels cannot serve; empty with the best instruction set in use."""
+    """Return why the native kernels cannot serve; empty with the best instruction set in use."""
     module: Any = native()
     if module is None or not module.supported_isas():
         return "there are no native kernels for this machine"
@@ -191,9 +195,11 @@ def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
     pads = (pad for pad in (1, 8, 16, 32) if probe_linear(partial(PlainLinear, pad=pad), dtype))
     if not (exact := bool(pad := next(pads, 0)) and probe_attention(dtype)):
         log.warning(
-            "bits of %s in %s depend on the number of rows on this machine: a request's tokens may depend on what else "
-            "is in the batch", "attention" if pad else "products", dtype,
-        )  # fmt: skip
+            "bits of %s in %s depend on the number of rows on this machine: a request's tokens may "
+            "depend on what else is in the batch",
+            "attention" if pad else "products",
+            dtype,
+        )
     how += f", rows in {pad}s" if pad else ", not batch-invariant"
     return _table(device, dtype, pad or 32, how, threads, exact)
 

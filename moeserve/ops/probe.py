@@ -37,7 +37,7 @@ def _values(*shape: int, seed: int) -> Tensor:
 
 
 def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
-    """Returns whether rows of `pack`'s products keep their bits among any number of other rows."""
+    """Return whether rows of `pack`'s products keep their bits among any number of other rows."""
     for k, n in SHAPES:
         linear = pack(_values(n, k, seed=k).to(dtype), None)
         x = _values(ROWS, k, seed=n).to(dtype)
@@ -63,7 +63,7 @@ def host_step(
     offsets: Sequence[int],
     **seen: int | None,
 ) -> tuple[GroupInputs, StepInputs]:
-    """Returns what attention on CPUs is planned by, with nothing else in it. seen: window or chunk
+    """Return what attention on CPUs is planned by, with nothing else in it. seen: window or chunk
     of the group.
     """
     nothing = torch.empty(0)
@@ -82,7 +82,7 @@ def host_step(
 
 
 def probe_native(dtype: torch.dtype) -> str:
-    """Compares each native kernel with torch's and returns what is wrong on this machine; empty if
+    """Compare each native kernel with torch's and returns what is wrong on this machine; empty if
     nothing is.
     """
     if not probe_linear(NativeLinear, dtype):
@@ -109,12 +109,15 @@ def probe_native(dtype: torch.dtype) -> str:
         )
     for what, (ours, reference) in pairs.items():
         if not torch.allclose(ours.double(), reference.double(), rtol=close, atol=close):
-            return f"{what} differ from torch's by up to {(ours.double() - reference.double()).abs().max():.3g}"
+            return (
+                f"{what} differ from torch's by up to "
+                f"{(ours.double() - reference.double()).abs().max():.3g}"
+            )
     return ""
 
 
 def probe_attention(dtype: torch.dtype) -> bool:
-    """Returns whether the attention of one query has the same bits alone as inside a chunk."""
+    """Return whether the attention of one query has the same bits alone as inside a chunk."""
     return all(
         _probe_attention(shape, dtype)
         for shape in (HeadShape(4, 2, 64, 64), HeadShape(4, 1, 576, 512))
@@ -129,7 +132,7 @@ def _probe_attention(shape: HeadShape, dtype: torch.dtype) -> bool:
     blocks = torch.arange(tokens // size)[None]
 
     def run(start: int, end: int) -> Tensor:
-        """Attends with the queries of tokens start .. end - 1 to all keys up to theirs, which are
+        """Attend with the queries of tokens start .. end - 1 to all keys up to theirs, which are
         the values, too.
         """
         plan = plan_attention(*host_step(blocks, size, [start], [0, end - start]), shape)

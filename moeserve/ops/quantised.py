@@ -86,7 +86,7 @@ class Quantised:
         shape: tuple[int, ...],
         device: Device = None,
     ) -> "Quantised":
-        """Returns uninitialised memory for a weight of `shape` [..., N, K]."""
+        """Return uninitialised memory for a weight of `shape` [..., N, K]."""
         groups = -(-shape[-1] // group) if group else 1
         values = torch.empty(
             shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device
@@ -113,7 +113,7 @@ class Quantised:
         return sum(part.nbytes for part in self.parts)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Quantised":
-        """Returns the weight with `change`, a change of leading dimensions, applied to every part."""
+        """Return the weight with a change of leading dimensions applied to every part."""
         d, dmin = self.supers or (None, None)
         zeros, mins, d, dmin = (
             None if part is None else change(part) for part in (self.zeros, self.mins, d, dmin)
@@ -128,12 +128,12 @@ class Quantised:
         return self.each(lambda part: part[index])
 
     def chunk(self, count: int) -> "tuple[Quantised, ...]":
-        """Splits the first dimension into `count` parts, as Tensor.chunk does."""
+        """Split the first dimension into `count` parts, as Tensor.chunk does."""
         step = -(-self.shape[0] // count)
         return tuple(self[i : i + step] for i in range(0, self.shape[0], step))
 
     def contiguous(self) -> "Quantised":
-        """Returns the weight with contiguous parts."""
+        """Return the weight with contiguous parts."""
         return self.each(Tensor.contiguous)
 
 
@@ -141,7 +141,7 @@ Weight = Tensor | Quantised
 
 
 def dequantised(weight: Quantised) -> Tensor:
-    """Returns what a weight means, fp32 [..., N, K]."""
+    """Return what a weight means, fp32 [..., N, K]."""
     values = weight.values.float()
     if weight.kind == "fp8":
         values = weight.values.view(torch.float8_e4m3fn).float()
@@ -172,7 +172,7 @@ def group_of(num_inputs: int) -> int:
 def quantisation_of(
     weight: Tensor, kind: Asked, name: str, activations: Activations = "auto"
 ) -> tuple[Quantised, list[Callable[[], None]]]:
-    """Returns memory for a quantised weight, and the calls of `quantise` that fill it, in any
+    """Return memory for a quantised weight, and the calls of `quantise` that fill it, in any
     order.
     """
     group = group_of(weight.shape[-1]) if kind == "int4" else 0
@@ -187,7 +187,7 @@ def quantisation_of(
 
 @torch.inference_mode()  # per thread: the caller's mode does not reach others
 def quantise(weight_NK: Tensor, into: Quantised, name: str) -> None:
-    """Rounds rows to whole multiples of their scales, without zero points.
+    """Round rows to whole multiples of their scales, without zero points.
 
     int8: the largest magnitude is 127. int4: it is -8, of the 16 values the one without a
     counterpart, so that the one weight that matters most is exact. Raises CheckpointError (with

@@ -15,9 +15,9 @@ S_0, and, of each of its tokens, k, u and the sum of log decays since the border
 gives a token's results, whichever tokens are computed together with it and whatever was computed
 before, or again:
 
-    u_t = beta_t (v_t - S_0^T (k_t exp(s_t)) - sum over earlier r of ((k_t exp(s_t - s_r)) . k_r) u_r)
-    o_t =                S_0^T (q_t exp(s_t)) + sum over r <= t     of ((q_t exp(s_t - s_r)) . k_r) u_r
-    next S_0 = diag(exp(s_n)) S_0 + sum over r of (k_r exp(s_n - s_r)) u_r^T          n: the tile's last token
+    u_t = beta_t (v_t - S_0^T (k_t exp(s_t)) - sum over r < t of ((k_t exp(s_t - s_r)) . k_r) u_r)
+    o_t =               S_0^T (q_t exp(s_t)) + sum over r <= t of ((q_t exp(s_t - s_r)) . k_r) u_r
+    next S_0 = diag(exp(s_n)) S_0 + sum over r of (k_r exp(s_n - s_r)) u_r^T    n: the last token
 
 with sums over r in ascending order, all in fp32. The first token of a tile finds the next S_0 from
 the tile before and writes it into its own block; nothing else is written twice, so that a step may
@@ -68,7 +68,7 @@ class TilePlan:
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
-    """Cuts the step's tokens at the borders of tiles. group: that of the layers with states."""
+    """Cut the step's tokens at the borders of tiles. group: that of the layers with states."""
     assert group.block_size % TILE == 0, group.block_size
     tiles: list[Tile] = []
     blocks = group.blocks_RN.tolist()
@@ -105,7 +105,7 @@ def causal_conv(
     caches: Caches,
     plan: TilePlan,
 ) -> Tensor:
-    """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], in fp32, or SiLU
+    """Return y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], in fp32, or SiLU
     of it; 0 where rows are padding. Inputs before the first token of a request are 0.
 
     weight, bias: fp32. caches: inputs of a tile's tokens [blocks, block size, 1, C], and those of
@@ -153,7 +153,7 @@ def recurrence(
     caches: Caches,
     plan: TilePlan,
 ) -> Tensor:
-    """Returns o [T, H, v] of the recurrence above; 0 where rows are padding. All are fp32.
+    """Return o [T, H, v] of the recurrence above; 0 where rows are padding. All are fp32.
 
     caches: S_0 [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G, d], u [..,
     H, v], s [.., H, D].
@@ -223,7 +223,7 @@ def _one_token(
     state_Hdv: Tensor,
     rows: _Rows,
 ) -> Tensor:
-    """Returns o [H, v] of a tile's next token, and adds the token to its rows. Shapes are those of
+    """Return o [H, v] of a tile's next token, and adds the token to its rows. Shapes are those of
     one token, so that bits depend on nothing else."""
     serve = v_Hv.shape[0] // k_Gd.shape[0]
     s_HD = rows.s[-1] + decay_HD if rows.s else decay_HD.clone()
@@ -248,7 +248,7 @@ def _one_token(
 
 
 def _next_state(state_Hdv: Tensor, rows: _Rows) -> Tensor:
-    """Returns the state behind all tokens of a full tile."""
+    """Return the state behind all tokens of a full tile."""
     last = rows.s[-1]
     grown = elementwise.exp(torch.stack([last, *(last - s_HD for s_HD in rows.s)]))
     state_Hdv = state_Hdv * grown[0, :, :, None]

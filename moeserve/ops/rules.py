@@ -60,11 +60,13 @@ class RouterRule:
             )
         if kept < groups and num_experts // groups < self.num_group_scores:
             raise ConfigError(
-                f"groups of {num_experts // groups} experts have no best {self.num_group_scores} scores"
+                f"groups of {num_experts // groups} experts have no best "
+                f"{self.num_group_scores} scores"
             )
         if not 1 <= top_k <= num_experts // groups * kept:
             raise ConfigError(
-                f"a router cannot choose {top_k} experts: {kept} of {groups} groups of {num_experts} remain"
+                f"a router cannot choose {top_k} experts: {kept} of {groups} groups of "
+                f"{num_experts} remain"
             )
         if self.on_input and top_k != 1:
             raise ConfigError(

@@ -73,7 +73,7 @@ class Selection:
 
 
 def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selection | None:
-    """Returns which queries select; None if none does. group: that of the layers, which has no
+    """Return which queries select; None if none does. group: that of the layers, which has no
     window.
     """
     assert group.window is None, group
@@ -118,13 +118,13 @@ def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selectio
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copies to the device without a wait for it."""
+    """Copy to the device without a wait for it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def select_always(group: GroupInputs, step: StepInputs, top_k: int) -> Selection:
-    """Returns that all queries select, for a step that is recorded: rows and positions are looked
+    """Return that all queries select, for a step that is recorded: rows and positions are looked
     up on the device. A query that sees few tokens chooses all of them, and others behind, which
     `chosen_as_requests` leaves out."""
     starts_R, offsets_R1 = step.rows_on_device
@@ -142,7 +142,7 @@ def select_always(group: GroupInputs, step: StepInputs, top_k: int) -> Selection
 def chosen_as_requests(
     slots_SK: Tensor, group: GroupInputs, step: StepInputs, positions_S: Tensor | None = None
 ) -> tuple[GroupInputs, StepInputs]:
-    """Returns a group and a step in which every selecting query is a request of its own, whose
+    """Return a group and a step in which every selecting query is a request of its own, whose
     tokens are the chosen ones. Its cache is that of the layer with blocks of one: cache.view(-1, 1,
     *cache.shape[2:]). positions_S: of the queries, if some may see fewer than K tokens, which are
     the first of those chosen."""
@@ -162,7 +162,7 @@ def chosen_as_requests(
 def index_select(
     q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection, pack_heads: PackHeads
 ) -> Tensor:
-    """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], in
+    """Return the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], in
     ascending order of their positions.
 
     cache: of keys [blocks, block size, 1, d]. weights: fp32. pack_heads: of the table that computes
@@ -185,7 +185,7 @@ def index_select(
 def index_scores(
     q_MJd: Tensor, weights_MJ: Tensor, k_rows: Tensor, slots_L: Tensor, pack_heads: PackHeads
 ) -> Tensor:
-    """Returns the scores of the keys in these cache rows, fp32 [M, L].
+    """Return the scores of the keys in these cache rows, fp32 [M, L].
 
     Both products have queries as weights and a row per key, so that a score's bits depend on its
     query and key alone.
@@ -205,7 +205,7 @@ def index_scores(
 
 
 def _best(scores_ML: Tensor, first: int, top_k: int) -> Tensor:
-    """Returns the positions of each query's top_k largest scores, ascending. first: the position of
+    """Return the positions of each query's top_k largest scores, ascending. first: the position of
     the first query, which sees no later one.
 
     A float's bits order as an integer, once negative ones flip; with the position below them all

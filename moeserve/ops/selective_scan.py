@@ -33,7 +33,7 @@ def selective_scan(
     caches: Caches,
     plan: TilePlan,
 ) -> Tensor:
-    """Returns y [T, C]; 0 where rows are padding. All are fp32.
+    """Return y [T, C]; 0 where rows are padding. All are fp32.
 
     caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block
     size, 1, C] and B [.., 1, N].
@@ -75,7 +75,7 @@ def selective_scan(
 
 
 def _states(state_NC: Tensor, rows: list[Tensor], a_NC: Tensor) -> Tensor:
-    """Returns the states [t, N, C] behind each of the tokens with these x, dt and B."""
+    """Return the states [t, N, C] behind each of the tokens with these x, dt and B."""
     x_tC, dt_tC, b_tN = rows
     decays_tNC = exp((dt_tC[:, None] * a_NC).flatten(0, 1)).view(-1, *a_NC.shape)
     states_tNC = b_tN[:, :, None] * dt_tC[:, None] * x_tC[:, None]

@@ -96,7 +96,7 @@ class Ops:
     def packing_into(
         self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None
     ) -> "Ops":
-        """Returns the native kernels with packed weights in memory from `room`; experts go on to
+        """Return the native kernels with packed weights in memory from `room`; experts go on to
         the disk, if so asked.
 
         Not those of heads: a parameter that is packed in two parts has no place of its own there.
@@ -114,14 +114,15 @@ class Ops:
         )
 
     def compressing(self, which: Lossless) -> "Ops":
-        """Returns the kernels with these bf16 weights in 12 bits. Raises ConfigError where there
+        """Return the kernels with these bf16 weights in 12 bits. Raises ConfigError where there
         are none for it.
         """
         if which == "off":
             return self
         if not self.compresses:
             raise ConfigError(
-                f"lossless_compression={which} is for bfloat16 weights on CPUs with AVX512-BF16, and here {self.dtype} "
+                f"lossless_compression={which} is for bfloat16 weights on CPUs with "
+                f"AVX512-BF16, and here {self.dtype} "
                 f"is served by {self.chosen}; use lossless_compression=off"
             )
         pack_linear = partial(native_layer.NativeLinear, lossless=which == "all")

@@ -24,13 +24,18 @@ from moeserve.ops.table import Ops
 logger = logging.getLogger(__name__)
 opaque: Callable[[Any], Any] = torch.compiler.disable
 OPAQUE = (  # to any trace
-    "qk_norm_rope_cache", "latent_rope_cache", "causal_conv", "recurrence", "selective_scan", "attention",
-)  # fmt: skip
+    "qk_norm_rope_cache",
+    "latent_rope_cache",
+    "causal_conv",
+    "recurrence",
+    "selective_scan",
+    "attention",
+)
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it from the environment alone
 
 
 def traced(ops: Ops) -> Ops:
-    """Returns the table with torch.compile for functions that model code marks, and plain torch for
+    """Return the table with torch.compile for functions that model code marks, and plain torch for
     small kernels.
 
     Not for tables whose bits must not depend on the batch: generated code promises nothing of the

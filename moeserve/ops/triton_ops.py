@@ -99,7 +99,7 @@ class ExactLinear:
 
 
 def pack_exact(weight: Weight, bias: Tensor | None) -> LinearMethod:
-    """Packs a linear layer whose sums have one order for any number of rows. A part of a larger
+    """Pack a linear layer whose sums have one order for any number of rows. A part of a larger
     tensor is copied.
     """
     if isinstance(weight, Quantised):
@@ -115,7 +115,7 @@ def _own(weight: Tensor) -> Tensor:
 
 
 def pack_fast(weight: Weight, bias: Tensor | None) -> LinearMethod:
-    """Packs a linear layer for torch, or for Triton where its weight is quantised."""
+    """Pack a linear layer for torch, or for Triton where its weight is quantised."""
     return (
         QuantisedLinear(weight, bias)
         if isinstance(weight, Quantised)
@@ -124,7 +124,7 @@ def pack_fast(weight: Weight, bias: Tensor | None) -> LinearMethod:
 
 
 def pack_heads(weight_HNK: Weight) -> HeadsLinear:
-    """Packs a product per head for one launch; quantised ones for one each."""
+    """Pack a product per head for one launch; quantised ones for one each."""
     if isinstance(weight_HNK, Quantised):
         return PlainHeads(weight_HNK, pack_exact)
     return partial(heads_linear, w_HNK=_own(weight_HNK))
@@ -167,7 +167,7 @@ def plan_attention(
 
 
 def with_flash_attention(ops: Ops, cache: CacheConfig, *, asked: bool, misfit: str) -> Ops:
-    """Returns the table with attention by FlashAttention-3: in all steps if it was asked for, else
+    """Return the table with attention by FlashAttention-3: in all steps if it was asked for, else
     in those in which it was measured to be faster; the table itself if something is in the way.
 
     misfit: why it cannot compute one of the layers, empty if it can.
@@ -229,7 +229,7 @@ def index_select(
 
 
 def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
-    """Returns the table of the Triton kernels. exact: a row's bits depend on nothing but the row."""
+    """Return the table of the Triton kernels. exact: a row's bits depend on nothing but the row."""
     on_cpu = device.type == "cpu"  # interpreted: only there do torch's last columns need care
     products = "triton, batch-invariant" if exact else f"torch on {device.type}"
     return Ops(

@@ -51,13 +51,14 @@ class Kernels:
 
 
 def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
-    """Returns the kernels for such experts. Raises ConfigError where only one of the weights is
+    """Return the kernels for such experts. Raises ConfigError where only one of the weights is
     quantised.
     """
     if isinstance(w13_eFD, Quantised) != isinstance(w2_eDI, Quantised):
         up, down = (getattr(weight, "kind", weight.dtype) for weight in (w13_eFD, w2_eDI))
         raise ConfigError(
-            f"of some experts gate and up are {up} and down is {down}: Triton's kernels take both quantised or "
+            f"of some experts gate and up are {up} and down is {down}: Triton's "
+            "kernels take both quantised or "
             "none; use another checkpoint, or --device cpu with kernels: native"
         )
     if isinstance(w2_eDI, Tensor):
@@ -67,7 +68,7 @@ def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
 
 
 def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
-    """Returns whether activations become e4m3, too: that kernel takes whole blocks of 128 x 128
+    """Return whether activations become e4m3, too: that kernel takes whole blocks of 128 x 128
     weights with one scale.
 
     DeepSeek's and Qwen's blocks, I 768, D 2048 -> True; a scale per output -> False; I 96 -> False
@@ -76,7 +77,7 @@ def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
 
 
 def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
-    """Returns why no kernel takes weights with `inputs` inputs in groups of `group` (0: all); empty
+    """Return why no kernel takes weights with `inputs` inputs in groups of `group` (0: all); empty
     if one does.
     """
     if kind in ("int4", "fp4"):
@@ -100,7 +101,7 @@ def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
 
 
 def parts_of(weights: Any) -> list[Tensor]:
-    """Returns the tensors of a layout."""
+    """Return the tensors of a layout."""
     return (
         [weights]
         if isinstance(weights, Tensor)
@@ -109,7 +110,7 @@ def parts_of(weights: Any) -> list[Tensor]:
 
 
 def with_parts(weights: Any, parts: Sequence[Tensor]) -> Any:
-    """Returns the layout with other tensors, in the order of `parts_of`."""
+    """Return the layout with other tensors, in the order of `parts_of`."""
     return (
         parts[0]
         if isinstance(weights, Tensor)
@@ -132,7 +133,7 @@ def _group_of_pairs(group: int, inputs: int) -> int:
 
 
 def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor:
-    """Scales of groups for parts of them: for each `step` inputs."""
+    """Scale of groups for parts of them: for each `step` inputs."""
     return scales_eNG.repeat_interleave(group // step, -1)[..., : inputs // step]
 
 
@@ -160,7 +161,7 @@ def _lay_e4m3(w: Quantised) -> Scaled:
 
 
 def _sizes(w2: Any) -> tuple[int, int, int]:
-    """Returns e, I and D, as launches have them."""
+    """Return e, I and D, as launches have them."""
     experts, dim, width = w2.shape
     return experts, width, dim
 

@@ -135,8 +135,10 @@ class ModelRunnerBase(StepExecutor, ABC):
         )
         if self.shards_experts and config.model.expert_memory:
             raise ConfigError(
-                "expert_memory keeps experts in a file, from where they cannot move to other ranks yet; use --ep off, "
-                "then each rank has all of them in a file and a cache of its own, or leave expert_memory out"
+                "expert_memory keeps experts in a file, from where they cannot move to "
+                "other ranks yet; use --ep off, "
+                "then each rank has all of them in a file and a cache of its own, or "
+                "leave expert_memory out"
             )
         num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
@@ -148,7 +150,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @abstractmethod
     def _cache_device_properties(self) -> None:
-        """Sets `device`, `properties`, `upload`."""
+        """Set `device`, `properties`, `upload`."""
 
     def load_model(self, progress: Progress) -> None:
         """Set `model`, `fingerprint`, `mapped_bytes`, `expert_cache` and `read_expert`."""
@@ -190,17 +192,17 @@ class ModelRunnerBase(StepExecutor, ABC):
         }
 
     def profile_run(self) -> int:
-        """Returns the bytes of work space that one step needs beside weights and KV blocks."""
+        """Return the bytes of work space that one step needs beside weights and KV blocks."""
         return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
 
     @abstractmethod
     def capture_model(self) -> None:
-        """Sets `graphs`, once the KV cache is allocated; does nothing on a device that runs
+        """Set `graphs`, once the KV cache is allocated; does nothing on a device that runs
         eagerly.
         """
 
     def record_graphs(self, recorder: Callable[[], Recorder]) -> None:
-        """Sets `graphs`, unless there is a `graph_obstacle`."""
+        """Set `graphs`, unless there is a `graph_obstacle`."""
         if self.graph_obstacle is not None:
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
@@ -247,10 +249,10 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @abstractmethod
     def enter_thread(self) -> None:
-        """Sets up the thread that will call `prepare` and `launch`; called first in that thread."""
+        """Set up the thread that will call `prepare` and `launch`; called first in that thread."""
 
     def prepare(self, progress: Progress = lambda phase, percent: None) -> Limits:
-        """Loads the model, sizes and allocates everything, and runs warm-up steps.
+        """Load the model, sizes and allocates everything, and runs warm-up steps.
 
         Raises ConfigError (CheckpointError, DoesNotFit) with what to change.
         """
@@ -260,7 +262,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @torch.inference_mode()
     def load(self, progress: Progress) -> int:
-        """Loads this rank's part of the model and returns the bytes that are left for its KV
+        """Load this rank's part of the model and returns the bytes that are left for its KV
         blocks.
         """
         self._cache_device_properties()
@@ -285,7 +287,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         )
 
     def resolve(self, budget: int) -> Limits:
-        """Returns the limits for a budget of bytes for KV blocks: in an engine of several ranks,
+        """Return the limits for a budget of bytes for KV blocks: in an engine of several ranks,
         the smallest of their budgets."""
         sizes = self.groups, self.spec, self.kv_dtype, self.world.tp_size
         per_block = block_bytes(*sizes)
@@ -315,7 +317,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @torch.inference_mode()
     def allocate(self, limits: Limits, progress: Progress) -> None:
-        """Allocates the memory that `limits` need and runs warm-up steps."""
+        """Allocate the memory that `limits` need and runs warm-up steps."""
         self.limits = limits
         progress("allocating the KV cache", 90)
         self.initialize_kv_cache()
@@ -324,7 +326,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.capture_model()
 
     def shard(self) -> Shard:
-        """Returns which part of the model this rank loads."""
+        """Return which part of the model this rank loads."""
         spec = self.spec
         placement = self.placement
         backends = []
@@ -373,16 +375,19 @@ class ModelRunnerBase(StepExecutor, ABC):
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Connects with the given members; blocks. Raises PeerLost when a member does not come,
+        """Connect with the given members; blocks. Raises PeerLost when a member does not come,
         ConfigError when one rounds the tokens of steps in another way (`GroupGraphs.round_up`)."""
         sizes = (
             max(self.graphs.sizes.values(), key=len) if isinstance(self.graphs, GroupGraphs) else ()
         )
-        terms = f"{len(sizes)} sizes of recorded steps (none without Triton) up to {max(sizes, default=0)} tokens"
+        terms = (
+            f"{len(sizes)} sizes of recorded steps (none without Triton) up to "
+            f"{max(sizes, default=0)} tokens"
+        )
         self.peers.join(replace(members, terms=terms), table)
 
     def leave(self) -> None:
-        """Drops all connections to other ranks. May be called from any thread: a step that waits
+        """Drop all connections to other ranks. May be called from any thread: a step that waits
         for another rank then raises PeerLost, and may be run again after the next `join`."""
         if isinstance(self.graphs, GroupGraphs):
             self.graphs.forget()
@@ -390,7 +395,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             peers.leave()
 
     def initialize_kv_cache(self) -> None:
-        """Allocates KV blocks and request tables for `limits`."""
+        """Allocate KV blocks and request tables for `limits`."""
         limits = self.limits
         self.kv = KVCache(
             self.groups,
@@ -434,7 +439,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         )
 
     def make_tables(self) -> Tables:
-        """Returns empty request tables for `limits`."""
+        """Return empty request tables for `limits`."""
         limits = self.limits
         return Tables(
             limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload
@@ -442,7 +447,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs a prefill and a decode of one request through every kernel, with K/V going to the
+        """Run a prefill and a decode of one request through every kernel, with K/V going to the
         null block.
 
         Sets `step_s` from the time of the prefill, cold as it is, so that a slow machine is not
@@ -465,7 +470,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.kv.clear_null_block()
 
     def close(self) -> None:
-        """Ends the threads that belong to this runner."""
+        """End the threads that belong to this runner."""
         if (constraints := getattr(self, "constraints", None)) is not None:
             constraints.close()
         self.ubatches.close()
@@ -474,7 +479,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
 
 def first_placement(config: Config, spec: ModelSpec, world: World) -> Placement | None:
-    """Returns where the experts are until they are moved; None for a model without experts."""
+    """Return where the experts are until they are moved; None for a model without experts."""
     if spec.moe is None:
         return None
     redundant = config.parallel.redundant_experts if world.ep else 0

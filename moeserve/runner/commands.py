@@ -63,7 +63,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
-    """Prepare a grammar beside the steps. CommandDone, with an `error` if it fails, follows then."""
+    """Prepare a grammar beside the steps. CommandDone follows, with an `error` if it failed."""
 
     job: GrammarJob
 
@@ -123,7 +123,7 @@ Report = CommandDone | LoadProgress | Prepared | Failed
 
 
 def connect_to_leader(birth: WorkerBirth) -> BlockingStream[WorkerCommand]:
-    """Returns a worker's stream to its leader. Raises ConnectionError or TimeoutError where that is
+    """Return a worker's stream to its leader. Raises ConnectionError or TimeoutError where that is
     gone.
     """
     connecting = connect(birth.address, birth.token, 0, Peer(birth.tp_rank))

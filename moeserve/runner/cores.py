@@ -17,7 +17,7 @@ def cpu_list(text: str) -> set[int]:
 
 
 def shown(cpus: set[int]) -> str:
-    """Returns the kernel's list of these: {0, 1, 2, 5} -> 0-2,5"""
+    """Return the kernel's list of these: {0, 1, 2, 5} -> 0-2,5"""
     starts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
     ends = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
     return ",".join(
@@ -27,7 +27,7 @@ def shown(cpus: set[int]) -> str:
 
 
 def fast_cpus(allowed: set[int], system: Path = SYSTEM) -> set[int]:
-    """Returns the performance cores among these; all of them where the kernel tells no difference."""
+    """Return the performance cores among these; all where the kernel tells no difference."""
     if (system / "cpu_atom/cpus").is_file():  # Intel
         return (allowed & cpu_list(_read(system / "cpu_core/cpus"))) or allowed
     for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
@@ -38,7 +38,7 @@ def fast_cpus(allowed: set[int], system: Path = SYSTEM) -> set[int]:
 
 
 def nodes(allowed: set[int], system: Path = SYSTEM) -> list[set[int]]:
-    """Returns the CPUs among these of each NUMA node that has any."""
+    """Return the CPUs among these of each NUMA node that has any."""
     folders = sorted(
         (system / "system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])
     )
@@ -47,7 +47,7 @@ def nodes(allowed: set[int], system: Path = SYSTEM) -> list[set[int]]:
 
 
 def num_cores(cpus: Iterable[int], system: Path = SYSTEM) -> int:
-    """Returns the physical cores of these CPUs: two threads of one core share its vector units."""
+    """Return the physical cores of these CPUs: two threads of one core share its vector units."""
     files = (system / f"system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
     return len({_read(file) or str(file) for file in files})
 
@@ -55,7 +55,7 @@ def num_cores(cpus: Iterable[int], system: Path = SYSTEM) -> int:
 def place(
     allowed: set[int], rank: int, ranks: int, threads: int | None = None, system: Path = SYSTEM
 ) -> tuple[set[int], int]:
-    """Returns the CPUs of one of `ranks` ranks on this machine, and how many ranks share them.
+    """Return the CPUs of one of `ranks` ranks on this machine, and how many ranks share them.
     threads: that were asked for; if one node has too few fast cores for them, those of all nodes
     serve, and then all CPUs."""
     fast = fast_cpus(allowed, system)

@@ -45,23 +45,24 @@ class CPUModelRunner(ModelRunnerBase):
         )
 
     def load_model(self, progress: Progress) -> None:
-        """Loads the model and checks that sampling noise is batch-invariant on this machine."""
+        """Load the model and checks that sampling noise is batch-invariant on this machine."""
         super().load_model(progress)
         if (
             not noise.is_invariant()
         ):  # checked here, with as many threads as the kernels have left to torch
             logger.warning(
-                "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
+                "sampling noise depends on the batch on this machine: a request's "
+                "sampled tokens may depend on what "
                 "else is in the batch (greedy requests are safe)"
             )
 
     def capture_model(self) -> None:
-        """Sets up the stand-in for graphs if a mode is asked for; by default steps run without."""
+        """Set up the stand-in for graphs if a mode is asked for; by default steps run without."""
         if self.config.device.graphs in ("full", "piecewise"):
             self.record_graphs(Recorder)
 
     def enter_thread(self) -> None:
-        """Moves this thread to the CPUs that the rank computes on, where the kernels' threads
+        """Move this thread to the CPUs that the rank computes on, where the kernels' threads
         follow it, and sets their number, which OpenMP keeps per calling thread."""
         world = self.world
         asked = self.config.device.threads
@@ -90,7 +91,7 @@ class CPUModelRunner(ModelRunnerBase):
 
 
 def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> MemoryFacts:
-    """Returns this process's facts: physical memory, or less where a control group (version 2 or 1)
+    """Return this process's facts: physical memory, or less where a control group (version 2 or 1)
     limits it.
     """
     host = psutil.virtual_memory()
@@ -115,7 +116,7 @@ def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> Mem
 
 
 def useful_threads(num_active_params: int, cores: int) -> int:
-    """Returns the number of threads for a model that multiplies each token with so many parameters.
+    """Return the number of threads for a model that multiplies each token with so many parameters.
 
     3.4 million on 8 cores -> 1; 380 million on 8 cores -> 8
     """
@@ -123,7 +124,7 @@ def useful_threads(num_active_params: int, cores: int) -> int:
 
 
 def allowed_cores(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Returns the physical cores of the affinity mask, at most the quota of the control groups
+    """Return the physical cores of the affinity mask, at most the quota of the control groups
     (version 2), rounded up."""
     try:
         cores = num_cores(os.sched_getaffinity(0))
@@ -139,7 +140,7 @@ def allowed_cores(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> i
 
 
 def _groups(root: Path, membership: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yields the folder of every control group around this process, and whether the group is of
+    """Yield the folder of every control group around this process, and whether the group is of
     version 2.
     """
     for line in _read(membership).splitlines():

@@ -89,7 +89,7 @@ class OverlapPolicy:
         self._alone = False
 
     def restart(self, num_ranks: int) -> None:
-        """Counts the group's steps from zero again; measurements stay. With one rank nothing
+        """Count the group's steps from zero again; measurements stay. With one rank nothing
         travels.
         """
         self._step = 0
@@ -97,7 +97,7 @@ class OverlapPolicy:
         self._trials.clear()
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Returns whether this engine agrees to two micro-batches for its next step; with no tokens
+        """Return whether this engine agrees to two micro-batches for its next step; with no tokens
         (None) it does.
         """
         occasion = self._step % PERIOD >= PERIOD - TRIAL
@@ -135,14 +135,14 @@ class OverlapPolicy:
 
 
 def _key(plan: StepPlan) -> tuple[bool, int]:
-    """Returns a key of steps that cost about the same per token: decode or not, and tokens by
+    """Return a key of steps that cost about the same per token: decode or not, and tokens by
     factors of 1.4.
     """
     return int(plan.counts_R.max()) == 1, round(2 * math.log2(plan.num_tokens))
 
 
 def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
-    """Returns the inputs of the first `split_at` tokens and of the others. A row across the split
+    """Return the inputs of the first `split_at` tokens and of the others. A row across the split
     is in both parts; `sample_N` is empty in both.
 
     rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of
@@ -211,7 +211,7 @@ def _part(
 def run_in_turns(
     ubatches: Sequence[UBatch], works: Sequence[Callable[[UBatch], T]], thread: JobThread
 ) -> tuple[T, T]:
-    """Returns the results of two micro-batches, the second of which runs in `thread`. They take
+    """Return the results of two micro-batches, the second of which runs in `thread`. They take
     turns, so they share everything but their scratch memory and their channel."""
     first, second = ubatches
     ping_pong = PingPong(2)
@@ -223,11 +223,11 @@ def run_in_turns(
     place = here()
 
     def run(ubatch: UBatch) -> None:
-        """Runs one micro-batch in its turns; an error ends both."""
+        """Run one micro-batch in its turns; an error ends both."""
         results[ubatch.index] = ubatch.run_in_turns(lambda: works[ubatch.index](ubatch))
 
     def run_second() -> None:
-        """Runs the second one with the torch settings of the first one's thread: they are all per
+        """Run the second one with the torch settings of the first one's thread: they are all per
         thread.
         """
         if torch.get_num_threads() != threads:

@@ -19,7 +19,7 @@ MANY_ROWS = 256  # up to which attention is planned by one variant of its kernel
 def dummy_plan(
     num_groups: int, start: int, counts: Sequence[int], new_requests: tuple[NewRequest, ...] = ()
 ) -> StepPlan:
-    """Returns a plan whose row i has slot i and counts[i] new tokens from position `start` on; all
+    """Return a plan whose row i has slot i and counts[i] new tokens from position `start` on; all
     rows sample.
     """
     nothing = np.zeros(0, dtype=np.int32)
@@ -35,7 +35,7 @@ def dummy_plan(
 
 
 def spread(tokens: int, limits: Limits) -> list[int]:
-    """Returns the lengths of rows that hold so many tokens, or as many as possible, in the longest
+    """Return the lengths of rows that hold so many tokens, or as many as possible, in the longest
     rows allowed.
 
     10 tokens, contexts of up to 5 -> [4, 4, 2]
@@ -46,7 +46,7 @@ def spread(tokens: int, limits: Limits) -> list[int]:
 
 
 def largest_step(num_groups: int, limits: Limits) -> StepPlan:
-    """Returns a plan with as many tokens as a step may have, in as many rows, all of which sample."""
+    """Return a plan with the most tokens and rows of a step, all of which sample."""
     rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens))
     most, rest = divmod(limits.max_num_batched_tokens, rows)
     longest = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
@@ -54,7 +54,7 @@ def largest_step(num_groups: int, limits: Limits) -> StepPlan:
 
 
 def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
-    """Yields steps that together compile every variant of the kernels: variants differ by the
+    """Yield steps that together compile every variant of the kernels: variants differ by the
     number of tokens, by how long the longest row and its context are, and by how rows sample."""
     tokens = 1
     while tokens < limits.max_num_batched_tokens:

@@ -61,7 +61,7 @@ class Pace:
         self._mark_s = time.thread_time()
 
     def __call__(self, num_bytes: int) -> None:
-        """Sleeps as needed. num_bytes: read or written since the last call. Raises Cancelled as
+        """Sleep as needed. num_bytes: read or written since the last call. Raises Cancelled as
         soon as it is set.
         """
         used_s = time.thread_time() - self._mark_s
@@ -152,12 +152,12 @@ class ExpertStore:
 
     @property
     def mixed(self) -> bool:
-        """Whether a placement is in force in some layers only; `commit` and `load_all` change that."""
+        """Whether a placement is active in some layers only; `commit`, `load_all` change that."""
         move = self._move
         return move is not None and move.done > 0
 
     def prepare(self, table: PlacementTable) -> None:
-        """Begins to prepare a placement; one that is still on its way is finished first."""
+        """Begin to prepare a placement; one that is still on its way is finished first."""
         with self._changed:
             known = self._heard
             self._heard = max(self._heard, table.version)
@@ -172,7 +172,7 @@ class ExpertStore:
 
     @torch.inference_mode()
     def commit(self, placed: int) -> None:
-        """Puts in force what the group agreed on, the least of all ranks' `placed`. May be
+        """Put in force what the group agreed on, the least of all ranks' `placed`. May be
         repeated.
         """
         with self._changed:
@@ -186,7 +186,7 @@ class ExpertStore:
 
     @torch.inference_mode()
     def load_all(self, table: PlacementTable, rank: int | None = None) -> None:
-        """Brings every layer to this placement, and drops the one on its way. Blocks.
+        """Bring every layer to this placement, and drops the one on its way. Blocks.
 
         rank: this rank's new number, if that changed too. Raises CheckpointError when an expert
         cannot be read, and ConfigError when the placement is of another model; the call may be
@@ -211,7 +211,7 @@ class ExpertStore:
             )
 
     def close(self) -> None:
-        """Ends the background thread; the experts in force stay."""
+        """End the background thread; the experts in force stay."""
         self._drop_all()
         with self._changed:
             self._closed = True
@@ -224,7 +224,7 @@ class ExpertStore:
         return version * (len(self._layers) + 1) + layers
 
     def _advance(self, version: int, layers: int) -> Placed | None:
-        """Puts in force layers 0..layers-1 of `version`, which are ready on all ranks."""
+        """Put in force layers 0..layers-1 of `version`, which are ready on all ranks."""
         move = self._move
         if move is None or move.version != version:
             # Agreed on before a Join, or long ago. A version that never came cannot have been
@@ -249,7 +249,7 @@ class ExpertStore:
         return self._end(move) if move.done == len(self._layers) else None
 
     def _give_up(self, version: int) -> Placed | None:
-        """Ends the move to `version`, which some rank could not prepare."""
+        """End the move to `version`, which some rank could not prepare."""
         move = self._move
         if move is not None and move.version == version:
             move.error = move.error or _ELSEWHERE
@@ -265,7 +265,7 @@ class ExpertStore:
         return Placed(version=version, error=_ELSEWHERE)
 
     def _end(self, move: _Move) -> Placed:
-        """Ends the move with the layers that are in force."""
+        """End the move with the layers that are in force."""
         move.cancelled.set()
         rows = move.target or self._placement
         self._placement = self._placement.with_layers(rows, move.done, move.version)
@@ -293,7 +293,7 @@ class ExpertStore:
         )
 
     def _drop_all(self) -> None:
-        """Drops all moves, except for layers in force; returns when the thread is idle."""
+        """Drop all moves, except for layers in force; returns when the thread is idle."""
         with self._changed:
             self._waiting.clear()
             if self._move is not None:
@@ -303,7 +303,7 @@ class ExpertStore:
             self._changed.wait_for(lambda: not self._busy)
 
     def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
-        """Brings one layer to a placement, from experts that are here or the checkpoint. Returns
+        """Bring one layer to a placement, from experts that are here or the checkpoint. Returns
         the bytes read.
         """
         here = self._local[index]
@@ -338,7 +338,7 @@ class ExpertStore:
     def _bring(
         self, index: int, wanted: list[int], work: Work
     ) -> tuple[list[tuple[int, Any]], int]:
-        """Returns (local index, packed expert) for each local expert that changes, and the bytes
+        """Return (local index, packed expert) for each local expert that changes, and the bytes
         read for them.
         """
         layer = self._layers[index]
@@ -377,7 +377,7 @@ class ExpertStore:
                 self._fail(move, error)
 
     def _next(self) -> tuple[_Move, PlacementTable] | None:
-        """Waits for the next placement to prepare, while none is on its way; returns None to end
+        """Wait for the next placement to prepare, while none is on its way; returns None to end
         the thread.
         """
         with self._changed:
@@ -397,7 +397,8 @@ class ExpertStore:
         shape, here = ((p.num_ranks, p.experts_per_rank) for p in (target, self._placement))
         if shape != here:
             raise ConfigError(
-                f"it is for (ranks, experts of a rank) {shape}, this group has {here}: only a Join changes that"
+                f"it is for (ranks, experts of a rank) {shape}, this group has {here}: "
+                "only a Join changes that"
             )
         move.target = target
         pace = Pace(move.cancelled, SHARE, BYTES_PER_S)
@@ -425,7 +426,7 @@ class ExpertStore:
                 raise Cancelled
 
     def _fail(self, move: _Move, error: Exception) -> None:
-        """Makes this rank's votes tell the others to give up, too."""
+        """Make this rank's votes tell the others to give up, too."""
         with self._changed:
             if move.cancelled.is_set():
                 return

@@ -29,7 +29,7 @@ def make_runner(
     *,
     grouped: bool = False,
 ) -> ModelRunnerBase:
-    """Returns a runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call
+    """Return a runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call
     `prepare` there.
 
     world: this rank's place. placement: of the experts (default: the initial one). grouped: it will
@@ -44,7 +44,8 @@ def make_runner(
     on_cuda = torch.cuda.is_available() and asked in ("auto", "cuda")
     if asked == "cuda" and not on_cuda:
         raise ConfigError(
-            f"device cuda was asked for, but torch {torch.__version__} sees no CUDA device. Install a CUDA build of "
+            f"device cuda was asked for, but torch {torch.__version__} sees no CUDA "
+            "device. Install a CUDA build of "
             "torch and a driver, or use --device cpu."
         )
     if config.device.compile and not on_cuda:
@@ -53,12 +54,14 @@ def make_runner(
         )
     if config.device.compile and config.device.exact:
         raise ConfigError(
-            f"compile with determinism={config.device.determinism}: generated code does not promise that bits do not "
+            f"compile with determinism={config.device.determinism}: generated code "
+            "does not promise that bits do not "
             "depend on the batch; leave one of them out"
         )
     if config.parallel.comm_sms is not None and not on_cuda:
         raise ConfigError(
-            f"parallel.comm_sms={config.parallel.comm_sms} says what communication takes of a GPU, and the model "
+            f"parallel.comm_sms={config.parallel.comm_sms} says what communication "
+            "takes of a GPU, and the model "
             "runs on CPUs: leave it out, or use --device cuda"
         )
     if (

@@ -63,7 +63,7 @@ class GPUModelRunner(ModelRunnerBase):
         return MemoryFacts(limit=total, used=used, free=free + reserve)
 
     def profile_run(self) -> int:
-        """Returns the bytes of the largest step, measured or estimated, whichever is more; plus the
+        """Return the bytes of the largest step, measured or estimated, whichever is more; plus the
         request tables, the work space of attention to long contexts, and what the largest graph
         keeps."""
         estimated, (step_bytes, table_bytes) = super().profile_run(), self._measured()
@@ -85,7 +85,7 @@ class GPUModelRunner(ModelRunnerBase):
         )
 
     def _measured(self) -> tuple[int, int]:
-        """Returns the bytes of the largest step at its peak, beside weights and tables, and those
+        """Return the bytes of the largest step at its peak, beside weights and tables, and those
         of the tables.
         """
         config = self.config
@@ -116,7 +116,7 @@ class GPUModelRunner(ModelRunnerBase):
         return step, tables
 
     def warm_up(self) -> None:
-        """Runs warm-up steps; they compile every Triton kernel, so that no request waits for that."""
+        """Run warm-up steps; they compile every Triton kernel, so no request waits for that."""
         super().warm_up()
         if self.by_triton:
             for plan in every_way(len(self.groups), self.limits):
@@ -124,7 +124,7 @@ class GPUModelRunner(ModelRunnerBase):
             self.kv.clear_null_block()
 
     def capture_model(self) -> None:
-        """Records CUDA graphs of common sizes, if nothing is in the way."""
+        """Record CUDA graphs of common sizes, if nothing is in the way."""
         self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.computes_with_others))
         self.execute(dummy_plan(len(self.groups), 0, [1]))  # compiles what fills their inputs
 
@@ -134,7 +134,7 @@ class GPUModelRunner(ModelRunnerBase):
         return self.config.device.kernels != "torch" and find_spec("triton") is not None
 
     def make_tables(self) -> Tables:
-        """Returns empty request tables, written by a Triton kernel where Triton serves."""
+        """Return empty request tables, written by a Triton kernel where Triton serves."""
         if not self.by_triton:
             return super().make_tables()
         from moeserve.runner.triton_inputs import scatter  # slow to import, as all that uses triton
@@ -143,7 +143,7 @@ class GPUModelRunner(ModelRunnerBase):
         return Tables(*size, self.groups, self.device, self.upload, scatter)
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Returns the inputs of a step that is not replayed."""
+        """Return the inputs of a step that is not replayed."""
         return (
             self.fixed_inputs.exact(plan, host)
             if self.by_triton
@@ -151,11 +151,11 @@ class GPUModelRunner(ModelRunnerBase):
         )
 
     def enter_thread(self) -> None:
-        """Makes this rank's device the thread's current one."""
+        """Make this rank's device the thread's current one."""
         torch.cuda.set_device(self._index())
 
     def _index(self) -> int:
-        """Returns the device of this rank: the ranks of a host take the visible devices in turn."""
+        """Return the device of this rank: the ranks of a host take the visible devices in turn."""
         return self.world.host_rank % torch.cuda.device_count()
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
@@ -171,7 +171,7 @@ class GPUModelRunner(ModelRunnerBase):
             copied.record()
 
         def wait() -> Sequence[Tensor]:
-            """Returns the copies on the host, once they are complete."""
+            """Return the copies on the host, once they are complete."""
             copied.synchronize()
             return on_host
 
@@ -203,7 +203,7 @@ class RingUpload:
         self._next = 0
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        """Returns tensors on the device; the copy runs on the current stream."""
+        """Return tensors on the device; the copy runs on the current stream."""
         entry = self._next
         self._next = (self._next + 1) % len(self._buffers)
         *starts, size = accumulate(

@@ -57,7 +57,7 @@ class Descriptor:
 
 
 def sizes_to(most: int) -> tuple[int, ...]:
-    """Returns the numbers of tokens that are recorded: the steps between them grow, and the last is
+    """Return the numbers of tokens that are recorded: the steps between them grow, and the last is
     `most`.
 
     20 -> 1, 2, 4, 8, 16, 20
@@ -67,7 +67,7 @@ def sizes_to(most: int) -> tuple[int, ...]:
 
 
 def sizes_of(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
-    """Returns the sizes of each mode that `graphs: asked` permits."""
+    """Return the sizes of each mode that `graphs: asked` permits."""
     most = {Mode.FULL: limits.max_num_seqs, Mode.PIECEWISE: limits.max_num_batched_tokens}
     return {
         mode: sizes_to(min(n, MOST_TOKENS))
@@ -77,7 +77,7 @@ def sizes_of(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
 
 
 def common_sizes(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
-    """Returns the same where ranks serve together: all modes' sizes are among those of one."""
+    """Return the same where ranks serve together: all modes' sizes are among those of one."""
     each = sizes_to(min(limits.max_num_batched_tokens, MOST_TOKENS))
     return {
         mode: tuple(size for size in each if size <= sizes[-1])
@@ -108,13 +108,13 @@ class GraphManager:
         self._between: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
-        """Returns the recording's shape that a step is to be replayed in, or None if the step runs
+        """Return the recording's shape that a step is to be replayed in, or None if the step runs
         as it is.
         """
         return self.dispatch(plan.num_tokens, plan.uniform_len)
 
     def dispatch(self, num_tokens: int, uniform_len: int | None) -> Descriptor | None:
-        """Returns the smallest shape that holds a step. uniform_len: the tokens of every request,
+        """Return the smallest shape that holds a step. uniform_len: the tokens of every request,
         None if they differ: 1, or 1 and the same number of drafts."""
         if uniform_len is not None and uniform_len <= 1 + self.num_drafts:
             for size in self.sizes.get(Mode.FULL, ()):
@@ -126,11 +126,11 @@ class GraphManager:
         return None
 
     def inputs(self, descriptor: Descriptor, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Fills the recordings' buffers with the inputs of a step, padded to the shape."""
+        """Fill the recordings' buffers with the inputs of a step, padded to the shape."""
         return self.fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
 
     def run(self, descriptor: Descriptor, step: StepInputs, agreed: Agreed | None) -> Tensor:
-        """Returns the step's hidden states, to be used before the next run. Records the shape when
+        """Return the step's hidden states, to be used before the next run. Records the shape when
         it is new.
         """
         self._now = step
@@ -144,7 +144,7 @@ class GraphManager:
         return hidden_TD
 
     def capture(self) -> None:
-        """Records the common sizes: powers of two and the largest. Largest first: the smaller ones
+        """Record the common sizes: powers of two and the largest. Largest first: the smaller ones
         use its memory.
         """
         began_s = time.perf_counter()
@@ -165,7 +165,7 @@ class GraphManager:
         pieces = descriptor.mode is Mode.PIECEWISE
 
         def work(pause: Pause) -> Sequence[Tensor]:
-            """Computes the step that is recorded, and returns the tensors that a replay rewrites."""
+            """Compute the step that is recorded, and returns the tensors that a replay rewrites."""
             inputs = replace(step, cut=partial(self._cut, pause)) if pieces else step
             hidden_TD = self.forward(inputs, agreed, descriptor.split_at)
             loads = [ubatch.take_load() for ubatch in self.ubatches]
@@ -192,7 +192,7 @@ class GraphManager:
         q.copy_(q_THd)
 
         def aside() -> None:
-            """Plans attention once per step, and attends."""
+            """Plan attention once per step, and attends."""
             if plan not in self._plans:
                 self._plans[plan] = plan(self._now)
             attend(q, self._plans[plan], out)
@@ -223,7 +223,7 @@ class GroupGraphs(GraphManager):
     _recordable = 0  # tokens
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
-        """Returns the shape that a step is to be replayed in, or None if the step runs as it is."""
+        """Return the shape that a step is to be replayed in, or None if the step runs as it is."""
         group = self.group
         agreed = plan.agreed
         if self._place != group.place:
@@ -250,13 +250,13 @@ class GroupGraphs(GraphManager):
         return Descriptor(Mode.FULL, size, size, room)
 
     def forget(self) -> None:
-        """Drops all recordings, from any thread; a step that is being replayed keeps its own until
+        """Drop all recordings, from any thread; a step that is being replayed keeps its own until
         that is launched.
         """
         self._recordings.clear()
 
     def round_up(self, tokens: int) -> int:
-        """Returns the number of tokens that all ranks make room for: 7 -> 8; beyond the largest
+        """Return the number of tokens that all ranks make room for: 7 -> 8; beyond the largest
         size, `tokens`.
         """
         return next((size for size in max(self.sizes.values(), key=len) if size >= tokens), tokens)

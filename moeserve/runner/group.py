@@ -66,7 +66,7 @@ class GroupedRunner(ThreadedRunner):
         self._on_traced = on_traced
 
     def prepare_model(self, progress: Progress) -> Limits:
-        """Loads and warms up all ranks of the engine, in a thread without a loop. Raises
+        """Load and warms up all ranks of the engine, in a thread without a loop. Raises
         ConfigError.
 
         Returns the limits of all ranks: what the rank with the least memory can hold.
@@ -89,7 +89,7 @@ class GroupedRunner(ThreadedRunner):
         return limits
 
     async def died(self) -> Exception:
-        """Returns why this engine cannot go on, once one of its ranks is gone."""
+        """Return why this engine cannot go on, once one of its ranks is gone."""
         if self.team is None:
             return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
         return await asyncio.wrap_future(self.team.dead)
@@ -101,7 +101,7 @@ class GroupedRunner(ThreadedRunner):
         return own if self.team is None else min(own, self.team.placed)
 
     async def join(self, join: Join) -> None:
-        """Connects all ranks of the engine with the other engines'. Raises PeerLost."""
+        """Connect all ranks of the engine with the other engines'. Raises PeerLost."""
         self._lost = None
         self.overtaken = False
         self._dp_rank = join.dp_rank
@@ -127,7 +127,7 @@ class GroupedRunner(ThreadedRunner):
             raise
 
     async def leave(self) -> None:
-        """Drops all connections; returns when no step runs any more on any rank."""
+        """Drop all connections; returns when no step runs any more on any rank."""
         self._lost = self._lost or PeerLost("this engine left its group")
         left = self._ask(Leave())
         idle = asyncio.ensure_future(self._idle())
@@ -139,7 +139,7 @@ class GroupedRunner(ThreadedRunner):
         await left
 
     def _ask(self, what: msgspec.Struct) -> asyncio.Future[list[CommandDone]]:
-        """Sends the engine's other ranks a command. Returns their answers."""
+        """Send the engine's other ranks a command. Returns their answers."""
         asked = [] if self.team is None else self.team.ask(what)
         answers = asyncio.gather(*map(asyncio.wrap_future, asked))
         answers.add_done_callback(
@@ -148,7 +148,7 @@ class GroupedRunner(ThreadedRunner):
         return answers
 
     def prepare(self, placement: PlacementTable) -> None:
-        """Begins to prepare a placement on all ranks, in the background."""
+        """Begin to prepare a placement on all ranks, in the background."""
         if self.team is not None:
             self.team.ask(Prepare(placement))
         self.runner.peers.prepare(placement)
@@ -175,7 +175,7 @@ class GroupedRunner(ThreadedRunner):
         return self._policy.ubatches_ok(plan)
 
     def close(self) -> None:
-        """Ends the other ranks, then this one, also in the middle of a step that waits for peers."""
+        """End the other ranks, then this one, also in the middle of a step that waits for peers."""
         model = self.__dict__.get("runner")
         if model is None:
             return
@@ -214,12 +214,13 @@ class GroupedRunner(ThreadedRunner):
     def _compare(
         self, team: Team, plan: StepPlan, result: StepResult, done: Sequence[CommandDone]
     ) -> None:
-        """Raises EngineDied if a rank has other tokens than this one; passes on what they traced."""
+        """Raise EngineDied if a rank has other tokens than this one; forward their traces."""
         mine = checksum(result)
         for tp_rank, answer in enumerate(done, 1):
             if answer.value != mine:
                 raise EngineDied(
-                    f"tensor-parallel rank {tp_rank} has other tokens than rank 0 in step {plan.step}: the machine's "
+                    f"tensor-parallel rank {tp_rank} has other tokens than rank 0 in step "
+                    f"{plan.step}: the machine's "
                     "arithmetic is not reproducible, or there is a bug in moeserve"
                 )
         if self._on_traced is not None and plan.agreed is not None and plan.agreed.trace:
@@ -288,6 +289,6 @@ class _SlowestProgress:
 
 
 def checksum(result: StepResult) -> int:
-    """Returns a checksum of a step's tokens, which is equal on all ranks of an engine."""
+    """Return a checksum of a step's tokens, which is equal on all ranks of an engine."""
     arrays = result.tokens_N, result.counts_S
     return zlib.crc32(b"".join(array.tobytes() for array in arrays if array is not None))

@@ -38,7 +38,8 @@ def check(config: Config, spec: ModelSpec) -> None:
         )
     if asked_len is not None and asked_len > spec.max_position:
         raise ConfigError(
-            f"max_model_len={asked_len} is more than the model's own limit of {spec.max_position} positions "
+            f"max_model_len={asked_len} is more than the model's own limit of "
+            f"{spec.max_position} positions "
             f"(max_position_embeddings in config.json). Ask for at most {spec.max_position}."
         )
     if config.model.packed_cache == "":
@@ -46,7 +47,8 @@ def check(config: Config, spec: ModelSpec) -> None:
     if (asked_bytes := config.model.expert_memory) is not None:
         if config.model.packed_cache == "off":
             raise ConfigError(
-                f"expert_memory={asked_bytes} keeps experts in a file of packed weights, and packed_cache is 'off'; "
+                f"expert_memory={asked_bytes} keeps experts in a file of packed weights, "
+                "and packed_cache is 'off'; "
                 "let it name a folder, or leave it out"
             )
         if spec.moe is None:
@@ -60,7 +62,8 @@ def check(config: Config, spec: ModelSpec) -> None:
         and not spec.stored
     ):
         raise ConfigError(
-            f"activations=int8 is for weights of 4 and 8 bits, and the checkpoint's are {spec.dtype}; use "
+            "activations=int8 is for weights of 4 and 8 bits, and the checkpoint's "
+            f"are {spec.dtype}; use "
             "quantization=int8 or int4, too, or activations=auto"
         )
     kv_dtype = config.cache.kv_cache_dtype
@@ -75,19 +78,22 @@ def _check_quantization(asked: str, spec: ModelSpec) -> None:
     if spec.stored:
         kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored))
         raise ConfigError(
-            f"quantization={asked}, but the checkpoint's weights are {kinds} already; leave it at none"
+            f"quantization={asked}, but the checkpoint's weights are {kinds} already; "
+            "leave it at none"
         )
     widths = {inputs for _, inputs in spec.products()} | {spec.hidden_size, spec.expert_size}
     odd = sorted(width for width in widths if width % INT4_GROUPS[-1])
     if asked == "int4" and odd:
         raise ConfigError(
-            f"quantization=int4 has a scale for every {INT4_GROUPS[-1]} inputs or more, and this model has layers with "
-            f"{', '.join(map(str, odd))} inputs, which no multiple of {INT4_GROUPS[-1]} is; use quantization=int8"
+            f"quantization=int4 has a scale for every {INT4_GROUPS[-1]} inputs or "
+            "more, and this model has layers with "
+            f"{', '.join(map(str, odd))} inputs, which no multiple of "
+            f"{INT4_GROUPS[-1]} is; use quantization=int8"
         )
 
 
 def with_step_tokens(config: Config, least: int) -> Config:
-    """Returns the config with the number of tokens per step filled in. least: tokens that keep the
+    """Return the config with the number of tokens per step filled in. least: tokens that keep the
     device busy; more would only delay requests that decode in the same step."""
     if config.scheduler.max_num_batched_tokens is not None:
         return config
@@ -96,14 +102,14 @@ def with_step_tokens(config: Config, least: int) -> Config:
 
 
 def step_tokens(config: Config) -> int:
-    """Returns the most tokens per step."""
+    """Return the most tokens per step."""
     tokens = config.scheduler.max_num_batched_tokens
     assert tokens is not None, "with_step_tokens first"
     return tokens
 
 
 def chunk_tokens(config: Config) -> int:
-    """Returns the most tokens of one request per step."""
+    """Return the most tokens of one request per step."""
     return min(config.scheduler.prefill_chunk or step_tokens(config), step_tokens(config))
 
 
@@ -118,14 +124,14 @@ class MemoryFacts:
     free: int
 
     def shared(self, ranks: int) -> "MemoryFacts":
-        """Returns the share of one of several ranks: an equal part of the limit and of what is
+        """Return the share of one of several ranks: an equal part of the limit and of what is
         free.
         """
         return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
 
 
 def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
-    """Returns the bytes for KV blocks, measured with the weights in place: the share of the limit
+    """Return the bytes for KV blocks, measured with the weights in place: the share of the limit
     that is left beside everything used and the work space of a step, and never more than that share
     of what is free now. mapped: bytes of files that the weights are in, which the system counts as
     free."""
@@ -137,19 +143,21 @@ def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
     """Raises DoesNotFit before a load that could only end with the kernel killing this process."""
     if weight_bytes > memory.free:
         raise DoesNotFit(
-            f"the weights that this process loads take {_mib(weight_bytes)} and {_mib(memory.free)} of memory are free "
-            f"(limit {_mib(memory.limit)}). Free some memory, raise the limit, choose a smaller model or dtype, "
+            f"the weights that this process loads take {_mib(weight_bytes)} and "
+            f"{_mib(memory.free)} of memory are free "
+            f"(limit {_mib(memory.limit)}). Free some memory, raise the limit, choose "
+            "a smaller model or dtype, "
             "shard the experts over more machines, or keep some on disk (expert_memory, on CPUs)."
         )
 
 
 def blocks_for(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
-    """Returns the most blocks that one request of this length holds at once, over all groups."""
+    """Return the most blocks that one request of this length holds at once, over all groups."""
     return sum(blocks_needed(group, num_tokens, chunk) for group in groups if not group.has_states)
 
 
 def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, limit: int) -> int:
-    """Returns the longest request, up to `limit` tokens, that usable_blocks hold."""
+    """Return the longest request, up to `limit` tokens, that usable_blocks hold."""
     low = 0
     high = limit
     while low < high:
@@ -170,7 +178,7 @@ def resolve(
     *,
     fill: bool,
 ) -> tuple[Limits, tuple[str, ...]]:
-    """Returns the limits and notes about them for the user. budget: bytes for KV blocks, from
+    """Return the limits and notes about them for the user. budget: bytes for KV blocks, from
     `kv_budget`.
 
     fill: take the whole budget (a device of our own) rather than what the requests can use (a
@@ -196,17 +204,22 @@ def resolve(
                 if n - 1 - int(config.scheduler.watermark * n) >= one
             )
             raise DoesNotFit(
-                f"{have:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold even one block of a request: "
-                f"{least * bytes_per_block:,} is the least. Free some memory, raise --memory-utilization or "
+                f"{have:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold "
+                "even one block of a request: "
+                f"{least * bytes_per_block:,} is the least. Free some memory, raise "
+                "--memory-utilization or "
                 "--kv-cache-bytes, or choose a smaller model."
             )
         if asked_len is not None:
             raise DoesNotFit(
-                f"max_model_len={wanted_len} needs {_mib(need)} for KV blocks, {_mib(have)} are available. "
-                f"max_model_len={fits} would fit; or give more memory (--memory-utilization, --kv-cache-bytes)."
+                f"max_model_len={wanted_len} needs {_mib(need)} for KV blocks, "
+                f"{_mib(have)} are available. "
+                f"max_model_len={fits} would fit; or give more memory "
+                "(--memory-utilization, --kv-cache-bytes)."
             )
         notes = (
-            f"max_model_len reduced from {wanted_len} to {fits}: the model's whole context needs {_mib(need)} for KV "
+            f"max_model_len reduced from {wanted_len} to {fits}: the model's whole "
+            f"context needs {_mib(need)} for KV "
             f"blocks, {_mib(have)} are available",
         )
     limits = Limits(
@@ -239,7 +252,8 @@ def _num_blocks(
     if asked_bytes is not None:
         if asked_bytes > budget:
             raise DoesNotFit(
-                f"kv_cache_bytes={asked_bytes} ({_mib(asked_bytes)}) was asked for, but only {_mib(budget)} are left "
+                f"kv_cache_bytes={asked_bytes} ({_mib(asked_bytes)}) was asked for, but "
+                f"only {_mib(budget)} are left "
                 f"beside weights and work space: ask for at most {budget}."
             )
         return asked_bytes // bytes_per_block
@@ -257,7 +271,7 @@ def workspace_bytes(
     dtype: torch.dtype,
     inflow: model_workspace.Inflow | None = None,
 ) -> int:
-    """Returns the bytes of a forward pass of a full step, all requests' logits in fp32 with one
+    """Return the bytes of a forward pass of a full step, all requests' logits in fp32 with one
     copy, and the sampler's chunks.
 
     inflow: what other ranks send here, None where experts compute for this rank alone.
@@ -296,17 +310,19 @@ def check_block_size(config: Config, spec: ModelSpec) -> None:
     size = config.cache.block_size
     if wrong := sorted(tile for tile in tiles if size % tile):
         raise ConfigError(
-            f"block_size={size}: the recurrent layers of {spec.architecture} work on tiles of {wrong[0]} tokens, of "
+            f"block_size={size}: the recurrent layers of {spec.architecture} work on "
+            f"tiles of {wrong[0]} tokens, of "
             "which a block must be a whole number; use block_size=16, 32 or 64"
         )
     if tiles and all(rule.tile is not None for rule in spec.kv_rules):
         raise ConfigError(
-            f"{spec.architecture}: every layer is recurrent, and one with a cache per token is needed"
+            f"{spec.architecture}: every layer is recurrent, and one with a cache per "
+            "token is needed"
         )
 
 
 def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> StateRoom:
-    """Shares out the budget. state_bytes: of a block of states over all layers; 0: the model has
+    """Share out the budget. state_bytes: of a block of states over all layers; 0: the model has
     none.
 
     fill: take the whole share rather than what the requests can use. Fewer requests run at once
@@ -321,14 +337,17 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
     fits = (affordable - 1) // STATES_HELD
     if fits < 1:
         raise DoesNotFit(
-            f"states of recurrent layers take {state_bytes:,} bytes a block, a request needs {STATES_HELD}, and "
-            f"{room:,} bytes are there for them. Raise --memory-utilization, --kv-cache-bytes or state_share."
+            f"states of recurrent layers take {state_bytes:,} bytes a block, a "
+            f"request needs {STATES_HELD}, and "
+            f"{room:,} bytes are there for them. Raise --memory-utilization, "
+            "--kv-cache-bytes or state_share."
         )
     running = config.scheduler.max_num_seqs
     notes: tuple[str, ...] = ()
     if fits < running:
         notes = (
-            f"max_num_seqs reduced from {running} to {fits}: the states of more requests do not fit",
+            f"max_num_seqs reduced from {running} to {fits}: the states of more "
+            "requests do not fit",
         )
     running = min(fits, running)
     useful = running * (STATES_HELD + USUAL_LEN // config.cache.block_size) + 1

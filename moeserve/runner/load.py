@@ -196,7 +196,7 @@ def draft_params(
     memory: MemoryFacts,
     plan_of: Callable[[Collection[str]], LoadPlan],
 ) -> Iterator[tuple[Params, Ops]]:
-    """Opens the checkpoint of a drafter of `model`. plan_of: the plan for its tensors."""
+    """Open the checkpoint of a drafter of `model`. plan_of: the plan for its tensors."""
     dummy = config.model.load_format == "dummy"
     device = model.ops.device
     dtype = model.ops.dtype
@@ -215,7 +215,7 @@ def draft_params(
 
 
 def _ops(device: torch.device, dtype: torch.dtype, config: Config, spec: ModelSpec) -> Ops:
-    """Returns the kernels that the settings choose; a plugin's for experts are beside the best."""
+    """Return the kernels that the settings choose; a plugin's for experts are beside the best."""
     asked = config.device.kernels
     is_plugin = asked in EXPERT_KERNELS.plugins
     table: Any = "auto" if is_plugin else asked
@@ -224,13 +224,14 @@ def _ops(device: torch.device, dtype: torch.dtype, config: Config, spec: ModelSp
 
 
 def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:
-    """Returns the table with the attention that the settings choose. Raises ConfigError if it
+    """Return the table with the attention that the settings choose. Raises ConfigError if it
     cannot serve.
     """
     asked = config.device.attention_backend
     if not ops.triton and asked != "auto":
         raise ConfigError(
-            f"attention_backend={asked} needs Triton's kernels, and here serve {ops.chosen}; choose auto"
+            f"attention_backend={asked} needs Triton's kernels, and here serve "
+            f"{ops.chosen}; choose auto"
         )
     if not ops.triton or asked == "triton":
         return ops
@@ -242,7 +243,7 @@ def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:
 
 
 def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint:
-    """Returns the checkpoint with what these kernels make of it. Others than native ones widen all
+    """Return the checkpoint with what these kernels make of it. Others than native ones widen all
     of a GGUF file that has minima: Triton's take gate, up and down quantised, or none of them."""
     asked = config.model.activations
     obstacle = ops.weight_obstacle
@@ -271,7 +272,7 @@ def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
 
 
 def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Ops:
-    """Returns the table, which packs large weights into memory whose pages are made ahead."""
+    """Return the table, which packs large weights into memory whose pages are made ahead."""
     packed = replace(plan, params=tuple(param for param in plan.params if is_packed(param.name)))
     num_bytes = weight_bytes(checkpoint, packed, ops, asked)
     return (
@@ -282,7 +283,7 @@ def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | 
 def _on_disk(
     checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None, expert_memory: int | None
 ) -> int:
-    """Returns the bytes of the experts that are not in memory."""
+    """Return the bytes of the experts that are not in memory."""
     if expert_memory is None:
         return 0
     experts = replace(plan, params=tuple(param for param in plan.params if is_expert(param.name)))
@@ -309,20 +310,23 @@ def _check_kernels(
             )
     if checkpoint.activations == "int8" and not ops.native:
         raise ConfigError(
-            f"activations=int8 needs the native kernels, and {here}; use activations=auto, or {native}"
+            f"activations=int8 needs the native kernels, and {here}; use "
+            f"activations=auto, or {native}"
         )
     quantised = [param.name for param, _ in _quantised(checkpoint, plan, asked)]
     if lossless != "off" and not _compressed(ops, plan, quantised):
         which = "experts" if lossless == "experts" else "linear layers"
         raise ConfigError(
-            f"lossless_compression={lossless}, but no {which} of this model have 16-bit weights, and a multiple of 8 "
+            f"lossless_compression={lossless}, but no {which} of this model have "
+            "16-bit weights, and a multiple of 8 "
             "inputs; use lossless_compression=off"
         )
     instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"
     for param, form in _quantised(checkpoint, plan, asked):
         if ops.weight_obstacle is None:
             raise ConfigError(
-                f"quantised weights need the native kernels for CPUs or Triton's for GPUs, and {here}; use {instead}, "
+                "quantised weights need the native kernels for CPUs or Triton's for "
+                f"GPUs, and {here}; use {instead}, "
                 f"or {native}"
             )
         if (
@@ -341,7 +345,7 @@ def _check_kernels(
 def _quantised(
     checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None
 ) -> Iterator[tuple[Param, StoredFormat]]:
-    """Yields each parameter in 4 or 8 bits, and its format."""
+    """Yield each parameter in 4 or 8 bits, and its format."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
         pieces[piece.param].append(piece)
@@ -353,7 +357,7 @@ def _quantised(
 
 
 def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
-    """Returns how quantised activations are computed here, for the log."""
+    """Return how quantised activations are computed here, for the log."""
     if ops.triton and spec.moe:
         from moeserve.ops.triton_weights import (
             multiplies_e4m3,
@@ -361,14 +365,17 @@ def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
 
         sizes = spec.hidden_size, spec.expert_size
         if any(multiplies_e4m3(form.kind, form.rows, form.group, *sizes) for form in spec.stored):
-            return f"experts' rows become e4m3 with a scale for every 128 elements, all others stay {ops.dtype} here"
+            return (
+                "experts' rows become e4m3 with a scale for every 128 elements, all "
+                f"others stay {ops.dtype} here"
+            )
     if ops.native and any(form.rows_as(asked) == "int8" for form in spec.stored):
         return "rows become int8 with a scale for every 32 elements (activations: float keeps them)"
     return f"they stay {ops.dtype} here, weights alone are quantised"
 
 
 def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None) -> int:
-    """Returns about the bytes of the parameters that a rank loads, as they are in memory."""
+    """Return about the bytes of the parameters that a rank loads, as they are in memory."""
     narrow = {
         param.name: form.bytes_per_weight for param, form in _quantised(checkpoint, plan, asked)
     }
@@ -380,7 +387,7 @@ def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked 
 
 
 def _compressed(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> list[str]:
-    """Returns the names of the parameters that are kept in 12 bits, of a drafter perhaps none."""
+    """Return the names of the parameters that are kept in 12 bits, of a drafter perhaps none."""
     if ops.lossless == "off":
         return []
     asked = is_packed if ops.lossless == "all" else is_expert

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def make_tensor(world: World, num_channels: int, on_device: bool = False) -> TensorParallel:
-    """Returns how the ranks of an engine gather what each has computed: they share a machine, so by
+    """Return how the ranks of an engine gather what each has computed: they share a machine, so by
     shared memory where there is native code, and by NCCL between devices."""
     if world.tp_size == 1:
         return ALONE
@@ -83,7 +83,7 @@ class Peers:
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Loads this rank's experts of `table` and connects to the members. Raises PeerLost when
+        """Load this rank's experts of `table` and connects to the members. Raises PeerLost when
         not all of them come."""
         if self._store is not None and table is not None:
             self._store.load_all(table, members.rank)
@@ -123,7 +123,7 @@ class Peers:
         return self._all2all.caps
 
     def leave(self) -> None:
-        """Drops all connections, at any time and from any thread: a step that waits for a peer
+        """Drop all connections, at any time and from any thread: a step that waits for a peer
         raises PeerLost.
         """
         if self._all2all is not None:
@@ -131,7 +131,7 @@ class Peers:
         self._tp.leave()
 
     def prepare(self, table: PlacementTable) -> None:
-        """Begins to load this rank's experts of a placement, in the background."""
+        """Begin to load this rank's experts of a placement, in the background."""
         if self._store is None:
             self._on_placed(
                 Placed(version=table.version, error="this rank has all experts, or there are none")
@@ -158,12 +158,12 @@ class Peers:
         return self._store is not None and self._store.mixed
 
     def commit(self, placed: int) -> None:
-        """Puts in force what all ranks have prepared, up to `placed`."""
+        """Put in force what all ranks have prepared, up to `placed`."""
         if self._store is not None:
             self._store.commit(placed)
 
     def close(self) -> None:
-        """Leaves the group and ends the background work."""
+        """Leave the group and ends the background work."""
         self.leave()
         if self._store is not None:
             self._store.close()

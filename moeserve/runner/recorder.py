@@ -28,13 +28,13 @@ class Recorder:
     its results to fixed tensors, so that code for graphs can be tested without CUDA."""
 
     def record(self, work: Work) -> Recording:
-        """Records the work. It may be run once for warmth, so its inputs must be harmless; results
+        """Record the work. It may be run once for warmth, so its inputs must be harmless; results
         are valid after the first replay. Functions that the work passes to its `Pause` run between
         two graphs."""
         results: list[Tensor] = []
 
         def replay() -> None:
-            """Runs the work again."""
+            """Run the work again."""
             fresh = work(_now)
             if not results:
                 results.extend(result.clone() for result in fresh)
@@ -77,7 +77,7 @@ class CudaRecorder(Recorder):
         graph = self._begin()
 
         def pause(aside: Callable[[], None]) -> None:
-            """Ends one graph, keeps `aside` for the replay, and begins another graph."""
+            """End one graph, keeps `aside` for the replay, and begins another graph."""
             nonlocal graph
             graph.capture_end()
             pieces.extend((graph.replay, aside))

@@ -85,13 +85,13 @@ class Team:
         )
 
     def start(self) -> None:
-        """Starts the workers and returns at once. Raises ConfigError."""
+        """Start the workers and returns at once. Raises ConfigError."""
         self._watcher.start()
         self._started.wait()
         self._raise_if_dead()
 
     def wait_connected(self) -> None:
-        """Returns once all workers are connected. Raises EngineDied, or the ConfigError of a
+        """Return once all workers are connected. Raises EngineDied, or the ConfigError of a
         worker.
         """
         either: list[Future[Any]] = [self._connected, self.dead]
@@ -103,7 +103,7 @@ class Team:
             )
 
     def ask(self, what: msgspec.Struct) -> list[Future[commands.CommandDone]]:
-        """Sends all workers a command and returns at once. The answers raise what ended a worker."""
+        """Send all workers a command and returns at once. The answers raise what ended a worker."""
         with self._lock:
             self._num_asked += 1
             command = commands.WorkerCommand(self._num_asked, what)  # type: ignore[arg-type]
@@ -124,14 +124,14 @@ class Team:
         return min(worker.placed for worker in self._workers)
 
     def traced(self, done: Sequence[commands.CommandDone], step: int, dp_rank: int) -> list[Traced]:
-        """Returns what the workers did in a step that was traced."""
+        """Return what the workers did in a step that was traced."""
         pairs = zip(self._workers, done, strict=True)
         return [
             Traced(step, dp_rank, worker.tp_rank, list(answer.events)) for worker, answer in pairs
         ]
 
     def close(self) -> None:
-        """Ends the workers. From any thread, any number of times."""
+        """End the workers. From any thread, any number of times."""
         self._closing = True
         for worker in self._workers:
             worker.stream.close()
@@ -272,12 +272,12 @@ class Team:
 
 
 def all_done(futures: Sequence[Future[commands.CommandDone]]) -> list[commands.CommandDone]:
-    """Waits for all answers. Raises PeerLost when a command failed because of another rank."""
+    """Wait for all answers. Raises PeerLost when a command failed because of another rank."""
     return checked([future.result() for future in futures])
 
 
 def checked(done: Sequence[commands.CommandDone]) -> list[commands.CommandDone]:
-    """Returns the answers, or raises the first PeerLost among them."""
+    """Return the answers, or raises the first PeerLost among them."""
     for answer in done:
         if answer.lost:
             raise PeerLost(answer.lost, answer.missing)

@@ -83,26 +83,26 @@ class StepExecutor:
         return arrays
 
     def _mark(self) -> Any:
-        """Returns a point in the device's time, for `_elapsed_us`."""
+        """Return a point in the device's time, for `_elapsed_us`."""
         return time.perf_counter_ns()
 
     def _elapsed_us(self, start: Any, end: Any) -> int:
-        """Returns the microseconds between two marks; called after the step's results have arrived."""
+        """Return the microseconds between two marks, once the step's results have arrived."""
         return (end - start) // 1000  # type: ignore[no-any-return]
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Returns the inputs of a step that is not replayed."""
+        """Return the inputs of a step that is not replayed."""
         return prepare_inputs(plan, host, self.tables, self.groups, self.upload)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Executes one step and waits for its result."""
+        """Execute one step and waits for its result."""
         result = self.launch(plan)()
         self.propose()
         return result
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Starts one step and returns a function that waits for the device and returns the result.
+        """Start one step and returns a function that waits for the device and returns the result.
 
         Call `propose` next, on CPUs once the result is there: the engine plans meanwhile.
 
@@ -169,7 +169,7 @@ class StepExecutor:
             self.proposer.finish()
 
     def _propose_beside(self) -> None:
-        """Lets the proposer begin with what `propose` does, if it can beside the host's work."""
+        """Let the proposer begin with what `propose` does, if it can beside the host's work."""
         if (
             self.proposer is not None
             and self._verified is not None
@@ -179,7 +179,7 @@ class StepExecutor:
 
     @torch.inference_mode()
     def propose(self) -> None:
-        """Lets the proposer read the step that was launched last, and guess what follows. Raises
+        """Let the proposer read the step that was launched last, and guess what follows. Raises
         PeerLost.
         """
         # an idle runner must not keep a step's tensors alive
@@ -193,7 +193,7 @@ class StepExecutor:
         self._drafting = begin, self._last_end
 
     def _run_tasks(self, plan: StepPlan) -> dict[str, TaskOutputs]:
-        """Launch the forward pass of a plan with rows, and the tasks that read its hidden states."""
+        """Launch a plan's forward pass and the tasks that read its hidden states."""
         rows = HostRows.of(plan)
         drafts = self._write_drafts(plan) if rows.drafts_S is not None else None
         for task in self.tasks.values():
@@ -228,7 +228,7 @@ class StepExecutor:
 
     @torch.inference_mode()
     def drafts_of(self, plan: StepPlan) -> Tensor:
-        """Returns the drafts of a plan that has some, int32, one row's after the other."""
+        """Return the drafts of a plan that has some, int32, one row's after the other."""
         if plan.drafts_N is not None:
             return self.upload(plan.drafts_N)[0]
         num_R = plan.num_drafts_R
@@ -238,7 +238,7 @@ class StepExecutor:
         return self.proposer.drafts(slots_N, ranges(np.zeros_like(num_R), num_R))
 
     def _write_drafts(self, plan: StepPlan) -> Tensor:
-        """Writes the drafts of a plan's rows behind their known tokens, and returns them."""
+        """Write the drafts of a plan's rows behind their known tokens, and returns them."""
         num_R = plan.num_drafts_R
         drafts = self.drafts_of(plan)
         assert num_R is not None
@@ -306,7 +306,7 @@ class StepExecutor:
             self._loading = None
 
     def _forward(self, step: StepInputs, agreed: Agreed | None = None, split_at: int = 0) -> Tensor:
-        """Returns the hidden states [T, D] of a step's tokens, computed in one or two
+        """Return the hidden states [T, D] of a step's tokens, computed in one or two
         micro-batches.
         """
         layers: Sequence[LayerCache] = self.kv.layers

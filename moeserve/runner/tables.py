@@ -1,7 +1,7 @@
 """Request tables: one int32 arena on the device, written by staged diffs; and the inputs of a step,
 gathered from it.
 
-    tokens  [slots, width]      prompt and answer of the request in each slot; the sampler appends here
+    tokens  [slots, width]      prompt and answer of each slot's request; the sampler appends here
     blocks  [slots, max_blocks] per KV group: its block table
 
 The host never reads the arena, so the step after this one may be planned before this one's tokens
@@ -38,12 +38,12 @@ Upload = Callable[..., tuple[Tensor, ...]]
 
 
 def host_upload(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-    """Returns the arrays as CPU tensors, without a copy unless an array has gaps."""
+    """Return the arrays as CPU tensors, without a copy unless an array has gaps."""
     return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros; on the host they take memory only where they are touched (`torch.zeros` writes
+    """Return zeros; on the host they take memory only where they are touched (`torch.zeros` writes
     every page).
     """
     count = math.prod(shape)
@@ -54,7 +54,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
-    """Sets arena[offsets] = values with one copy to the device; offsets are unique."""
+    """Set arena[offsets] = values with one copy to the device; offsets are unique."""
     offsets, values = upload(offsets_N, values_N)
     arena.index_put_((offsets,), values)
 
@@ -87,7 +87,8 @@ class Tables:
         starts = np.cumsum([0, slots * self.width, *(slots * n for n in self._max_blocks)])
         if starts[-1] > _INT32_MAX:
             raise ConfigError(
-                f"max_num_seqs={slots} times max_model_len={max_len} needs request tables of {starts[-1]:,} entries; "
+                f"max_num_seqs={slots} times max_model_len={max_len} needs request tables "
+                f"of {starts[-1]:,} entries; "
                 f"at most {_INT32_MAX:,} fit. Lower one of the two."
             )
         self.arena = lazy_zeros((int(starts[-1]),), torch.int32, device)
@@ -109,11 +110,11 @@ class Tables:
         return self.arena[: self.slots * self.width].view(self.slots, self.width)
 
     def token_offsets(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> I64:
-        """Returns where in the arena the token at each (slot, position) lies."""
+        """Return where in the arena the token at each (slot, position) lies."""
         return slots.astype(np.int64) * self.width + positions
 
     def add(self, slot: int, tokens: I32) -> None:
-        """Stages a new request in `slot`: its tokens, and a block table of zeros."""
+        """Stage a new request in `slot`: its tokens, and a block table of zeros."""
         assert 0 <= slot < self.slots, (slot, self.slots)
         assert len(tokens) <= self.width, (len(tokens), self.width)
         self._stage_run(slot * self.width, tokens)
@@ -126,7 +127,7 @@ class Tables:
         self._may_repeat = True
 
     def update(self, group: int, diff: BlockDiff) -> None:
-        """Stages new block-table entries of one KV group."""
+        """Stage new block-table entries of one KV group."""
         if not len(diff.slots_N):
             return
         row = self._max_blocks[group]
@@ -138,7 +139,7 @@ class Tables:
         np.maximum.at(self._dirty[group], diff.slots_N, diff.indices_N + 1)
 
     def apply(self) -> None:
-        """Writes everything staged since the last call to the device; later writes to the same
+        """Write everything staged since the last call to the device; later writes to the same
         entry win.
         """
         if not self._offsets:
@@ -153,7 +154,7 @@ class Tables:
         self._scatter(self.arena, self._upload, offsets_N, values_N)
 
     def append(self, offsets_N: Tensor, tokens_N: Tensor) -> None:
-        """Writes tokens (int32) at arena offsets from `token_offsets`: the next step reads them
+        """Write tokens (int32) at arena offsets from `token_offsets`: the next step reads them
         there.
         """
         self.arena.index_put_((offsets_N,), tokens_N)
@@ -164,7 +165,7 @@ class Tables:
 
 
 def _last_writes(offsets_N: I64, values_N: I32) -> tuple[I64, I32]:
-    """Drops all but the last value for each offset: a scatter has no order.
+    """Drop all but the last value for each offset: a scatter has no order.
 
     offsets [5, 6, 5], values [1, 2, 3] -> [5, 6], [3, 2]
     """
@@ -191,7 +192,7 @@ class HostRows:
 
     @classmethod
     def of(cls, plan: StepPlan) -> "HostRows":
-        """Computes the layout of a plan with at least one row."""
+        """Compute the layout of a plan with at least one row."""
         rows = len(plan.slots_R)
         offsets_R1 = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(plan.counts_R, out=offsets_R1[1:])
@@ -217,7 +218,7 @@ class HostRows:
 def prepare_inputs(
     plan: StepPlan, rows: HostRows, tables: Tables, groups: Sequence[KVGroup], upload: Upload
 ) -> StepInputs:
-    """Returns the inputs of the forward pass of a plan with at least one row, once the tables have
+    """Return the inputs of the forward pass of a plan with at least one row, once the tables have
     been applied.
     """
     longest = int((plan.starts_R + plan.counts_R).max())
@@ -259,7 +260,7 @@ def group_inputs(
     positions_T: Tensor,
     rows_T: Tensor | None,
 ) -> GroupInputs:
-    """Returns the inputs of one KV group. blocks: its table. longest: positions that any row
+    """Return the inputs of one KV group. blocks: its table. longest: positions that any row
     reaches. slots: of the rows. rows_T: the row of each token; None where each row has one."""
     size = group.block_size
     num_blocks = -(-longest // size)

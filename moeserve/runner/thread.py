@@ -29,15 +29,15 @@ class StepFuture(Generic[T]):
         self._future: asyncio.Future[T] = self._loop.create_future()
 
     async def result(self) -> T:
-        """Waits for the answer, or raises what `fail` was given."""
+        """Wait for the answer, or raises what `fail` was given."""
         return await self._future
 
     def resolve(self, value: T) -> None:
-        """Sets the answer, from any thread."""
+        """Set the answer, from any thread."""
         self._from_thread(self._future.set_result, value)
 
     def fail(self, cause: BaseException) -> None:
-        """Sets an error instead of the answer, from any thread."""
+        """Set an error instead of the answer, from any thread."""
         self._from_thread(self._future.set_exception, cause)
 
     def _from_thread(self, set_: Callable[[Any], None], value: object) -> None:
@@ -63,7 +63,7 @@ class ThreadedRunner:
         )
 
     def start(self, plan: StepPlan) -> StepFuture[StepResult]:
-        """Queues a step and returns at once. To be called on the loop that awaits the result."""
+        """Queue a step and returns at once. To be called on the loop that awaits the result."""
         handle: StepFuture[StepResult] = StepFuture()
         if not self._launcher.do(lambda: self._launch(plan, handle)):
             handle.fail(self._gone())
@@ -78,13 +78,13 @@ class ThreadedRunner:
         self.runner.constraints.drop(tickets)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a function in the runner's thread between two steps, such as loading the model or an
+        """Run a function in the runner's thread between two steps, such as loading the model or an
         audit.
         """
         handle: StepFuture[T] = StepFuture()
 
         def job() -> None:
-            """Runs the function and passes on its result or its error."""
+            """Run the function and passes on its result or its error."""
             try:
                 handle.resolve(function(*args, **kwargs))
             except BaseException as exc:
@@ -95,7 +95,7 @@ class ThreadedRunner:
         return await handle.result()
 
     def close(self) -> None:
-        """Lets the running step finish, fails those behind it, joins the threads and releases the
+        """Let the running step finish, fails those behind it, joins the threads and releases the
         model.
 
         The model's memory is free afterwards: a thread that still freed it while the interpreter
@@ -130,7 +130,7 @@ class ThreadedRunner:
         return self.runner.launch(plan)
 
     async def _idle(self) -> None:
-        """Returns when everything that was started before is over."""
+        """Return when everything that was started before is over."""
         await self.call(lambda: None)
         if self._collector is not None:
             handle: StepFuture[None] = StepFuture()
@@ -146,7 +146,7 @@ class ThreadedRunner:
             self._fail(plan, handle, exc)
 
     def _refusal(self) -> Exception | None:
-        """Returns the error of every further step; None while steps may run."""
+        """Return the error of every further step; None while steps may run."""
         return None if self._cause is None else EngineDied(self._cause)
 
     def _gone(self) -> EngineDied:

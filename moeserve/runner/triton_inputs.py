@@ -19,7 +19,7 @@ from moeserve.runner.tables import I64, HostRows, Tables, Upload
 
 
 def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
-    """Sets arena[offsets] = values by one kernel; replaces `tables.scatter`."""
+    """Set arena[offsets] = values by one kernel; replaces `tables.scatter`."""
     words, pieces = pack(offsets_N, values_N)
     (on_device,) = upload(words)
     write(arena, on_device, pieces)
@@ -47,7 +47,7 @@ class FixedInputs:
             getattr(self._arrays, array.name).zero_()
 
     def largest(self, tokens: int, rows: int | None) -> StepInputs:
-        """Returns the buffers that `fill` fills, as inputs of rows of one token, or of an equal
+        """Return the buffers that `fill` fills, as inputs of rows of one token, or of an equal
         share of the tokens if the number of rows is fixed, with the longest contexts."""
         padded_rows = self._tables.slots if rows is None else rows
         length = 1 if rows is None else tokens // rows
@@ -58,12 +58,12 @@ class FixedInputs:
         return self._inputs(tokens, padded_rows, offsets_R1, starts_R, 0)
 
     def exact(self, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Returns the inputs of `plan` without padding, for a step that is not replayed."""
+        """Return the inputs of `plan` without padding, for a step that is not replayed."""
         step = self.fill(plan, host, len(host.positions_T), len(plan.slots_R))
         return replace(step, live=None)
 
     def fill(self, plan: StepPlan, host: HostRows, tokens: int, rows: int | None) -> StepInputs:
-        """Returns the inputs of `plan`, padded to so many tokens, and rows if the number of rows is
+        """Return the inputs of `plan`, padded to so many tokens, and rows if the number of rows is
         fixed.
         """
         longest = int((plan.starts_R + plan.counts_R).max())
@@ -94,7 +94,7 @@ class FixedInputs:
     def _inputs(
         self, tokens: int, padded_rows: int, offsets_R1: I32, starts_R: I32, samples: int
     ) -> StepInputs:
-        """Returns views of the buffers. offsets_R1, starts_R: of the rows that attention metadata
+        """Return views of the buffers. offsets_R1, starts_R: of the rows that attention metadata
         is computed for.
         """
         part = self._part(tokens, padded_rows)

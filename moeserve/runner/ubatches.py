@@ -34,7 +34,7 @@ class Meter:
     transfers: Sequence[InFlightTransfer] = ()
 
     def times_us(self) -> tuple[int, int]:
-        """Returns (communication, the part of it that was not hidden) in microseconds, once the
+        """Return (communication, the part of it that was not hidden) in microseconds, once the
         step is finished.
         """
         comm_us = self.comm_us
@@ -72,7 +72,7 @@ class UBatchRunner:
         agreed: Agreed | None,
         kv: Sequence[LayerCache],
     ) -> Tensor:
-        """Returns the hidden states [T, D] of all tokens, in order. With two micro-batches agreed,
+        """Return the hidden states [T, D] of all tokens, in order. With two micro-batches agreed,
         the first one has `split_at` of the tokens.
 
         An error in a micro-batch ends both and is raised here, the first one if there are several;
@@ -83,7 +83,7 @@ class UBatchRunner:
             return self._run(agreed, [lambda ubatch: model.forward(step, kv, ubatch)])[0]
 
         def work(part: StepInputs, ubatch: UBatch) -> Tensor | None:
-            """Computes one half. A half without tokens still takes part in what other ranks do."""
+            """Compute one half. A half without tokens still takes part in what other ranks do."""
             if len(part.ids_T):
                 return model.forward(part, kv, ubatch)
             model.serve(ubatch)
@@ -94,11 +94,11 @@ class UBatchRunner:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def serve(self, model: Decoder, agreed: Agreed) -> None:
-        """Takes part in a step in which this rank has no tokens."""
+        """Take part in a step in which this rank has no tokens."""
         self._run(agreed, [model.serve] * agreed.ubatches)
 
     def take_meter(self) -> Meter:
-        """Returns what was measured since the last call; to be called after each step."""
+        """Return what was measured since the last call; to be called after each step."""
         load_LE, *others = (ubatch.take_load() for ubatch in self.ubatches)
         for other_LE in others:
             if len(other_LE):
@@ -120,13 +120,13 @@ class UBatchRunner:
         return meter
 
     def close(self) -> None:
-        """Ends the second micro-batch's thread and waits for it."""
+        """End the second micro-batch's thread and waits for it."""
         if self._second is not None:
             self._second.stop()
             self._second = None
 
     def _run(self, agreed: Agreed, works: Sequence[Callable[[UBatch], T]]) -> Sequence[T]:
-        """Returns the result of each micro-batch's work."""
+        """Return the result of each micro-batch's work."""
         # The same number of rounds in both micro-batches: with fewer, one would run ahead of the
         # other, layer by layer.
         most_tokens = -(-self.round_up(max(agreed.most_tokens)) // self._tp_size)

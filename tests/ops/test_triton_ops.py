@@ -64,7 +64,7 @@ def test_a_part_of_a_larger_weight_is_copied() -> None:
     """Else all of it would stay in memory."""
     large = torch.randn(8, 16)
     part = pack_exact(large[:4], None)
-    assert part.keywords["w_NK"].untyped_storage().nbytes() == 4 * 16 * 4  # type: ignore[attr-defined]
+    assert part._weight_NK.untyped_storage().nbytes() == 4 * 16 * 4  # type: ignore[attr-defined]
     torch.testing.assert_close(
         part(torch.ones(3, 16)), large[:4].sum(1).expand(3, -1), rtol=1e-5, atol=1e-5
     )

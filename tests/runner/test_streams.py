@@ -106,7 +106,7 @@ class Model:
         slots = LogicalToPhysical(Placement.initial(1, EXPERTS, 1), 0, cuda.device)
         scale = torch.randn(EXPERTS, generator=generator).to(cuda.device)
         self.layers = [
-            MoELayer(self.route, backend, Scaled(), scale, slots, shared=lambda x: x * 0.1)  # type: ignore[arg-type]
+            MoELayer(self.route, backend, Scaled(), scale, slots, shared=lambda x, context: x * 0.1)  # type: ignore[arg-type]
             for _ in range(LAYERS)
         ]
 

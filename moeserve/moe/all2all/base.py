@@ -112,7 +112,7 @@ class Inbound:
         return counts_e.cpu().numpy().astype(np.int64) if isinstance(counts_e, Tensor) else counts_e
 
     def split(self, num_experts: int) -> "tuple[Inbound, Inbound]":
-        """Returns the rows of the first local experts and those of the others, GROUPED. Both name
+        """Return the rows of the first local experts and those of the others, GROUPED. Both name
         all local experts, some of them without rows."""
         assert self.layout is Layout.GROUPED
         assert self.scales is None
@@ -151,7 +151,7 @@ class Ticket:
     _used: bool = field(default=False, repr=False)
 
     def use(self) -> None:
-        """Marks the ticket as used, in `combine`. Raises RuntimeError when this dispatch was
+        """Mark the ticket as used, in `combine`. Raises RuntimeError when this dispatch was
         combined already.
         """
         if self._used:
@@ -161,7 +161,7 @@ class Ticket:
 
 @runtime_checkable
 class Checked(Protocol):
-    """A backend whose transfers the host does not wait for, so that errors may come to light later."""
+    """A backend whose transfers the host does not wait for: their errors show later."""
 
     def check(self) -> None:
         """Raises PeerLost if a transfer has failed. To be called when the host has waited for the
@@ -180,19 +180,19 @@ class All2All(Protocol):
     caps: All2AllCaps
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """Connects to all members, one channel per micro-batch. Blocks. Raises PeerLost naming the
+        """Connect to all members, one channel per micro-batch. Blocks. Raises PeerLost naming the
         ranks that did not come."""
 
     def leave(self) -> None:
-        """Drops all connections, at any time and from any thread; all waits, here and at peers,
+        """Drop all connections, at any time and from any thread; all waits, here and at peers,
         raise PeerLost.
         """
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
-        """Sends every row to the ranks that have its experts. x is not kept beyond `wait`."""
+        """Send every row to the ranks that have its experts. x is not kept beyond `wait`."""
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
-        """Sends results (laid out as the inbound rows) home and writes the weighted sums to out_TD.
+        """Send results (laid out as the inbound rows) home and writes the weighted sums to out_TD.
 
         A token's rank sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become
         zero. y is free again, for the next dispatch of this micro-batch, when `wait` has returned.

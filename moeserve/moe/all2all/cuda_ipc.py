@@ -76,7 +76,7 @@ class _IpcChannel:
 
 
 def make(facts: BackendFacts) -> "CudaIpcAll2All":
-    """Returns the backend for GPU ranks of one machine."""
+    """Return the backend for GPU ranks of one machine."""
     if facts.num_hosts > 1:
         raise Unavailable(
             f"cuda_ipc serves one machine, these ranks are on {facts.num_hosts}; use deepep_v2"
@@ -135,7 +135,6 @@ class CudaIpcAll2All:
         self._is_member = False
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """See `All2All`."""
         self._num_local = experts_per_rank
         self.caps = replace(self.caps, max_tokens=self._facts.round_tokens(members.size))
         self._num_rows = max(self._facts.planned_rows, members.size * self._facts.top_k)
@@ -155,7 +154,7 @@ class CudaIpcAll2All:
         self._is_member = True
 
     def _layout(self) -> tuple[list[_Parts], int]:
-        """Returns each turn's parts of a micro-batch's region, and the region's bytes."""
+        """Return each turn's parts of a micro-batch's region, and the region's bytes."""
         tokens = self._facts.round_tokens(1)
         sizes = (
             4 * self._num_rows,
@@ -184,16 +183,13 @@ class CudaIpcAll2All:
         return _Turn(at, y, rows_PW)
 
     def leave(self) -> None:
-        """See `All2All`."""
         self._is_member = False
         self._memory.leave()
 
     def check(self) -> None:
-        """See `Checked`."""
         self._memory.check()
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
-        """See `All2All`."""
         if not self._is_member:
             raise PeerLost("this rank is in no group")
         limit = self.caps.max_tokens
@@ -212,7 +208,8 @@ class CudaIpcAll2All:
         turn = next((turn for turn in channel.turns if not turn.busy), None)
         if turn is None:
             raise RuntimeError(
-                f"{TURNS} dispatches of micro-batch {ubatch.index} are in flight; combine one of them first"
+                f"{TURNS} dispatches of micro-batch {ubatch.index} are in flight; combine "
+                "one of them first"
             )
         turn.busy = True
         join = channel.stream.launch(
@@ -270,7 +267,6 @@ class CudaIpcAll2All:
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Transfer[Tensor]:
-        """See `All2All`."""
         ticket.use()
         channel, turn = ticket.private
         assert ticket.y is not None
@@ -287,7 +283,8 @@ class CudaIpcAll2All:
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         weights_TK = routing.weights_TK.float().contiguous()
         collect(
-            window.bases_R, window.state, window.rank, weights_TK, ids_TK, self._num_local, turn.at.places, turn.at.y,
+            window.bases_R, window.state, window.rank, weights_TK, ids_TK, self._num_local,
+            turn.at.places, turn.at.y,
             out_TD, self._facts.comm_sms,
         )  # fmt: skip
         return out_TD

@@ -1,4 +1,4 @@
-"""Pure functions that the backends share: sorting rows by expert, and the weighted sum of results."""
+"""Pure functions that backends share: rows sorted by expert, and the weighted sum of results."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> Grouping:
 
 
 def group_rows_plainly(ids_TK: Tensor, num_experts: int) -> Grouping:
-    """Returns the stable order that makes each expert's rows contiguous; pairs with id -1 are left
+    """Return the stable order that makes each expert's rows contiguous; pairs with id -1 are left
     out.
 
     ids [[1], [0], [-1], [1]], 2 experts -> order [1, 0, 3], place [1, 0, -1, 2], counts [1, 2]
@@ -50,7 +50,7 @@ def group_rows_plainly(ids_TK: Tensor, num_experts: int) -> Grouping:
 
 
 def grouped_rows(x_TD: Tensor, rows: Grouping, top_k: int) -> Tensor:
-    """Returns the token's row of each grouped pair, [P, D]."""
+    """Return the token's row of each grouped pair, [P, D]."""
     if native_rows.AVAILABLE and x_TD.is_cpu:
         return native_rows.rows_of_pairs(x_TD, rows.order_P, top_k)
     return x_TD.index_select(0, rows.order_P // top_k)
@@ -64,7 +64,7 @@ def weighted_sum(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor)
 
 
 def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
-    """Computes out[t] = sum over k = 0..K-1 of weights[t, k] * y[place of (t, k)]; in order, in
+    """Compute out[t] = sum over k = 0..K-1 of weights[t, k] * y[place of (t, k)]; in order, in
     fp32, rounded once.
 
     Pairs that went nowhere add zero. y may have more rows than were grouped.

@@ -1,4 +1,4 @@
-"""One rank, no communication: the specification that every exact backend agrees with, bit for bit."""
+"""One rank, no communication: the specification of every exact backend, bit for bit."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from moeserve.moe.ubatch import UBatch
 
 
 def make(facts: BackendFacts) -> "LocalAll2All":
-    """Returns the backend of one rank."""
+    """Return the backend of one rank."""
     return LocalAll2All(facts.experts_per_rank, facts.wire)
 
 
@@ -39,14 +39,12 @@ class LocalAll2All:
             self.caps = replace(self.caps, in_place=False)
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """See `All2All`."""
         self._num_experts = experts_per_rank
 
     def leave(self) -> None:
         """See `All2All`; there is no connection."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
-        """See `All2All`."""
         rows = group_rows(routing.ids_TK, self._num_experts)
         if self._wire is not None:
             x_TD = self._wire.decode(self._wire.encode(x_TD), x_TD.dtype, x_TD.shape[1])
@@ -57,7 +55,6 @@ class LocalAll2All:
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Completed[Tensor]:
-        """See `All2All`."""
         ticket.use()
         return Completed(weighted_sum(y, ticket.private, ticket.routing, out_TD))
 

@@ -47,13 +47,12 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         )
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """See `All2All`."""
         super().join(members, experts_per_rank, ubatches)
         most = self.caps.recorded_rows // (members.size * self._top_k) if members.size > 1 else 0
         self.caps = replace(self.caps, most_recorded=most)
 
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> DeviceMesh:
-        """Returns connections over Gloo with a communicator of NCCL."""
+        """Return connections over Gloo with a communicator of NCCL."""
         return DeviceMesh(
             members,
             ubatches,
@@ -64,7 +63,6 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         )
 
     def check(self) -> None:
-        """See `Checked`."""
         self.mesh.check()
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
@@ -97,7 +95,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         home = _sorted(rank_TK, size, ours[:, :-1].sum(1))
 
         def receive() -> Ticket:
-            """Decodes the rows and sorts them by expert, on the stream that waits for them."""
+            """Decode the rows and sorts them by expert, on the stream that waits for them."""
             wait()
             x_ND, local_NK = self._taken(taken_NB)
             counts_e = theirs[:, :-1].sum(0)
@@ -111,7 +109,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         return Transfer(receive)
 
     def _dispatch_to_all(self, x_TD: Tensor, routing: Routing, room: int) -> Transfer[Ticket]:
-        """Sends M = room rows to every rank. Of the results of pair (t, k) of a rank's M * K, place
+        """Send M = room rows to every rank. Of the results of pair (t, k) of a rank's M * K, place
         t * K + k of what comes home from the rank that has the expert is the one that counts."""
         mesh = self.mesh
         ids_TK = routing.ids_TK
@@ -132,7 +130,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         home = Grouping(pair_N, place_N.where(ids_TK.flatten() >= 0, -1), pairs_R)
 
         def receive() -> Ticket:
-            """Sorts the rows for this rank's experts to the front, on the stream that waits for
+            """Sort the rows for this rank's experts to the front, on the stream that waits for
             them.
             """
             wait()
@@ -147,7 +145,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         return Transfer(receive)
 
     def _taken(self, taken_NB: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rows that were received, [N, D], and the local expert of each of their pairs
+        """Return the rows that were received, [N, D], and the local expert of each of their pairs
         [N, K], -1 where another rank has it."""
         row_bytes = self._wire.row_bytes(self._width)
         first = self.mesh.members.rank * self._num_local
@@ -159,7 +157,6 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Transfer[Tensor]:
-        """See `All2All`."""
         ticket.use()
         handle: _NcclHandle = ticket.private
         home = handle.home
@@ -169,7 +166,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         wait = handle.mesh.all_to_all(bytes_of(home_PD), bytes_of(back_PD), *splits)
 
         def add_up() -> Tensor:
-            """Adds the results up, on the stream that waits for them."""
+            """Add the results up, on the stream that waits for them."""
             wait()
             return weighted_sum(home_PD, home, ticket.routing, out_TD)
 
@@ -188,7 +185,7 @@ class _NcclHandle:
 
 
 def _exchange(channel: Channel, ours: I64) -> I64:
-    """Sends row r of `ours` to rank r; returns the rows for this rank, [R, X]. The host waits.
+    """Send row r of `ours` to rank r; returns the rows for this rank, [R, X]. The host waits.
     Raises PeerLost.
     """
     me = channel.mesh.members.rank
@@ -202,7 +199,7 @@ def _exchange(channel: Channel, ours: I64) -> I64:
 
 
 def _counts(ids_TK: Tensor, num_ids: int) -> Tensor:
-    """Returns the pairs of each id, int64 [num_ids]. `bincount` would make the host wait."""
+    """Return the pairs of each id, int64 [num_ids]. `bincount` would make the host wait."""
     ids_N = ids_TK.flatten().long() + 1
     return ids_N.new_zeros(num_ids + 1).index_add_(0, ids_N, torch.ones_like(ids_N))[1:]
 
@@ -215,7 +212,7 @@ def _sorted(ids_TK: Tensor, num_ids: int, counts_e: I64) -> Grouping:
 
 
 def _order(ids_N: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
-    """Returns the stable order of pairs by id, those with -1 last, and the place of each pair in
+    """Return the stable order of pairs by id, those with -1 last, and the place of each pair in
     it.
     """
     order_N = ids_N.where(ids_N >= 0, num_ids).sort(stable=True).indices

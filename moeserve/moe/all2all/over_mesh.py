@@ -47,21 +47,22 @@ class MeshAll2All(All2All, Generic[M]):
 
     @abstractmethod
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> M:
-        """Returns an unconnected mesh; `terms` must be the same on all ranks."""
+        """Return an unconnected mesh; `terms` must be the same on all ranks."""
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """See `All2All`."""
         self._num_local = experts_per_rank
         self._max_tokens = self._facts.round_tokens(members.size)
         self.caps = replace(self.caps, max_tokens=self._max_tokens)
-        terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, top {self._top_k}, {self._max_tokens} tokens"
+        terms = (
+            f"{self._wire.name} rows of {self._width}, {self._dtype}, top "
+            f"{self._top_k}, {self._max_tokens} tokens"
+        )
         self._mesh = self.new_mesh(
             members, ubatches, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches"
         )
         self._mesh.connect()
 
     def leave(self) -> None:
-        """See `All2All`."""
         if self._mesh is not None:
             self._mesh.leave()
 

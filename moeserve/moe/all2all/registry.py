@@ -76,12 +76,12 @@ class BackendFacts:
         return most_rows(self.max_tokens, self.top_k, self.row_bytes, self.device)
 
     def round_tokens(self, num_ranks: int) -> int:
-        """Returns the tokens, at least 1, that each of num_ranks ranks may dispatch at once."""
+        """Return the tokens, at least 1, that each of num_ranks ranks may dispatch at once."""
         return max(1, min(self.max_tokens, self.planned_rows // (num_ranks * self.top_k)))
 
 
 def most_rows(max_tokens: int, top_k: int, row_bytes: int, device: str) -> int:
-    """Returns the rows that one dispatch may bring to a rank. max_tokens: of one rank's step.
+    """Return the rows that one dispatch may bring to a rank. max_tokens: of one rank's step.
     row_bytes: unencoded.
     """
     budget = ROUND_BYTES if device == "cpu" else ON_GPUS * ROUND_BYTES
@@ -112,7 +112,7 @@ def make_backends(
     num_ranks: int | None = None,
     device: str = "cpu",
 ) -> "list[All2All]":
-    """Returns what `plan_moe` may choose from, best first; all but one may be `UnavailableBackend`.
+    """Return what `plan_moe` may choose from, best first; all but one may be `UnavailableBackend`.
 
     num_ranks: ranks that the experts are sharded over; by default as `config` has them. Raises
     ConfigError for an unknown name.
@@ -161,6 +161,7 @@ def _make(name: str, facts: BackendFacts) -> "All2All":
     if facts.encrypt_rows and not backend.caps.encrypts:
         return UnavailableBackend(
             name,
-            "it does not encrypt rows; without --encrypt-rows it needs a private network of the machines",
+            "it does not encrypt rows; without --encrypt-rows it needs a private "
+            "network of the machines",
         )
     return backend

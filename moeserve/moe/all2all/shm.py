@@ -42,7 +42,7 @@ class _ShmChannel:
 
 
 def make(facts: BackendFacts) -> "ShmAll2All":
-    """Returns the backend for CPU ranks of one machine."""
+    """Return the backend for CPU ranks of one machine."""
     if facts.num_hosts > 1:
         raise Unavailable(f"shm serves one machine, these ranks are on {facts.num_hosts}")
     if facts.device != "cpu":
@@ -82,7 +82,6 @@ class ShmAll2All:
         )
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """See `All2All`."""
         self.leave()
         self.caps = replace(self.caps, max_tokens=self._facts.round_tokens(members.size))
         row_bytes = self._facts.row_bytes
@@ -129,7 +128,6 @@ class ShmAll2All:
         )
 
     def leave(self) -> None:
-        """See `All2All`."""
         group = self._group
         self._group = None
         if group is not None:
@@ -137,7 +135,6 @@ class ShmAll2All:
         self._channels = []  # memory goes with the last call and the last tensor that use it
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
-        """See `All2All`."""
         channels = self._channels
         if not channels:
             raise PeerLost("this rank is in no group")
@@ -159,7 +156,7 @@ class ShmAll2All:
         )
 
     def _receive(self, channel: _ShmChannel, turn: int, routing: Routing) -> Ticket:
-        """Pulls the rows x_PD of all ranks; they are valid until the micro-batch's turn is
+        """Pull the rows x_PD of all ranks; they are valid until the micro-batch's turn is
         dispatched again.
         """
         counts_e, ends_e = counts_and_ends = np.empty((2, channel.num_local), np.int64)
@@ -186,7 +183,6 @@ class ShmAll2All:
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Transfer[Tensor]:
-        """See `All2All`."""
         ticket.use()
         channel, turn = ticket.private
         assert ticket.y is not None
@@ -197,7 +193,7 @@ class ShmAll2All:
         exchange.combine(turn)
 
         def add_up() -> Tensor:
-            """Adds the results up where they lie in the other ranks' memory."""
+            """Add the results up where they lie in the other ranks' memory."""
             plain_TD = out_TD if out_TD.is_contiguous() else out_TD.new_empty(out_TD.shape)
             weights = weights_TK.data_ptr()
             width = plain_TD.shape[1]
@@ -209,7 +205,7 @@ class ShmAll2All:
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x as the native code reads it, without a torch call (a microsecond each) where
+    """Return x as the native code reads it, without a torch call (a microsecond each) where
     nothing has to change.
     """
     return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()

@@ -34,7 +34,7 @@ I64 = NDArray[np.int64]
 
 
 def make(facts: BackendFacts) -> All2All:
-    """Returns the backend for these ranks: by Gloo on CPUs, by NCCL between GPUs."""
+    """Return the backend for these ranks: by Gloo on CPUs, by NCCL between GPUs."""
     if facts.device == "cpu":
         return TorchAll2All(facts)
     if (why := why_not(-(-facts.num_ranks // facts.num_hosts))) is not None:
@@ -53,12 +53,11 @@ class TorchAll2All(MeshAll2All[Mesh]):
         self._pools: list[Pool] = []
 
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> Mesh:
-        """Returns connections over Gloo."""
+        """Return connections over Gloo."""
         self._pools = [Pool() for _ in range(ubatches)]
         return Mesh(members, ubatches, "torch", terms, sealed=self._facts.encrypt_rows)
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
-        """See `All2All`."""
         self._check_size(x_TD, routing)
         mesh = self.mesh
         pool = self._pools[ubatch.index]
@@ -95,7 +94,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
         num_early = self._num_local // 2 if ubatch.in_turns else 0
 
         def sorted_rows() -> Ticket:
-            """Sorts the rows of all messages by expert, and posts the receives of their results."""
+            """Sort the rows of all messages by expert, and posts the receives of their results."""
             exchange.wait()
             counts_Re, place_M = self._read(taken_RNB)
             order_P, place_P = _by_expert(counts_Re)
@@ -118,13 +117,12 @@ class TorchAll2All(MeshAll2All[Mesh]):
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Transfer[Tensor]:
-        """See `All2All`."""
         ticket.use()
         handle: _TorchHandle = ticket.private
         handle.send_all(y)
 
         def add_up() -> Tensor:
-            """Adds up the results of the own rows."""
+            """Add up the results of the own rows."""
             handle.exchange.wait()
             weighted_sum(handle.home_ND, handle.rows, ticket.routing, out_TD)
             handle.give()
@@ -133,7 +131,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
         return Transfer(add_up, lambda: handle.exchange.arrived_ns)
 
     def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> "list[_SendBuffer]":
-        """Returns the message to each rank."""
+        """Return the message to each rank."""
         tokens, top_k = ids_TK.shape
         token_P = rows.order_P.numpy() // top_k
         ends = counts_Re.sum(1).cumsum()
@@ -151,11 +149,11 @@ class TorchAll2All(MeshAll2All[Mesh]):
         return send_buffers
 
     def _index_rows(self, pairs: int) -> int:
-        """Returns how many rows of B bytes the index of so many pairs takes."""
+        """Return how many rows of B bytes the index of so many pairs takes."""
         return -(-4 * (self._num_local + pairs) // self._row_bytes)
 
     def _read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
-        """Returns the rows from each rank for each local expert [R, e], and where in the memory [R
+        """Return the rows from each rank for each local expert [R, e], and where in the memory [R
         * N, B] the rows of all messages are, in order [P]."""
         size, region, _ = taken_RNB.shape
         counts_Re = np.empty((size, self._num_local), np.int64)
@@ -185,7 +183,7 @@ class _SendBuffer:
         return self.index_rows + len(self.token_n)
 
     def write(self, encoded_TB: Tensor, into_NB: Tensor) -> None:
-        """Writes the message, gathered from the encoded rows of all tokens."""
+        """Write the message, gathered from the encoded rows of all tokens."""
         into_NB.view(-1)[: self.index.nbytes].numpy().view(np.int32)[:] = self.index
         rows_nB = into_NB[self.index_rows : self.num_rows].view(torch.int64)
         torch.index_select(encoded_TB.view(torch.int64), 0, self.token_n, out=rows_nB)
@@ -232,7 +230,7 @@ class _TorchHandle:
         )
 
     def send(self, y: Tensor) -> None:
-        """Sends the next message to each rank; y holds its results."""
+        """Send the next message to each rank; y holds its results."""
         messages = list(self._messages(self._counts_Re, self._parts.pop(0)))
         buffer, outbox_ND = self._pool.take_rows(
             sum(rows.stop - rows.start for _, rows in messages), y
@@ -248,7 +246,7 @@ class _TorchHandle:
         self.exchange.send(send, lambda: self._pool.give(buffer))
 
     def send_all(self, y: Tensor) -> None:
-        """Sends all messages that are left, and copies the results of the own rows."""
+        """Send all messages that are left, and copies the results of the own rows."""
         while self._parts:
             self.send(y)
         self.exchange.watch()
@@ -257,13 +255,13 @@ class _TorchHandle:
         torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
 
     def give(self) -> None:
-        """Gives back the memory of home_ND, which holds the results of the own pairs, by physical
+        """Give back the memory of home_ND, which holds the results of the own pairs, by physical
         expert.
         """
         self._pool.give(self._buffer)
 
     def _messages(self, counts_Re: I64, part: slice) -> Iterator[tuple[int, slice]]:
-        """Yields (rank, rows of its message about these local experts) for each other rank that has
+        """Yield (rank, rows of its message about these local experts) for each other rank that has
         any; rows are in order of rank, then expert."""
         starts_R = counts_Re.sum(1).cumsum() - counts_Re.sum(1) + counts_Re[:, : part.start].sum(1)
         ends_R = starts_R + counts_Re[:, part].sum(1)
@@ -277,7 +275,7 @@ def _bytes(rows_ND: Tensor) -> Tensor:
 
 
 def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:
-    """Returns (order, place): from pairs sorted by (rank, expert) to (expert, rank), and back.
+    """Return (order, place): from pairs sorted by (rank, expert) to (expert, rank), and back.
 
     [[1, 1], [2, 0]] -> [0, 2, 3, 1], [0, 3, 1, 2]
     """
@@ -305,7 +303,7 @@ class Pool:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Returns uint8 [at least num_bytes], the smallest free buffer that fits; its contents are
+        """Return uint8 [at least num_bytes], the smallest free buffer that fits; its contents are
         undefined.
         """
         fits = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
@@ -316,11 +314,11 @@ class Pool:
         return best
 
     def take_rows(self, num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a buffer, and in it so many rows of like's width and dtype."""
+        """Return a buffer, and in it so many rows of like's width and dtype."""
         num_bytes = num_rows * like.shape[1] * like.itemsize
         buffer = self.take(num_bytes)
         return buffer, buffer[:num_bytes].view(like.dtype).view(num_rows, like.shape[1])
 
     def give(self, buffer: Tensor) -> None:
-        """Takes back a buffer that `take` returned."""
+        """Take back a buffer that `take` returned."""
         self._free.append(buffer)

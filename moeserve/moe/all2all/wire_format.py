@@ -23,7 +23,7 @@ FP8 = "fp8_b128"
 
 
 def wire_of(name: str, dtype: torch.dtype) -> "WireFormat":
-    """Returns the format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an
+    """Return the format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an
     unknown name.
     """
     own = str(dtype).removeprefix("torch.")
@@ -46,11 +46,11 @@ class RawWire:
         self._dtype = dtype
 
     def row_bytes(self, width: int) -> int:
-        """Returns B for rows of `width` elements."""
+        """Return B for rows of `width` elements."""
         return _aligned(width * self._dtype.itemsize)
 
     def encode(self, x_TD: Tensor) -> Tensor:
-        """Returns uint8 [T, B], which may share x's memory."""
+        """Return uint8 [T, B], which may share x's memory."""
         assert x_TD.dtype == self._dtype, (x_TD.dtype, self._dtype)
         rows_TB = bytes_of(x_TD)
         missing = self.row_bytes(x_TD.shape[1]) - rows_TB.shape[1]
@@ -59,7 +59,7 @@ class RawWire:
         return rows_TB.clone() if rows_TB.storage_offset() % ALIGNMENT else rows_TB
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """Returns [T, D] in `dtype`, contiguous, which may share the rows' memory."""
+        """Return [T, D] in `dtype`, contiguous, which may share the rows' memory."""
         return rows_TB.view(self._dtype)[:, :width].to(dtype).contiguous()
 
 
@@ -74,19 +74,16 @@ class Fp8Wire:
     lossy = True
 
     def row_bytes(self, width: int) -> int:
-        """See `RawWire`."""
         blocks = -(-width // BLOCK)
         return _aligned(blocks * (BLOCK + 4))
 
     def encode(self, x_TD: Tensor) -> Tensor:
-        """See `RawWire`."""
         out_TB = x_TD.new_zeros((x_TD.shape[0], self.row_bytes(x_TD.shape[1])), dtype=torch.uint8)
         for rows in _chunks(*x_TD.shape):
             self._encode(x_TD[rows], out_TB[rows])
         return out_TB
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """See `RawWire`."""
         out_TD = rows_TB.new_empty((rows_TB.shape[0], width), dtype=dtype)
         for rows in _chunks(*out_TD.shape):
             self._decode(rows_TB[rows], out_TD[rows])
@@ -132,7 +129,7 @@ def _chunks(rows: int, width: int) -> Iterator[slice]:
 
 
 def bytes_of(x_TN: Tensor) -> Tensor:
-    """Returns uint8 [T, N * itemsize]; shares x's memory where that is possible."""
+    """Return uint8 [T, N * itemsize]; shares x's memory where that is possible."""
     if not x_TN.numel():  # its strides may be anything
         return x_TN.new_empty((x_TN.shape[0], x_TN.shape[1] * x_TN.itemsize), dtype=torch.uint8)
     return x_TN.contiguous().view(torch.uint8)

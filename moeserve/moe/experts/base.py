@@ -45,7 +45,7 @@ class ExpertWeights:
     def of_one(
         w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> "ExpertWeights":
-        """Returns the weights of a single expert, as the only local one."""
+        """Return the weights of a single expert, as the only local one."""
         parts = (w13_FD, w2_DI, b13_F, b2_D)
         return ExpertWeights(*(None if part is None else part[None] for part in parts))
 
@@ -81,7 +81,7 @@ class Experts(Protocol):
     _activation: Activation = SWIGLU
 
     def with_activation(self, activation: Activation) -> Self:
-        """Returns the same kernel for experts with another activation; what either packs serves
+        """Return the same kernel for experts with another activation; what either packs serves
         both.
         """
         kernel = copy(self)
@@ -89,30 +89,30 @@ class Experts(Protocol):
         return kernel
 
     def pack(self, weights: ExpertWeights) -> Any:
-        """Returns the weights in this kernel's own layout, expert by expert; keeps none of the
+        """Return the weights in this kernel's own layout, expert by expert; keeps none of the
         tensors it replaces.
         """
 
     def pack_expert(
         self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> Any:
-        """Returns one expert's weights in this kernel's layout, for `put`. For any thread, while
+        """Return one expert's weights in this kernel's layout, for `put`. For any thread, while
         others compute.
         """
 
     def put(self, packed: Any, index: int, expert: Any) -> None:
-        """Replaces a local expert, between two steps. Takes no longer than copying one expert."""
+        """Replace a local expert, between two steps. Takes no longer than copying one expert."""
 
     def take(self, packed: Any, index: int) -> Any:
-        """Returns a local expert as `put` takes it, unchanged by a later `put`. For any thread."""
+        """Return a local expert as `put` takes it, unchanged by a later `put`. For any thread."""
 
     def stack(self, experts: Sequence[Any]) -> Any:
-        """Returns packed weights with these as local experts 0, 1, ...; each came from
+        """Return packed weights with these as local experts 0, 1, ...; each came from
         `pack_expert` or `take`.
         """
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
-        """Computes out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases
+        """Compute out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases
         out = w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.rows."""
 
 
@@ -124,20 +124,16 @@ class StackedExperts(Experts):
     def pack_expert(
         self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> Any:
-        """See `Experts`."""
         return self.pack(ExpertWeights.of_one(w13_FD, w2_DI, b13_F, b2_D))
 
     def put(self, packed: Any, index: int, expert: Any) -> None:
-        """See `Experts`."""
         for into, part in zip(packed.parts, expert.parts, strict=True):
             into[index].copy_(part[0])
 
     def take(self, packed: Any, index: int) -> Any:
-        """See `Experts`."""
         return packed.of_parts([part[index : index + 1].clone() for part in packed.parts])
 
     def stack(self, experts: Sequence[Any]) -> Any:
-        """See `Experts`."""
         columns = zip(*(expert.parts for expert in experts), strict=True)
         return experts[0].of_parts([torch.cat(column) for column in columns])
 
@@ -153,6 +149,6 @@ class Fusible(Experts, Protocol):
     """A kernel family that has a fused form as well."""
 
     def fuse(self, router: Router) -> FusedExperts:
-        """Returns the fused form for the layer with this router; its bits are those of the separate
+        """Return the fused form for the layer with this router; its bits are those of the separate
         steps.
         """

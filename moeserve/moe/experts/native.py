@@ -63,7 +63,7 @@ class PackedNative:
         room: Room = new_room,
         lossless: bool = False,
     ) -> tuple[PackedNative, bool]:
-        """Returns memory for weights such as these, [..., 2I, D] and [..., D, I], and whether it
+        """Return memory for weights such as these, [..., 2I, D] and [..., D, I], and whether it
         holds them already.
         """
         width, hidden = w2.shape[-2:]
@@ -81,12 +81,10 @@ class PackedNative:
 
     @property
     def parts(self) -> tuple[Tensor]:
-        """See `StackedExperts`."""
         assert self.cached is None, "experts on disk cannot move"
         return (self.bytes_eB,)
 
     def of_parts(self, parts: Sequence[Tensor]) -> PackedNative:
-        """See `StackedExperts`."""
         return replace(self, bytes_eB=parts[0])
 
     def fill(
@@ -98,7 +96,7 @@ class PackedNative:
         b2_D: Tensor | None,
         all_threads: bool,
     ) -> None:
-        """Packs one expert's weights into its place."""
+        """Pack one expert's weights into its place."""
         to = self.bytes_eB[index].data_ptr()
         block = self.gate_up.block_bytes
         halves: Sequence[Weight] = w13_FD.chunk(self.halves)
@@ -119,12 +117,12 @@ class PackedNative:
 
 
 def padded(columns: int) -> int:
-    """Returns the columns of whole blocks."""
+    """Return the columns of whole blocks."""
     return columns + -columns % BLOCK
 
 
 def filled_up(bias_N: Tensor) -> Tensor:
-    """Returns a bias in fp32, with zeros for the columns that fill up the last block."""
+    """Return a bias in fp32, with zeros for the columns that fill up the last block."""
     return torch.nn.functional.pad(bias_N.float(), (0, -len(bias_N) % BLOCK))
 
 
@@ -159,7 +157,6 @@ class NativeExperts(StackedExperts):
         self._lossless = lossless
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
-        """See `Experts`."""
         w = weights
         packed, is_there = PackedNative.empty(
             w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room, self._lossless
@@ -184,7 +181,6 @@ class NativeExperts(StackedExperts):
     def pack_expert(
         self, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> PackedNative:
-        """See `Experts`."""
         expert, _ = PackedNative.empty(1, w13_FD, w2_DI, b13_F is not None, lossless=self._lossless)
         expert.fill(
             0, w13_FD, w2_DI, b13_F, b2_D, all_threads=False
@@ -192,7 +188,6 @@ class NativeExperts(StackedExperts):
         return expert
 
     def stack(self, experts: Sequence[PackedNative]) -> PackedNative:
-        """See `Experts`."""
         bytes_eB = new_room(sum(expert.bytes_eB.nbytes for expert in experts))[0].view(
             len(experts), -1
         )
@@ -201,7 +196,6 @@ class NativeExperts(StackedExperts):
         )
 
     def run(self, inbound: Inbound, weights: PackedNative, out: Tensor) -> None:
-        """See `Experts`."""
         x_PD = inbound.x
         assert x_PD.dtype == out.dtype == weights.dtype
         assert x_PD.shape[1] == out.shape[1] == weights.width
@@ -210,15 +204,17 @@ class NativeExperts(StackedExperts):
         assert weights.halves == self._activation.parts
         module: Any = native()
         module.experts(
-            weights.type, weights.gate_up, weights.down, weights.bytes_eB.data_ptr(), weights.bytes_eB.shape[1],
-            native_activation(self._activation), weights.biased, inbound.host_counts_e, x_PD.data_ptr(),
+            weights.type, weights.gate_up, weights.down, weights.bytes_eB.data_ptr(),
+            weights.bytes_eB.shape[1],
+            native_activation(self._activation), weights.biased, inbound.host_counts_e,
+            x_PD.data_ptr(),
             x_PD.stride(0), out.data_ptr(), out.stride(0), weights.cached,
         )  # fmt: skip
 
     def fuse(self, router: Router) -> ExpertsBlock:
-        """See `Fusible`."""
         assert isinstance(router.gate, NativeLinear)
         return ExpertsBlock(
-            router.gate, router.top_k, router.rule, router.ops.dtype, self._activation, router.bias_E,
+            router.gate, router.top_k, router.rule, router.ops.dtype, self._activation,
+            router.bias_E,
             router.expert_scale_E,
         )  # fmt: skip

@@ -51,7 +51,6 @@ class ReferenceExperts(Experts):
         self._activation = activation
 
     def pack(self, weights: ExpertWeights) -> list[Products]:
-        """See `Experts`."""
         none = [None] * weights.num_experts
         biases = (none if part is None else part for part in (weights.b13_eF, weights.b2_eD))
         return list(
@@ -61,7 +60,6 @@ class ReferenceExperts(Experts):
     def pack_expert(
         self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> Products:
-        """See `Experts`."""
         w13, w2 = (
             self._ops.pack_linear(weight, None if bias is None else bias.to(weight.dtype))
             for weight, bias in ((w13_FD, b13_F), (w2_DI, b2_D))
@@ -69,19 +67,15 @@ class ReferenceExperts(Experts):
         return w13, w2
 
     def put(self, packed: list[Products], index: int, expert: Products) -> None:
-        """See `Experts`."""
         packed[index] = expert
 
     def take(self, packed: list[Products], index: int) -> Products:
-        """See `Experts`."""
         return packed[index]
 
     def stack(self, experts: Sequence[Products]) -> list[Products]:
-        """See `Experts`."""
         return list(experts)
 
     def run(self, inbound: Inbound, weights: list[Products], out: Tensor) -> None:
-        """See `Experts`."""
         ops = self._ops
         x, out = (part.view(-1, part.shape[-1]) for part in (inbound.x, out))
         counts_e = inbound.host_counts_e
@@ -113,7 +107,6 @@ class PackedGroupedMM:
     parts: tuple[Tensor, ...]
 
     def of_parts(self, parts: Sequence[Tensor]) -> "PackedGroupedMM":
-        """See `StackedExperts`."""
         return PackedGroupedMM(tuple(parts))
 
 
@@ -137,12 +130,10 @@ class GroupedMM(StackedExperts):
         self._activation = activation
 
     def pack(self, weights: ExpertWeights) -> PackedGroupedMM:
-        """See `Experts`."""
         assert weights.b13_eF is None, "plan_moe does not give biases to a kernel without them"
         return PackedGroupedMM((weights.w13_eFD, weights.w2_eDI))
 
     def run(self, inbound: Inbound, weights: PackedGroupedMM, out: Tensor) -> None:
-        """See `Experts`."""
         ends = inbound.host_counts_e.cumsum()
         rows = int(ends[-1])
         if not rows:

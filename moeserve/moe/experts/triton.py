@@ -65,11 +65,9 @@ class PackedTriton:
 
     @property
     def parts(self) -> list[Tensor]:
-        """See `StackedExperts`."""
         return [*laid.parts_of(self.w13), *laid.parts_of(self.w2), *self.biases]
 
     def of_parts(self, parts: Sequence[Tensor]) -> "PackedTriton":
-        """See `StackedExperts`."""
         split = len(laid.parts_of(self.w13))
         end = split + len(laid.parts_of(self.w2))
         w13 = laid.with_parts(self.w13, parts[:split])
@@ -77,7 +75,7 @@ class PackedTriton:
         return PackedTriton(self.kernels, w13, w2, tuple(parts[end:]))
 
     def launch(self, num_rows: int, x: Tensor) -> Config:
-        """Returns how products of so many rows like x with these weights run."""
+        """Return how products of so many rows like x with these weights run."""
         return self.kernels.launch(num_rows, self.w2, x)
 
     def run(
@@ -89,7 +87,7 @@ class PackedTriton:
         top_k: int = 1,
         act: Act = SWIGLU_ACT,
     ) -> None:
-        """Runs both products, from rows x to rows of out."""
+        """Run both products, from rows x to rows of out."""
         kernels, (b13, b2) = self.kernels, self.biases or (None, None)
         if kernels.flashinfer:
             assert act is SWIGLU_ACT, act
@@ -99,7 +97,7 @@ class PackedTriton:
 
 
 def _rows(inbound: Inbound, weights: PackedTriton, num_rows: int) -> Any:
-    """Returns the first rows, one below the other; as they travelled where the products take them
+    """Return the first rows, one below the other; as they travelled where the products take them
     so.
     """
     if inbound.scales is None or not isinstance(weights.w13, Scaled):
@@ -125,7 +123,6 @@ class TritonExperts(StackedExperts):
         self._activation = activation
 
     def pack(self, weights: ExpertWeights) -> PackedTriton:
-        """See `Experts`."""
         kernels = laid.kernels_for(weights.w13_eFD, weights.w2_eDI)
         biases = tuple(
             b.float().contiguous() for b in (weights.b13_eF, weights.b2_eD) if b is not None
@@ -135,7 +132,6 @@ class TritonExperts(StackedExperts):
         )
 
     def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
-        """See `Experts`."""
         ends_e = inbound.ends_e
         room = inbound.rows.shape[1] if inbound.layout is Layout.SLOTTED else 0
         y = out.view(-1, out.shape[-1])
@@ -161,7 +157,6 @@ class TritonExperts(StackedExperts):
         )
 
     def fuse(self, router: Router) -> FusedExperts:
-        """See `Fusible`."""
         return partial(_run_fused, router, act_of(self._activation))
 
 
@@ -185,7 +180,6 @@ class DeepGemmExperts(TritonExperts):
         self._kernels = laid.DEEP_GEMM if asked else laid.W8A8_OR_DEEP_GEMM
 
     def pack(self, weights: ExpertWeights) -> PackedTriton:
-        """See `Experts`."""
         packed = super().pack(weights)
         return replace(packed, kernels=self._kernels) if packed.kernels is laid.W8A8 else packed
 
@@ -196,7 +190,8 @@ class FlashInferExperts(TritonExperts):
     another activation."""
 
     def __init__(
-        self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, int, int],
+        self, device: torch.device, asked: bool, blocks: bool, exact: bool,
+        sizes: tuple[int, int, int],
         dtype: torch.dtype, swiglu: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -222,7 +217,7 @@ class FlashInferExperts(TritonExperts):
         )
 
     def pack(self, weights: ExpertWeights) -> PackedTriton:
-        """See `Experts`. Raises ConfigError for weights that it does not take, if it was asked for."""
+        """See `Experts`. Raises ConfigError for unsupported weights, if it was chosen by name."""
         packed = super().pack(weights)
         if not (fits := packed.kernels in (laid.PLAIN, laid.W8A8)) and self._asked:
             raise ConfigError(

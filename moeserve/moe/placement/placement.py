@@ -30,7 +30,7 @@ class Nodes:
     even: float = 0.9
 
     def under(self, num_ranks: int) -> "Nodes":
-        """Returns these nodes as so many ranks can use them: one node, or one group, where it comes
+        """Return these nodes as so many ranks can use them: one node, or one group, where it comes
         out uneven.
         """
         number = 1 if num_ranks % self.number else self.number
@@ -78,7 +78,7 @@ class Placement:
         redundant: int = 0,
         nodes: Nodes = ONE_NODE,
     ) -> "Placement":
-        """Returns experts in order, then replicas, also in order, until every rank has equally many
+        """Return experts in order, then replicas, also in order, until every rank has equally many
         experts.
 
         redundant: replicas at least. Where groups stay on nodes, each node has the replicas of its
@@ -105,7 +105,7 @@ class Placement:
         return int(self.experts_LS.shape[0])
 
     def local(self, layer: int, rank: int) -> list[int]:
-        """Returns the logical expert of each local expert of a rank."""
+        """Return the logical expert of each local expert of a rank."""
         per_rank = self.experts_per_rank
         experts: list[int] = self.experts_LS[
             layer, rank * per_rank : (rank + 1) * per_rank
@@ -113,7 +113,7 @@ class Placement:
         return experts
 
     def with_layers(self, other: "Placement", layers: int, version: int) -> "Placement":
-        """Returns the first `layers` layers of `other` and the rest of this one."""
+        """Return the first `layers` layers of `other` and the rest of this one."""
         if (self.num_ranks, self.experts_LS.shape) != (other.num_ranks, other.experts_LS.shape):
             raise ValueError(
                 f"placements {self.version} and {other.version} are of different groups"
@@ -122,7 +122,7 @@ class Placement:
         return Placement(version, self.num_ranks, self.num_experts, rows_LS)
 
     def counts(self) -> I32:
-        """Returns the replicas of each expert, [L, E]."""
+        """Return the replicas of each expert, [L, E]."""
         layers = np.arange(self.num_layers)[:, None] * self.num_experts
         counts = np.bincount(
             (self.experts_LS + layers).ravel(), minlength=self.num_layers * self.num_experts
@@ -130,7 +130,7 @@ class Placement:
         return counts.reshape(self.num_layers, self.num_experts).astype(np.int32)
 
     def replicas(self, layer: int) -> tuple[I32, I32]:
-        """Returns (physical_EN, counts_E): each expert's physical ones in order, the last repeated
+        """Return (physical_EN, counts_E): each expert's physical ones in order, the last repeated
         to fill a row.
 
         [0, 1, 2 | 3, 4, 0] -> [[0, 5], [1, 1], [2, 2], [3, 3], [4, 4]], [2, 1, 1, 1, 1]
@@ -146,7 +146,7 @@ class Placement:
         return order[columns], counts_E
 
     def to_table(self) -> PlacementTable:
-        """Returns the message that carries this placement."""
+        """Return the message that carries this placement."""
         return PlacementTable(
             version=self.version,
             num_ranks=self.num_ranks,
@@ -157,7 +157,7 @@ class Placement:
 
     @classmethod
     def from_table(cls, table: PlacementTable) -> "Placement":
-        """Returns the placement in a message. Raises ValueError if it is damaged."""
+        """Return the placement in a message. Raises ValueError if it is damaged."""
         experts = np.frombuffer(table.experts, "<i4").reshape(
             -1, table.num_ranks * table.experts_per_rank
         )

@@ -73,13 +73,14 @@ class Rebalancer:
         self._not_before_s = -np.inf
 
     def note(self, report: ExpertLoad, now_s: float) -> None:
-        """Adds an engine's report to the load. now_s: on any monotonic clock, the same as for
+        """Add an engine's report to the load. now_s: on any monotonic clock, the same as for
         `propose`.
         """
         counts = np.frombuffer(report.counts, "<i8")
         if counts.size != self.load_LE.size:
             raise ValueError(
-                f"a report of {counts.size} counts does not fit {self.load_LE.shape} layers and experts"
+                f"a report of {counts.size} counts does not fit {self.load_LE.shape} "
+                "layers and experts"
             )
         if self._noted_s is not None and now_s > self._noted_s:
             self.load_LE *= 0.5 ** ((now_s - self._noted_s) / self._gate.half_life_s)
@@ -87,13 +88,13 @@ class Rebalancer:
         self.load_LE += counts.reshape(self.load_LE.shape)
 
     def balance(self) -> F64:
-        """Returns mean over fullest rank of each layer, [L], for the counted load and the placement
+        """Return mean over fullest rank of each layer, [L], for the counted load and the placement
         in force.
         """
         return balance(rank_loads(self.load_LE, self.current))
 
     def propose(self, now_s: float, force: bool = False) -> Placement | None:
-        """Returns the placement to send to all engines now, or None; `why` has the reason.
+        """Return the placement to send to all engines now, or None; `why` has the reason.
 
         force: at any cost, if there is a better one. Nothing is proposed while a placement is on
         its way.
@@ -118,7 +119,7 @@ class Rebalancer:
         return new
 
     def conclude(self, notice: Placed, now_s: float) -> bool:
-        """Takes an engine's answer. Returns whether that ends `pending`: then `current` is in force
+        """Take an engine's answer. Returns whether that ends `pending`: then `current` is in force
         on all ranks.
         """
         self.moved_bytes += notice.moved_bytes
@@ -134,7 +135,10 @@ class Rebalancer:
             logger.warning("%s", self.why)
         else:
             self.current = pending
-            self.why = f"placement {pending.version} is in force since {notice.took_s:.1f} s after it was proposed"
+            self.why = (
+                f"placement {pending.version} is in force since {notice.took_s:.1f} s "
+                "after it was proposed"
+            )
             if notice.moved_bytes and notice.took_s > 0:
                 # Not what a move took that waited for steps to come: it would forbid all others.
                 self._bytes_per_s = max(
@@ -148,7 +152,7 @@ class Rebalancer:
         self.expert_bytes = expert_bytes
 
     def joined(self, placement: Placement) -> None:
-        """Notes that a Join brings all ranks to this placement; they all drop the one that was on
+        """Note that a Join brings all ranks to this placement; they all drop the one that was on
         its way.
         """
         if self.pending is not None:
@@ -167,7 +171,7 @@ class Rebalancer:
         nodes: Nodes | None = None,
         was: Sequence[int] | None = None,
     ) -> Placement:
-        """Returns the placement with which to Join other ranks; call `joined` with it then. was:
+        """Return the placement with which to Join other ranks; call `joined` with it then. was:
         see `rescaled`.
         """
         load_LE = self.load_LE if self.load_LE.any() else None
@@ -181,11 +185,14 @@ class Rebalancer:
             return self.why
         counted = self.load_LE.mean(1).min()
         if counted < self._gate.min_tokens:
-            return f"{counted:.0f} tokens per expert were counted of late; {self._gate.min_tokens:.0f} are needed"
+            return (
+                f"{counted:.0f} tokens per expert were counted of late; "
+                f"{self._gate.min_tokens:.0f} are needed"
+            )
         return ""
 
     def _saving(self, new: Placement) -> float:
-        """Returns the part of the experts' time that `new` saves, if all layers wait for their
+        """Return the part of the experts' time that `new` saves, if all layers wait for their
         fullest rank.
         """
         before, after = (rank_loads(self.load_LE, p).max(1).sum() for p in (self.current, new))
@@ -198,7 +205,8 @@ class Rebalancer:
         if saving < gate.min_saving:
             return (
                 False,
-                f"{even}; another placement would save {saving:.1%} of the experts' time: not worth it",
+                f"{even}; another placement would save {saving:.1%} of the experts' time: "
+                "not worth it",
             )
         num_bytes = int(moved(self.current, new).max()) * self.expert_bytes
         gain_s = saving * gate.expert_share * gate.horizon_s
@@ -206,7 +214,9 @@ class Rebalancer:
         worth = gain_s > gate.margin * cost_s
         better = balance(rank_loads(self.load_LE, new)).mean()
         what = (
-            f"{even}; placement {new.version} would make it {better:.2f} and save {gain_s:.1f} s of "
-            f"{gate.horizon_s:.0f} s; moving {num_bytes / 1e6:.0f} MB to a rank costs {cost_s:.1f} s"
+            f"{even}; placement {new.version} would make it {better:.2f} and save "
+            f"{gain_s:.1f} s of "
+            f"{gate.horizon_s:.0f} s; moving {num_bytes / 1e6:.0f} MB to a rank costs "
+            f"{cost_s:.1f} s"
         )
         return worth, what if worth else f"{what}: not worth it"

@@ -42,14 +42,14 @@ EVEN = 1.01
 
 
 def rank_loads(load_LE: F64, placement: Placement) -> F64:
-    """Returns what each rank would compute, [L, R], in the unit of load_LE (tokens, say)."""
+    """Return what each rank would compute, [L, R], in the unit of load_LE (tokens, say)."""
     loads_LS = np.take_along_axis(load_LE / placement.counts(), placement.experts_LS, axis=1)
     load_LR: F64 = loads_LS.reshape(placement.num_layers, placement.num_ranks, -1).sum(2)
     return load_LR
 
 
 def balance(load_LR: F64) -> F64:
-    """Returns mean over fullest rank per layer [L]: 1 is even, 1 / R is everything on one rank; 1
+    """Return mean over fullest rank per layer [L]: 1 is even, 1 / R is everything on one rank; 1
     without any load.
     """
     peak_L = load_LR.max(1)
@@ -58,7 +58,7 @@ def balance(load_LR: F64) -> F64:
 
 
 def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
-    """Returns how many experts each rank has to fetch, [R]: those it has in `new` and not in `old`."""
+    """Return how many experts each rank has to fetch, [R]: those in `new` and not in `old`."""
     now_LRE, before_LRE = (_on_ranks(placement) for placement in (new, old))
     both = min(new.num_ranks, old.num_ranks)
     now_LRE[:, :both] &= ~before_LRE[:, :both]
@@ -67,7 +67,7 @@ def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
 
 
 def solve(load_LE: F64, current: Placement, version: int, nodes: Nodes = ONE_NODE) -> Placement:
-    """Returns a placement for this load with the ranks and sizes of `current`: no layer gets worse,
+    """Return a placement for this load with the ranks and sizes of `current`: no layer gets worse,
     few experts move.
 
     In layers that change, new replicas of an expert go to different ranks, unless there are more of
@@ -100,7 +100,7 @@ def rescaled(
     nodes: Nodes = ONE_NODE,
     was: Sequence[int] | None = None,
 ) -> Placement:
-    """Returns the placement for other ranks: those that stay keep what they can.
+    """Return the placement for other ranks: those that stay keep what they can.
 
     redundant: see `Placement.initial`. Without load_LE all experts count alike. was: the former
     number of each rank, -1 for a new one; without it the last ranks come or go.
@@ -124,7 +124,7 @@ def rescaled(
 
 
 def _on_ranks(placement: Placement) -> Bool:
-    """Returns which experts each rank has, [L, R, E]."""
+    """Return which experts each rank has, [L, R, E]."""
     rows_LRe = placement.experts_LS.reshape(placement.num_layers, placement.num_ranks, -1)
     on_ranks: Bool = _count(rows_LRe, placement.num_experts) > 0
     return on_ranks
@@ -133,7 +133,7 @@ def _on_ranks(placement: Placement) -> Bool:
 def arrange(
     load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes = ONE_NODE
 ) -> I32:
-    """Returns the expert in each place, [L, num_ranks * per_rank]. now_LS: where experts are, [L,
+    """Return the expert in each place, [L, num_ranks * per_rank]. now_LS: where experts are, [L,
     num_ranks * any number], possibly EMPTY and without some experts."""
     layers, num_experts = load_LE.shape
     nodes = nodes.under(num_ranks)
@@ -171,7 +171,7 @@ def arrange(
 
 
 def _where_even(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes) -> I32:
-    """Returns the expert in each place: groups stay on nodes in those layers whose nodes are even
+    """Return the expert in each place: groups stay on nodes in those layers whose nodes are even
     enough with that.
     """
     now_LNn = now_LS.reshape(len(load_LE), nodes.number, now_LS.shape[1] // nodes.number)
@@ -188,7 +188,7 @@ def _where_even(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes:
 
 
 def _share_groups(load_LE: F64, now_LNn: I32, groups: int) -> NDArray[np.int64]:
-    """Returns 1 for the experts whose group is to lie on a node, [L, N, E]: equally many groups on
+    """Return 1 for the experts whose group is to lie on a node, [L, N, E]: equally many groups on
     each node.
     """
     layers, num_experts = load_LE.shape
@@ -214,7 +214,7 @@ def _deal(
     most_LE: I32 | None = None,
     worth: float = WORTH,
 ) -> I32:
-    """Returns which experts lie on each rank, [L, R, per_rank]: each as often as it counts, with
+    """Return which experts lie on each rank, [L, R, per_rank]: each as often as it counts, with
     few changes.
 
     most_LE: of an expert's replicas on one rank, as long as that can be; one if not given.
@@ -230,7 +230,7 @@ def _deal(
 def replica_counts(
     load_LE: F64, num_places: int, most: int, here_LE: NDArray[np.int64] | None = None
 ) -> I32:
-    """Returns the replicas of each expert, [L, E]: one each, the rest where the load per replica is
+    """Return the replicas of each expert, [L, E]: one each, the rest where the load per replica is
     highest; ties go to the lower expert. No expert has more than `most` before all have that many.
     here_LE: 0 for experts to leave out, equally many in each layer.
 
@@ -249,7 +249,7 @@ def replica_counts(
 
 
 def keep_places(old: I32, new_LS: I32, num_ranks: int) -> I32:
-    """Returns the same experts on each rank, those that were there before in their old place. old:
+    """Return the same experts on each rank, those that were there before in their old place. old:
     [L, places] or [L, R, places of a rank], possibly with another number of places per rank.
 
     one rank, [0, 1, 2] before, {2, 3, 0} now -> [0, 3, 2]
@@ -274,14 +274,14 @@ def keep_places(old: I32, new_LS: I32, num_ranks: int) -> I32:
 
 
 def _per_rank(values_LE: F64, rows_LRe: I32) -> F64:
-    """Returns the values of the expert in each place, [L, R, e]; 0 for EMPTY."""
+    """Return the values of the expert in each place, [L, R, e]; 0 for EMPTY."""
     layers = rows_LRe.shape[0]
     flat = np.take_along_axis(values_LE, np.maximum(rows_LRe, 0).reshape(layers, -1), axis=1)
     return np.where(rows_LRe == EMPTY, 0.0, flat.reshape(rows_LRe.shape))
 
 
 def _count(rows_LRe: I32, num_experts: int) -> NDArray[np.int64]:
-    """Returns how often each rank has each expert, [L, R, E]."""
+    """Return how often each rank has each expert, [L, R, E]."""
     layers, ranks, _ = rows_LRe.shape
     width = num_experts + 1  # the first one takes what is empty
     starts_LR1 = np.arange(1, layers * ranks * width, width).reshape(layers, ranks, 1)
@@ -290,7 +290,7 @@ def _count(rows_LRe: I32, num_experts: int) -> NDArray[np.int64]:
 
 
 def _repeats(rows_LRe: I32, most_LE: I32) -> Bool:
-    """Returns which places have an expert of which earlier places of the same rank have as many as
+    """Return which places have an expert of which earlier places of the same rank have as many as
     there may be.
     """
     layers, _, width = rows_LRe.shape
@@ -325,7 +325,7 @@ def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64, most_LE: I32) 
 
 
 def _first(rows_LRn: I32, per_rank: int) -> I32:
-    """Returns per_rank places of each rank: the first that are not EMPTY, unmoved where the number
+    """Return per_rank places of each rank: the first that are not EMPTY, unmoved where the number
     stays the same.
     """
     layers, ranks, width = rows_LRn.shape
@@ -338,7 +338,7 @@ def _first(rows_LRn: I32, per_rank: int) -> I32:
 
 
 def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> None:
-    """Puts missing replicas, heaviest first, on the lightest rank with a free place that may have
+    """Put missing replicas, heaviest first, on the lightest rank with a free place that may have
     the expert.
     """
     have_LRE = _count(rows_LRe, counts_LE.shape[1])
@@ -450,7 +450,7 @@ def _may_swap(
     most_AE: I32,
     nodes: int = 0,
 ) -> Bool:
-    """Returns which swaps of the fullest rank leave neither side more replicas than `most_AE`, [A,
+    """Return which swaps of the fullest rank leave neither side more replicas than `most_AE`, [A,
     e, R, e].
 
     nodes: if given, sides are nodes, and any swap inside of one is fine.

@@ -56,7 +56,7 @@ class Constrained:
 
     @contextmanager
     def caught(self) -> "Iterator[None]":
-        """Turns an error into this request's failure."""
+        """Turn an error into this request's failure."""
         try:
             yield
         except Exception as error:
@@ -132,7 +132,7 @@ class Constraints:
         positions_S: Iterable[int],
         drafts_S: Sequence[I32] | None = None,
     ) -> "StepMasks | None":
-        """Starts to fill the masks of a step's rows; None if no row has a grammar. May be called
+        """Start to fill the masks of a step's rows; None if no row has a grammar. May be called
         again for a step.
 
         positions_S: the known tokens of each row, drafts not counted. The masks wait until `accept`
@@ -165,7 +165,7 @@ class Constraints:
             self._thread.stop()
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queues work for the thread, which lets the process end whatever it waits for."""
+        """Queue work for the thread, which lets the process end whatever it waits for."""
         future: Future[T] = Future()
 
         def job() -> None:
@@ -234,14 +234,14 @@ class MaskedRow:
         )
 
     def rewind(self) -> None:
-        """Takes back what the matcher has had of this step, which runs again."""
+        """Take back what the matcher has had of this step, which runs again."""
         matcher = self.request.matcher.result()
         assert matcher.num_tokens >= self.known, (matcher.num_tokens, self.known)
         if matcher.num_tokens > self.known:
             matcher.rewind(self.known)
 
     def accept(self, tokens: list[int]) -> int:
-        """Gives the matcher new tokens up to the one that completes the text; returns how many
+        """Give the matcher new tokens up to the one that completes the text; returns how many
         those are, else 0.
         """
         self.rewind()
@@ -270,11 +270,11 @@ class StepMasks:
         self._moved = moved
 
     def result(self) -> Masks:
-        """Waits for the masks, and so for `accept` of the step before."""
+        """Wait for the masks, and so for `accept` of the step before."""
         return self.masks.result()
 
     def accept(self, tokens_S: Sequence[Sequence[int] | I32]) -> Accepted:
-        """Takes the tokens that were kept, of each of `begin`'s rows; none of a row that failed,
+        """Take the tokens that were kept, of each of `begin`'s rows; none of a row that failed,
         whose request ends. From any thread, in the order of steps."""
         self.result()
         accepted = Accepted({}, {})

@@ -29,7 +29,7 @@ class LogprobRows(NamedTuple):
 
 
 def logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
-    """Returns log-softmax of raw logits at the chosen tokens (int64) and the n likeliest, in chunks
+    """Return log-softmax of raw logits at the chosen tokens (int64) and the n likeliest, in chunks
     of rows.
     """
     step = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
@@ -53,7 +53,7 @@ def _logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
 
 
 def likeliest(x_PV: Tensor, n: int) -> Tensor:
-    """Returns the ids of the n largest values of each row, best first, equal ones by id: int64 [P,
+    """Return the ids of the n largest values of each row, best first, equal ones by id: int64 [P,
     min(n, V)].
 
     torch's `topk` picks among equal values as it likes, by n among others; half-precision logits
@@ -76,7 +76,7 @@ def likeliest(x_PV: Tensor, n: int) -> Tensor:
 
 
 def _ordered_topk(x_PW: Tensor, ids_PW: Tensor, n: int) -> Tensor:
-    """Returns the columns of each row's n largest (value, -id)."""
+    """Return the columns of each row's n largest (value, -id)."""
     # A float's bits order as an integer, once negative ones flip.
     bits_PW = (x_PW + 0.0).view(torch.int32)
     keys_PW = (bits_PW ^ ((bits_PW >> 31) & 0x7FFFFFFF)).long() << 32
@@ -89,7 +89,7 @@ def to_messages(
     values_PN: NDArray[np.float32],
     rank_P: NDArray[np.int64],
 ) -> list[Logprobs]:
-    """Returns a message for each row: row i with its counts[i] likeliest tokens."""
+    """Return a message for each row: row i with its counts[i] likeliest tokens."""
     return [
         Logprobs(ids[: 1 + n], values[: 1 + n], rank)
         for ids, values, rank, n in zip(
@@ -99,7 +99,7 @@ def to_messages(
 
 
 class PromptSpan(NamedTuple):
-    """`num_tokens` prompt tokens of one request from position `start` on, with `alternatives` each."""
+    """`num_tokens` prompt tokens of a request from position `start` on, `alternatives` for each."""
 
     slot: int
     start: int
@@ -124,7 +124,7 @@ def prompt_logprobs(
     hidden_TD: Tensor,
     logits: Callable[[Tensor], Tensor],
 ) -> PromptRows | None:
-    """Returns the logprobs of the prompt tokens that this step's positions predict: position p
+    """Return the logprobs of the prompt tokens that this step's positions predict: position p
     predicts token p + 1. asking: the plan's rows whose requests want them.
 
     The next token comes from the token table, so a chunk's last position needs nothing of the next
@@ -165,7 +165,7 @@ def prompt_messages(
     values_PN: NDArray[np.float32],
     rank_P: NDArray[np.int64],
 ) -> tuple[dict[int, PromptLogprobs], list[int]]:
-    """Returns a message for each slot, and the slots whose logprobs are not finite."""
+    """Return a message for each slot, and the slots whose logprobs are not finite."""
     counts = [span.alternatives for span in spans for _ in range(span.num_tokens)]
     rows = to_messages(counts, ids_PN, values_PN, rank_P)
     sent: dict[int, PromptLogprobs] = {}

@@ -75,7 +75,7 @@ class NativeSampler(ReferenceSampler):
     def _draw_from(
         self, x_rW: Tensor, slots_r: I64, positions_r: I64, blocks_rB: Tensor | None = None
     ) -> Tensor:
-        """Returns tokens drawn from whole rows, or from the given blocks of each row."""
+        """Return tokens drawn from whole rows, or from the given blocks of each row."""
         self._filter(x_rW, slots_r)
         low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
         column_r = race(self.gumbel, x_rW, low_r, high_r, blocks_rB)
@@ -85,7 +85,7 @@ class NativeSampler(ReferenceSampler):
         return (blocks_rB.gather(1, column_r1 // LANES) * LANES + column_r1 % LANES).squeeze(1)
 
     def _is_enough(self, x_rW: Tensor, floor_r: Tensor, slots_r: I64) -> NDArray[np.bool_]:
-        """Returns which of the narrowed rows hold all that top-k or min-p would keep of the whole
+        """Return which of the narrowed rows hold all that top-k or min-p would keep of the whole
         ones.
         """
         count_r = (x_rW > NEG_INF).sum(dim=-1).numpy()
@@ -101,7 +101,7 @@ def race(
     high_r: Tensor,
     blocks_rB: Tensor | None = None,
 ) -> Tensor:
-    """Returns each row's column with the largest x + Gumbel noise, int64; arguments as for
+    """Return each row's column with the largest x + Gumbel noise, int64; arguments as for
     `Gumbel`.
 
     Equivalently, tokens race: each arrives after an exponential time divided by its probability,
@@ -125,7 +125,7 @@ def can_narrow(width: int) -> bool:
 
 
 def narrow(x_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x_rW, blocks_rB, floor_r): the few blocks of each row that hold its largest values.
+    """Return (x_rW, blocks_rB, floor_r): the few blocks of each row that hold its largest values.
 
     Every value above floor_r[i] of row i is there, in order of its id; all others are -inf.
     blocks_rB: which blocks of LANES tokens they are.
@@ -145,7 +145,7 @@ def narrow(x_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def top_p_cutoff_head(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
-    """Returns what `top_p_cutoff` returns, but sorts only what can matter.
+    """Return what `top_p_cutoff` returns, but sorts only what can matter.
 
     First the largest few of each row, if they reach top_p; sums from the largest on are the same
     however many follow. Where they do not, the tokens below half of (1 - top_p) / V are left out:

@@ -23,7 +23,7 @@ _FACTORS = (-2048144789, -1028477387, 2146121005)
 
 
 def padded(vocab_size: int) -> int:
-    """Returns the vocabulary size rounded up to whole vectors: 65 -> 128."""
+    """Return the vocabulary size rounded up to whole vectors: 65 -> 128."""
     return -(-vocab_size // LANES) * LANES
 
 
@@ -38,7 +38,7 @@ class Gumbel:
         self._scratch = torch.empty((3, 0), dtype=torch.int32, device=device)
 
     def __call__(self, low_S: Tensor, high_S: Tensor, blocks_SB: Tensor | None = None) -> Tensor:
-        """Returns the noise [S, padded vocabulary], valid until the next call. low_S, high_S:
+        """Return the noise [S, padded vocabulary], valid until the next call. low_S, high_S:
         int32, from `row_keys`.
 
         blocks_SB: each row's blocks of LANES tokens, if only those are wanted.
@@ -64,7 +64,7 @@ class Gumbel:
 
 
 def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies an in-place elementwise op so that an element's bits depend on its value alone.
+    """Apply an in-place elementwise op so that an element's bits depend on its value alone.
 
     torch vectorises such ops over the flat tensor and ends each thread's share with scalar code,
     whose log and exp may differ in the last bit (it depends on the build). Pieces that the threads
@@ -86,7 +86,7 @@ def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def is_invariant(vocab_size: int = 50_000) -> bool:
-    """Returns whether rows of noise have the same bits alone and among others, with the thread
+    """Return whether rows of noise have the same bits alone and among others, with the thread
     count that is set.
 
     Takes a millisecond; checked at start, since all samplers on the CPU rely on it.
@@ -101,7 +101,7 @@ def is_invariant(vocab_size: int = 50_000) -> bool:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Applies murmur3's 32-bit finaliser in place on int32 (products wrap)."""
+    """Apply murmur3's 32-bit finaliser in place on int32 (products wrap)."""
     shifted = torch.empty_like(x)
     _shift_xor(x, 16, shifted).mul_(_FACTORS[0])
     _shift_xor(x, 13, shifted).mul_(_FACTORS[1])
@@ -109,6 +109,6 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_xor(x: Tensor, shift: int, scratch: Tensor) -> Tensor:
-    """Computes x ^= x >>> shift on int32."""
+    """Compute x ^= x >>> shift on int32."""
     torch.bitwise_right_shift(x, shift, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))

@@ -12,7 +12,7 @@ from moeserve.runner.tables import Tables, Upload
 def make_sampler(
     vocab_size: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool
 ) -> Sampler:
-    """Returns the fastest sampler for a device. kernels: config.device.kernels; "torch" stands for
+    """Return the fastest sampler for a device. kernels: config.device.kernels; "torch" stands for
     the reference.
 
     is_async: whether the device runs on while the host continues, so that a sampler must not wait

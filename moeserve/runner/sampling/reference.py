@@ -61,7 +61,7 @@ class ReferenceSampler(Sampler):
     def _first(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
-        """Returns (tokens int64, peaks of the logits, `Status`) as far as they are known at once,
+        """Return (tokens int64, peaks of the logits, `Status`) as far as they are known at once,
         and the rows, in order, whose tokens are not."""
         peak_S, tokens_S = self._argmax(
             logits_SV
@@ -70,7 +70,7 @@ class ReferenceSampler(Sampler):
         return tokens_S, peak_S, status_S, self.rows.having(Trait.RANDOM | Trait.CHANGED, slots_S)
 
     def _chunks(self, rest: I64, slots_S: I64) -> Iterator[I64]:
-        """Yields the rows in chunks: greedy ones whose logits are changed, random ones, random ones
+        """Yield the rows in chunks: greedy ones whose logits are changed, random ones, random ones
         with a cut.
         """
         if not len(rest):
@@ -85,7 +85,7 @@ class ReferenceSampler(Sampler):
                 yield rows[start : start + most]
 
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
-        """Returns tokens drawn from rows whose maximum is 0, after their filters. May write to
+        """Return tokens drawn from rows whose maximum is 0, after their filters. May write to
         x_rV.
         """
         self._filter(x_rV, slots_r)
@@ -93,7 +93,7 @@ class ReferenceSampler(Sampler):
         return self._argmax(x_rV.add_(self.gumbel(low_r, high_r)))[1]
 
     def _filter(self, x_rV: Tensor, slots_r: I64) -> None:
-        """Sets what may not be drawn to -inf; each row's maximum stays."""
+        """Set what may not be drawn to -inf; each row's maximum stays."""
         rows = self.rows
         log_min_p, top_k, top_p = self._upload(
             rows.log_min_p[slots_r], rows.top_k[slots_r], rows.top_p[slots_r]
@@ -122,7 +122,7 @@ class ReferenceSampler(Sampler):
 
     @staticmethod
     def _argmax(x_rV: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each row's maximum and its lowest index; NaN counts as largest."""
+        """Return each row's maximum and its lowest index; NaN counts as largest."""
         peak_r, index_r = x_rV.max(dim=-1)
         return peak_r, index_r
 
@@ -132,7 +132,7 @@ class ReferenceSampler(Sampler):
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-    """Sets the tokens whose bit is 0 to -inf in the given rows (int64), in place. bits: int32, bit
+    """Set the tokens whose bit is 0 to -inf in the given rows (int64), in place. bits: int32, bit
     v % 32 of word v // 32 is token v; W * 32 is at least V.
 
     x [[1, 2, 3]], rows [0], bits [[0b101]] -> [[1, -inf, 3]]
@@ -145,14 +145,14 @@ def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
 
 
 def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:
-    """Drops tokens less likely than min_p times the likeliest. log_min_p_r: -inf where min-p is
+    """Drop tokens less likely than min_p times the likeliest. log_min_p_r: -inf where min-p is
     off.
     """
     x_rV.masked_fill_(x_rV < log_min_p_r.unsqueeze(1), NEG_INF)
 
 
 def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
-    """Drops tokens below the k-th largest logit of their row; equal ones stay. k_r: int64 >= 1; V
+    """Drop tokens below the k-th largest logit of their row; equal ones stay. k_r: int64 >= 1; V
     where top-k is off.
 
     largest_k: the largest k of those rows that have one.
@@ -165,7 +165,7 @@ def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
 
 
 def keep_top_p(x_rV: Tensor, top_p_r: Tensor, cutoff: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Drops the least likely tokens of each row that are not needed to reach its top_p (1: off);
+    """Drop the least likely tokens of each row that are not needed to reach its top_p (1: off);
     ties stay.
 
     cutoff: `top_p_cutoff`, or a faster function with the same results.
@@ -177,7 +177,7 @@ def keep_top_p(x_rV: Tensor, top_p_r: Tensor, cutoff: Callable[[Tensor, Tensor],
 
 
 def top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
-    """Returns the smallest probability that stays in each row: tokens from the likeliest on until
+    """Return the smallest probability that stays in each row: tokens from the likeliest on until
     their sum is top_p.
 
     probs [[0.2, 0.5, 0.3]], top_p [0.6] -> [0.3]
@@ -198,7 +198,7 @@ def apply_penalties(
     frequency_r: Tensor,
     presence_r: Tensor,
 ) -> None:
-    """Changes logits x_rV in place.
+    """Change logits x_rV in place.
 
     history_rL: int64 token ids of which row i has known_r[i] (the rest is arbitrary), the first
     num_prompt_r[i] of them prompt. Repetition divides positive and multiplies negative logits of

@@ -43,7 +43,7 @@ class SamplingRows:
         )
 
     def add(self, request: NewRequest) -> None:
-        """Writes the row of the request's slot. A top-k that is off becomes the vocabulary's size."""
+        """Write the row of the request's slot; without top-k it has the vocabulary's size."""
         slot = request.slot
         sampling = request.sampling
         vocab_size = self.vocab_size
@@ -62,18 +62,18 @@ class SamplingRows:
         self.prompt_logprobs[slot] = sampling.prompt_logprobs or 0
 
     def refuse(self, slot: int) -> None:
-        """Clears the traits of a request that will fail, so that none of its parameters reach a
+        """Clear the traits of a request that will fail, so that none of its parameters reach a
         kernel.
         """
         self.traits[slot] = 0
 
     def having(self, traits: int, slots_S: NDArray[np.integer]) -> I64:
-        """Returns the positions in slots_S of the requests that have any of `traits`."""
+        """Return the positions in slots_S of the requests that have any of `traits`."""
         return np.flatnonzero(self.traits[slots_S] & traits)
 
 
 def row_keys(seeds_S: NDArray[np.uint64], positions_S: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Returns the key of each row's noise, from its request's seed and the position that it samples
+    """Return the key of each row's noise, from its request's seed and the position that it samples
     for: 64 bits, as int32 [2, S]."""
     with np.errstate(over="ignore"):
         key_S = seeds_S + positions_S.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -29,7 +29,7 @@ class Rules:
 
     @classmethod
     def of(cls, sampling: TokenSampling, vocab_size: int, device: torch.device) -> "Rules":
-        """Builds the rules of a request whose token ids have been checked with `unknown_token`."""
+        """Build the rules of a request whose token ids have been checked with `unknown_token`."""
         not_allowed = None
         if sampling.allowed_ids is not None:
             not_allowed = torch.ones(vocab_size, dtype=torch.bool)
@@ -52,7 +52,7 @@ class Rules:
         )
 
     def apply(self, x_V: Tensor, num_answer: int) -> None:
-        """Applies the rules that come before the penalties. num_answer: tokens that the request has
+        """Apply the rules that come before the penalties. num_answer: tokens that the request has
         produced.
         """
         if self.not_allowed is not None:
@@ -63,7 +63,7 @@ class Rules:
             x_V.index_fill_(0, self.stop_ids, NEG_INF)
 
     def ban_sequences(self, x_V: Tensor, history: Tensor) -> None:
-        """Applies the bad sequences, after the penalties. history: all known tokens of the request;
+        """Apply the bad sequences, after the penalties. history: all known tokens of the request;
         a bad sequence may begin in the prompt."""
         for starts_ML, last_M in self.bad:
             length = starts_ML.shape[1]
@@ -74,7 +74,7 @@ class Rules:
 
 
 def unknown_token(sampling: TokenSampling, vocab_size: int) -> int | None:
-    """Returns a token id in `sampling` that the model does not have, or None."""
+    """Return a token id in `sampling` that the model does not have, or None."""
     ids: list[int] = [
         *sampling.stop_ids,
         *(sampling.logit_bias or ()),

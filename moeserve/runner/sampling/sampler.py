@@ -38,9 +38,11 @@ class Status:
     FINE, NOT_FINITE, NOTHING_ALLOWED = range(3)
     MESSAGES = (
         "",
-        "the model's logits for this request are not finite numbers: the weights are damaged, or float16 is too "
+        "the model's logits for this request are not finite numbers: the weights "
+        "are damaged, or float16 is too "
         "narrow for this model (--dtype bfloat16 or float32)",
-        f"{NO_TOKEN_LEFT}: logits processors, grammar, allowed_token_ids, logit_bias and the banned tokens "
+        f"{NO_TOKEN_LEFT}: logits processors, grammar, allowed_token_ids, "
+        "logit_bias and the banned tokens "
         "exclude each other",
     )
 
@@ -54,7 +56,7 @@ class Masks(NamedTuple):
     bits_CW: NDArray[np.int32]
 
     def among(self, rows: I64) -> "Masks | None":
-        """Returns the masks of some of the step's rows, which are numbered by their places in
+        """Return the masks of some of the step's rows, which are numbered by their places in
         `rows`.
         """
         _, places, which = np.intersect1d(
@@ -96,13 +98,16 @@ class Sampler(ABC):
         self.digests = True  # whether this rank's are read
 
     def add(self, request: NewRequest) -> str | None:
-        """Takes a request's parameters; returns why the request must fail, if it must."""
+        """Take a request's parameters; returns why the request must fail, if it must."""
         self._rules.pop(request.slot, None)
         self._processors.pop(request.slot, None)
         self.rows.refuse(request.slot)
         token = unknown_token(request.sampling, self._vocab_size)
         if token is not None:
-            return f"token id {token} in its sampling parameters is outside the vocabulary of {self._vocab_size}"
+            return (
+                f"token id {token} in its sampling parameters is outside the vocabulary "
+                f"of {self._vocab_size}"
+            )
         self.rows.add(request)
         if not self.digests:
             self.rows.traits[request.slot] &= 0xFFFF ^ Trait.DIGESTS
@@ -119,7 +124,7 @@ class Sampler(ABC):
     def sample(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None = None
     ) -> Sampled:
-        """Chooses a token for each row. logits_SV: float32, left as they are. positions_S: where in
+        """Choose a token for each row. logits_SV: float32, left as they are. positions_S: where in
         its request each new token goes, which is the number of the request's known tokens. masks:
         of requests with a grammar."""
         tokens_S, status_S, failures = self._choose(logits_SV, slots_S, positions_S, masks)
@@ -144,7 +149,7 @@ class Sampler(ABC):
         )
 
     def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
-        """Returns the token, int32, that `sample` would choose for each row; any token where it
+        """Return the token, int32, that `sample` would choose for each row; any token where it
         would fail.
         """
         return self._choose(logits_SV, slots_S, positions_S, None)[0]
@@ -153,26 +158,26 @@ class Sampler(ABC):
     def _choose(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Failures]:
-        """Returns (tokens int32, `Status` uint8, failures) of all rows."""
+        """Return (tokens int32, `Status` uint8, failures) of all rows."""
 
     @abstractmethod
     def _mask(self, x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-        """Sets what masks do not allow to -inf in place. rows_C: rows of x_rV."""
+        """Set what masks do not allow to -inf in place. rows_C: rows of x_rV."""
 
     @abstractmethod
     def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
-        """Applies the penalties of the given rows of x_rV in place. known: tokens in the history of
+        """Apply the penalties of the given rows of x_rV in place. known: tokens in the history of
         each.
         """
 
     def _logprobs(self, logits_PV: Tensor, tokens_P: Tensor, n: int) -> LogprobRows:
-        """Returns the logprobs of the chosen tokens (int32) and the n likeliest ones."""
+        """Return the logprobs of the chosen tokens (int32) and the n likeliest ones."""
         return logprob_rows(logits_PV, tokens_P.long(), n)
 
     def _change(
         self, x_rV: Tensor, slots_r: I64, positions_r: I64, masks: Masks | None
     ) -> Failures:
-        """Applies processors, masks, rules and penalties in place. An exception in a request's is
+        """Apply processors, masks, rules and penalties in place. An exception in a request's is
         its own failure.
         """
         failures: Failures = {}
@@ -206,7 +211,7 @@ class Sampler(ABC):
 
 
 def process(processor: LogitsProcessor, x_V: Tensor, ids: list[int], num_prompt: int) -> None:
-    """Changes logits in place by a request's own function. Raises what that raises, ValueError if
+    """Change logits in place by a request's own function. Raises what that raises, ValueError if
     it returns no logits. Waits for the device."""
     if not x_V.amax().isfinite():
         return  # `Status` says so
@@ -224,7 +229,7 @@ def process(processor: LogitsProcessor, x_V: Tensor, ids: list[int], num_prompt:
 
 @contextmanager
 def _caught(failures: Failures, row: int, what: str = "sampling") -> Iterator[None]:
-    """Turns an exception into the row's failure; one of the device concerns all rows and is raised."""
+    """Turn an exception into the row's failure. One of the device ends all rows: it is raised."""
     try:
         yield
     except torch.AcceleratorError:

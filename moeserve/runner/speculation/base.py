@@ -31,7 +31,8 @@ class Verified:
 
     hidden_TD: after the model's last norm. slots_S: the slots that sampled. accepted_S: int64,
     sampled tokens of each that are kept (1 + the drafts that were right). last_S: int64, of the T
-    tokens the one that gave the last of them. aux_TN: the streams of `spec.aux_hidden_layers` side by side.
+    tokens the one that gave the last of them. aux_TN: the streams of `spec.aux_hidden_layers` side
+    by side.
     """
 
     plan: StepPlan
@@ -54,7 +55,7 @@ class DraftModel(Protocol):
         """
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Returns every token's score, fp32 [S, V]."""
+        """Return every token's score, fp32 [S, V]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +94,17 @@ class Proposer(ABC):
 
     @abstractmethod
     def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
-        """Returns guesses, int32 [N] on the device: of slots_N[i], the one that is places_N[i]
+        """Return guesses, int32 [N] on the device: of slots_N[i], the one that is places_N[i]
         behind the first.
         """
 
     def add(self, request: NewRequest) -> None:  # noqa: B027
-        """Takes a request that begins, or begins again, with the tokens it has, before the first
+        """Take a request that begins, or begins again, with the tokens it has, before the first
         `collect` for it.
         """
 
     def launch(self, step: Verified) -> None:  # noqa: B027
-        """Reads a step, whether or not a row samples, and guesses, if its plan asks for that, on
+        """Read a step, whether or not a row samples, and guesses, if its plan asks for that, on
         the device, behind the step. Does not wait for the device."""
 
     def start(self, step: Verified) -> bool:
@@ -113,11 +114,11 @@ class Proposer(ABC):
         return False
 
     def finish(self) -> None:  # noqa: B027
-        """Waits for what was started."""
+        """Wait for what was started."""
 
     @abstractmethod
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
-        """Returns how many drafts there are now for each slot. tokens_S: its new tokens, on the
+        """Return how many drafts there are now for each slot. tokens_S: its new tokens, on the
         host.
         """
 
@@ -131,15 +132,13 @@ class LookupProposer(Proposer):
         self._drafts_SK = np.zeros((slots, num_drafts), np.int32)
 
     def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
-        """See `Proposer`."""
         return self._upload(self._drafts_SK[slots_N, places_N])[0]
 
     @abstractmethod
     def guess(self, slot: int, tokens: I32) -> Sequence[int]:
-        """Takes the slot's new tokens and returns at most num_drafts guesses of what follows them."""
+        """Return at most num_drafts guesses of what follows the slot's new tokens."""
 
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
-        """See `Proposer`."""
         counts_S = np.zeros(len(slots_S), np.int32)
         for i, (slot, tokens) in enumerate(zip(slots_S, tokens_S, strict=True)):
             drafts = self.guess(slot, tokens)
@@ -149,7 +148,7 @@ class LookupProposer(Proposer):
 
 
 def count_accepted(right_N: Tensor, drafts_S: I32, upload: Upload) -> Tensor:
-    """Returns how many sampled tokens of each row are kept, int64 [S]: those up to the first that
+    """Return how many sampled tokens of each row are kept, int64 [S]: those up to the first that
     its draft was not.
 
     right_N: bool, whether the draft at the same place equals the sampled token; drafts_S of a row,

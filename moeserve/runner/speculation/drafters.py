@@ -34,7 +34,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec) -> ModelSpec:
-    """Returns the spec of a model whose tokens are guessed so: kinds mtp, model and eagle add
+    """Return the spec of a model whose tokens are guessed so: kinds mtp, model and eagle add
     layers.
 
     Raises ConfigError, CheckpointError where the drafter does not belong to the model.
@@ -52,12 +52,14 @@ def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec)
     draft = read_model_spec(path)
     if any(rule.tile for rule in draft.kv_rules):
         raise ConfigError(
-            f"{path}: {draft.architecture} has recurrent layers, whose states cannot be taken back to before a wrong "
+            f"{path}: {draft.architecture} has recurrent layers, whose states cannot "
+            "be taken back to before a wrong "
             "draft; use a draft model that has attention in all layers"
         )
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
-            f"{path}: the draft model's vocab_size is {draft.vocab_size}, and the served model's is "
+            f"{path}: the draft model's vocab_size is {draft.vocab_size}, and the "
+            "served model's is "
             f"{spec.vocab_size}; use a draft model with the same tokenizer"
         )
     _check_tokenizers(path, model_dir)
@@ -74,7 +76,7 @@ def load_drafter(
     shard: Shard,
     memory: MemoryFacts,
 ) -> Drafter:
-    """Loads the drafter of `spec`, which `with_drafter` returned; its caches are still to come.
+    """Load the drafter of `spec`, which `with_drafter` returned; its caches are still to come.
     Other arguments and errors are those of `load_model`."""
     longest = config.model.max_model_len or spec.max_position
     if speculation.kind == "mtp":
@@ -124,13 +126,15 @@ def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:
             (paths[0], tokens) if (token, number) in drafts.items() else (paths[1], drafts)
         )
         raise ConfigError(
-            f"{where}: token {number} is {token!r}, and that is {other.get(token, 'no token')} for the other model: "
-            "the draft model's tokenizer is not the served model's; use a draft model of the same family"
+            f"{where}: token {number} is {token!r}, and that is "
+            f"{other.get(token, 'no token')} for the other model: "
+            "the draft model's tokenizer is not the served model's; use a draft "
+            "model of the same family"
         )
 
 
 def _vocabulary(directory: Path) -> Mapping[str, int]:
-    """Returns the id of each token in tokenizer.json."""
+    """Return the id of each token in tokenizer.json."""
     config = Fields(directory / TOKENIZER, read_json(directory, TOKENIZER), {"added_tokens": []})
     vocabulary: Any = config.section("model").get("vocab")
     try:

@@ -91,25 +91,21 @@ class ModelProposer(Proposer):
         self._full = next(i for i, group in enumerate(groups) if group.rule == FULL)
 
     def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
-        """See `Proposer`."""
         self.finish()
         self._take_over()
         return self._drafts_SK[self._upload(slots_N, places_N)]
 
     def start(self, step: Verified) -> bool:
-        """See `Proposer`."""
         return self._head is not None and self._head.start(step, self.num_drafts)
 
     @torch.inference_mode()  # in which the tensors were made
     def finish(self) -> None:
-        """See `Proposer`."""
         if self._head is not None:
             slots_S, drafts_SK = self._head.wait()
             if len(slots_S):
                 self._next_SK[torch.from_numpy(slots_S)] = torch.from_numpy(drafts_SK)
 
     def launch(self, step: Verified) -> None:
-        """See `Proposer`."""
         shift = int(self._drafter.takes_hidden)
         rows = step.rows
         (where,) = self._upload(self._tables.token_offsets(rows.slots_T, rows.positions_T + shift))
@@ -151,13 +147,12 @@ class ModelProposer(Proposer):
                 self._tables.append(offsets_KS[i + 1], drafts_S)
 
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
-        """See `Proposer`."""
         self._collected.append(np.asarray(slots_S, np.int64))
         return np.full(len(slots_S), self.num_drafts, np.int32)
 
     @torch.inference_mode()  # in which the tensors were made
     def _take_over(self) -> None:
-        """Makes the guesses current that belong to steps whose results are there."""
+        """Make the guesses current that belong to steps whose results are there."""
         while self._collected:
             (slots,) = self._upload(self._collected.popleft())
             self._drafts_SK.index_copy_(0, slots, self._next_SK.index_select(0, slots))
@@ -167,7 +162,7 @@ class ModelProposer(Proposer):
         return self._drafter.model
 
     def _inside(self, positions_S: I64) -> I64:
-        """Keeps drafts that no request has room for at the table's last entry, which no known token
+        """Keep drafts that no request has room for at the table's last entry, which no known token
         has.
         """
         return np.minimum(positions_S, self._tables.width - 1)
@@ -180,7 +175,7 @@ class ModelProposer(Proposer):
         return hidden_TD
 
     def _rounds(self, slots_S: I64, positions_KS: I64) -> Iterator[StepInputs]:
-        """Yields the inputs of one token for each slot, at the positions of each round; the caller
+        """Yield the inputs of one token for each slot, at the positions of each round; the caller
         sets the tokens.
         """
         count = len(slots_S)
@@ -213,7 +208,7 @@ class ModelProposer(Proposer):
             )
 
     def _own_groups(self, full: GroupInputs) -> tuple[GroupInputs, ...]:
-        """Returns the drafter's groups: the blocks of the group with full attention, each with a
+        """Return the drafter's groups: the blocks of the group with full attention, each with a
         window of its own.
         """
         return tuple(

@@ -69,17 +69,21 @@ class NativeHead:
         logits = head.head
         product = merge.product.part
         weights = module.HeadWeights(
-            type=TYPES[head.embed_VD.dtype], eps=head.norm.eps, norms=[norm.weight_D.data_ptr() for norm in norms],
+            type=TYPES[head.embed_VD.dtype], eps=head.norm.eps,
+            norms=[norm.weight_D.data_ptr() for norm in norms],
             embedding=head.embed_VD.data_ptr(), merge=matrix(product), attention=attention.native,
             gate_up=matrix(mlp.gate_up), down=matrix(mlp.down.part), activation=mlp_block.native,
-            logits=matrix(logits), cos=rotary.cos.data_ptr(), sin=rotary.sin.data_ptr(), rotates=len(rotary.cos) > 1,
+            logits=matrix(logits), cos=rotary.cos.data_ptr(), sin=rotary.sin.data_ptr(),
+            rotates=len(rotary.cos) > 1,
         )  # fmt: skip
         columns = rows.traits, rows.temperature, rows.seed
         where = module.HeadTables(
-            tokens=tables.arena.data_ptr(), width=tables.width, blocks=blocks.data_ptr(), max_blocks=blocks.shape[1],
+            tokens=tables.arena.data_ptr(), width=tables.width, blocks=blocks.data_ptr(),
+            max_blocks=blocks.shape[1],
             block_size=groups[full].block_size, window=rule.window, section=rule.chunk,
             heads=list(astuple(shape)), k=k_cache.data_ptr(),
-            v=v_cache.data_ptr(), kv_type=KV_TYPES[k_cache.dtype], columns=[column.ctypes.data for column in columns],
+            v=v_cache.data_ptr(), kv_type=KV_TYPES[k_cache.dtype],
+            columns=[column.ctypes.data for column in columns],
             token_hash=sampler.gumbel.token_hash.data_ptr(), random=Trait.RANDOM,
         )  # fmt: skip
         self._rows = rows
@@ -87,7 +91,7 @@ class NativeHead:
         self._native = module.DraftHead(weights, where, keep=(head, cache, tables, sampler))
 
     def start(self, step: Verified, num_drafts: int) -> bool:
-        """Begins to read a step and to guess behind it; `False` where a request's parameters ask
+        """Begin to read a step and to guess behind it; `False` where a request's parameters ask
         for more.
         """
         if len(self._rows.having(ELSEWHERE, step.slots_S)):
@@ -96,13 +100,15 @@ class NativeHead:
         hidden = step.hidden_TD
         self._slots = step.slots_S if plan.propose else step.slots_S[:0]
         self._native.start(
-            slots=plan.slots_R, starts=plan.starts_R, offsets=step.rows.offsets_R1, last=step.last_S.numpy(),
-            hidden=hidden.data_ptr(), stride=hidden.stride(0), keep=hidden, num_drafts=num_drafts * plan.propose,
+            slots=plan.slots_R, starts=plan.starts_R, offsets=step.rows.offsets_R1,
+            last=step.last_S.numpy(),
+            hidden=hidden.data_ptr(), stride=hidden.stride(0), keep=hidden,
+            num_drafts=num_drafts * plan.propose,
         )  # fmt: skip
         return True
 
     def wait(self) -> tuple[I64, I32]:
-        """Returns the slots of the step that was started last, and guesses for each, [S,
+        """Return the slots of the step that was started last, and guesses for each, [S,
         num_drafts].
         """
         drafts: I32 = self._native.wait()
@@ -112,7 +118,7 @@ class NativeHead:
 
 
 def matrix(linear: Any) -> Any:
-    """Returns a packed product as native calls take it."""
+    """Return a packed product as native calls take it."""
     assert isinstance(linear, NativeLinear)
     return linear.matrix
 
@@ -125,7 +131,7 @@ def native_head(
     tables: Tables,
     sampler: Sampler,
 ) -> NativeHead | None:
-    """Returns the drafter in one call if it can be: a head of one dense layer whose attention is
+    """Return the drafter in one call if it can be: a head of one dense layer whose attention is
     one call as well, alone on its rank, with plain norms and scores. Arguments are those of
     `ModelProposer`."""
     if not (

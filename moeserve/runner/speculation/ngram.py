@@ -62,16 +62,16 @@ class Acceptance:
         self._right = list(_PRIOR)
 
     def update(self, length: int, right: bool) -> None:
-        """Counts what a match of this length pointed to."""
+        """Count what a match of this length pointed to."""
         length = min(length, MAX_LENGTH)
         self._right[length] += _RATE * (right - self._right[length])
 
     def rate(self, length: int) -> float:
-        """Returns the probability that a match of this length points to the next token."""
+        """Return the probability that a match of this length points to the next token."""
         return self._right[min(length, MAX_LENGTH)]
 
     def num_drafts(self, length: int, most: int) -> int:
-        """Returns how many tokens behind a match are likely all right."""
+        """Return how many tokens behind a match are likely all right."""
         count = 0
         likely = 1.0
         while count < most and length:
@@ -103,7 +103,7 @@ class RequestIndex:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Appends a token and finds the match behind it. Constant time but for one sort in
+        """Append a token and finds the match behind it. Constant time but for one sort in
         thousands of tokens.
         """
         tokens = self.tokens
@@ -131,7 +131,7 @@ class RequestIndex:
             self._sort()
 
     def follow(self, position: int, count: int) -> Sequence[int]:
-        """Returns the `count` tokens from a position on. Behind the last known one they repeat, as
+        """Return the `count` tokens from a position on. Behind the last known one they repeat, as
         if right so far.
         """
         tokens = self.tokens[position : position + count]
@@ -148,7 +148,7 @@ class RequestIndex:
         )
 
     def _sort(self) -> None:
-        """Moves the n-grams behind the sorted ones there."""
+        """Move the n-grams behind the sorted ones there."""
         first = max(self._num_sorted - MAX_TOKENS + 1, 0)  # of the tokens that the hashes need
         tokens = np.frombuffer(self.tokens, np.int32)[first:].astype(np.uint64) + np.uint64(1)
         codes = tokens
@@ -180,11 +180,9 @@ class NgramProposer(LookupProposer):
         self._requests: dict[int, tuple[RequestIndex, Acceptance]] = {}
 
     def add(self, request: NewRequest) -> None:
-        """See `Proposer`."""
         self._requests[request.slot] = (RequestIndex(request.tokens), Acceptance())
 
     def guess(self, slot: int, tokens: I32) -> Sequence[int]:
-        """See `LookupProposer`."""
         index, acceptance = self._requests[slot]
         for token in tokens.tolist():
             position, length = index.match

@@ -41,7 +41,7 @@ class AnswerRing:
         self._end = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds a run of an answer's tokens; the oldest tokens go."""
+        """Add a run of an answer's tokens; the oldest tokens go."""
         ring = self._tokens
         mask = self._mask
         for i, token in enumerate(tokens):
@@ -57,7 +57,7 @@ class AnswerRing:
         self._end += 1
 
     def matches(self, tokens: Sequence[int], count: int) -> list[tuple[int, Sequence[int]]]:
-        """Returns (length of the match, up to `count` tokens behind it) of places where the last
+        """Return (length of the match, up to `count` tokens behind it) of places where the last
         tokens occurred.
         """
         ring = self._tokens
@@ -110,7 +110,6 @@ class SuffixProposer(LookupProposer):
         self._guessed: list[tuple[int, list[int]]] = [(0, [])] * slots  # what `_vote` said last
 
     def add(self, request: NewRequest) -> None:
-        """See `Proposer`."""
         slot = request.slot
         if slot in self._requests:
             self._share(slot)
@@ -120,7 +119,6 @@ class SuffixProposer(LookupProposer):
         self._guessed[slot] = (0, [])
 
     def guess(self, slot: int, tokens: I32) -> Sequence[int]:
-        """See `LookupProposer`."""
         index, acceptance = self._requests[slot]
         length, guessed = self._guessed[slot]
         new = tokens.tolist()
@@ -139,7 +137,7 @@ class SuffixProposer(LookupProposer):
         return drafts[:likely]
 
     def _vote(self, index: RequestIndex, acceptance: Acceptance) -> tuple[int, list[int], int]:
-        """Returns the length of the first draft's longest match, the drafts, and how many of them
+        """Return the length of the first draft's longest match, the drafts, and how many of them
         are likely.
         """
         count = self.num_drafts
@@ -176,7 +174,7 @@ class SuffixProposer(LookupProposer):
         return first, drafts, likely
 
     def _share(self, slot: int) -> None:
-        """Adds what is new of a slot's answer to the ring, with the tokens before it that a match
+        """Add what is new of a slot's answer to the ring, with the tokens before it that a match
         needs.
         """
         tokens = self._requests[slot][0].tokens

@@ -43,7 +43,8 @@ def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
         )
     if facts.top_k > adapter.max_top_k:
         raise Unavailable(
-            f"{name} takes {adapter.max_top_k} experts per token at most, the model has {facts.top_k}"
+            f"{name} takes {adapter.max_top_k} experts per token at most, the model "
+            f"has {facts.top_k}"
         )
     if facts.comm_sms % 2:
         raise Unavailable(
@@ -51,7 +52,8 @@ def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
         )
     if facts.sms_asked and not adapter.takes_sms:
         raise Unavailable(
-            f"{name}'s kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out"
+            f"{name}'s kernels take all multiprocessors, for microseconds; leave "
+            "parallel.comm_sms out"
         )
     return adapter(lib, facts)
 

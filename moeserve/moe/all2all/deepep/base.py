@@ -42,7 +42,7 @@ class BufferMesh(Mesh):
     _nccl: Any | None = None
 
     def process_group(self, nccl: bool) -> Any:
-        """Connects, and returns a `ProcessGroup` without process-wide state, with NCCL for this
+        """Connect, and returns a `ProcessGroup` without process-wide state, with NCCL for this
         rank's GPU if asked. Raises PeerLost naming the ranks that did not come, ConfigError when
         terms differ."""
         self.connect()
@@ -64,7 +64,7 @@ class BufferMesh(Mesh):
         return group
 
     def farewell(self) -> bool:
-        """Returns whether all other ranks leave as well, so that buffers can be torn down together."""
+        """Return whether all other ranks leave, too, so that all can free their buffers."""
         mine = torch.ones(1, dtype=torch.uint8)
         others = [rank for rank in range(self.members.size) if rank != self.members.rank]
         try:
@@ -75,7 +75,7 @@ class BufferMesh(Mesh):
         return True
 
     def close(self) -> None:
-        """Drops the connections."""
+        """Drop the connections."""
         nccl = self._nccl
         self._nccl = None
         if nccl is not None:
@@ -112,11 +112,11 @@ class DeepEP(All2All):
 
     @abstractmethod
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
-        """Returns what the kernels can do for this model."""
+        """Return what the kernels can do for this model."""
 
     @abstractmethod
     def open(self, group: Any) -> Any:
-        """Returns a buffer over a process group."""
+        """Return a buffer over a process group."""
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """See `All2All`. Raises ConfigError for a group that there are no kernels for."""
@@ -126,7 +126,10 @@ class DeepEP(All2All):
         facts = self.facts
         self.deadline_s = members.deadline_s
         self.comm = comm_stream(facts.device)
-        terms = f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, {self.max_tokens} tokens"
+        terms = (
+            f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, "
+            f"{self.max_tokens} tokens"
+        )
         mesh = BufferMesh(
             members, 1, self.name, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches"
         )
@@ -146,7 +149,6 @@ class DeepEP(All2All):
             self._buffer = buffer
 
     def leave(self) -> None:
-        """See `All2All`."""
         with self._lock:
             mesh = self._mesh
             buffer = self._buffer
@@ -157,7 +159,8 @@ class DeepEP(All2All):
             buffer.destroy()
         else:
             log.warning(
-                "%s: other ranks are gone; the memory of its buffer is lost until this process ends",
+                "%s: other ranks are gone; the memory of its buffer is lost until this "
+                "process ends",
                 self.name,
             )
         mesh.close()
@@ -172,7 +175,7 @@ class DeepEP(All2All):
 
     @contextmanager
     def calling(self, buffer: Any) -> Iterator[None]:
-        """Wraps every call of `buffer`: raises PeerLost for an epoch that is over and for peers
+        """Wrap every call of `buffer`: raises PeerLost for an epoch that is over and for peers
         that are silent.
         """
         mesh = self._mesh
@@ -186,7 +189,7 @@ class DeepEP(All2All):
             raise
 
     def ids_of(self, routing: Routing) -> Tensor:
-        """Returns the ids in the package's own dtype."""
+        """Return the ids in the package's own dtype."""
         return routing.ids_TK.to(self._ids_dtype).contiguous()
 
     def _check(self, members: Members) -> None:
@@ -204,12 +207,13 @@ class DeepEP(All2All):
             and any(len(set(node)) > 1 for node in nodes)
         ):
             raise ConfigError(
-                f"{self.name} wants {RANKS_OF_NODE} ranks, one after the other, on every node: {hosts}"
+                f"{self.name} wants {RANKS_OF_NODE} ranks, one after the other, on every "
+                f"node: {hosts}"
             )
 
 
 def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
-    """Returns the capabilities that all adapters share, and `more`."""
+    """Return the capabilities that all adapters share, and `more`."""
     return All2AllCaps(
         name=name,
         layouts=frozenset({layout}),
@@ -221,12 +225,12 @@ def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
 
 
 def widen(x_TD: Tensor, width: int) -> Tensor:
-    """Returns x contiguous with zeros behind every row, [T, W]; any number of leading dimensions."""
+    """Return x contiguous with zeros behind every row, [T, W]; any number of leading dimensions."""
     missing = width - x_TD.shape[-1]
     return torch.nn.functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
 
 
 def cut(rows: SentRows, width: int) -> tuple[Tensor, Tensor | None]:
-    """Returns rows of the model's width, and their scales if they have some, as views."""
+    """Return rows of the model's width, and their scales if they have some, as views."""
     data, scales = (rows, None) if isinstance(rows, Tensor) else rows
     return data[..., :width], None if scales is None else scales[..., : -(-width // BLOCK)]

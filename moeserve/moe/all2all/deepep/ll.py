@@ -51,7 +51,6 @@ class DeepEPLowLatency(DeepEP):
         self._last: _Received[Any] | None = None
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
-        """See `DeepEP`."""
         return caps_with(
             self.name,
             Layout.SLOTTED,
@@ -63,7 +62,6 @@ class DeepEPLowLatency(DeepEP):
         )
 
     def open(self, group: Any) -> Any:
-        """See `DeepEP`."""
         self._in_flight = 0
         self._last = None
         lib = self.lib.Buffer
@@ -79,7 +77,6 @@ class DeepEPLowLatency(DeepEP):
         )
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> "_Received[Ticket]":
-        """See `All2All`."""
         buffer = self.buffer
         ids_TK = self.ids_of(routing)
         tokens, width = x_TD.shape
@@ -102,7 +99,7 @@ class DeepEPLowLatency(DeepEP):
         top_k = ids_TK.shape[1]
 
         def unpacked() -> Ticket:
-            """Returns the rows in the model's width. The host waits for nothing."""
+            """Return the rows in the model's width. The host waits for nothing."""
             rows_eCD, scales = cut(rows, width)
             most = rows_eCD.shape[1] * min(top_k, len(rows_eCD))
             inbound = Inbound(
@@ -116,7 +113,6 @@ class DeepEPLowLatency(DeepEP):
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> "_Received[Tensor]":
-        """See `All2All`."""
         ticket.use()
         buffer, handle, ids_TK = ticket.private
         collective = self.comm.watch()
@@ -134,7 +130,7 @@ class DeepEPLowLatency(DeepEP):
         self._in_flight -= 1
 
         def narrowed() -> Tensor:
-            """Returns the sums, copied where they are wider than the model."""
+            """Return the sums, copied where they are wider than the model."""
             return (
                 out_TD
                 if home_TW.data_ptr() == out_TD.data_ptr()

@@ -41,7 +41,6 @@ class DeepEPElastic(DeepEP):
     _sms = 0  # what the buffer asks for, within the limit; `combine` takes as many
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
-        """See `DeepEP`."""
         power = (
             1 << max(0, facts.max_tokens - 1).bit_length()
         )  # a kernel is compiled for every number there is
@@ -57,7 +56,6 @@ class DeepEPElastic(DeepEP):
         )
 
     def open(self, group: Any) -> Any:
-        """See `DeepEP`."""
         buffer = self.lib.ElasticBuffer(
             group,
             num_max_tokens_per_rank=self.max_tokens,
@@ -74,13 +72,11 @@ class DeepEPElastic(DeepEP):
         return buffer
 
     def leave(self) -> None:
-        """See `All2All`."""
         super().leave()
         # it would keep the group, and so rank 0's store, for ever
         self.lib.utils.comm.destroy_all_managed_nccl_comm()
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
-        """See `All2All`."""
         buffer = self.buffer
         x_TD, ids_TK, weights_TK = _something(
             x_TD, self.ids_of(routing), routing.weights_TK.contiguous()
@@ -103,7 +99,7 @@ class DeepEPElastic(DeepEP):
             )
 
         def receive() -> Ticket:
-            """Makes the current stream wait for the rows, whose counts the host knows."""
+            """Make the current stream wait for the rows, whose counts the host knows."""
             with self.calling(buffer), collective:
                 event.current_stream_wait()
             counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
@@ -118,7 +114,6 @@ class DeepEPElastic(DeepEP):
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Transfer[Tensor]:
-        """See `All2All`."""
         ticket.use()
         buffer, handle, weights_P = ticket.private
         rows = weights_P.shape[0]
@@ -131,7 +126,7 @@ class DeepEPElastic(DeepEP):
             )
 
         def receive() -> Tensor:
-            """Makes the current stream wait for the sums. A rank without tokens has sent one row
+            """Make the current stream wait for the sums. A rank without tokens has sent one row
             that went nowhere, so what comes back is cut to what was asked for."""
             with self.calling(buffer), collective:
                 event.current_stream_wait()
@@ -142,7 +137,7 @@ class DeepEPElastic(DeepEP):
 
 
 def _pack_fp8(x_TW: Tensor) -> SentRows:
-    """Returns elements and scales, with the bits of `Fp8Wire`."""
+    """Return elements and scales, with the bits of `Fp8Wire`."""
     width = x_TW.shape[1]
     rows_TB = Fp8Wire().encode(x_TW)
     data_TW = rows_TB[:, :width].contiguous().view(torch.float8_e4m3fn)
@@ -151,7 +146,7 @@ def _pack_fp8(x_TW: Tensor) -> SentRows:
 
 
 def _padded(width: int, step: int) -> int | None:
-    """Returns `width` rounded up to a multiple of `step`, None beyond what there are kernels for:
+    """Return `width` rounded up to a multiple of `step`, None beyond what there are kernels for:
     2880 becomes 3072.
     """
     wide = -(-width // step) * step
@@ -159,7 +154,7 @@ def _padded(width: int, step: int) -> int | None:
 
 
 def _overlapping(event: Any) -> dict[str, Any]:
-    """Returns the arguments that make a call run on the buffer's stream behind `event`."""
+    """Return the arguments that make a call run on the buffer's stream behind `event`."""
     return {
         "previous_event": event,
         "async_with_compute_stream": True,
@@ -168,7 +163,7 @@ def _overlapping(event: Any) -> dict[str, Any]:
 
 
 def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the arguments, or for a rank without tokens a row that goes nowhere: the host waits
+    """Return the arguments, or for a rank without tokens a row that goes nowhere: the host waits
     for counts, and those come with rows."""
     if x_TD.shape[0]:
         return x_TD, ids_TK, weights_TK
