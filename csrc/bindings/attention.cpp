@@ -17,8 +17,8 @@ using Ints = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 AttentionPlan make_plan(Address tables, int64_t table_width, int64_t block_size, std::optional<int64_t> window,
                         std::optional<int64_t> section, const Ints& starts, const Ints& offsets, int64_t heads,
                         int64_t kv_heads, int64_t dim, int64_t v_dim) {
-    if (offsets.size() != starts.size() + 1) throw std::invalid_argument("one offset more than starts, please");
-    if (kv_heads < 1 || heads % kv_heads != 0) throw std::invalid_argument("whole groups of heads, please");
+    if (offsets.size() != starts.size() + 1) throw std::invalid_argument("expected one offset more than starts");
+    if (kv_heads < 1 || heads % kv_heads != 0) throw std::invalid_argument("expected whole groups of heads");
     const AttentionShape shape{heads,      kv_heads, dim, v_dim, block_size, window.value_or(kEverything),
                                section.value_or(kEverything)};
     return AttentionPlan(shape, at<int64_t>(tables), table_width, starts.size(), starts.data(), offsets.data(),

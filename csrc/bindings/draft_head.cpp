@@ -242,7 +242,7 @@ class BackgroundHead {
 HeadWeights make_weights(Type type, float eps, const std::vector<Address>& norms, Address embedding, const Matrix& merge,
                          const AttentionBlock* attention, const Matrix& gate_up, const Matrix& down,
                          const Activation& activation, const Matrix& logits, Address cos, Address sin, bool rotates) {
-    if (type == Type::fp16 || norms.size() != 5) throw std::invalid_argument("five norms, and bf16 or fp32, please");
+    if (type == Type::fp16 || norms.size() != 5) throw std::invalid_argument("expected five norms, and bf16 or fp32");
     return {type, eps, embedding, norms[0], norms[1], norms[2], norms[3], norms[4], merge, attention, gate_up, down,
             activation, logits, cos, sin, rotates};
 }
@@ -251,7 +251,7 @@ HeadTables make_tables(Address tokens, int64_t width, Address blocks, int64_t ma
                        std::optional<int64_t> window, std::optional<int64_t> section, const std::vector<int64_t>& heads,
                        Address k, Address v, Type kv_type, const std::vector<Address>& columns, Address token_hash,
                        uint16_t random) {
-    if (heads.size() != 4 || columns.size() != 3) throw std::invalid_argument("four sizes of heads and three columns, please");
+    if (heads.size() != 4 || columns.size() != 3) throw std::invalid_argument("expected four sizes of heads and three columns");
     const AttentionShape shape{heads[0], heads[1], heads[2], heads[3], block_size, window.value_or(kEverything),
                                section.value_or(kEverything)};
     return {tokens, width, blocks, max_blocks, shape, k, v, kv_type, columns[0], columns[1], columns[2], token_hash, random};

@@ -22,7 +22,7 @@ class LatentBlock {
         : narrow_(narrow), queries_(queries), latents_(latents), up_(up), down_(down), out_(out),
           narrow_norm_(narrow_norm) {
         if (rope > QkNormRopeCacheArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
-        if (up.heads != down.heads) throw std::invalid_argument("products of equally many heads, please");
+        if (up.heads != down.heads) throw std::invalid_argument("expected products of equally many heads");
         rule_.type = type;
         rule_.heads = up.heads;
         rule_.nope = nope;

@@ -44,7 +44,7 @@ class ExpertsBlock {
              Address x, size_t rows, Address y, const CachedLayer* cached) const {
         const size_t num_experts = route_.experts, top_k = route_.top_k, width = gate_up.depth, pairs = rows * top_k;
         if (static_cast<size_t>(counts.size()) != num_experts)
-            throw std::invalid_argument("one count per expert, please");
+            throw std::invalid_argument("expected one count per expert");
         int64_t* counted = counts.mutable_data();
         py::gil_scoped_release unlocked;
         std::vector<size_t> expected;

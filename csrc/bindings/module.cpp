@@ -42,7 +42,7 @@ void bind_core(py::module_& m) {
         "weighted_sum",
         [](const std::vector<Address>& rows, Address weights, size_t tokens, size_t top_k, size_t dim, Element element,
            Address out, Isa isa) {
-            if (rows.size() != tokens * top_k) throw std::invalid_argument("one row per (token, k), please");
+            if (rows.size() != tokens * top_k) throw std::invalid_argument("expected one row per (token, k)");
             py::gil_scoped_release unlocked;
             weighted_sum(reinterpret_cast<const void* const*>(rows.data()), at<float>(weights), tokens, top_k, dim,
                          element, at<void>(out), isa);
@@ -82,7 +82,7 @@ void bind_shm(py::module_& m) {
             "await_rows",
             [](Exchange& self, int turn, double timeout_s, Counts counts_and_ends, Address out, size_t room) {
                 if (static_cast<size_t>(counts_and_ends.size()) != 2 * self.num_experts()) {
-                    throw std::invalid_argument("one count and one end per expert, please");
+                    throw std::invalid_argument("expected one count and one end per expert");
                 }
                 int64_t* counts = counts_and_ends.mutable_data();
                 py::gil_scoped_release unlocked;

@@ -19,7 +19,7 @@ void run_recurrence(const TilePlan& plan, size_t num_rows, size_t groups, size_t
                     Address q, size_t q_stride, Address k, size_t k_stride, Address values, size_t v_stride,
                     Address log_decay, size_t decay_stride, Address beta, size_t beta_stride, Address states,
                     Address keys, Address updates, Address sums, Address out) {
-    if (!groups || heads % groups) throw std::invalid_argument("whole groups of heads, please");
+    if (!groups || heads % groups) throw std::invalid_argument("expected whole groups of heads");
     RecurrenceArgs args{};
     args.plan = plan.tiles();
     args.groups = groups, args.heads = heads, args.d = d, args.v = v, args.decays = decays;

@@ -24,7 +24,7 @@ class RecurrentBlock {
           num_inputs_(num_inputs), conv_(conv), conv_bias_(conv_bias), unit_{unit_q, unit_k}, unit_eps_(unit_eps),
           skip_(skip) {
         if (!groups || heads % groups || !norm_width || width() % norm_width)
-            throw std::invalid_argument("whole groups of heads and whole norms, please");
+            throw std::invalid_argument("expected whole groups of heads and whole norms");
         decays_.type = norm_.type = type;
         decays_.heads = heads;
         decays_.bias = at<float>(dt_bias);

@@ -23,7 +23,7 @@ class TilePlan {
 
     TilePlan(Address blocks, size_t table_width, size_t block_size, const Ints& starts, const Ints& offsets)
         : per_block_(block_size / kStateTile), num_tokens_(offsets.at(offsets.size() - 1)) {
-        if (offsets.size() != starts.size() + 1) throw std::invalid_argument("one offset more than starts, please");
+        if (offsets.size() != starts.size() + 1) throw std::invalid_argument("expected one offset more than starts");
         for (pybind11::ssize_t row = 0; row < starts.size(); ++row) {
             const int64_t* table = at<int64_t>(blocks) + row * table_width;
             const size_t begin = offsets.at(row), end = offsets.at(row + 1);

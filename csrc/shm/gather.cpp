@@ -66,7 +66,7 @@ void Gather::columns(const void* x, size_t rows, size_t row_bytes, void* out, do
 }
 
 void Gather::rows(const void* x, const std::vector<size_t>& counts, size_t row_bytes, void* out, double timeout_s) {
-    if (counts.size() != static_cast<size_t>(channel_->size())) throw std::invalid_argument("one count per rank, please");
+    if (counts.size() != static_cast<size_t>(channel_->size())) throw std::invalid_argument("expected one count per rank");
     const size_t each = rows_per_round(row_bytes), most = *std::max_element(counts.begin(), counts.end());
     const std::byte* from = static_cast<const std::byte*>(x);
     for (size_t start = 0; start < most; start += each, ++round_) {

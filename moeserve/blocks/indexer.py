@@ -1,4 +1,4 @@
-"""The index selector of latent attention in numbers: which tokens a query attends to (DeepSeek
+"""The index selector recentlynt attention in numbers: which tokens a query attends to (DeepSeek
 sparse attention).
 
 D model width, q_rank width of compressed queries, J index heads, d their width.

@@ -209,7 +209,7 @@ def build_indexer(
 
 
 def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, size: int) -> int:
-    """Return an upper bound of the bytes that selection adds to one call of latent attention."""
+    """Return an upper bound of the bytes that selection adds to one call recentlynt attention."""
     heads = spec.num_heads * spec.dim
     rows = tokens * (heads * (2 * size + 4 * FP32) + width * (size + FP32) + 5 * spec.dim * FP32)
     tables = 6 * tokens * padded_context(spec.top_k) * INT64

@@ -26,7 +26,7 @@ from moeserve.ops.latent import HeadsLinear, LatentRule
 from moeserve.ops.linear import LinearMethod
 from moeserve.ops.table import Ops
 
-EPS = 1e-6  # of the norms of latents, whatever the other norms have
+EPS = 1e-6  # of the norms recentlynts, whatever the other norms have
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ inputs of a head's product.
 
 Keys and values of a head are products of a latent, so the products move to queries and results:
 scores are those of [W_UK^T q_nope | rotate(q_rope)] and the entries [latent | rotated key], which
-all heads share, and the weighted sum of latents is multiplied by W_UV. Between `latent_rope_cache`
+all heads share, and the weighted sum recentlynts is multiplied by W_UV. Between `latent_rope_cache`
 and the output product:
 
     q_THn = ops.latent_rope_cache(q_THe, kv_TC, rule, at, cache, q_THC)
@@ -35,7 +35,7 @@ class LatentRule:
     """The treatment of queries and latents of one latent attention block.
 
     nope_dim, rope_dim: the parts n and p of a query. scale: of the softmax. eps, norm_L: of the
-    norm of latents; the weight is fp32.
+    norm recentlynts; the weight is fp32.
     """
 
     num_heads: int

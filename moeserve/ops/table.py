@@ -96,7 +96,7 @@ class Ops:
     def packing_into(
         self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None
     ) -> "Ops":
-        """Return the native kernels with packed weights in memory from `room`; experts go on to
+        """Return the native kernels with packed weights in memory from `room`; experts go to
         the disk, if so asked.
 
         Not those of heads: a parameter that is packed in two parts has no place of its own there.

@@ -2,15 +2,15 @@
 force between two steps.
 
 All ranks change a layer between the same two steps: every rank's vote has its progress (`placed`),
-the least of these numbers comes back with the step's decision, and `commit` puts that in force. The
+the least of these numbers comes back with the step's decision, and `commit` activates it. The
 numbers:
 
-    version * (layers + 1) + n   the first n layers of that placement are prepared here, or in force
+    version * (layers + 1) + n   the first n layers of that placement are prepared here, or active
     -version                     this rank had to give that placement up
 
-A rank prepares the next layer only when the one before is in force everywhere, so the agreed number
+A rank prepares the next layer only when the one before is active everywhere, so the agreed number
 is at most one layer ahead. If one rank gives up, all learn it with the same step: on all ranks,
-layers in force stay in force, the others stay as they were, and that mixture counts as the
+layers active stay active, the others stay as they were, and that mixture counts as the
 placement of this version from then on.
 """
 
@@ -72,7 +72,7 @@ class Pace:
 
 @dataclass(slots=True)
 class _Layer:
-    """The next layer of a placement, ready to be put in force."""
+    """The next layer of a placement, ready to be activated."""
 
     local: list[int]  # the logical expert of each local one
     changed: list[tuple[int, Any]]  # local index, packed expert
@@ -85,8 +85,8 @@ class _Move:
 
     version: int
     target: Placement | None = None  # None: not looked at yet
-    ready: int = 0  # layers that are prepared or in force
-    done: int = 0  # layers in force
+    ready: int = 0  # layers that are prepared or active
+    done: int = 0  # layers active
     staged: _Layer | None = None
     moved_bytes: int = 0
     error: str = ""
@@ -115,8 +115,8 @@ class ExpertStore:
         self._layers = tuple(layers)
         self._read = read
         self._rank = rank
-        self._placement = placement  # in force, where no layer of `_move` is
-        self._local = [placement.local(layer, rank) for layer in range(len(layers))]  # in force
+        self._placement = placement  # active, where no layer of `_move` is
+        self._local = [placement.local(layer, rank) for layer in range(len(layers))]  # active
         self._heard = placement.version  # the newest version that ever reached this rank
         self._gone: set[int] = (
             set()
@@ -137,7 +137,7 @@ class ExpertStore:
 
     @property
     def version(self) -> int:
-        """The version of the placement in force; one that was given up counts with the layers it
+        """The version of the placement active; one that was given up counts with the layers it
         got.
         """
         return self._placement.version
@@ -172,7 +172,7 @@ class ExpertStore:
 
     @torch.inference_mode()
     def commit(self, placed: int) -> None:
-        """Put in force what the group agreed on, the least of all ranks' `placed`. May be
+        """Activate what the group agreed on, the least of all ranks' `placed`. May be
         repeated.
         """
         with self._changed:
@@ -211,7 +211,7 @@ class ExpertStore:
             )
 
     def close(self) -> None:
-        """End the background thread; the experts in force stay."""
+        """End the background thread; the experts active stay."""
         self._drop_all()
         with self._changed:
             self._closed = True
@@ -224,7 +224,7 @@ class ExpertStore:
         return version * (len(self._layers) + 1) + layers
 
     def _advance(self, version: int, layers: int) -> Placed | None:
-        """Put in force layers 0..layers-1 of `version`, which are ready on all ranks."""
+        """Activate layers 0..layers-1 of `version`, which are ready on all ranks."""
         move = self._move
         if move is None or move.version != version:
             # Agreed on before a Join, or long ago. A version that never came cannot have been
@@ -265,7 +265,7 @@ class ExpertStore:
         return Placed(version=version, error=_ELSEWHERE)
 
     def _end(self, move: _Move) -> Placed:
-        """End the move with the layers that are in force."""
+        """End the move with the layers that are active."""
         move.cancelled.set()
         rows = move.target or self._placement
         self._placement = self._placement.with_layers(rows, move.done, move.version)
@@ -279,7 +279,7 @@ class ExpertStore:
             )
         else:
             logger.info(
-                "placement %d is in force: %.1f MB read in %.1f s",
+                "placement %d is active: %.1f MB read in %.1f s",
                 version,
                 move.moved_bytes / 1e6,
                 took_s,
@@ -293,7 +293,7 @@ class ExpertStore:
         )
 
     def _drop_all(self) -> None:
-        """Drop all moves, except for layers in force; returns when the thread is idle."""
+        """Drop all moves, except for layers active; returns when the thread is idle."""
         with self._changed:
             self._waiting.clear()
             if self._move is not None:
@@ -413,7 +413,7 @@ class ExpertStore:
             self._offer(move, staged, num_bytes)
 
     def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:
-        """Offers the next layer to the vote, and waits until it is in force on all ranks."""
+        """Offers the next layer to the vote, and waits until it is active on all ranks."""
         with self._changed:
             if move.cancelled.is_set():
                 raise Cancelled

@@ -147,7 +147,7 @@ class Peers:
 
     @property
     def moving(self) -> bool:
-        """Whether a placement was begun that is not in force yet."""
+        """Whether a placement was begun that is not active yet."""
         return self._store is not None and self._store.version < self._expected
 
     @property
@@ -158,7 +158,7 @@ class Peers:
         return self._store is not None and self._store.mixed
 
     def commit(self, placed: int) -> None:
-        """Put in force what all ranks have prepared, up to `placed`."""
+        """Activate what all ranks have prepared, up to `placed`."""
         if self._store is not None:
             self._store.commit(placed)
 

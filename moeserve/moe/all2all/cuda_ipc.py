@@ -7,12 +7,12 @@ others; sort all ranks' pairs by local expert; pull the rows. A combine has two:
 and add up the results from where the experts wrote them. Counts stay on the device, so the host
 plans for the most rows that there can be.
 
-Why a turn may be written again without asking. A meeting ends when every rank's stream has done the
-work that it was given before. A turn has two meetings, D in its dispatch and C in its combine. The
-next dispatch writes rows and ids before its D; peers have read the old ones before this C. It
-writes places and results after its D; all ranks have read the old ones, for the sums of this
-combine, before that D. All ranks make the same calls in the same order, so a number identifies a
-meeting.
+Why a buffer may be written again without a message. A meeting ends when every rank's stream has
+done the work that it was given before. A buffer has two meetings, D in its dispatch and C in its
+combine. The next dispatch writes rows and ids before its D; peers have read the old ones before
+this C. It writes places and results after its D; all ranks have read the old ones, for the sums of
+this combine, before that D. All ranks make the same calls in the same order, so a number identifies
+a meeting.
 
 T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that
 there can be.
@@ -41,12 +41,12 @@ from moeserve.moe.streams import CommStream, comm_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 
-TURNS = 2  # dispatches of a micro-batch that may be in flight
+NUM_BUFFERS = 2  # dispatches of a micro-batch that may be in flight
 PART = 256  # bytes: every part of a region begins at a multiple
 
 
 class _Parts(NamedTuple):
-    """The byte offsets of a turn's parts in each rank's region."""
+    """The byte offsets of a buffer's parts in each rank's region."""
 
     ids: int
     places: int
@@ -55,7 +55,7 @@ class _Parts(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Buffer:
     """Memory for one dispatch in flight. y [P', D]: this rank's results. rows_PW: the buffer for
     pulled rows.
     """
@@ -72,7 +72,7 @@ class _IpcChannel:
 
     window: Window
     stream: CommStream
-    turns: list[_Turn]
+    buffers: list[_Buffer]
 
 
 def make(facts: BackendFacts) -> "CudaIpcAll2All":
@@ -123,7 +123,7 @@ class CudaIpcAll2All:
             layouts=frozenset({Layout.GROUPED}),
             wires=frozenset(RAW),
             max_tokens=facts.max_tokens,
-            copies=2 * TURNS + facts.wire.lossy,
+            copies=2 * NUM_BUFFERS + facts.wire.lossy,
             pad_hidden=lambda width: width if width * dtype.itemsize % 16 == 0 else None,
             not_recorded=None,
             device_counts=True,
@@ -147,14 +147,16 @@ class CudaIpcAll2All:
         self._channels = []  # not before: the device might still have been filling the buffers
         self._channels = [
             _IpcChannel(
-                window, self._new_stream(self._device), [self._turn(window, at) for at in parts]
+                window,
+                self._new_stream(self._device),
+                [self._make_buffer(window, at) for at in parts],
             )
             for window in windows
         ]
         self._is_member = True
 
     def _layout(self) -> tuple[list[_Parts], int]:
-        """Return each turn's parts of a micro-batch's region, and the region's bytes."""
+        """Return each buffer's parts of a micro-batch's region, and the region's bytes."""
         tokens = self._facts.round_tokens(1)
         sizes = (
             4 * self._num_rows,
@@ -163,15 +165,17 @@ class CudaIpcAll2All:
             self._y_bytes,
         )
         starts = list(
-            accumulate((-(-size // PART) * PART for size in sizes * TURNS), initial=HEAD_BYTES)
+            accumulate(
+                (-(-size // PART) * PART for size in sizes * NUM_BUFFERS), initial=HEAD_BYTES
+            )
         )
-        return [_Parts(*starts[4 * turn :][:4]) for turn in range(TURNS)], starts[-1]
+        return [_Parts(*starts[4 * buffer :][:4]) for buffer in range(NUM_BUFFERS)], starts[-1]
 
     @property
     def _y_bytes(self) -> int:
         return self._num_rows * self._facts.row_bytes
 
-    def _turn(self, window: Window, at: _Parts) -> _Turn:
+    def _make_buffer(self, window: Window, at: _Parts) -> _Buffer:
         y = (
             window.own_B[at.y :][: self._y_bytes]
             .view(self._facts.dtype)
@@ -180,7 +184,7 @@ class CudaIpcAll2All:
         rows_PW = torch.zeros(
             (self._num_rows, self._row_words), dtype=torch.int32, device=self._device
         )
-        return _Turn(at, y, rows_PW)
+        return _Buffer(at, y, rows_PW)
 
     def leave(self) -> None:
         self._is_member = False
@@ -205,20 +209,25 @@ class CudaIpcAll2All:
             asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
             takes = f"[T, {self._facts.hidden_size}] {self._facts.dtype} with T <= {most_tokens}"
             raise ValueError(f"cannot dispatch {asked}; this backend takes {takes}")
-        turn = next((turn for turn in channel.turns if not turn.busy), None)
-        if turn is None:
+        buffer = next((buffer for buffer in channel.buffers if not buffer.busy), None)
+        if buffer is None:
             raise RuntimeError(
-                f"{TURNS} dispatches of micro-batch {ubatch.index} are in flight; combine "
+                f"{NUM_BUFFERS} dispatches of micro-batch {ubatch.index} are in flight; combine "
                 "one of them first"
             )
-        turn.busy = True
+        buffer.busy = True
         join = channel.stream.launch(
-            lambda: self._exchange(channel, turn, x_TD, routing, most_tokens)
+            lambda: self._exchange(channel, buffer, x_TD, routing, most_tokens)
         )
         return Transfer(join)
 
     def _exchange(
-        self, channel: _IpcChannel, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int
+        self,
+        channel: _IpcChannel,
+        buffer: _Buffer,
+        x_TD: Tensor,
+        routing: Routing,
+        most_tokens: int,
     ) -> Ticket:
         window = channel.window
         programs = self._facts.comm_sms
@@ -235,15 +244,17 @@ class CudaIpcAll2All:
             ids_TK,
             most_tokens,
             num_local,
-            turn.at.x,
-            turn.at.ids,
+            buffer.at.x,
+            buffer.at.ids,
             programs,
         )
         window.meet(most_tokens)
         room = num_ranks * most_tokens
-        ids_NK = window.own_B[turn.at.ids :][: 4 * room * top_k].view(torch.int32).view(room, top_k)
+        ids_NK = (
+            window.own_B[buffer.at.ids :][: 4 * room * top_k].view(torch.int32).view(room, top_k)
+        )
         found = align(ids_NK, num_local, 128)
-        rows_PW = turn.rows_PW[: room * top_k]
+        rows_PW = buffer.rows_PW[: room * top_k]
         assert found.order_N is not None
         gather(
             *regions,
@@ -251,8 +262,8 @@ class CudaIpcAll2All:
             found.ends_e,
             most_tokens,
             top_k,
-            turn.at.x,
-            turn.at.places,
+            buffer.at.x,
+            buffer.at.places,
             rows_PW,
             programs,
         )
@@ -262,29 +273,29 @@ class CudaIpcAll2All:
         inbound = Inbound(
             Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k
         )
-        return Ticket(inbound, routing, (channel, turn), turn.y[: len(x_PD)])
+        return Ticket(inbound, routing, (channel, buffer), buffer.y[: len(x_PD)])
 
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Transfer[Tensor]:
         ticket.use()
-        channel, turn = ticket.private
+        channel, buffer = ticket.private
         assert ticket.y is not None
         if y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: len(ticket.y)])
         join = channel.stream.launch(
-            lambda: self._sum(channel.window, turn, ticket.routing, out_TD)
+            lambda: self._sum(channel.window, buffer, ticket.routing, out_TD)
         )
-        turn.busy = False  # for work that this micro-batch's stream is given from now on
+        buffer.busy = False  # for work that this micro-batch's stream is given from now on
         return Transfer(join)
 
-    def _sum(self, window: Window, turn: _Turn, routing: Routing, out_TD: Tensor) -> Tensor:
+    def _sum(self, window: Window, buffer: _Buffer, routing: Routing, out_TD: Tensor) -> Tensor:
         window.meet(0)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         weights_TK = routing.weights_TK.float().contiguous()
         collect(
             window.bases_R, window.state, window.rank, weights_TK, ids_TK, self._num_local,
-            turn.at.places, turn.at.y,
+            buffer.at.places, buffer.at.y,
             out_TD, self._facts.comm_sms,
         )  # fmt: skip
         return out_TD

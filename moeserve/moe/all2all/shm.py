@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _ShmChannel:
-    """One micro-batch's end of the exchange. rows, room, address, y: for each turn, where rows are
-    gathered, how many fit there, its address, and shared memory for results; to ask a tensor for
-    these would take a microsecond each."""
+    """One micro-batch's end of the exchange.
+
+    For each buffer: where rows are gathered, how many fit there, its address (asking a tensor takes
+    a microsecond), and shared memory for results.
+    """
 
     exchange: "Exchange"
     num_local: int
@@ -107,16 +109,16 @@ class ShmAll2All:
     def _channel(
         self, exchange: "Exchange", region: "Region", num_local: int, deadline_s: float
     ) -> _ShmChannel:
-        turns = range(exchange.TURNS)
+        buffers = range(exchange.TURNS)
         elements = exchange.y_capacity * self._hidden
         y = [
             torch.frombuffer(
-                region, dtype=self._dtype, count=elements, offset=exchange.y_offset(turn)
+                region, dtype=self._dtype, count=elements, offset=exchange.y_offset(buffer)
             )
-            for turn in turns
+            for buffer in buffers
         ]
-        rows = [self._row_buffer(0) for _ in turns]
-        nothing = [0 for _ in turns]
+        rows = [self._row_buffer(0) for _ in buffers]
+        nothing = [0 for _ in buffers]
         return _ShmChannel(
             exchange,
             num_local,
@@ -149,31 +151,31 @@ class ShmAll2All:
             _plain(x_TD, x_TD.dtype) if self._wire is None else self._wire.encode(x_TD).contiguous()
         )
         channel = channels[ubatch.index]
-        turn = channel.exchange.dispatch(ids_TK.data_ptr(), tokens, top_k, rows.data_ptr())
+        buffer = channel.exchange.dispatch(ids_TK.data_ptr(), tokens, top_k, rows.data_ptr())
         return Transfer(
-            partial(self._receive, channel, turn, routing),
-            partial(channel.exchange.arrived_ns, turn),
+            partial(self._receive, channel, buffer, routing),
+            partial(channel.exchange.arrived_ns, buffer),
         )
 
-    def _receive(self, channel: _ShmChannel, turn: int, routing: Routing) -> Ticket:
-        """Pull the rows x_PD of all ranks; they are valid until the micro-batch's turn is
+    def _receive(self, channel: _ShmChannel, buffer: int, routing: Routing) -> Ticket:
+        """Pull the rows x_PD of all ranks; they are valid until the micro-batch's buffer is
         dispatched again.
         """
         counts_e, ends_e = counts_and_ends = np.empty((2, channel.num_local), np.int64)
-        room = channel.room[turn]
+        room = channel.room[buffer]
         timeout_s = channel.deadline_s
         num_rows = channel.exchange.await_rows(
-            turn, timeout_s, counts_and_ends, channel.address[turn], room
+            buffer, timeout_s, counts_and_ends, channel.address[buffer], room
         )
         if num_rows > room:
-            grown = channel.rows[turn] = self._row_buffer(num_rows)
-            channel.room[turn], channel.address[turn] = num_rows, grown.data_ptr()
-            channel.exchange.take_rows(turn, channel.address[turn])
-        x_PD = channel.rows[turn].narrow(0, 0, num_rows)
+            grown = channel.rows[buffer] = self._row_buffer(num_rows)
+            channel.room[buffer], channel.address[buffer] = num_rows, grown.data_ptr()
+            channel.exchange.take_rows(buffer, channel.address[buffer])
+        x_PD = channel.rows[buffer].narrow(0, 0, num_rows)
         if self._wire is not None:
             x_PD = self._wire.decode(x_PD, self._dtype, self._hidden)
         inbound = Inbound(Layout.GROUPED, x_PD, counts_e, ends_e)
-        return Ticket(inbound, routing, (channel, turn), channel.y[turn].narrow(0, 0, num_rows))
+        return Ticket(inbound, routing, (channel, buffer), channel.y[buffer].narrow(0, 0, num_rows))
 
     def _row_buffer(self, num_rows: int) -> Tensor:
         if self._wire is None:
@@ -184,13 +186,13 @@ class ShmAll2All:
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Transfer[Tensor]:
         ticket.use()
-        channel, turn = ticket.private
+        channel, buffer = ticket.private
         assert ticket.y is not None
         if y is not ticket.y and y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: ticket.y.shape[0]])
         exchange = channel.exchange
         weights_TK = _plain(ticket.routing.weights_TK, torch.float32)
-        exchange.combine(turn)
+        exchange.combine(buffer)
 
         def add_up() -> Tensor:
             """Add the results up where they lie in the other ranks' memory."""
@@ -198,10 +200,10 @@ class ShmAll2All:
             weights = weights_TK.data_ptr()
             width = plain_TD.shape[1]
             out = plain_TD.data_ptr()
-            exchange.await_sums(turn, channel.deadline_s, weights, self._element, width, out)
+            exchange.await_sums(buffer, channel.deadline_s, weights, self._element, width, out)
             return out_TD if plain_TD is out_TD else out_TD.copy_(plain_TD)
 
-        return Transfer(add_up, partial(exchange.arrived_ns, turn))
+        return Transfer(add_up, partial(exchange.arrived_ns, buffer))
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -40,10 +40,10 @@ class Gate:
 
 
 class Rebalancer:
-    """The placement in force as the front end knows it, the one on its way, and the load that
+    """The placement active as the front end knows it, the one on its way, and the load that
     decides about the next.
 
-    current: the placement for a Join. pending: the one that was proposed and is not in force yet.
+    current: the placement for a Join. pending: the one that was proposed and is not active yet.
     why: the last decision, in words. moved_bytes: fetched since the start, by all ranks that
     reported. expert_bytes: of one expert in one layer. nodes: under the ranks of `current`.
     """
@@ -89,7 +89,7 @@ class Rebalancer:
 
     def balance(self) -> F64:
         """Return mean over fullest rank of each layer, [L], for the counted load and the placement
-        in force.
+        active.
         """
         return balance(rank_loads(self.load_LE, self.current))
 
@@ -119,7 +119,7 @@ class Rebalancer:
         return new
 
     def conclude(self, notice: Placed, now_s: float) -> bool:
-        """Take an engine's answer. Returns whether that ends `pending`: then `current` is in force
+        """Take an engine's answer. Returns whether that ends `pending`: then `current` is active
         on all ranks.
         """
         self.moved_bytes += notice.moved_bytes
@@ -136,7 +136,7 @@ class Rebalancer:
         else:
             self.current = pending
             self.why = (
-                f"placement {pending.version} is in force since {notice.took_s:.1f} s "
+                f"placement {pending.version} is active since {notice.took_s:.1f} s "
                 "after it was proposed"
             )
             if notice.moved_bytes and notice.took_s > 0:
@@ -186,7 +186,7 @@ class Rebalancer:
         counted = self.load_LE.mean(1).min()
         if counted < self._gate.min_tokens:
             return (
-                f"{counted:.0f} tokens per expert were counted of late; "
+                f"{counted:.0f} tokens per expert were counted recently; "
                 f"{self._gate.min_tokens:.0f} are needed"
             )
         return ""
