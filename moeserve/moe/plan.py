@@ -21,26 +21,20 @@ from moeserve.ops.rules import Activation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoENeeds:
-    """Requirements of the model and the settings on a backend and a kernel.
-
-    max_tokens: rows of one step on one rank. world_size: ranks that the experts are sharded over.
-    replicas: whether some experts are there more than once. biases: whether experts have biases.
-    gated: whether they have gates. exact: whether a request's bits may depend on nothing but the
-    request.
-    """
+    """Requirements of the model and the settings on a backend and a kernel."""
 
     hidden_size: int
     dtype: str  # "bfloat16"
     device: str  # "cpu"
-    max_tokens: int
+    max_tokens: int  # rows of one step on one rank
     expert_size: int = 0
-    world_size: int = 1
+    world_size: int = 1  # ranks that the experts are sharded over
     tp_size: int = 1
-    replicas: bool = False
-    biases: bool = False
-    gated: bool = True
+    replicas: bool = False  # some experts exist more than once
+    biases: bool = False  # experts have biases
+    gated: bool = True  # experts have gates
     ubatches: int = 1
-    exact: bool = False
+    exact: bool = False  # a request's bits may depend on nothing but the request
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,47 +31,37 @@ Choice = Literal["auto", "native", "torch", "triton", "deep_gemm", "flashinfer"]
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Every kernel that model code calls. Meanings, shapes and examples are at the functions of the
-    same names.
+    """Every kernel that model code calls.
 
-    pad_rows(n): the number of rows that n rows of a step or of an expert are padded to; the padding
-    may hold anything. pack_linear(weight, bias): a matrix product with a constant weight, in this
-    table's layout; pack_heads(weight): one per head. native, triton: whether these are the kernels
-    of csrc/ or of kernels/, which have kernels for experts, too. asked: the choice that led here.
-    room: where native kernels pack. lossless: which bf16 weights they keep in 12 bits. exact:
-    whether a row's bits depend on nothing but the row. attention_block, latent_block,
-    recurrent_block, mlp_block: join the steps of such a block in one call, where there is one.
-    trace(function): the function, compiled where these kernels can be joined (ops/traced.py).
-    opaque(function): the function, hidden from any trace. weight_obstacle(kind, group, inputs): why
-    quantised weights with so many inputs in all and per scale (0: all) cannot be computed with;
-    empty if they can. None: no quantised weights can.
+    Meanings, shapes and examples are at the functions of the same names in this package.
     """
 
     device: torch.device
     dtype: torch.dtype
     chosen: str  # every kernel's implementation and why, on one line
+    # The number of rows that so many rows of a step or of an expert are padded to. The padding may
+    # hold anything.
     pad_rows: Callable[[int], int]
-    pack_linear: PackLinear
-    pack_heads: latent.PackHeads
+    pack_linear: PackLinear  # makes a linear layer with a constant weight, in this table's layout
+    pack_heads: latent.PackHeads  # makes one product per head
     act_mul: Callable[[Tensor, Activation], Tensor]
     sigmoid_gate: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
     soft_cap: Callable[[Tensor, float], Tensor]
-    native: bool = False
-    triton: bool = False
-    asked: str = "auto"
-    exact: bool = True
-    room: native_layer.Room = native_layer.new_room
+    native: bool = False  # the kernels of csrc/, which have kernels for experts, too
+    triton: bool = False  # the kernels of kernels/, which have kernels for experts, too
+    asked: str = "auto"  # the `kernels` setting
+    exact: bool = True  # a row's bits depend on nothing but the row
+    room: native_layer.Room = native_layer.new_room  # memory for packed weights
     to_disk: native_layer.ToDisk | None = None
-    lossless: Lossless = "off"
+    lossless: Lossless = "off"  # the bf16 weights that are kept in 12 bits
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
         elementwise.add_rms_norm
     )
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
-    route: Callable[..., tuple[Tensor, Tensor]] = (
-        elementwise.route
-    )  # triton's: and num_tokens, on the device
+    # Triton's also takes num_tokens, on the device.
+    route: Callable[..., tuple[Tensor, Tensor]] = elementwise.route
     qk_norm_rope_cache: Callable[..., Tensor] = elementwise.qk_norm_rope_cache
     latent_rope_cache: Callable[..., Tensor] = latent.latent_rope_cache
     sigmoid: Callable[[Tensor], Tensor] = elementwise.sigmoid
@@ -81,16 +71,20 @@ class Ops:
     recurrence: Callable[..., Tensor] = recurrence.recurrence
     selective_scan: Callable[..., Tensor] = selective_scan.selective_scan
     index_select: Callable[..., Tensor] = selected.index_select
+    # Attention takes the metadata that this table's plan_attention makes; Triton's takes `out`, too.
     plan_attention: PlanAttention = attention.plan_attention
-    attention: Callable[..., Tensor] = (
-        attention.attention
-    )  # takes this table's own plans; triton's: `out`, too
+    attention: Callable[..., Tensor] = attention.attention
+    # Fused blocks: all steps of such a block in one call; None where there is none.
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
     latent_block: Callable[..., Callable[..., Tensor]] | None = None
     recurrent_block: Callable[..., Callable[..., Tensor]] | None = None
     mlp_block: Callable[..., Callable[[Tensor], Tensor]] | None = None
+    # Compiles a function where these kernels can be joined (ops/traced.py).
     trace: Callable[[Any], Any] = lambda function: function
+    # Hides a function from any trace.
     opaque: Callable[[Any], Any] = lambda function: function
+    # (kind, group, inputs) -> why quantised weights with so many inputs, and so many per scale (0:
+    # all), are unsupported; empty if they are supported. None: all quantised weights are.
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
     def packing_into(

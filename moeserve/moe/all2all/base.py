@@ -32,60 +32,56 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class All2AllCaps:
-    """Capabilities of a backend; `plan_moe` compares them with kernels and model once at start.
-    None: no limit.
-
-    max_tokens: tokens of one dispatch on one rank, the same on all ranks; `join` may change it, and
-    a larger step goes in several rounds. copies: how many times received rows are in memory at
-    once, results included. pad_hidden: returns the width that rows are filled up to, None where
-    they are too wide. not_recorded: why no CUDA graph can record a dispatch, None if one can.
-    most_recorded: with how many tokens of each rank at most; `join` may change it. recorded_rows:
-    how many a recorded dispatch may bring to memory of the graph's own. exact: rows and sums have
-    the order that `Inbound` and `combine` promise, so bits do not depend on where experts are.
-    device_counts: counts of rows must stay on the device, see `Inbound`. in_place: rows stay on
-    this rank as they are, so a kernel may sort and sum them itself (`Fusible`). encrypts: rows
-    between machines can be encrypted. obstacle: why it cannot serve here.
-    """
+    """Capabilities of a backend. `plan_moe` compares them with kernels and model once at start."""
 
     name: str
     layouts: frozenset[Layout]
     wires: frozenset[str]  # dtypes that travel, e.g. "bfloat16"
+    # Tokens of one dispatch on one rank, the same on all ranks; None: no limit. A larger step goes
+    # in several rounds. `join` may change it.
     max_tokens: int | None = None
-    copies: int = 3
+    copies: int = 3  # of received rows in memory at once, results included
+    # The width that rows are filled up to; None where they are too wide.
     pad_hidden: Callable[[int], int | None] = lambda width: width
     world_sizes: Callable[[int], bool] = lambda size: size >= 1
     max_in_flight: int | None = None
+    # Why no CUDA graph can record a dispatch; None if one can.
     not_recorded: str | None = "rows are counted on the host"
+    # Most tokens of each rank in a recorded dispatch; None: no limit. `join` may change it.
     most_recorded: int | None = None
-    recorded_rows: int = 0
-    device_counts: bool = False
+    recorded_rows: int = 0  # that a recorded dispatch may bring to memory of the graph's own
+    device_counts: bool = False  # counts of rows must stay on the device, see `Inbound`
+    # Rows stay on this rank as they are, so a kernel may sort and sum them itself (`Fusible`).
     in_place: bool = False
+    # Rows and sums have the order that `Inbound` and `combine` promise, so bits do not depend on
+    # the ranks that have the experts.
     exact: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    encrypts: bool = False
-    obstacle: str | None = None
+    encrypts: bool = False  # rows between machines can be encrypted
+    obstacle: str | None = None  # why the backend is unavailable here
 
 
 @dataclass(frozen=True, slots=True)
 class Inbound:
-    """The rows that the experts compute on. Rows of one expert keep the order (source rank, token,
-    k).
+    """The rows that the experts compute on.
 
-    rows: GROUPED [P', D] with P' >= P (rows beyond the last end hold anything finite), SLOTTED [e,
-    C, D] (anything). counts_e: valid rows of each local expert, int64 on the host, or int32 on the
-    device where the host need not wait for them. ends_e: where those end, GROUPED: inclusive prefix
-    sums of counts_e, SLOTTED: in their own part, so counts_e. expected, most: for counts on the
-    device, P with an even load, and at most; 0: all rows. scales: fp32 [..., D / 128] of any
-    strides: rows are e4m3 as they travelled, and each 128 of one have a scale. A kernel that
-    multiplies such rows takes both; any other takes `x`, and no exact backend leaves them so.
+    Rows of one expert keep the order (source rank, token, k).
     """
 
     layout: Layout
+    # GROUPED [P', D] with P' >= P (rows behind the last end hold anything finite), SLOTTED
+    # [e, C, D] (anything behind the counts).
     rows: Tensor
+    # Valid rows of each local expert: int64 on the host, or int32 on the device where the host need
+    # not wait for them.
     counts_e: NDArray[np.int64] | Tensor
+    # The ends of the experts' rows. GROUPED: inclusive prefix sums of counts_e. SLOTTED: counts_e.
     ends_e: NDArray[np.int64] | Tensor
-    expected: int = 0
-    most: int = 0
+    expected: int = 0  # for counts on the device: P with an even load; 0: all rows
+    most: int = 0  # for counts on the device: P at most; 0: all rows
+    # fp32 [..., D / 128] of any strides: rows are e4m3 as they travelled, with a scale for each 128
+    # elements. A kernel that multiplies such rows reads both; any other reads `x`. No exact backend
+    # leaves rows so.
     scales: Tensor | None = None
 
     @property
