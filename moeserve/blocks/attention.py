@@ -27,40 +27,31 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Mixer):
-    """A mixer: softmax attention of H query heads on G KV heads.
-
-    v_dim: of values; None: head_dim. rope: None for NoPE. scale: of scores; None: head_dim ** -0.5.
-    query_scale: grows with the position (Llama-4). qk_norm: RMS norms of queries and keys: per head
-    (`head`, Qwen3), over all heads together (`full`, OLMoE), or per head without weights (`unit`,
-    Llama-4). norm_last: behind the rotation (Hunyuan). value_norm: of each value head, without
-    weights (Gemma 4). clip: the largest magnitude of queries, keys and values (OLMoE). shared_kv:
-    values are what keys were before norm and rotation (Gemma 4). value_scale: of values (MiMo-V2).
-    sinks: a score per head that takes weight and gives no value (gpt-oss). soft_cap: scores become
-    soft_cap * tanh(score / soft_cap). gate: results are multiplied by the sigmoid of one more
-    product, for each head (Step-3.5) or each element (Trinity). gate_in_q: the checkpoint has a
-    head's gates below its queries, in q_proj (Qwen3-Next). inputs: queries, keys and values are
-    made of so many rows of the model's width side by side (EAGLE-3).
-    """
+    """A mixer: softmax attention of H query heads on G KV heads."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    v_dim: int | None = None
+    v_dim: int | None = None  # of values; None: head_dim
     qkv_bias: bool = False
     out_bias: bool = False
+    # RMS norms of queries and keys: per head (Qwen3), over all heads together (OLMoE), or per head
+    # without weights (Llama-4).
     qk_norm: Literal["none", "head", "full", "unit"] = "none"
-    norm_last: bool = False
-    value_norm: bool = False
-    clip: float | None = None
-    scale: float | None = None
-    query_scale: QueryScale | None = None
-    shared_kv: bool = False
-    value_scale: float = 1.0
-    sinks: bool = False
-    soft_cap: float = 0.0
+    norm_last: bool = False  # norms follow the rotation (Hunyuan)
+    value_norm: bool = False  # of each value head, without weights (Gemma 4)
+    clip: float | None = None  # the largest magnitude of queries, keys and values (OLMoE)
+    scale: float | None = None  # of scores; None: head_dim ** -0.5
+    query_scale: QueryScale | None = None  # grows with the position (Llama-4)
+    shared_kv: bool = False  # values are the keys before norm and rotation (Gemma 4)
+    value_scale: float = 1.0  # (MiMo-V2)
+    sinks: bool = False  # a score per head that takes weight and gives no value (gpt-oss)
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: unchanged
+    # Results are multiplied by the sigmoid of one more product, for each head (Step-3.5) or each
+    # element (Trinity).
     gate: Literal["none", "head", "element"] = "none"
-    gate_in_q: bool = False
-    inputs: int = 1
+    gate_in_q: bool = False  # q_proj has a head's gates below its queries (Qwen3-Next)
+    inputs: int = 1  # rows of the model's width, side by side, that qkv reads (EAGLE-3: 2)
 
     @property
     def value_dim(self) -> int:

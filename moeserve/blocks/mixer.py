@@ -22,23 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """What one token, or one tile of tokens, leaves behind in one tensor of a layer's cache:
-    `heads` entries of `width` elements. They are fp32 where the rule of the cache has tiles."""
+    """The cache of one token, or of one tile of tokens, in one tensor of a layer's cache.
+
+    Entries are fp32 where the rule of the cache has tiles.
+    """
 
     name: str
-    heads: int
-    width: int
+    heads: int  # entries
+    width: int  # elements of an entry
     per_tile: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRead:
-    """What attention reads: `elements` of each position before a query, the last `span` of them
-    (None: all), with `operations` for each query and position."""
+    """The cost of attention to earlier positions."""
 
-    span: int | None
-    elements: int
-    operations: int
+    span: int | None  # positions before a query that it reads; None: all
+    elements: int  # of each position
+    operations: int  # for each query and position
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class MixerLayer(Protocol):
 
     @property
     def prepare(self) -> Prepare:
-        """Make what `__call__` takes as `step`."""
+        """Makes the `step` argument of `__call__`, once per step for all layers that share it."""
 
     def __call__(
         self, x_TD: "Tensor", step: Any, cache: "LayerCache", context: "RowContext"

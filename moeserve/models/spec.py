@@ -16,22 +16,17 @@ _USUAL_GROUP = 64  # of int4 weights that are quantised on loading
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One decoder layer: a mixer, which reads earlier tokens, and a feed-forward block, which does
-    not.
-
-    Each reads the norm of the residual stream (`pre_norm`) or the stream itself (FlexOlmo), and its
-    output, or that one's norm (`attn_post_norm`, `mlp_post_norm`; AFMoE), is added to the stream.
-    parallel: both read the mixer's norm (Command A+). scaled: a factor of the layer on the stream
-    behind it (Gemma 4). No feed_forward: the next layer's mixer follows (Nemotron-H). stored_as:
-    the numbers of mixer and feed-forward block in a checkpoint which counts each as a layer.
+    not. The output of each is added to the residual stream.
     """
 
     mixer: Mixer
-    feed_forward: Dense | MoE | None
-    pre_norm: bool = True
-    attn_post_norm: bool = False
-    mlp_post_norm: bool = False
-    parallel: bool = False
-    scaled: bool = False
+    feed_forward: Dense | MoE | None  # None: the next layer's mixer follows (Nemotron-H)
+    pre_norm: bool = True  # blocks read the stream's norm; else the stream itself (FlexOlmo)
+    attn_post_norm: bool = False  # the mixer's output is normed before it is added (AFMoE)
+    mlp_post_norm: bool = False  # likewise the feed-forward block's
+    parallel: bool = False  # both blocks read the mixer's norm (Command A+)
+    scaled: bool = False  # the stream behind the layer is multiplied by a factor (Gemma 4)
+    # The numbers of mixer and feed-forward block in a checkpoint that counts each as a layer.
     stored_as: tuple[int, int] | None = None
 
     @property
@@ -49,12 +44,11 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """The norms of the residual stream and of outputs. centred: layer norms. bias: they have one
-    (Phi). shift: added to the weights of every norm, also of heads (Step)."""
+    """The norms of the residual stream and of outputs."""
 
-    centred: bool = False
-    bias: bool = False
-    shift: float = 0.0
+    centred: bool = False  # layer norms instead of RMS norms
+    bias: bool = False  # (Phi)
+    shift: float = 0.0  # added to the weights of every norm, also of heads (Step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

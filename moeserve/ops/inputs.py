@@ -108,13 +108,8 @@ class StepInputs:
     """The tokens and rows of one step.
 
     Rows are contiguous in T: row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, at positions
-    starts_R[i], starts_R[i]+1, ... The host arrays hold what loops and shapes need without asking
-    the device; where a graph is recorded, they are those of the largest step that will replay it.
-
-    rows_on_device: starts_R and offsets_R1, int32, for kernels. live: int32 [1] on the device, the
-    number of tokens that rows own, the rest being padding; None: all. cut: ends a graph before
-    attention and begins another one behind it; attention is planned and computed in between, for
-    whichever step replays them. None: nothing is cut.
+    starts_R[i], starts_R[i]+1, ... The host arrays serve loops and shapes without waiting for the
+    device. Where a graph is recorded, they are those of the largest step that will replay it.
     """
 
     ids_T: Tensor  # int64
@@ -123,8 +118,11 @@ class StepInputs:
     sample_N: Tensor  # int64: which of the T tokens feed the LM head
     offsets_R1: NDArray[np.int32]  # host
     starts_R: NDArray[np.int32]  # host: first position of each row's new tokens
-    rows_on_device: tuple[Tensor, Tensor]
+    rows_on_device: tuple[Tensor, Tensor]  # starts_R and offsets_R1, int32, for kernels
+    # int32 [1] on the device: tokens that rows own, the rest being padding. None: all of them.
     live: Tensor | None = None
+    # Ends a graph before attention and begins another one behind it. Attention is planned and
+    # computed in between, for whichever step replays them. None: no graph is cut.
     cut: "Cut | None" = None
     embeds: EmbedPatch | None = None
 

@@ -71,7 +71,7 @@ class Ops:
     recurrence: Callable[..., Tensor] = recurrence.recurrence
     selective_scan: Callable[..., Tensor] = selective_scan.selective_scan
     index_select: Callable[..., Tensor] = selected.index_select
-    # Attention takes the metadata that this table's plan_attention makes; Triton's takes `out`, too.
+    # Attention gets the metadata of this table's plan_attention; Triton's also gets `out`.
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention
     # Fused blocks: all steps of such a block in one call; None where there is none.

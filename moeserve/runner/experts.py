@@ -1,5 +1,5 @@
-"""Moves this rank's experts: prepares them in the background, layer by layer, and puts them in
-force between two steps.
+"""Moves this rank's experts: prepares them in the background, layer by layer, and activates them
+between two steps.
 
 All ranks change a layer between the same two steps: every rank's vote has its progress (`placed`),
 the least of these numbers comes back with the step's decision, and `commit` activates it. The
@@ -10,8 +10,8 @@ numbers:
 
 A rank prepares the next layer only when the one before is active everywhere, so the agreed number
 is at most one layer ahead. If one rank gives up, all learn it with the same step: on all ranks,
-layers active stay active, the others stay as they were, and that mixture counts as the
-placement of this version from then on.
+active layers stay active, the others stay as they were, and that mixture counts as the placement of
+this version from then on.
 """
 
 import logging
@@ -81,7 +81,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Move:
-    """A placement on its way into force."""
+    """A placement that is being prepared."""
 
     version: int
     target: Placement | None = None  # None: not looked at yet
