@@ -20,7 +20,7 @@ from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Router
 from moeserve.ops import native_latent, native_layer, native_rows
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import HeadShape, RopeCacheInputs, to_entries
+from moeserve.ops.inputs import HeadShape, RopeCacheInputs, RowContext, to_entries
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
@@ -250,7 +250,7 @@ def test_experts(tokens: int, rule: RouterRule, dtype: torch.dtype) -> None:
 def separately(
     x: Tensor, router: Router, kernel: NativeExperts, packed: PackedNative
 ) -> tuple[Tensor, Any]:
-    routing = router(x, len(x))
+    routing = router(x, RowContext(len(x)))
     if router.rule.on_input:
         x, routing = routing.on_input(x)
     rows = group_rows(routing.ids_TK, len(packed.bytes_eB))
