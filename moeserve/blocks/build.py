@@ -60,7 +60,7 @@ class Builder:
         return table
 
     def linear(self, name: str) -> LinearMethod:
-        """Packs the weight `name` and its bias, if there is one."""
+        """Pack the weight `name` and its bias, if there is one."""
         packed: LinearMethod = self.slots.load(
             (name, name + "_bias"), lambda ops, weight, bias: ops.pack_linear(weight, bias)
         )
@@ -84,7 +84,7 @@ class Builder:
         return self.linear(name)
 
     def norm(self, name: str, factor: float = 1.0) -> Tensor:
-        """Returns the weights of a norm, in fp32, multiplied by `factor`."""
+        """Return the weights of a norm, in fp32, multiplied by `factor`."""
         shift = self.norm_shift
 
         def make(weight: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Builder:
         return self.fp32(name, make)
 
     def head_norms(self, names: Sequence[str], counts: Sequence[int]) -> Tensor:
-        """Returns the norm weights of all heads, those of `names` for `counts` heads each."""
+        """Return the norm weights of all heads, those of `names` for `counts` heads each."""
         shift = self.norm_shift
 
         def pack(ops: Ops, *weights: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Builder:
         return norms
 
     def fp32(self, name: str, make: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Returns a parameter that is no product's, in fp32, or what `make` makes of it."""
+        """Return a parameter that is no product's, in fp32, or what `make` makes of it."""
 
         def pack(ops: Ops, value: Tensor) -> Tensor:
             return value.float() if make is None else make(value.float())
@@ -114,7 +114,7 @@ class Builder:
         return tensor
 
     def reorder(self, name: str, order: Sequence[int]) -> None:
-        """Puts the rows of a weight, or the elements of a bias or norm, into another order."""
+        """Put the rows of a weight, or the elements of a bias or norm, into another order."""
         index = torch.tensor(order)
         self.slots.prepare(name, lambda value: value[index])
 

@@ -61,7 +61,7 @@ def feed_forward_workspace(
 
 
 def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
-    """Returns the MoE block of the layer whose parameters begin with `name`."""
+    """Return the MoE block of the layer whose parameters begin with `name`."""
     ops = build.ops
     moe = build.shared("MoE plan", build.plan_moe)
     router = build_router(spec, build, name)
@@ -88,7 +88,7 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
 
 
 def _put_experts(experts: Experts, packed: Any, pack: Pack, ops: Ops, *weights: Any) -> None:
-    """Writes other weights of all local experts, one after the other."""
+    """Write other weights of all local experts, one after the other."""
     for i in range(weights[0].shape[0]):
         each = (None if part is None else part[i] for part in weights)
         experts.put(packed, i, experts.pack_expert(*each))

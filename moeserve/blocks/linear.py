@@ -103,7 +103,7 @@ class GatedMLP:
 
 
 def pack_gate(ops: Ops, gate_1D: Tensor) -> LinearMethod:
-    """Packs the gate of a shared expert, widened so that its bits do not depend on the rows."""
+    """Pack the gate of a shared expert, widened so that its bits do not depend on the rows."""
     return ops.pack_linear(torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None)
 
 

@@ -63,7 +63,7 @@ class MixerLayer(Protocol):
 
     @property
     def prepare(self) -> Prepare:
-        """Makes the `step` argument of `__call__`, once per step for all layers that share it."""
+        """Make the `step` argument of `__call__`, once per step for all layers that share it."""
 
     def __call__(
         self, x_TD: "Tensor", step: Any, cache: "LayerCache", context: "RowContext"
