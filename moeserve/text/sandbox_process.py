@@ -9,7 +9,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import moeserve
 from moeserve.errors import ConfigError
 from moeserve.text.sandbox_child import LIMIT_EXIT
 
@@ -123,7 +122,9 @@ class SandboxProcess:
                 stderr=subprocess.DEVNULL,  # hostile input could fill the log with tracebacks
                 bufsize=2**16,
                 pipesize=2**20,  # a long conversation in few writes
-                cwd=Path(moeserve.__file__).parents[1],  # finds this package, nothing of the user's
+                cwd=Path(__file__)
+                .resolve()
+                .parents[2],  # finds this package, nothing of the user's
             )
         if self._hello:
             self._send(self._hello)

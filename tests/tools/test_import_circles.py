@@ -9,8 +9,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Packages whose modules are in no circle. The goal is all of them.
-FREE_OF_CIRCLES = ["moeserve.actor", "moeserve.cluster", "moeserve.comm", "moeserve.engine"]
+# Packages whose modules are in no circle. The goal is all of them: "moeserve.server" is missing.
+FREE_OF_CIRCLES = [
+    "kernels",
+    "moeserve.actor",
+    "moeserve.blocks",
+    "moeserve.cli",
+    "moeserve.client",
+    "moeserve.cluster",
+    "moeserve.comm",
+    "moeserve.engine",
+    "moeserve.frontend",
+    "moeserve.loader",
+    "moeserve.models",
+    "moeserve.moe",
+    "moeserve.ops",
+    "moeserve.plan",
+    "moeserve.runner",
+    "moeserve.text",
+]
 
 Graph = Mapping[str, Set[str]]
 
