@@ -91,8 +91,8 @@ class AnswerText:
         self.taken: list[str] | None = None
 
     def feed(self, text: str, *, final: bool) -> bool:
-        """Append to the text. Return whether its reader has to look at it, which is false if `until`
-        would emit it all. final: nothing follows.
+        """Append to the text. Return whether its reader has to look at it: not if `until` would
+        emit it all. final: nothing follows.
         """
         if self._passing is not None and not final:
             stops, emit = self._passing
@@ -127,8 +127,8 @@ class AnswerText:
         return self.ended and not self.is_empty and bool(stops.partial.match(self._text, self._at))
 
     def until(self, stops: Stops, emit: Emit) -> Wait[str]:
-        """Take and emit the text before the first of the stops. Take and return that stop; return ""
-        at the end of the text.
+        """Take and emit the text before the first of the stops. Take and return that stop; return
+        "" at the end of the text.
         """
         while True:
             end = len(self._text)

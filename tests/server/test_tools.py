@@ -332,3 +332,52 @@ async def test_defaults_that_ask_for_nothing_are_taken():
         ):
             status, answer, _ = await live.post(CHAT, asked(**fields))
             assert status == 200, answer
+
+
+async def test_errors_name_the_tool_and_the_field():
+    fine = {"type": "function", "function": {"name": "fine", "parameters": {"type": "object"}}}
+
+    def bad(parameters, name="bad"):
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    nested = {"type": "object", "properties": {"env": {"not": {}}}, "required": ["env"]}
+    schema = {"properties": {"a": {"not": {}}}}
+    json_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    cases = [  # the request, the field, and the beginning of the message
+        (
+            {"tools": [fine, bad(nested)], "tool_choice": "required"},
+            "tools[1].function.parameters",
+            "tools[1].function.parameters at /properties/env: ",
+        ),
+        (
+            {
+                "tools": [fine, bad(nested)],
+                "tool_choice": {"type": "function", "function": {"name": "bad"}},
+            },
+            "tools[1].function.parameters",
+            "tools[1].function.parameters at /properties/env: ",
+        ),
+        (
+            {"tools": [fine, bad({"type": "string"})]},
+            "tools[1].function.parameters",
+            "tools[1].function.parameters at /type: ",
+        ),
+        (
+            {"tools": None, "response_format": json_schema},
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema at /properties/a: ",
+        ),
+        (
+            {"tools": [fine], "response_format": json_schema},
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema at /properties/a: ",
+        ),
+    ]
+    async with answering(CALLS) as live:
+        for change, param, begin in cases:
+            status, answer, _ = await live.post(CHAT, asked() | change)
+            assert (status, answer["error"]["param"]) == (400, param), answer
+            assert answer["error"]["message"].startswith(begin)
+        quoted = bad({"type": "object"}, 'say "hi"')
+        status, answer, _ = await live.post(CHAT, asked(tools=[quoted], tool_choice="required"))
+        assert status == 200, answer
