@@ -48,7 +48,8 @@ class ModelConfig:
         "Hugging Face model directory, GGUF file (the first of several), or 'demo' for the built-in one",
     )
     served_model_name: str | None = _opt(
-        None, "name in the API (default: the directory's or file's name)"
+        None,
+        "name in the API, and aliases behind commas (default: the directory's or file's name)",
     )
     load_format: Literal["auto", "dummy"] = _yaml(
         "auto", "auto: safetensors; dummy: random weights, from config.json alone, to measure with"

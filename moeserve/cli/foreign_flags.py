@@ -30,6 +30,17 @@ class Table(msgspec.Struct, frozen=True):
     values: dict[str, str]
     granted: dict[str, str]
     refused: dict[str, str]
+    others: dict[str, str]
+
+    def advice(self, flag: str) -> str:
+        """Return why a flag of another server is refused; "" for a flag that none of them has."""
+        if (exact := self.refused.get(flag)) is not None:
+            return exact
+        for server, names in self.others.items():
+            if flag[2:] in names.split():
+                kinds = (why for kind, why in self.refused.items() if fnmatchcase(flag, kind))
+                return next(kinds, f"it is a flag of {server} that has no counterpart here")
+        return ""
 
 
 class ForeignSetting(NamedTuple):
@@ -71,6 +82,9 @@ def translate(words: Sequence[str], known: Collection[str]) -> Translation:
             flag = flag.replace("_", "-")
         if not equals:
             value = rest[0] if rest and not rest[0].startswith("-") else ""
+        if flag == "--served-model-name" and value and not equals:
+            found.words.extend((flag, _names(found, rest)))
+            continue
         name = flag.removeprefix("--").replace("-", "_")
         own = f"{name}={{}}" if flag in known and f"{name}={value}" in table().values else None
         template = own or (None if flag in known else table().settings.get(flag))
@@ -86,6 +100,18 @@ def translate(words: Sequence[str], known: Collection[str]) -> Translation:
         if takes_value and not equals and rest:
             rest.pop(0)
     return found
+
+
+def _names(found: "Translation", rest: list[str]) -> str:
+    """Take the names behind --served-model-name, as vLLM has it: the first one and aliases.
+
+    Without a model before them, the second word is the model, as in other commands here.
+    """
+    names = [rest.pop(0)]
+    has_model = bool(found.words) and not found.words[0].startswith("-")
+    while (has_model or "model" in found.settings) and rest and not rest[0].startswith("-"):
+        names.append(rest.pop(0))
+    return ",".join(names)
 
 
 def _granted(flag: str, value: str) -> tuple[str, bool]:

@@ -5,7 +5,7 @@ Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 model files, 4 port, 5 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moeserve.version import __version__
@@ -141,33 +141,35 @@ def parse(parser: "argparse.ArgumentParser", words: list[str]) -> "argparse.Name
     known = parser._option_string_actions
     if "--max-num-seqs" not in known:
         args, unknown = parser.parse_known_args(words)
-        hints: dict[str, str] = {}
+        advice: Callable[[str], str] = lambda flag: ""  # noqa: E731
     else:  # a command with the flags of `moeserve serve` takes those of other servers too
         from moeserve.cli.foreign_flags import merge, table, translate
 
         ours = translate(words, known)
         args, unknown = parser.parse_known_args(ours.words)
         merge(args, ours.settings)
-        hints = table().refused
+        advice = table().advice
         for note in ours.notes:
             print(f"{parser.prog}: {note}", file=sys.stderr)
     if unknown:
-        _unknown_arguments(parser, unknown, hints)
+        _unknown_arguments(parser, unknown, advice)
     return args
 
 
 def _unknown_arguments(
-    parser: "argparse.ArgumentParser", unknown: list[str], hints: Mapping[str, str]
+    parser: "argparse.ArgumentParser", unknown: list[str], advice: Callable[[str], str]
 ) -> NoReturn:
     from difflib import get_close_matches
 
     known = parser._option_string_actions
     word = unknown[0].split("=", 1)[0]
     spelled = word.replace("_", "-")
-    if spelled in hints:
-        hint = f"; {hints[spelled]}"
-    elif near := get_close_matches(word, known, 1):
-        hint = f"; did you mean {near[0]}?"
+    # without the dashes, which make short flags look alike
+    names = {flag.lstrip("-"): flag for flag in known}
+    if why := advice(spelled):
+        hint = f"; {why}"
+    elif near := get_close_matches(spelled.lstrip("-"), names, 1, cutoff=0.7):
+        hint = f"; did you mean {names[near[0]]}?"
     else:
         hint = f"; `{parser.prog} --help` lists the flags"
     parser.exit(USAGE_ERROR, f"{parser.prog}: {word!r} is not known here{hint}\n")

@@ -61,6 +61,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         link: EngineLink,
         *,
         model_name: str,
+        aliases: Collection[str] = (),
         model_dir: Path,
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
@@ -76,6 +77,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
         Args:
             link: The connection to the engine or engines.
+            aliases: Further names of the model.
             answer_format: How the model writes reasoning and tool calls; None if that is unknown.
             defaults: Sampling parameters of requests that do not set them.
             max_queued: Sequences that may wait beyond those that the engine runs at once; None for
@@ -88,6 +90,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
         self.model_name = model_name
+        self.model_names = (model_name, *aliases)  # all that requests may name
         self.model_dir = model_dir
         self.tokenizer = tokenizer
         self.chat_template = chat_template

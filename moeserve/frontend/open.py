@@ -109,7 +109,11 @@ def _read_text_side(
     defaults = generation_defaults(model_dir) if model.generation_config == "auto" else {}
     if defaults:
         log.info("sampling defaults from generation_config.json: %s", defaults)
-    name = model.served_model_name or (model.model if model_dir.name == "demo" else model_dir.name)
+    own_name = model.model if model_dir.name == "demo" else model_dir.name
+    names = [name for name in (model.served_model_name or own_name).split(",") if name]
+    if not names:
+        raise ConfigError(f"served_model_name {model.served_model_name!r} has no name in it")
+    name = names[0]
     signer = None
     if signs:
         server = config.server
@@ -117,6 +121,7 @@ def _read_text_side(
     return FrontEnd(
         link,
         model_name=name,
+        aliases=names[1:],
         model_dir=model_dir,
         tokenizer=tokenizer,
         chat_template=template,

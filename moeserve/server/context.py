@@ -102,8 +102,8 @@ class Context:
             raise Overloaded(
                 f"the model is loading: {self.phase.name}", code="model_loading", retry_after_s=2
             )
-        served = self.front.model_name
-        if model is not None and model != served:
-            what = f"the model {shorten(model)!r} does not exist here; this server has {served!r}"
+        if model is not None and model not in self.front.model_names:
+            served = ", ".join(map(repr, self.front.model_names))
+            what = f"the model {shorten(model)!r} does not exist here; this server has {served}"
             raise ModelNotFound(what, param="model")
         return self.front, self.front.ready

@@ -135,7 +135,7 @@ def _context(config: Config) -> Context:
     if config.server.otel_endpoint is not None:
         from moeserve.server.otel import spans_to  # here, because its library is an extra
 
-        name = config.model.served_model_name or config.model.model
+        name = (config.model.served_model_name or config.model.model).partition(",")[0]
         context.observers.append(spans_to(config.server.otel_endpoint, name))
     return context
 

@@ -62,8 +62,9 @@ async def receipt_key(call: HttpCall) -> web.StreamResponse:
 
 
 async def list_models(call: HttpCall) -> web.StreamResponse:
-    """List the one model that is served."""
-    return call.answer(ModelList(data=[_card(call)]))
+    """List the one model that is served, by each of its names."""
+    front, _ = call.context.serving()
+    return call.answer(ModelList(data=[_card(call, name) for name in front.model_names]))
 
 
 async def retrieve_model(call: HttpCall) -> web.StreamResponse:
@@ -74,14 +75,13 @@ async def retrieve_model(call: HttpCall) -> web.StreamResponse:
     return call.answer(_card(call, call.tail))
 
 
-def _card(call: HttpCall, model: str | None = None) -> ModelCard:
-    front, ready = call.context.serving(model)
-    name = front.model_name
+def _card(call: HttpCall, name: str) -> ModelCard:
+    front, ready = call.context.serving(name)
     created = call.context.created
     return ModelCard(
         id=name,
         created=created,
-        root=name,
+        root=front.model_name,
         max_model_len=ready.max_model_len,
         display_name=name,
         created_at=f"{datetime.fromtimestamp(created, UTC):%Y-%m-%dT%H:%M:%SZ}",

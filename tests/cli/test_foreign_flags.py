@@ -174,6 +174,67 @@ def test_the_table_names_flags_settings_and_values_that_exist() -> None:
             assert NAMES[name].section == section
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["org/x", "--served-model-name", "a", "b", "c"], "a,b,c"),
+        (["org/x", "--served-model-name", "a", "b", "--port", "7"], "a,b"),
+        (["--model", "org/x", "--served_model_name", "a", "b"], "a,b"),
+        (["--served-model-name", "a", "org/x"], "a"),
+        (["org/x", "--served-model-name=a"], "a"),
+    ],
+)
+def test_served_model_names_are_a_name_and_aliases(words: list[str], names: str) -> None:
+    found = asked(*words).config.model
+    assert (found.model, found.served_model_name) == ("org/x", names)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--exclude-tools-when-tool-choice-none"],
+        ["--disable-fastapi-docs"],
+        ["--stream-interval", "1"],
+        ["--response-role", "assistant"],
+        ["--enable-tokenizer-info-endpoint"],
+    ],
+)
+def test_harmless_flags_are_granted(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert asked("org/x", *words).config.model.model == "org/x"
+    assert f"{' '.join(words)} needs no setting" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--uds", "use --host and --port"),
+        ("--convert", "no embeddings"),
+        ("--code-revision", "never executed"),
+        ("--max-lora-rank", "LoRA"),
+        ("--gc-threshold", "a flag of SGLang that has no counterpart"),
+        ("--worker_cls", "a flag of vLLM that has no counterpart"),
+        ("--kv-cache-byte", "did you mean --kv-cache-bytes?"),
+        ("--stream-interval", "each token is sent"),
+        ("--xyzzy", "--help` lists the flags"),
+    ],
+)
+def test_unknown_flags_get_no_odd_advice(
+    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        asked("org/x", flag, "7")
+    assert said in capsys.readouterr().err
+
+
+def test_no_flag_is_both_named_without_a_counterpart_and_known() -> None:
+    others = [f"--{name}" for names in table().others.values() for name in names.split()]
+    assert len(others) == len(set(others)) > 500
+    granted = {flag.partition(" ")[0] for flag in table().granted}
+    known = {*table().settings, *granted, *table().refused, *PARSER._option_string_actions}
+    assert not known & {*others}
+    assert all(table().advice(flag) for flag in others)
+
+
 def test_own_flags_pass_untouched() -> None:
     words = [
         "m",

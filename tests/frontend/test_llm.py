@@ -361,3 +361,12 @@ def test_an_llm_whose_engine_fails_to_close_says_so(
     monkeypatch.setattr(AsyncEngine, "__aexit__", fails)
     LLM("demo", threads=1, max_model_len=256).close()
     assert "planted" in caplog.text
+
+
+async def test_a_model_may_have_several_names() -> None:
+    config = config_of("demo", threads=1, max_model_len=64, served_model_name="one,two")
+    async with AsyncEngine(config=config) as engine:
+        assert engine.front.model_name == "one"
+        assert engine.front.model_names == ("one", "two")
+    with pytest.raises(ConfigError, match="has no name in it"):
+        await AsyncEngine(config=config_of("demo", served_model_name=",")).__aenter__()

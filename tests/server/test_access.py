@@ -256,3 +256,18 @@ def test_addresses_that_cannot_be_listened_on():
         bind(ServerConfig(host="no.such.host.invalid"))
     with pytest.raises(ConfigError, match="cannot listen"):
         bind(ServerConfig(host="203.0.113.1"))
+
+
+async def test_a_model_is_listed_and_asked_for_by_each_of_its_names(live):
+    live.front.model_names = ("org/tiny", "claude-x")
+    _, listed = await live.get("/v1/models")
+    assert [card["id"] for card in listed["data"]] == ["org/tiny", "claude-x"]
+    assert {card["root"] for card in listed["data"]} == {"org/tiny"}
+    status, card = await live.get("/v1/models/claude-x")
+    assert (status, card) == (200, listed["data"][1])
+    body = {"model": "claude-x", "prompt": "Once", "max_tokens": 2}
+    status, answer, _ = await live.post("/v1/completions", body)
+    assert (status, answer["model"]) == (200, "org/tiny")
+    status, answer, _ = await live.post("/v1/completions", body | {"model": "other"})
+    assert status == 404
+    assert "'org/tiny', 'claude-x'" in answer["error"]["message"]
