@@ -288,7 +288,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     for parameters, missing in zip(OLD.values(), ("qv", "attention_chunk"), strict=True):
         old = SimpleNamespace(**{flash_attention.FUNCTION: recorded(parameters)})
         monkeypatch.setitem(sys.modules, flash_attention.PACKAGE, old)
-        assert f"does not take {missing}; it needs FlashAttention 3.0.0" in why()
+        assert f"does not take {missing}; install FlashAttention 3.0.0" in why()
     monkeypatch.setitem(sys.modules, flash_attention.PACKAGE, SimpleNamespace())
     assert "does not take q;" in why()
     monkeypatch.setitem(sys.modules, flash_attention.PACKAGE, None)
