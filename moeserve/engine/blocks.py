@@ -14,6 +14,7 @@ order in which they were freed, those released as `cold` before all others.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,12 @@ class KVGroup:
     def has_states(self) -> bool:
         """Whether its blocks hold states of recurrent layers."""
         return self.rule.tile is not None
+
+    def num_blocks(self, positions: Any) -> Any:
+        """Return how many entries of the block table so many positions (or an array) fill or
+        touch.
+        """
+        return (self.rule.length(positions) + (self.block_size - 1)) // self.block_size
 
     @property
     def pool(self) -> int:
@@ -69,7 +76,7 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
     window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
     """
     assert not group.has_states, group
-    whole = -(-num_tokens // group.block_size)
+    whole = int(group.num_blocks(num_tokens))
     if group.rule.is_full:
         return whole
     span = (group.rule.window or group.rule.chunk or 0) - 1 + chunk
@@ -85,7 +92,8 @@ def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], limit: int) ->
     goes from right to left.
     """
     if group.rule.is_full:
-        return next((i for i in range(limit) if not is_cached(i)), limit)
+        needed = min(limit, int(group.num_blocks(limit * group.block_size)))
+        return next((i for i in range(needed) if not is_cached(i)), limit)
     n = limit
     while n > 0:
         first = int(group.rule.first_live(n * group.block_size)) // group.block_size

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from moeserve.config import Limits
 from moeserve.engine.blocks import STATES_HELD, BlockPool, Key, KVGroup, blocks_needed, longest_hit
 from moeserve.engine.connector import KVConnector, When
+from moeserve.engine.kv_rule import FULL
 from moeserve.engine.plan import I32, BlockDiff, BlockMove, Slots
 from moeserve.engine.requests import InputBatch, Request
 from moeserve.engine.store import HostStore
@@ -91,6 +92,20 @@ class Fetch:
     when: When
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """New block-table entries of some rows: `plain` in each group with an entry for each position,
+    `others[g]` in group g.
+    """
+
+    plain: I32
+    others: dict[int, I32]
+
+    def of(self, group: int) -> I32:
+        """Return the number of new entries of each row in one group."""
+        return self.others.get(group, self.plain) if self.others else self.plain
+
+
 class KVCacheManager:
     """The input batch, the block pool and the prefix cache with the connector behind it, kept
     consistent.
@@ -111,6 +126,9 @@ class KVCacheManager:
         self.groups = groups
         self.num_kv_groups = sum(not group.has_states for group in groups)
         assert self.num_kv_groups >= max(1, len(groups) - 1), groups  # at most one has states
+        self._plain = KVGroup(FULL, limits.block_size, ())
+        self._others = [g for g, group in enumerate(groups) if not group.rule.counts_positions]
+        self._num_plain = self.num_kv_groups - len(self._others)  # pools of states are apart
         sizes = [(limits.num_blocks, limits.num_store_blocks)]
         if self.num_kv_groups < len(groups):
             sizes.append((limits.num_states, limits.num_store_states))
@@ -163,8 +181,10 @@ class KVCacheManager:
         blocks = []
         for g, group in enumerate(self.groups):
             first = int(group.rule.first_live(length * self._block_size)) // self._block_size
-            found = [self._find(request, (key, g)) for key in request.hashes[first:length]]
-            blocks.append((*(0,) * first, *(block for block in found if block is not None)))
+            end = min(length, int(group.num_blocks(length * self._block_size)))
+            found = [self._find(request, (key, g)) for key in request.hashes[first:end]]
+            present = (block for block in found if block is not None)
+            blocks.append((*(0,) * first, *present, *(0,) * (length - end)))
         return Hit(length, tuple(blocks), border)
 
     def _hash_prefix(self, request: Request) -> int:
@@ -198,7 +218,8 @@ class KVCacheManager:
             pool = self.pools[group.pool]
             while first < length and pool.find((request.hashes[first], g)) is not None:
                 first += 1
-            wanted = [(key, g) for key in request.hashes[first:length]]
+            needed = min(length, int(group.num_blocks(length * self._block_size)))
+            wanted = [(key, g) for key in request.hashes[first:needed]]
             if not wanted:
                 continue
             number, when = connector.lookup(wanted)
@@ -206,8 +227,9 @@ class KVCacheManager:
                 keys += wanted[:number]
             if number or when is When.ASK_AGAIN:
                 answers.add(when)
-            if group.rule.is_full and when is not When.ASK_AGAIN:
-                length = min(length, first + number)
+            is_short = number < len(wanted) and when is not When.ASK_AGAIN
+            if group.rule.is_full and is_short:
+                length = first + number
         for when in (When.ASK_AGAIN, When.LATER):
             if when in answers:
                 return Fetch(keys, when)
@@ -247,7 +269,8 @@ class KVCacheManager:
             request = batch.request(slot)
             self._extend(request, batch.tokens[slot], end)
             for g, table in enumerate(batch.tables):
-                for i, block in enumerate(table[slot, first:end].tolist(), first):
+                last = min(end, int(self.groups[g].num_blocks(end * self._block_size)))
+                for i, block in enumerate(table[slot, first:last].tolist(), first):
                     if block:  # the window has not passed it
                         self.pools[self.groups[g].pool].cache(block, (request.hashes[i], g))
 
@@ -330,9 +353,9 @@ class KVCacheManager:
         """
         self.register(np.array([slot], np.intp))
         batch = self.batch
-        end = -(-int(self.batch.scheduled[slot]) // self._block_size)
         for g, (group, blocks) in enumerate(zip(self.groups, batch.held(slot), strict=True)):
             if group.has_states:
+                end = int(group.num_blocks(int(batch.scheduled[slot])))
                 self._release_states(
                     g, slot, end, (*batch.request(slot).borders, int(batch.hashed[slot]))
                 )
@@ -342,26 +365,53 @@ class KVCacheManager:
 
     # ---- many rows at once
 
-    def grow(self, slots: Slots, start: I32, new: I32) -> None:
-        """Appends new[i] blocks per group to the table of slots[i], whose entries end at position
-        start[i].
-        """
-        some = np.flatnonzero(new)
-        if not len(some):
-            return
-        count = new[some]
-        total = int(count.sum())
-        rows = np.repeat(slots[some], count)
-        offset = np.repeat(self.batch.num_blocks(start[some]) - (np.cumsum(count) - count), count)
-        indices = (offset + np.arange(total)).astype(np.int32)
-        rows_i32 = rows.astype(np.int32)
+    def growth(self, start: I32, end: I32) -> Growth:
+        """Return the table entries that rows need to go from position start[i] to end[i]."""
+        plain: I32 = self._plain.num_blocks(end) - self._plain.num_blocks(start)
+        if not self._others:
+            return Growth(plain, {})
+        others = {
+            g: self.groups[g].num_blocks(end) - self.groups[g].num_blocks(start)
+            for g in self._others
+        }
+        return Growth(plain, others)
+
+    def num_taken(self, growth: Growth) -> int:
+        """Return how many blocks of the pool these entries take."""
+        taken = int(growth.plain.sum()) * self._num_plain
+        return taken + sum(int(new.sum()) for new in growth.others.values())
+
+    def grow(self, slots: Slots, start: I32, growth: Growth) -> None:
+        """Append blocks to the tables of slots[i], which hold the positions before start[i]."""
+        plain = self._new_entries(self._plain, slots, start, growth.plain)
         for g, table in enumerate(self.batch.tables):
+            new = plain
+            if g in growth.others:
+                new = self._new_entries(self.groups[g], slots, start, growth.others[g])
+            if new is None:
+                continue
+            rows, rows_i32, indices, count = new
             has_states = self.groups[g].has_states
             blocks = (
-                self._take_states(rows, indices, count) if has_states else self.pool.take(total)
+                self._take_states(rows, indices, count)
+                if has_states
+                else self.pool.take(len(indices))
             )
             table[rows, indices] = blocks
             self._entries[g].append((rows_i32, indices, blocks))
+
+    def _new_entries(
+        self, group: KVGroup, slots: Slots, start: I32, new: I32
+    ) -> tuple[Slots, I32, I32, I32] | None:
+        """Return slot (of both types) and index of each new entry, and how many each row has."""
+        some = np.flatnonzero(new)
+        if not len(some):
+            return None
+        count = new[some]
+        rows = np.repeat(slots[some], count)
+        offset = np.repeat(group.num_blocks(start[some]) - (np.cumsum(count) - count), count)
+        indices = (offset + np.arange(int(count.sum()))).astype(np.int32)
+        return rows, rows.astype(np.int32), indices, count
 
     def _take_states(self, rows: Slots, indices: I32, count: I32) -> I32:
         """Returns blocks for the table entries indices[i] of slots rows[i]; of the n-th row there
@@ -417,7 +467,7 @@ class KVCacheManager:
             passed = batch.passed[g]
             live = group.rule.first_live(start) // self._block_size
             if group.has_states and self.pools[1].num_free > self._reserved_states:
-                grows = batch.num_blocks(start + count) > batch.num_blocks(start)
+                grows = group.num_blocks(start + count) > group.num_blocks(start)
                 live = np.where(grows, live, start // self._block_size - 1)
             for i in np.flatnonzero(live > passed[slots]).tolist():
                 slot = int(slots[i])
@@ -438,10 +488,10 @@ class KVCacheManager:
         """Gives up the blocks of positions kept[i] .. end[i] - 1 of slots[i], which a later step
         computes again.
         """
-        first = self.batch.num_blocks(kept)
-        last = self.batch.num_blocks(end)
-        for i in np.flatnonzero(last > first).tolist():
-            for group, table in zip(self.groups, self.batch.tables, strict=True):
+        for group, table in zip(self.groups, self.batch.tables, strict=True):
+            first = group.num_blocks(kept)
+            last = group.num_blocks(end)
+            for i in np.flatnonzero(last > first).tolist():
                 blocks = table[slots[i], first[i] : last[i]].copy()
                 if group.has_states:
                     self.pools[1].release(blocks[blocks > 0], cold=True)
@@ -482,11 +532,13 @@ class KVCacheManager:
         batch = self.batch
         known = batch.known[slots]
         scheduled = batch.scheduled[slots]
-        rest = np.maximum(batch.num_blocks(known) - batch.num_blocks(scheduled), 0)
-        caps = (
-            blocks_needed(group, 2**31, self.chunk) for group in self.groups if not group.has_states
-        )
-        return sum(int(np.minimum(rest, cap).sum()) for cap in caps)
+        growth = self.growth(scheduled, known)
+        total = 0
+        for g, group in enumerate(self.groups):
+            if not group.has_states:
+                rest = np.maximum(growth.of(g), 0)
+                total += int(np.minimum(rest, blocks_needed(group, 2**31, self.chunk)).sum())
+        return total
 
     # ---- the plan
 

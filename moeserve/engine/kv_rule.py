@@ -23,6 +23,18 @@ class KVRule:
         """Whether entries are needed as long as their request lives."""
         return self.window is None and self.chunk is None and self.tile is None
 
+    def length(self, position: Any) -> Any:
+        """Return how many entries there are once all positions before `position` (one, or an array
+        of them) are computed. A rule of a subclass may count otherwise, but never fewer entries
+        for a later position.
+        """
+        return position
+
+    @property
+    def counts_positions(self) -> bool:
+        """Whether each position has an entry."""
+        return type(self).length is KVRule.length
+
     def first_live(self, position: Any) -> Any:
         """Returns the oldest position that is read to compute `position` (one or an array of them)
         or any later one.

@@ -195,11 +195,6 @@ class InputBatch:
         """Slots that `admit` can give."""
         return len(self._free)
 
-    def num_blocks(self, positions: I32) -> I32:
-        """Returns the number of blocks that so many positions fill or touch."""
-        blocks: I32 = (positions + (self.block_size - 1)) // self.block_size
-        return blocks
-
     def request(self, slot: int) -> Request:
         """Returns the request in an occupied slot."""
         request = self.requests[slot]
@@ -248,9 +243,12 @@ class InputBatch:
 
     def held(self, slot: int) -> list[I32]:
         """Returns, per group, the blocks that the slot holds, in table order."""
-        end = -(-int(self.scheduled[slot]) // self.block_size)
-        held = [t[slot, p[slot] : end] for t, p in zip(self.tables, self.passed, strict=True)]
-        return [b[b > 0] if g.has_states else b for b, g in zip(held, self._groups, strict=True)]
+        scheduled = int(self.scheduled[slot])
+        held = []
+        for group, table, passed in zip(self._groups, self.tables, self.passed, strict=True):
+            blocks = table[slot, passed[slot] : group.num_blocks(scheduled)]
+            held.append(blocks[blocks > 0] if group.has_states else blocks)
+        return held
 
     def audit(self, num_blocks: Sequence[int]) -> list[I32]:
         """Checks the rows; returns how often the tables name each of num_blocks[p] blocks of every

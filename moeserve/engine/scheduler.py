@@ -27,7 +27,7 @@ from moeserve.engine.awaiting import AwaitingSet, GrammarSource, Need
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.connector import KVConnector, When
 from moeserve.engine.draft_policy import DraftPolicy
-from moeserve.engine.kv_cache_manager import NOTHING, Hit, KVCacheManager, concatenate
+from moeserve.engine.kv_cache_manager import NOTHING, Growth, Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, outputs_of, unsent_hits
 from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of, share
@@ -345,8 +345,8 @@ class Scheduler:
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
                 slots, start, count = share(slots, start, count, builder.budget)
             kv_manager.release_passed(slots, start, count)
-            new = batch.num_blocks(start + count) - batch.num_blocks(start)
-            if int(new.sum()) * kv_manager.num_kv_groups <= kv_manager.pool.num_free:
+            new = kv_manager.growth(start, start + count)
+            if kv_manager.num_taken(new) <= kv_manager.pool.num_free:
                 if len(slots):
                     self._grant(builder, slots, start, count, new)
                 break
@@ -357,13 +357,9 @@ class Scheduler:
 
     def _fits(self, start: I32, count: I32, budget: int) -> bool:
         """Whether all rows with their drafts fit into the budget and the free blocks."""
-        batch = self.kv_manager.batch
         kv_manager = self.kv_manager
-        new = int((batch.num_blocks(start + count) - batch.num_blocks(start)).sum())
-        return (
-            int(count.sum()) <= budget
-            and new * kv_manager.num_kv_groups <= kv_manager.pool.num_free
-        )
+        taken = kv_manager.num_taken(kv_manager.growth(start, start + count))
+        return int(count.sum()) <= budget and taken <= kv_manager.pool.num_free
 
     def _drafts_of(self, slots: Slots) -> I32:
         """Returns how many of the tokens that were granted to each row are drafts."""
@@ -406,7 +402,7 @@ class Scheduler:
             slots = np.array([slot], np.intp)
             start = batch.scheduled[slots]
             count = np.minimum(batch.known[slots] - start, min(builder.budget, kv_manager.chunk))
-            new = batch.num_blocks(start + count) - batch.num_blocks(start)
+            new = kv_manager.growth(start, start + count)
             self._grant(builder, slots, start, count, new)
             kv_manager.register(slots)  # at once: the next one in line may begin alike
 
@@ -436,7 +432,9 @@ class Scheduler:
             - self.limits.watermark_blocks
         )
 
-    def _grant(self, builder: PlanBuilder, slots: Slots, start: I32, count: I32, new: I32) -> None:
+    def _grant(
+        self, builder: PlanBuilder, slots: Slots, start: I32, count: I32, new: Growth
+    ) -> None:
         self.kv_manager.grow(slots, start, new)
         self.kv_manager.batch.scheduled[slots] = start + count
         builder.rows.append((slots, start, count))

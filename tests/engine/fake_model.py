@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import StepPlan, StepResult, TaskOutput
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.sampling import TokenSampling
@@ -42,6 +44,22 @@ def mix(values: U64) -> U64:
 
 def positions(start: int, end: int) -> U64:
     return np.arange(start, end, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class First(KVRule):
+    """Entries of the first so many positions alone, which all later ones see: they never grow
+    further, as those of an encoder."""
+
+    entries: int = 6
+
+    def length(self, position: Any) -> Any:
+        return position - (position > self.entries) * (position - self.entries)
+
+
+def end_seen(group: KVGroup, position: int) -> int:
+    """How many entries exist for this position to see, its own included."""
+    return int(group.rule.length(position + 1))
 
 
 def first_seen(group: KVGroup, position: int) -> int:
@@ -93,7 +111,8 @@ def layers(groups: tuple[KVGroup, ...], tokens: list[int]) -> tuple[U64, list[U6
         blocks.append(content)
         sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(entries)))
         first = np.array([first_seen(group, p) for p in range(len(tokens))])
-        values = mix(sums[1:] - sums[first])
+        ends = np.array([end_seen(group, p) for p in range(len(tokens))])
+        values = mix(sums[ends] - sums[first])
     return values, blocks
 
 
@@ -238,7 +257,7 @@ class FakeModelRunner:
     def _check_writes(self, g: int, rows: list[tuple[int, int, int]]) -> None:
         written: set[tuple[int, int]] = set()
         for slot, start, count in rows:
-            where = np.arange(start, start + count)
+            where = np.arange(start, self._end(g, start + count))
             blocks = self.tables[g, slot, where // self.block_size]
             assert (blocks >= 0).all(), f"slot {slot} has no table entry"
             places = {
@@ -251,10 +270,14 @@ class FakeModelRunner:
 
     def _write(self, g: int, rows: list[tuple[int, int, int]], values: list[U64]) -> None:
         for (slot, start, count), value in zip(rows, values, strict=True):
-            where = np.arange(start, start + count)
+            where = np.arange(start, max(start, self._end(g, start + count)))
             blocks = self.tables[g, slot, where // self.block_size]
             assert (blocks > 0).all(), f"slot {slot} writes K/V to no block"
-            self.kv[g][blocks, where % self.block_size] = kv_entry(value, where.astype(np.uint64))
+            entries = kv_entry(value[: len(where)], where.astype(np.uint64))
+            self.kv[g][blocks, where % self.block_size] = entries
+
+    def _end(self, g: int, end: int) -> int:
+        return int(self.groups[g].rule.length(end))
 
     def _recur(
         self, g: int, tile: int, before: U64, slot: int, start: int, count: int, value: U64
@@ -297,14 +320,15 @@ class FakeModelRunner:
 
     def _attend(self, g: int, group: KVGroup, slot: int, start: int, count: int) -> U64:
         first = first_seen(group, start)
-        where = np.arange(first, start + count)
+        where = np.arange(first, self._end(g, start + count))
         blocks = self.tables[g, slot, where // self.block_size]
         assert (blocks > 0).all(), f"slot {slot} reads K/V from no block"
         entries = self.kv[g][blocks, where % self.block_size]
         sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(entries)))
         ends = np.arange(start, start + count)
         firsts = np.array([first_seen(group, p) for p in ends])
-        return mix(sums[ends + 1 - first] - sums[firsts - first])
+        lasts = np.array([end_seen(group, p) for p in ends])
+        return mix(sums[lasts - first] - sums[firsts - first])
 
     def _sample(
         self, plan: StepPlan, rows: list[tuple[int, int, int]], values: list[U64]

@@ -33,7 +33,7 @@ def admitted(manager: KVCacheManager, owner: Request) -> int:
     slots = np.array([manager.admit(owner, manager.match(owner))], np.intp)
     start = manager.batch.scheduled[slots]
     end = np.array([len(owner.tokens)], np.int32)
-    manager.grow(slots, start, manager.batch.num_blocks(end) - manager.batch.num_blocks(start))
+    manager.grow(slots, start, manager.growth(start, end))
     manager.batch.scheduled[slots] = end
     return int(slots[0])
 
@@ -267,7 +267,7 @@ def test_a_state_is_not_found_in_the_plan_that_computes_it() -> None:
     slots = np.array([manager.admit(first, manager.match(first))], np.intp)
     start = np.zeros(1, np.int32)
     end = np.full(1, 13, np.int32)
-    manager.grow(slots, start, manager.batch.num_blocks(end))
+    manager.grow(slots, start, manager.growth(start, end))
     manager.batch.scheduled[slots] = end
     manager.register(slots)
     assert (manager.match(second).num_blocks, manager.match(second).border) == (0, 3)

@@ -14,10 +14,12 @@ from moeserve.engine.blocks import STATES_HELD
 from tests.engine.harness import (
     ALL_KINDS,
     BAD_GRAMMAR,
+    FIRST,
     FULL,
     GRAMMAR,
     HYBRID,
     STATES,
+    UNEVEN,
     WINDOWS,
     Harness,
     limits_of,
@@ -29,7 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     harness: Harness
 
     @initialize(
-        groups=st.sampled_from([FULL, HYBRID, WINDOWS, STATES, ALL_KINDS]),
+        groups=st.sampled_from([FULL, HYBRID, WINDOWS, STATES, ALL_KINDS, FIRST, UNEVEN]),
         depth=st.integers(1, 3),
         slots=st.integers(1, 3),
         spare=st.sampled_from([0, 1, 4, 30]),

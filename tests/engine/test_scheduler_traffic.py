@@ -12,9 +12,11 @@ import pytest
 from moeserve.engine.blocks import STATES_HELD
 from tests.engine.harness import (
     ALL_KINDS,
+    FIRST,
     FULL,
     HYBRID,
     STATES,
+    UNEVEN,
     WINDOWS,
     Harness,
     limits_of,
@@ -27,8 +29,10 @@ GROUPS = {
     "windows": WINDOWS,
     "states": STATES,
     "all kinds": ALL_KINDS,
+    "first": FIRST,
+    "uneven": UNEVEN,
 }
-WITH_STATES = "states", "all kinds"
+WITH_STATES = "states", "all kinds", "first", "uneven"
 
 
 CASES = [(groups, seed) for groups in GROUPS for seed in range(2 if groups in WITH_STATES else 5)]
