@@ -45,7 +45,8 @@ class ModelConfig:
 
     model: str = _yaml(
         DEMO,
-        "Hugging Face model directory, GGUF file (the first of several), or 'demo' for the built-in one",
+        "Hugging Face model directory, GGUF file (the first of several), or 'demo' for the "
+        "built-in one",
     )
     served_model_name: str | None = _opt(
         None,
@@ -57,21 +58,25 @@ class ModelConfig:
     dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
     quantization: Literal["none", "int8", "int4"] = _opt(
         "none",
-        "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)",
+        "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 "
+        "or 32 bits)",
     )
     activations: Activations = _yaml(
         "auto",
-        "rows before weights of 4 and 8 bits (CPU); int8: rounded in blocks of 32; auto: if the checkpoint asks for "
+        "rows before weights of 4 and 8 bits (CPU); int8: rounded in blocks of 32; auto: if the "
+        "checkpoint asks for "
         "it, as GGUF files do",
     )
     lossless_compression: Lossless = _yaml(
         "off",
-        "whose bf16 weights are kept in 12 bits (CPU with AVX512-BF16): experts' or all linear layers'; the same "
+        "whose bf16 weights are kept in 12 bits (CPU with AVX512-BF16): experts' or all linear "
+        "layers'; the same "
         "tokens, and faster decoding of few requests",
     )
     packed_cache: str | None = _yaml(
         None,
-        "folder for packed weights, which later starts map into memory (CPU; default: the user's cache folder, for "
+        "folder for packed weights, which later starts map into memory (CPU; default: the "
+        "user's cache folder, for "
         'models of 256 MiB or more), or "off"',
     )
     packed_cache_bytes: int | None = _yaml(
@@ -81,7 +86,8 @@ class ModelConfig:
     )
     expert_memory: int | None = _yaml(
         None,
-        "bytes of experts that each rank has in memory, e.g. 6GiB; the others are read from packed_cache's file when "
+        "bytes of experts that each rank has in memory, e.g. 6GiB; the others are read from "
+        "packed_cache's file when "
         "needed (CPU; default: all are in memory)",
         low=1,
     )
@@ -91,7 +97,8 @@ class ModelConfig:
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(
         None,
-        "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat template shows)",
+        "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat "
+        "template shows)",
     )
     generation_config: Literal["auto", "none"] = _yaml(
         "auto", "auto: the model's sampling defaults apply; none: moeserve's"
@@ -99,7 +106,8 @@ class ModelConfig:
     skip_tokenizer_init: bool = _yaml(False, "token ids in, token ids out; no text")
     logits_processors: tuple[str, ...] = _yaml(
         (),
-        "NAME=package.module:attribute of functions that requests may name (docs/logits-processors.md)",
+        "NAME=package.module:attribute of functions that requests may name "
+        "(docs/logits-processors.md)",
     )
 
 
@@ -144,12 +152,14 @@ class SchedulerConfig:
     )
     itl_target_ms: float = _yaml(
         0.0,
-        "milliseconds that a step with both prompts and decodes may take, by fewer tokens of prompts; 0: any",
+        "milliseconds that a step with both prompts and decodes may take, by fewer tokens of "
+        "prompts; 0: any",
     )
     depth: int = _yaml(2, "steps in flight; 1 is for debugging", low=1, high=2)
     speculate: str | None = _opt(
         None,
-        "guess tokens ahead and verify them together; no token changes: ngram:K, suffix[:K], mtp:K, model:DIR:K, "
+        "guess tokens ahead and verify them together; no token changes: ngram:K, suffix[:K], "
+        "mtp:K, model:DIR:K, "
         "eagle:DIR:K, or auto[:ONE OF THESE], which guesses less where it does not pay",
     )
     watermark: float = _yaml(0.01, "share of KV blocks kept free when admitting", high=0.5)
@@ -165,7 +175,8 @@ class DeviceConfig:
     )
     determinism: Literal["auto", "fast", "batch", "full"] = _opt(
         "auto",
-        "batch: a request's results do not depend on other requests (always so on CPU; slower on CUDA); full: nor on "
+        "batch: a request's results do not depend on other requests (always so on CPU; slower "
+        "on CUDA); full: nor on "
         "the number of ranks, with the same kernels today",
     )
     kernels: str = _yaml(
@@ -175,12 +186,14 @@ class DeviceConfig:
     )
     attention_backend: Literal["auto", "triton", "fa3"] = _yaml(
         "auto",
-        "what computes attention beside Triton's kernels (CUDA); fa3: FlashAttention-3; auto: that, in steps in which "
+        "what computes attention beside Triton's kernels (CUDA); fa3: FlashAttention-3; auto: "
+        "that, in steps in which "
         "`moeserve tune` found it faster",
     )
     graphs: Literal["auto", "full", "piecewise", "off"] = _yaml(
         "auto",
-        "CUDA graphs for steps of few tokens; full: steps with one token per request; piecewise: graphs without "
+        "CUDA graphs for steps of few tokens; full: steps with one token per request; "
+        "piecewise: graphs without "
         "attention; auto: the faster one for each step",
     )
     compile: bool = _yaml(
@@ -206,11 +219,13 @@ class ParallelConfig:
     )
     all2all: str = _opt(
         "auto",
-        "transport of tokens to experts: auto, or a backend's name (see docs/expert-parallelism.md)",
+        "transport of tokens to experts: auto, or a backend's name (see "
+        "docs/expert-parallelism.md)",
     )
     wire: Literal["auto", "fp8_b128"] = _yaml(
         "auto",
-        "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, rounded",
+        "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, "
+        "rounded",
     )
     dbo: Literal["auto", "on", "off"] = _opt(
         "auto",
@@ -218,7 +233,8 @@ class ParallelConfig:
     )
     comm_sms: int | None = _yaml(
         None,
-        "GPU multiprocessors (SMs) that communication may use beside computation (CUDA; default: 24)",
+        "GPU multiprocessors (SMs) that communication may use beside computation (CUDA; "
+        "default: 24)",
         low=1,
         high=132,
     )
@@ -230,7 +246,8 @@ class ParallelConfig:
     )
     fork_server: Literal["on", "off"] = _yaml(
         "on",
-        "on: fork engines from a process that has imported everything, so that restarts are fast (Linux)",
+        "on: fork engines from a process that has imported everything, so that restarts are "
+        "fast (Linux)",
     )
     nnodes: int = _opt(1, "machines that serve together and share the dp engines", low=1, high=1024)
     node_rank: int = _opt(0, "number of this machine, from 0; machine 0 answers HTTP", high=1023)
@@ -279,7 +296,8 @@ class ServerConfig:
     max_queued_requests: int = _yaml(512, "requests that may wait before 503; 0: none may")
     max_queue_wait: float = _yaml(
         2.0,
-        "seconds that a request may be expected to wait where every place is taken, else 503; 0: any",
+        "seconds that a request may be expected to wait where every place is taken, else 503; "
+        "0: any",
     )
     keepalive_timeout: float = _yaml(
         120.0,
@@ -289,29 +307,34 @@ class ServerConfig:
     )
     request_timeout: float | None = _yaml(
         None,
-        "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)",
+        "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no "
+        "limit)",
         low=0.001,
     )
     resume_window: float = _yaml(
         0.0,
-        "seconds for which a stream that lost its reader can be gone on with (docs/http-api.md); 0: off",
+        "seconds for which a stream that lost its reader can be gone on with "
+        "(docs/http-api.md); 0: off",
     )
     receipt_key: str | None = _yaml(
         None, "file with the key that signs receipts (docs/receipts.md)"
     )
     request_log: str | None = _yaml(
         None,
-        "file for finished requests, prompts and answers included, for `moeserve replay` (default: none)",
+        "file for finished requests, prompts and answers included, for `moeserve replay` "
+        "(default: none)",
     )
     max_request_bytes: int = _yaml(32 * 2**20, "largest request body", low=1)
     max_stored_responses: int = _yaml(
         0,
-        "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; 0: none",
+        "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; "
+        "0: none",
     )
     max_stored_bytes: int = _yaml(256 * 2**20, "memory for stored responses")
     files_dir: str | None = _yaml(
         None,
-        "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)",
+        "folder for /v1/files and /v1/batches, of this server alone (default: those routes are "
+        "off)",
     )
     files_bytes: int = _yaml(4 * 2**30, "bytes that all files together may have", low=1)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
@@ -323,7 +346,8 @@ class ServerConfig:
     )
     metrics_port: int | None = _yaml(
         None,
-        "port that serves /metrics and the probes without a key (default: /metrics on --port alone)",
+        "port that serves /metrics and the probes without a key (default: /metrics on --port "
+        "alone)",
         low=1,
         high=65535,
     )

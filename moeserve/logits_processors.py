@@ -46,7 +46,10 @@ def with_processors(
     for name, source in given.items():
         if not isinstance(source, str):
             if config.parallel.num_ranks > 1:
-                what = f"must be 'package.module:name', which engines of dp or tp above 1 can import, got {source!r}"
+                what = (
+                    "must be 'package.module:name', which engines of dp or tp above 1 can "
+                    f"import, got {source!r}"
+                )
                 raise ConfigError(f"logits_processors: {name!r} {what}")
             function = source
             source = f"local:{next(_numbers)}"
@@ -57,7 +60,7 @@ def with_processors(
 
 
 def entries_of(settings: Sequence[str]) -> dict[str, EntryPoint]:
-    """Return the entry points of "name=package.module:name" settings by name. Raises ConfigError."""
+    """Return the entry point of each "name=package.module:name" by name. Raises ConfigError."""
     entries = {}
     for setting in settings:
         name, _, source = setting.partition("=")

@@ -31,7 +31,8 @@ _NUM_AUTO_DRAFTS = _NUM_DRAFTS | {"ngram": 8, "mtp": 3}  # only as many as pay a
 _WITH_PATH = ("model", "eagle")
 _COUNT = re.compile(r"(?:(.*):)?([+-]?[0-9]+)", re.DOTALL)  # of "/a:b:3": "/a:b" and 3
 _FORMS = (
-    "ngram[:4], suffix[:8], mtp[:1], model:PATH[:3], eagle:PATH[:3], auto or auto: before one of these "
+    "ngram[:4], suffix[:8], mtp[:1], model:PATH[:3], eagle:PATH[:3], auto or auto: before one "
+    "of these "
     "(auto:ngram[:8], auto:mtp[:3])"
 )
 

@@ -64,7 +64,8 @@ def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Ch
         for tensor in read_header(path).values():
             if tensor.name in tensors:
                 raise CheckpointError(
-                    f"{model_dir}: tensor {tensor.name!r} is in {tensors[tensor.name].path.name} and in {path.name}; "
+                    f"{model_dir}: tensor {tensor.name!r} is in "
+                    f"{tensors[tensor.name].path.name} and in {path.name}; "
                     "remove the file that does not belong to the model"
                 )
             tensors[tensor.name] = tensor
@@ -95,7 +96,8 @@ def weight_files(model_dir: Path) -> list[Path]:
         pickled := sorted(path.name for path in model_dir.glob("*") if path.suffix in _PICKLED)
     ):
         raise CheckpointError(
-            f"{model_dir} has only pickled weights ({pickled[0]}), which can run code and are never opened; "
+            f"{model_dir} has only pickled weights ({pickled[0]}), which can run code and are "
+            "never opened; "
             "convert them: transformers' save_pretrained writes safetensors"
         )
     if not names:
@@ -129,7 +131,8 @@ def _read_index(model_dir: Path) -> dict[str, str]:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{model_dir / INDEX}: weight_map[{tensor!r}] is {file!r}; it must name a .safetensors file"
+                f"{model_dir / INDEX}: weight_map[{tensor!r}] is {file!r}; it must name a "
+                ".safetensors file"
             )
     return weight_map
 

@@ -49,7 +49,8 @@ class ExpertMemory:
         if self._num_bytes < least:
             self._packed.close()
             raise ConfigError(
-                f"expert_memory={self._num_bytes:,} is too small for {LEAST_TOKENS} tokens with {self._top_k} experts "
+                f"expert_memory={self._num_bytes:,} is too small for {LEAST_TOKENS} tokens with "
+                f"{self._top_k} experts "
                 f"each, of {self.native.slot_bytes:,} bytes: ask for at least {least:,}"
             )
         self._num_experts += len(bytes_eB)

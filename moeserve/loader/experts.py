@@ -151,6 +151,6 @@ _CHANGED = "the checkpoint was written to while the model serves: restore the fi
 
 
 def _parts(weight: Weight) -> Iterator[Tensor]:
-    """Yields the weight's bytes, a little at a time: as bytes, because NaN is not equal to itself."""
+    """Yield a weight in small pieces of bytes, since NaN does not equal itself."""
     for part in weight.parts if isinstance(weight, Quantised) else (weight,):
         yield from torch.split(part.view(-1).view(torch.uint8), READ_BYTES)

@@ -1,4 +1,6 @@
-"""Typed values from a JSON object, with errors that name the file, the key, the value and the remedy."""
+"""Typed values from a JSON object, with errors that name the file, the key, the value and the
+remedy.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

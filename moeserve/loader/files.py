@@ -109,6 +109,6 @@ def begins_as_gguf(path: Path) -> bool:
 
 
 def config_name(model_dir: Path) -> str:
-    """Return the file that describes the model: config.json, or Mistral's params.json without it."""
+    """Return the name of the model's config: config.json, or Mistral's params.json without it."""
     alone = os.path.lexists(model_dir / PARAMS) and not os.path.lexists(model_dir / CONFIG)
     return PARAMS if alone else CONFIG

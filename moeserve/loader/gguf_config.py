@@ -28,23 +28,46 @@ _SIGMOID = 2
 _SELECTED = 3
 _MAX = 2**31
 _KEYS = {  # of every architecture
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "attention.kv_lora_rank": "kv_lora_rank",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.q_lora_rank": "q_lora_rank",
-    "attention.sliding_window": "sliding_window", "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "expert_count": "num_experts",
-    "expert_feed_forward_length": "moe_intermediate_size", "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group", "expert_shared_count": "n_shared_experts",
-    "expert_used_count": "num_experts_per_tok", "expert_weights_norm": "norm_topk_prob",
-    "expert_weights_scale": "routed_scaling_factor", "feed_forward_length": "intermediate_size",
-    "leading_dense_block_count": "first_k_dense_replace", "nextn_predict_layers": "num_nextn_predict_layers",
-}  # fmt: skip
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.sliding_window": "sliding_window",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "feed_forward_length": "intermediate_size",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
 _READ = {  # below, or of no effect
-    "attention.causal", "attention.key_length_mla", "attention.value_length", "attention.value_length_mla",
-    "expert_gating_func", "rope.dimension_count", "rope.freq_base", "rope.scaling.factor", "rope.scaling.finetuned",
-    "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "tensor_data_layout", "vocab_size",
-}  # fmt: skip
+    "attention.causal",
+    "attention.key_length_mla",
+    "attention.value_length",
+    "attention.value_length_mla",
+    "expert_gating_func",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
+    "tensor_data_layout",
+    "vocab_size",
+}
 # Numbers that no tensor's shape can verify; llama.cpp demands them, too.
 _REQUIRED = (
     "attention.head_count",
@@ -86,9 +109,11 @@ class _Row:
 
 
 _GRANITE = {
-    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-    "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
-}  # fmt: skip
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+}
 _SHARED = "expert_shared_feed_forward_length"
 _GRANITE_ABSENT = {
     "attention_multiplier": None,  # 1 / sqrt(head_dim)
@@ -154,17 +179,35 @@ _WHOLE_MODEL = {
     "output": "lm_head",
 }
 _LAYER = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "post_attention_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": "self_attn.k_b_proj",
-    "attn_v_b": "self_attn.v_b_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "nextn.eh_proj": "eh_proj",
-    "nextn.embed_tokens": "embed_tokens", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm",
-    "nextn.shared_head_head": "shared_head.head", "nextn.shared_head_norm": "shared_head.norm",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 _BLOCK = re.compile(r"blk\.(\d{1,4})\.(.+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_(exps|shexp)")
 
@@ -202,7 +245,7 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
 
 
 def _name(name: str, shared: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; names that are not known stay."""
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names stay."""
     if (block := _BLOCK.fullmatch(name)) is None:
         base, _, ending = name.rpartition(".")
         return f"{_WHOLE_MODEL[base]}.{ending}" if base in _WHOLE_MODEL else name
@@ -224,7 +267,7 @@ def _name(name: str, shared: str) -> str:
 
 
 def document(path: Path, name: str) -> dict[str, Any]:
-    """Return what a JSON file of a model directory would say; {} for one that GGUF has no part of."""
+    """Return the content of a JSON file of a model directory; {} if GGUF has nothing of it."""
     headers = read_model(path)
     if name == "config.json":
         return _config(headers)
@@ -248,13 +291,14 @@ def _tokenizer_config(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _row(headers: list[GGUFHeader]) -> tuple[_Row, dict[str, Any]]:
-    """Return the row of the model's architecture, and its metadata without the architecture's name."""
+    """Return the row of the architecture, and its metadata without the architecture's name."""
     header = headers[0]
     name = header.metadata.get("general.architecture")
     if name not in _ROWS:
         shown = repr(name)[:80]
         raise CheckpointError(
-            f"{header.path}: general.architecture is {shown}; supported as GGUF: {', '.join(_ROWS)}. Serve the model's "
+            f"{header.path}: general.architecture is {shown}; supported as GGUF: "
+            f"{', '.join(_ROWS)}. Serve the model's "
             "safetensors checkpoint if docs/models.md has it"
         )
     begin = f"{name}."
@@ -362,11 +406,19 @@ def _latent(values: Fields, row: _Row) -> dict[str, Any]:
     rotated = values.integer("rope.dimension_count", 2, keys)
     groups = values.values.get("expert_group_count") or 1
     return {
-        "head_dim": None, "qk_nope_head_dim": keys - rotated, "qk_rope_head_dim": rotated, "v_head_dim": v_dim,
-        "q_lora_rank": values.values.get("attention.q_lora_rank"), "n_group": groups,
+        "head_dim": None,
+        "qk_nope_head_dim": keys - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": v_dim,
+        "q_lora_rank": values.values.get("attention.q_lora_rank"),
+        "n_group": groups,
         "topk_group": values.values.get("expert_group_used_count") or 1,
-        **({"topk_method": "group_limited_greedy" if groups > 1 else "greedy"} if row.gating == _SOFTMAX else {}),
-    }  # fmt: skip
+        **(
+            {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
+            if row.gating == _SOFTMAX
+            else {}
+        ),
+    }
 
 
 def _rope(values: Fields, row: _Row) -> dict[str, Any]:

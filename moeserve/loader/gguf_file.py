@@ -23,14 +23,35 @@ from moeserve.loader.files import has_gguf_name, model_file
 from moeserve.loader.safetensors_file import TensorInfo
 
 TYPES = {  # number -> name, elements and bytes of a block; the names of others are for messages
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
-}  # fmt: skip
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
+    39: ("MXFP4", 32, 17),
+}
 _OTHERS = {
-    10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
-}  # fmt: skip
+    10: "Q2_K",
+    11: "Q3_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+}
 _NUMBERS = {
     0: "B",
     1: "b",
@@ -69,12 +90,15 @@ def read_model(path: Path) -> list[GGUFHeader]:
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
     name = _SPLIT.fullmatch(path.name)
-    if not isinstance(count, int) or (count > 1) != (name is not None and int(name[3]) > 1) or (
-        name is not None and int(name[3]) != max(1, count)
-    ):  # fmt: skip
+    if (
+        not isinstance(count, int)
+        or (count > 1) != (name is not None and int(name[3]) > 1)
+        or (name is not None and int(name[3]) != max(1, count))
+    ):
         raise _error(
             path,
-            f"split.count is {count!r}, which is not what the file's name says; give it its own name",
+            f"split.count is {count!r}, which is not what the file's name says; give it its own "
+            "name",
         )
     headers = [first]
     for number in range(2, int(name[3]) + 1 if name else 2):
@@ -93,7 +117,8 @@ def read_model(path: Path) -> list[GGUFHeader]:
     if first.metadata.get("split.tensors.count", total) != total:
         raise _error(
             path,
-            f"split.tensors.count is {first.metadata['split.tensors.count']}, the files have {total}",
+            f"split.tensors.count is {first.metadata['split.tensors.count']}, the files have "
+            f"{total}",
         )
     return headers
 
@@ -111,7 +136,7 @@ def models_in(folder: Path) -> list[Path]:
 
 
 def read_gguf(path: Path) -> GGUFHeader:
-    """Returns the checked header of one file. Raises CheckpointError with the value that is wrong."""
+    """Return the checked header of one file. Raises CheckpointError with the wrong value."""
     real = model_file(path.parent, path.name)
     with CheckpointError.instead_of(OSError, f"{path} cannot be read"):
         status = real.stat()
@@ -183,7 +208,7 @@ class _Cursor:
         return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind), what))[0]
 
     def count(self, what: str, least: int) -> int:
-        """Returns a count of things of at least so many bytes, which must have room in the header."""
+        """Return a count of items of at least `least` bytes, which must fit into the header."""
         count: int = self.number("Q", what)
         if count > min(_MAX_ITEMS, (self._end - self.position) // least):
             raise _error(self.path, f"it claims {count} {what[:80]}, more than there is room for")
@@ -252,7 +277,8 @@ def _placed(
         if kind not in TYPES:
             known = ", ".join(known for known, _, _ in TYPES.values())
             raise CheckpointError(
-                f"{path}: {what} is of type {_OTHERS.get(kind, kind)}; supported: {known}. Download another one"
+                f"{path}: {what} is of type {_OTHERS.get(kind, kind)}; supported: {known}. "
+                "Download another one"
             )
         dtype, elements, num_bytes = TYPES[kind]
         if dims[0] % elements:
@@ -262,9 +288,11 @@ def _placed(
         length = math.prod(dims) // elements * num_bytes
         if offset % alignment or length > size - start - offset:
             raise _error(
-                path, f"{what} has {length} bytes at {offset} of the data, which has {max(0, size - start)} in all "
+                path,
+                f"{what} has {length} bytes at {offset} of the data, which has "
+                f"{max(0, size - start)} in all "
                 f"and an alignment of {alignment}",
-            )  # fmt: skip
+            )
         tensors.append(TensorInfo(name, path, dtype, dims[::-1], start + offset, length))
     tensors.sort(key=lambda tensor: tensor.offset)
     for before, after in pairwise(tensors):

@@ -157,7 +157,8 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_MAX_SHOWN])
         raise CheckpointError(
-            f"{checkpoint.model_dir}: the weights are not those of the model in config.json:{shown}{more}\n"
+            f"{checkpoint.model_dir}: the weights are not those of the model in "
+            f"config.json:{shown}{more}\n"
             "Use the config.json that came with the weights, or download the model again."
         )
 
@@ -193,11 +194,14 @@ def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
             and "not quantised" not in sources
             and not (param.widened or is_packed(param.name))
         ):
-            yield f"tensor {next(iter(sources.values()))!r} is quantised; this is supported for linear layers only"
+            yield (
+                f"tensor {next(iter(sources.values()))!r} is quantised; this is supported for "
+                "linear layers only"
+            )
 
 
 def _check_coverage(plan: LoadPlan) -> None:
-    """Checks that every parameter is written exactly once: a gap would hold whatever was in memory."""
+    """Check that each element is written exactly once: a gap would hold random memory."""
     shapes = {param.name: param.shape for param in plan.params}
     assert len(shapes) == len(plan.params), "two parameters of one name"
     written: Counter[str] = Counter()

@@ -177,7 +177,8 @@ class PackedCache:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"expert_memory keeps experts in {self.path.parent}, where they cannot be written: {error}; make room "
+                f"expert_memory keeps experts in {self.path.parent}, where they cannot be "
+                f"written: {error}; make room "
                 "(docs/operations.md says how much), or let packed_cache name another folder"
             ) from None
         self.tensors[self.product] = memory.view(-1).to("meta")
@@ -228,7 +229,8 @@ class PackedCache:
             log.info("packed weights written to %s", self.path)
         except OSError as error:
             log.warning(
-                'packed weights cannot be kept: %s; make room, let packed_cache name another folder, or say "off"',
+                "packed weights cannot be kept: %s; make room, let packed_cache name another "
+                'folder, or say "off"',
                 error,
             )
 
@@ -246,7 +248,8 @@ class PackedCache:
         room = min(most, disk.free + held - min(SPARED, disk.total // 10))
         if num_bytes * self._sharers > room:
             raise OSError(
-                f"{self.path.parent} may hold {max(0, room):,} bytes (packed_cache_bytes and the disk's free space "
+                f"{self.path.parent} may hold {max(0, room):,} bytes (packed_cache_bytes and "
+                "the disk's free space "
                 f"decide), and {self._sharers} rank(s) of this model have {num_bytes:,} each"
             )
         for _, size, file in sorted(files):

@@ -20,13 +20,23 @@ from moeserve.plugins import Registry
 _KEYS = ("quantization_config", "compression_config")
 _MODELOPT_FILE = "hf_quant_config.json"
 _FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
-)  # fmt: skip
+)
 _WEIGHTS = {
-    "num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
-    "dynamic": False, "actorder": None,
-}  # fmt: skip
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": None,
+    "group_size": None,
+    "block_structure": None,
+    "dynamic": False,
+    "actorder": None,
+}
 _STRATEGIES = {
     (4, "int"): ("tensor", "channel", "group"),
     (8, "int"): ("tensor", "channel", "group"),
@@ -35,9 +45,13 @@ _STRATEGIES = {
 }
 _FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 _MODELOPT = {  # quant_algo -> rows and inputs that share a scale
-    "FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128), "MXFP8": (1, 32),
-    "NVFP4": (1, 16), "W4A16_NVFP4": (1, 16),
-}  # fmt: skip
+    "FP8": (0, 0),
+    "FP8_PER_CHANNEL_PER_TOKEN": (1, 0),
+    "FP8_PB_WO": (128, 128),
+    "MXFP8": (1, 32),
+    "NVFP4": (1, 16),
+    "W4A16_NVFP4": (1, 16),
+}
 _MAX_SIZE = 2**20
 _WHOLE = "use the float16 or bfloat16 checkpoint"
 

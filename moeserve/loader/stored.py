@@ -5,15 +5,18 @@ N outputs, K inputs, R x C scales: R is 1, N or a block's share of N, C likewise
 experts may come first. A weight that is `x.weight` in an unquantised checkpoint (y: its module
 `x.`; or whole fused experts, without `.weight`) lies in the files as
 
-    plain       x.weight           int8 or e4m3, as it lies unquantised: [N, K], or [K, N] with scales [C, R]
+    plain       x.weight           int8 or e4m3, laid out as unquantised: [N, K], or
+                                   [K, N] with scales [C, R]
     words       x.weight_packed    words of 32 bits [N, K / 8 or 4], first inputs lowest
                 x.weight_zero_point    words of eight outputs [N / 8, C], if int4 is not symmetric
     nibbles     x.weight or x.weight_packed    bytes [N, K / 2], first inputs lowest
     blocks      x.weight_blocks    bytes [N, C, 16], first inputs lowest; x.weight_scales [N, C]
     gptq        y.qweight          words [K / 8 or 4, N], first inputs lowest; y.scales [C, N]
-                y.qzeros           words of outputs [C, N / 8 or 4], of zero points, less 1 unless gptq_v2
+                y.qzeros           words of outputs [C, N / 8 or 4]: zero points, less 1
+                                   unless gptq_v2
                 y.g_idx            each input's group
-    awq         y.qweight          words of eight outputs [K, N / 8], lowest first 0, 2, 4, 6, 1, 3, 5, 7
+    awq         y.qweight          words of eight outputs [K, N / 8], lowest first
+                                   0, 2, 4, 6, 1, 3, 5, 7
                 y.qzeros           likewise [C, N / 8]; y.scales [C, N]
 
 Other scales are x.weight_scale or x.weight_scale_inv: floats, or bytes of e8m0, or e4m3, times
@@ -40,9 +43,16 @@ _VALUES = {
     ".qweight": ".weight",
 }  # endings of values, and of the weight's own name
 _UNUSED = (
-    "_shape", "_activation_scale", "_input_scale", "input_scale", "input_zero_point", "activation_scale",
-    "input_global_scale", "output_scale", "input_scale_ub",
-)  # fmt: skip
+    "_shape",
+    "_activation_scale",
+    "_input_scale",
+    "input_scale",
+    "input_zero_point",
+    "activation_scale",
+    "input_global_scale",
+    "output_scale",
+    "input_scale_ub",
+)
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # for a cache in 8 bits
 
 
@@ -85,7 +95,10 @@ class StoredWeight:
         form = self.form
         scales = self.form.scales_shape(shape, transposed)
         if self.values.shape != (found := form.values_shape(shape, transposed)):
-            return f"{self.values} has shape {list(self.values.shape)}, config.json implies {list(found)}"
+            return (
+                f"{self.values} has shape {list(self.values.shape)}, config.json implies "
+                f"{list(found)}"
+            )
         if form.layout == "ggml":
             return ""
         dtypes = _FLOATS + (_E8M0 if form.kind in ("fp8", "fp4") else ())
@@ -105,13 +118,22 @@ class StoredWeight:
         if have != (("I32", zeros) if self.form.zeros or have else None):
             return f"{self.values} needs zero points, I32 {zeros}, beside it"
         if self.scales.dtype == "F8_E4M3" and self.outer is None:
-            return f"{self.scales} is F8_E4M3, and there is no scale of all scales (_scale_2 or _global_scale) beside it"
+            return (
+                f"{self.scales} is F8_E4M3, and there is no scale of all scales (_scale_2 or "
+                "_global_scale) beside it"
+            )
         if self.outer and (
             self.outer.dtype not in _FLOATS or _size(self.outer) not in (1, math.prod(lead))
         ):
-            return f"{self.outer} is {self.outer.dtype} {list(self.outer.shape)}; supported: one number for each matrix"
+            return (
+                f"{self.outer} is {self.outer.dtype} {list(self.outer.shape)}; supported: "
+                "one number for each matrix"
+            )
         if self.order and (self.order.dtype, self.order.shape) != ("I32", (depth,)):
-            return f"{self.order} is {self.order.dtype} {list(self.order.shape)}; supported: I32 [{depth}]"
+            return (
+                f"{self.order} is {self.order.dtype} {list(self.order.shape)}; supported: "
+                f"I32 [{depth}]"
+            )
         return ""
 
 
@@ -182,9 +204,14 @@ def _candidates(
 
 
 _ENDINGS = {
-    "plain": ("",), "words": ("_packed",), "nibbles": ("", "_packed"), "blocks": ("_blocks",), "awq": (".qweight",),
-    "gptq": (".qweight",), "gptq_v2": (".qweight",),
-}  # fmt: skip
+    "plain": ("",),
+    "words": ("_packed",),
+    "nibbles": ("", "_packed"),
+    "blocks": ("_blocks",),
+    "awq": (".qweight",),
+    "gptq": (".qweight",),
+    "gptq_v2": (".qweight",),
+}
 
 
 def _choose(base: str, candidates: list[StoredWeight]) -> StoredWeight:

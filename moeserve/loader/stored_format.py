@@ -131,12 +131,16 @@ class StoredFormat:
             return ""
         if self.kind in ("fp4", "iq4_nl") and group == 32:
             return ""
-        return "activations=int8 takes int8 and int4 in groups of 16 or 32 n inputs, and fp4 in groups of 32"
+        return (
+            "activations=int8 takes int8 and int4 in groups of 16 or 32 n inputs, and fp4 in "
+            "groups of 32"
+        )
 
     @property
     def described(self) -> str:
         """What parts of a weight must have in common: "int4 in groups of 64 with zero points"."""
-        return f"{self.kind}{f' in groups of {self.group}' * bool(self.group)}{' with zero points' * self.zeros}"
+        groups = f" in groups of {self.group}" if self.group else ""
+        return f"{self.kind}{groups}{' with zero points' if self.zeros else ''}"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """The numbers of scales along the outputs and the inputs of a weight [..., N, K]."""
@@ -152,14 +156,19 @@ def _ggml(name: str, kind: "Kind", group: int = 32, **more: Any) -> StoredFormat
 GGML_FORMATS = {
     form.ggml: form
     for form in (
-        _ggml("Q4_0", "int4", scales="F16"), _ggml("Q4_1", "int4", scales="F16", mins=True),
-        _ggml("Q5_0", "int8", scales="F16", bits=5), _ggml("Q5_1", "int8", scales="F16", bits=5, mins=True),
-        _ggml("Q8_0", "int8", scales="F16"), _ggml("Q4_K", "int4", supers=True, mins=True),
-        _ggml("Q5_K", "int8", supers=True, mins=True, bits=5), _ggml("Q6_K", "int8", 16, supers=True, bits=6),
-        _ggml("MXFP4", "fp4", scales="BF16"), _ggml("IQ4_NL", "iq4_nl", scales="F16"),
+        _ggml("Q4_0", "int4", scales="F16"),
+        _ggml("Q4_1", "int4", scales="F16", mins=True),
+        _ggml("Q5_0", "int8", scales="F16", bits=5),
+        _ggml("Q5_1", "int8", scales="F16", bits=5, mins=True),
+        _ggml("Q8_0", "int8", scales="F16"),
+        _ggml("Q4_K", "int4", supers=True, mins=True),
+        _ggml("Q5_K", "int8", supers=True, mins=True, bits=5),
+        _ggml("Q6_K", "int8", 16, supers=True, bits=6),
+        _ggml("MXFP4", "fp4", scales="BF16"),
+        _ggml("IQ4_NL", "iq4_nl", scales="F16"),
         _ggml("IQ4_XS", "iq4_nl", supers=True),
     )
-}  # fmt: skip
+}
 
 
 def common_format(

@@ -48,7 +48,8 @@ def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> N
             order, torch.arange(len(order), dtype=order.dtype) // (stored.form.group or depth)
         ):
             raise CheckpointError(
-                f"{stored.order} has groups of inputs in another order (desc_act), which is not supported; use a "
+                f"{stored.order} has groups of inputs in another order (desc_act), which is not "
+                "supported; use a "
                 "checkpoint without desc_act, or with static_groups"
             )
     zeros = (
@@ -61,7 +62,8 @@ def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> N
         into.zeros.copy_(zeros)
     elif zeros is not None and (zeros != (usual := 128 if stored.form.kind == "int8" else 8)).any():
         raise CheckpointError(
-            f"{stored.zeros} has other zero points than {usual}, and config.json says that weights are symmetric "
+            f"{stored.zeros} has other zero points than {usual}, and config.json says that "
+            "weights are symmetric "
             "(sym); correct it there, or download the model again"
         )
 

@@ -45,9 +45,15 @@ from moeserve.loader.unpack import unpack
 from moeserve.ops.quantised import PART, Asked, Quantised, Weight, dequantised, quantisation_of
 
 DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I8": torch.int8, "F8_E4M3": torch.uint8, "F8_E8M0": torch.uint8, "U8": torch.uint8, "I32": torch.int32,
-}  # fmt: skip
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
+    "F8_E4M3": torch.uint8,
+    "F8_E8M0": torch.uint8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+}
 ALIGNED = 64  # bytes, as torch's own tensors are: libraries choose code by it
 READ_BYTES = (
     8 * 2**20
@@ -220,7 +226,7 @@ class Reader:
     def _reads(
         self, tensor: TensorInfo, take: Index, into: Tensor, limit: int
     ) -> Iterator[Callable[[], int]]:
-        """Yields the reads, of `limit` bytes each at most, that bring a part of a tensor to memory."""
+        """Yield reads of at most `limit` bytes each that fill `into` from a part of a tensor."""
         for block in blocks_of(tensor.shape, take, max(1, limit // DTYPES[tensor.dtype].itemsize)):
             yield partial(self.read, tensor, block, into[block.at])
 
@@ -257,7 +263,8 @@ class Reader:
             job()
         if raw.any():
             raise CheckpointError(
-                f"{bias} is not zero, and the model in config.json has no such bias; download it again"
+                f"{bias} is not zero, and the model in config.json has no such bias; download "
+                "it again"
             )
         return 0
 
@@ -305,7 +312,8 @@ class Reader:
                 count = os.preadv(self._files[tensor.path], [memory[-left:]], offset)
                 if count == 0:
                     raise CheckpointError(
-                        f"{tensor.path} ended inside tensor {tensor.name!r}: the file was changed while it "
+                        f"{tensor.path} ended inside tensor {tensor.name!r}: the file was "
+                        "changed while it "
                         "was read; start again when it is complete"
                     )
                 offset = offset + count
@@ -315,7 +323,8 @@ class Reader:
 def _check_fits(into: Tensor, tensor: TensorInfo) -> None:
     if into.dtype == torch.float16 and not torch.isfinite(into).all():
         raise CheckpointError(
-            f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 at most); use "
+            f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 "
+            "at most); use "
             "--dtype bfloat16 or float32"
         )
 

@@ -49,7 +49,18 @@ FAMILY = family.Family(
     "AfmoeForCausalLM",
     "afmoe",
     _fields,
-    family.sizes(200192, 2048, 6144, 32, 16, None, 16384, experts=64, top_k=6, expert_size=1408)
+    family.sizes(
+        vocab=200192,
+        hidden=2048,
+        intermediate=6144,
+        layers=32,
+        heads=16,
+        kv_heads=None,
+        positions=16384,
+        experts=64,
+        top_k=6,
+        expert_size=1408,
+    )
     | {
         "global_attn_every_n_layers": 4,
         "head_dim": 128,

@@ -97,7 +97,18 @@ LING_2 = family.Family(
     "BailingMoeV2ForCausalLM",
     ("bailing_moe", "bailing_moe_v2"),
     _fields,
-    family.sizes(157184, 2048, 5120, 20, 16, 4, 32768, experts=256, top_k=8, expert_size=512)
+    family.sizes(
+        vocab=157184,
+        hidden=2048,
+        intermediate=5120,
+        layers=20,
+        heads=16,
+        kv_heads=4,
+        positions=32768,
+        experts=256,
+        top_k=8,
+        expert_size=512,
+    )
     | {
         "eos_token_id": 156892,
         "head_dim": 128,

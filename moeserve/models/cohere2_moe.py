@@ -65,7 +65,17 @@ FAMILY = family.Family(
     "Cohere2MoeForCausalLM",
     "cohere2_moe",
     _fields,
-    family.sizes(256000, 8192, 22528, 40, 64, None, 8192, experts=8, top_k=2)
+    family.sizes(
+        vocab=256000,
+        hidden=8192,
+        intermediate=22528,
+        layers=40,
+        heads=64,
+        kv_heads=None,
+        positions=8192,
+        experts=8,
+        top_k=2,
+    )
     | {
         "eos_token_id": 255001,
         "expert_selection_fn": "softmax",

@@ -72,7 +72,17 @@ V2 = family.Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     _v2,
-    family.sizes(102400, 4096, 11008, 32, 32, None, 2048, experts=64, expert_size=1407)
+    family.sizes(
+        vocab=102400,
+        hidden=4096,
+        intermediate=11008,
+        layers=32,
+        heads=32,
+        kv_heads=None,
+        positions=2048,
+        experts=64,
+        expert_size=1407,
+    )
     | family.LATENT
     | {
         "eos_token_id": 2,
@@ -87,7 +97,18 @@ FAMILY = family.Family(
     "DeepseekV3ForCausalLM",
     ("deepseek_v3", "kimi_k2"),
     _fields,
-    family.sizes(129280, 7168, 18432, 61, 128, 128, 4096, experts=256, top_k=8, expert_size=2048)
+    family.sizes(
+        vocab=129280,
+        hidden=7168,
+        intermediate=18432,
+        layers=61,
+        heads=128,
+        kv_heads=128,
+        positions=4096,
+        experts=256,
+        top_k=8,
+        expert_size=2048,
+    )
     | family.LATENT
     | {
         "eos_token_id": 1,
@@ -109,7 +130,18 @@ GLM4_MOE_LITE = family.Family(
     "Glm4MoeLiteForCausalLM",
     "glm4_moe_lite",
     _lite,
-    family.sizes(154880, 2048, 10240, 47, 20, 20, 202752, experts=64, top_k=4, expert_size=1536)
+    family.sizes(
+        vocab=154880,
+        hidden=2048,
+        intermediate=10240,
+        layers=47,
+        heads=20,
+        kv_heads=20,
+        positions=202752,
+        experts=64,
+        top_k=4,
+        expert_size=1536,
+    )
     | family.LATENT
     | {
         "eos_token_id": 1,
@@ -124,7 +156,18 @@ AXK1 = family.Family(
     "AXK1ForCausalLM",
     "axk1",
     _axk1,
-    family.sizes(163840, 7168, 18432, 61, 64, 64, 32768, experts=192, top_k=8, expert_size=2048)
+    family.sizes(
+        vocab=163840,
+        hidden=7168,
+        intermediate=18432,
+        layers=61,
+        heads=64,
+        kv_heads=64,
+        positions=32768,
+        experts=192,
+        top_k=8,
+        expert_size=2048,
+    )
     | family.LATENT
     | {"eos_token_id": 163691, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
     Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),

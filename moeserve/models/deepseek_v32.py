@@ -88,7 +88,18 @@ GLM_5 = family.Family(
     "glm_moe_dsa",
     _glm,
     _DEFAULTS
-    | family.sizes(154880, 6144, 12288, 78, 64, 64, 202752, experts=256, top_k=8, expert_size=2048)
+    | family.sizes(
+        vocab=154880,
+        hidden=6144,
+        intermediate=12288,
+        layers=78,
+        heads=64,
+        kv_heads=64,
+        positions=202752,
+        experts=256,
+        top_k=8,
+        expert_size=2048,
+    )
     | {
         "index_n_heads": 32,
         "index_skip_topk_offset": 2,

@@ -38,7 +38,16 @@ FAMILY = family.Family(
     "Dots1ForCausalLM",
     "dots1",
     _fields,
-    family.sizes(152064, 4608, 10944, 62, 32, 32, 2048, expert_size=1408)
+    family.sizes(
+        vocab=152064,
+        hidden=4608,
+        intermediate=10944,
+        layers=62,
+        heads=32,
+        kv_heads=32,
+        positions=2048,
+        expert_size=1408,
+    )
     | {
         "first_k_dense_replace": 0,
         "max_window_layers": 62,

@@ -38,7 +38,18 @@ FAMILY = family.Family(
     "Ernie4_5_MoeForCausalLM",
     "ernie4_5_moe",
     _fields,
-    family.sizes(103424, 2560, 12288, 28, 20, 4, 131072, experts=64, top_k=6, expert_size=1536)
+    family.sizes(
+        vocab=103424,
+        hidden=2560,
+        intermediate=12288,
+        layers=28,
+        heads=20,
+        kv_heads=4,
+        positions=131072,
+        experts=64,
+        top_k=6,
+        expert_size=1536,
+    )
     | {
         "eos_token_id": 2,
         "moe_layer_end_index": -1,

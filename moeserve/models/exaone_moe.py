@@ -39,7 +39,18 @@ FAMILY = family.Family(
     "ExaoneMoeForCausalLM",
     "exaone_moe",
     _fields,
-    family.sizes(102400, 4096, 16384, 32, 32, 32, 2048, experts=64, top_k=8, expert_size=1024)
+    family.sizes(
+        vocab=102400,
+        hidden=4096,
+        intermediate=16384,
+        layers=32,
+        heads=32,
+        kv_heads=32,
+        positions=2048,
+        experts=64,
+        top_k=8,
+        expert_size=1024,
+    )
     | {
         "eos_token_id": 53,
         "rms_norm_eps": 1e-5,

@@ -283,7 +283,7 @@ def with_mtp(config: Fields, layers: tuple[LayerSpec, ...], **changes: Any) -> S
 
 
 def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:
-    """Reads Qwen's layers: every `decoder_sparse_step`-th one except `mlp_only_layers` has experts."""
+    """Read Qwen's layers: each `decoder_sparse_step`-th one but `mlp_only_layers` has experts."""
     count = num_layers(config)
     step = config.integer("decoder_sparse_step", 1, MAX_LAYERS)
     without = set(config.integers("mlp_only_layers", 0, count - 1))
@@ -371,6 +371,7 @@ def switched_window(config: Fields) -> int | None:
 
 
 def sizes(
+    *,
     vocab: int,
     hidden: int,
     intermediate: int,
@@ -378,7 +379,6 @@ def sizes(
     heads: int,
     kv_heads: int | None,
     positions: int,
-    *,
     experts: int | None = None,
     top_k: int | None = None,
     expert_size: int | None = None,

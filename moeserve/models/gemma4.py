@@ -87,7 +87,15 @@ FAMILY = family.Family(
     "Gemma4ForCausalLM",
     "gemma4_text",
     _fields,
-    family.sizes(262144, 2304, 9216, 30, 8, 4, 131072)
+    family.sizes(
+        vocab=262144,
+        hidden=2304,
+        intermediate=9216,
+        layers=30,
+        heads=8,
+        kv_heads=4,
+        positions=131072,
+    )
     | {
         "attention_k_eq_v": False,
         "enable_moe_block": False,

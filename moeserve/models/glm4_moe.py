@@ -27,7 +27,18 @@ FAMILY = family.Family(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     _fields,
-    family.sizes(151552, 4096, 10944, 46, 96, 8, 131072, experts=128, top_k=8, expert_size=1408)
+    family.sizes(
+        vocab=151552,
+        hidden=4096,
+        intermediate=10944,
+        layers=46,
+        heads=96,
+        kv_heads=8,
+        positions=131072,
+        experts=128,
+        top_k=8,
+        expert_size=1408,
+    )
     | {
         "num_nextn_predict_layers": 1,
         "partial_rotary_factor": 0.5,

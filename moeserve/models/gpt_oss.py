@@ -44,7 +44,17 @@ FAMILY = family.Family(
     "GptOssForCausalLM",
     "gpt_oss",
     _fields,
-    family.sizes(201088, 2880, 2880, 36, 64, 8, 131072, experts=128, top_k=4)
+    family.sizes(
+        vocab=201088,
+        hidden=2880,
+        intermediate=2880,
+        layers=36,
+        heads=64,
+        kv_heads=8,
+        positions=131072,
+        experts=128,
+        top_k=4,
+    )
     | {
         "attention_bias": True,
         "head_dim": 64,

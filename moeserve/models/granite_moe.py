@@ -123,7 +123,17 @@ FAMILY = family.Family(
     "GraniteMoeForCausalLM",
     "granitemoe",
     _fields,
-    family.sizes(32000, 4096, 11008, 32, 32, None, 2048, experts=8, top_k=2)
+    family.sizes(
+        vocab=32000,
+        hidden=4096,
+        intermediate=11008,
+        layers=32,
+        heads=32,
+        kv_heads=None,
+        positions=2048,
+        experts=8,
+        top_k=2,
+    )
     | {
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,

@@ -64,16 +64,24 @@ _COMMON_DEFAULTS: dict[str, Any] = {
 # keys of params.json and what they are in config.json
 _LENGTH = "original_max_position_embeddings"
 _PARAMS = {
-    "dim": "hidden_size", "hidden_dim": "intermediate_size", "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads", "n_layers": "num_hidden_layers", "norm_eps": "rms_norm_eps",
+    "dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "n_layers": "num_hidden_layers",
+    "norm_eps": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings",
-}  # fmt: skip
+}
 _PARAMS_MOE = {
-    "expert_hidden_dim": "moe_intermediate_size", "first_k_dense_replace": "first_k_dense_replace",
-    "num_expert_groups": "n_group", "num_expert_groups_per_tok": "topk_group", "num_experts": "n_routed_experts",
-    "num_experts_per_tok": "num_experts_per_tok", "num_shared_experts": "n_shared_experts",
+    "expert_hidden_dim": "moe_intermediate_size",
+    "first_k_dense_replace": "first_k_dense_replace",
+    "num_expert_groups": "n_group",
+    "num_expert_groups_per_tok": "topk_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
     "routed_scale": "routed_scaling_factor",
-}  # fmt: skip
+}
 _PARAMS_YARN = {"alpha": "beta_slow", "beta": "beta_fast", "factor": "factor", _LENGTH: _LENGTH}
 
 

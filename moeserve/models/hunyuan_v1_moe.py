@@ -54,7 +54,15 @@ FAMILY = family.Family(
     "HunYuanMoEV1ForCausalLM",
     "hunyuan_v1_moe",
     _fields,
-    family.sizes(290943, 4096, 11008, 32, 32, None, 2048)
+    family.sizes(
+        vocab=290943,
+        hidden=4096,
+        intermediate=11008,
+        layers=32,
+        heads=32,
+        kv_heads=None,
+        positions=2048,
+    )
     | {"eos_token_id": 2, "num_experts": 1, "num_experts_per_tok": 1, "rms_norm_eps": 1e-5},
     Names(
         spelled={

@@ -31,7 +31,18 @@ FAMILY = family.Family(
     "HYV3ForCausalLM",
     "hy_v3",
     _fields,
-    family.sizes(120832, 4096, 13312, 80, 64, 8, 131072, experts=192, top_k=8, expert_size=1536)
+    family.sizes(
+        vocab=120832,
+        hidden=4096,
+        intermediate=13312,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        positions=131072,
+        experts=192,
+        top_k=8,
+        expert_size=1536,
+    )
     | {
         "head_dim": 128,
         "rms_norm_eps": 1e-5,

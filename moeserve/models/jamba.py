@@ -48,7 +48,17 @@ FAMILY = family.Family(
     "JambaForCausalLM",
     "jamba",
     _fields,
-    family.sizes(65536, 4096, 14336, 32, 32, 8, 262144, experts=16, top_k=2)
+    family.sizes(
+        vocab=65536,
+        hidden=4096,
+        intermediate=14336,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        positions=262144,
+        experts=16,
+        top_k=2,
+    )
     | {
         "attn_layer_offset": 4,
         "attn_layer_period": 8,

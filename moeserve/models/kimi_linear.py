@@ -17,7 +17,7 @@ CONV = "linear_conv_kernel_dim"
 
 
 def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
-    """Reads what each layer has of the two: `layer_types`, else the two lists, which count from 1."""
+    """Read the kind of each layer: `layer_types`, else the two lists, which count from 1."""
     own = {
         "head_dim": "linear_head_dim",
         "num_heads": "linear_num_heads",
@@ -65,7 +65,18 @@ FAMILY = family.Family(
     "KimiLinearForCausalLM",
     "kimi_linear",
     _fields,
-    family.sizes(163840, 2304, 9216, 27, 32, 32, 1048576, experts=256, top_k=8, expert_size=1024)
+    family.sizes(
+        vocab=163840,
+        hidden=2304,
+        intermediate=9216,
+        layers=27,
+        heads=32,
+        kv_heads=32,
+        positions=1048576,
+        experts=256,
+        top_k=8,
+        expert_size=1024,
+    )
     | family.LATENT
     | {
         "eos_token_id": 163586,

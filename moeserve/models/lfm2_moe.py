@@ -42,7 +42,18 @@ FAMILY = family.Family(
     "Lfm2MoeForCausalLM",
     "lfm2_moe",
     _fields,
-    family.sizes(65536, 2048, 7168, 32, 32, 8, 128000, experts=32, top_k=4, expert_size=1792)
+    family.sizes(
+        vocab=65536,
+        hidden=2048,
+        intermediate=7168,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        positions=128000,
+        experts=32,
+        top_k=4,
+        expert_size=1792,
+    )
     | {
         "conv_L_cache": 3,
         "conv_bias": False,

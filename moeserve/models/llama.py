@@ -26,12 +26,29 @@ LLAMA = family.Family(
     "LlamaForCausalLM",
     "llama",
     _llama,
-    family.sizes(32000, 4096, 11008, 32, 32, None, 2048) | {"eos_token_id": 2},
+    family.sizes(
+        vocab=32000,
+        hidden=4096,
+        intermediate=11008,
+        layers=32,
+        heads=32,
+        kv_heads=None,
+        positions=2048,
+    )
+    | {"eos_token_id": 2},
 )
 MISTRAL = family.Family(
     "MistralForCausalLM",
     "mistral",
     _mistral,
-    family.sizes(32000, 4096, 14336, 32, 32, 8, 131072)
+    family.sizes(
+        vocab=32000,
+        hidden=4096,
+        intermediate=14336,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        positions=131072,
+    )
     | {"eos_token_id": 2, "sliding_window": 4096},
 )

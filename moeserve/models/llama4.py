@@ -63,7 +63,17 @@ FAMILY = family.Family(
     "Llama4ForCausalLM",
     "llama4_text",
     _fields,
-    family.sizes(202048, 5120, 8192, 48, 40, 8, 131072, experts=16, top_k=1)
+    family.sizes(
+        vocab=202048,
+        hidden=5120,
+        intermediate=8192,
+        layers=48,
+        heads=40,
+        kv_heads=8,
+        positions=131072,
+        experts=16,
+        top_k=1,
+    )
     | {
         "attention_chunk_size": 8192,
         "attn_scale": 0.1,

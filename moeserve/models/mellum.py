@@ -20,11 +20,14 @@ def _fields(config: Fields) -> family.SpecFields:
     window = family.sliding_window(config)
     mixers = {
         kind: family.attention(
-            config, layer_type=kind, qk_norm="head", rule=KVRule(window if kind == "sliding_attention" else None),
+            config,
+            layer_type=kind,
+            qk_norm="head",
+            rule=KVRule(window if kind == "sliding_attention" else None),
             **family.attention_bias(config),
         )
         for kind in dict.fromkeys(types)
-    }  # fmt: skip
+    }
     experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")))
     blocks = family.listed_moe(config, experts, family.dense(config), 0)
     return {"layers": family.layers(config, [mixers[kind] for kind in types], blocks)}
@@ -34,7 +37,18 @@ FAMILY = family.Family(
     "MellumForCausalLM",
     "mellum",
     _fields,
-    family.sizes(98304, 2304, 7168, 28, 32, 4, 131072, experts=64, top_k=8, expert_size=896)
+    family.sizes(
+        vocab=98304,
+        hidden=2304,
+        intermediate=7168,
+        layers=28,
+        heads=32,
+        kv_heads=4,
+        positions=131072,
+        experts=64,
+        top_k=8,
+        expert_size=896,
+    )
     | {"head_dim": 128, "rope_parameters": _ROPE, "sliding_window": 1024},
     Names(foreign=("mtp.",)),
 )

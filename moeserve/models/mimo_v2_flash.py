@@ -59,7 +59,7 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 def _as_transformers(config: Fields) -> dict[str, Any]:
-    """The hub's own spelling, in that of transformers."""
+    """Return the keys in transformers' spelling. Raises CheckpointError for fixed values."""
     values = dict(config.values)
     for key, own, kinds in (
         ("layer_types", "hybrid_layer_pattern", ("full_attention", "sliding_attention")),
@@ -83,6 +83,7 @@ def _as_transformers(config: Fields) -> dict[str, Any]:
                 ("sliding_attention", "swa_rope_theta"),
             )
         }
+    # The hub counts earlier tokens; KVRule.window includes the query's own.
     if values.get("sliding_window_size") is not None:
         values["sliding_window"] = config.integer("sliding_window_size", 1, family.MAX_POSITION) + 1
     heads = config.integer("num_attention_heads", 1, 4096)
@@ -103,7 +104,18 @@ FAMILY = family.Family(
     "MiMoV2FlashForCausalLM",
     "mimo_v2_flash",
     _fields,
-    family.sizes(152576, 4096, 16384, 48, 64, 4, 131072, experts=256, top_k=8, expert_size=2048)
+    family.sizes(
+        vocab=152576,
+        hidden=4096,
+        intermediate=16384,
+        layers=48,
+        heads=64,
+        kv_heads=4,
+        positions=131072,
+        experts=256,
+        top_k=8,
+        expert_size=2048,
+    )
     | {
         "attention_value_scale": 0.707,
         "head_dim": 192,

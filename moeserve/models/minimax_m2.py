@@ -35,7 +35,17 @@ FAMILY = family.Family(
     "MiniMaxM2ForCausalLM",
     "minimax_m2",
     _fields,
-    family.sizes(200064, 3072, 1536, 62, 48, 8, 196608, experts=256, top_k=8)
+    family.sizes(
+        vocab=200064,
+        hidden=3072,
+        intermediate=1536,
+        layers=62,
+        heads=48,
+        kv_heads=8,
+        positions=196608,
+        experts=256,
+        top_k=8,
+    )
     | {"eos_token_id": 200020, "head_dim": 128, "rotary_dim": None, "rope_theta": 5_000_000.0},
     Names(
         experts=EXPERTS,

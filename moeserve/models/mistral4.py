@@ -14,9 +14,16 @@ from moeserve.models import family
 from moeserve.models.rope_config import rope_fields
 
 _ROPE = {
-    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def _fields(config: Fields) -> family.SpecFields:
@@ -33,7 +40,7 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 def _text_fields(config: Fields) -> family.SpecFields:
-    """Of a class whose text part may be any of Mistral's models."""
+    """Read the text part, which must be Mistral 4: others have the same outer class."""
     config.choice("model_type", ("mistral4",))
     return _fields(config)
 
@@ -42,7 +49,18 @@ FAMILY = family.Family(
     "Mistral4ForCausalLM",
     "mistral4",
     _fields,
-    family.sizes(131072, 4096, 12288, 36, 32, 32, 1048576, experts=128, top_k=4, expert_size=2048)
+    family.sizes(
+        vocab=131072,
+        hidden=4096,
+        intermediate=12288,
+        layers=36,
+        heads=32,
+        kv_heads=32,
+        positions=1048576,
+        experts=128,
+        top_k=4,
+        expert_size=2048,
+    )
     | family.LATENT
     | {
         "eos_token_id": 2,
@@ -63,21 +81,34 @@ MULTIMODAL = replace(
         foreign=("vision_tower.", "multi_modal_projector."),
     ),
     fields=_text_fields,
+    # A text part without a model type is Mistral 3, which `_text_fields` refuses.
     defaults=FAMILY.defaults | {"model_type": "mistral"},
 )
 _BLOCKS = {
-    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "gate",
-    **{f"self_attn.{ours}": f"attention.{theirs}" for ours, theirs in {
-        "q_a_proj": "wq_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "wq_b", "kv_a_proj_with_mqa": "wkv_a_with_mqa",
-        "kv_a_layernorm": "kv_a_norm", "kv_b_proj": "wkv_b", "o_proj": "wo",
-    }.items()},
-    **{f"{ours}.{part}_proj": f"{theirs}.{number}" for ours, theirs in (
-        ("mlp", "feed_forward"), ("mlp.shared_experts", "shared_experts")
-    ) for part, number in (("gate", "w1"), ("down", "w2"), ("up", "w3"))},
-}  # fmt: skip
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "gate",
+    **{
+        f"self_attn.{ours}": f"attention.{theirs}"
+        for ours, theirs in {
+            "q_a_proj": "wq_a",
+            "q_a_layernorm": "q_a_norm",
+            "q_b_proj": "wq_b",
+            "kv_a_proj_with_mqa": "wkv_a_with_mqa",
+            "kv_a_layernorm": "kv_a_norm",
+            "kv_b_proj": "wkv_b",
+            "o_proj": "wo",
+        }.items()
+    },
+    **{
+        f"{ours}.{part}_proj": f"{theirs}.{number}"
+        for ours, theirs in (("mlp", "feed_forward"), ("mlp.shared_experts", "shared_experts"))
+        for part, number in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+    },
+}
 LARGE_3 = replace(
     FAMILY,
-    architecture="MistralLarge3ForCausalLM",  # as params.json is read
+    architecture="MistralLarge3ForCausalLM",  # hf_config.py gives params.json this name
     names=Names(
         "",
         "output.weight",

@@ -22,7 +22,17 @@ FAMILY = family.Family(
     "MixtralForCausalLM",
     "mixtral",
     _fields,
-    family.sizes(32000, 4096, 14336, 32, 32, 8, 131072, experts=8, top_k=2)
+    family.sizes(
+        vocab=32000,
+        hidden=4096,
+        intermediate=14336,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        positions=131072,
+        experts=8,
+        top_k=2,
+    )
     | {"eos_token_id": 2, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     Names(
         experts=EXPERTS,

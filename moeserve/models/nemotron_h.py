@@ -112,7 +112,18 @@ FAMILY = family.Family(
     "NemotronHForCausalLM",
     "nemotron_h",
     _fields,
-    family.sizes(131072, 4096, 21504, 4, 32, 8, 4096, experts=8, top_k=2, expert_size=7688)
+    family.sizes(
+        vocab=131072,
+        hidden=4096,
+        intermediate=21504,
+        layers=4,
+        heads=32,
+        kv_heads=8,
+        positions=4096,
+        experts=8,
+        top_k=2,
+        expert_size=7688,
+    )
     | {
         "conv_kernel": 4,
         "eos_token_id": 2,

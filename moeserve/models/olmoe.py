@@ -25,14 +25,34 @@ OLMOE = family.Family(
     "OlmoeForCausalLM",
     "olmoe",
     lambda config: _fields(config, config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)),
-    family.sizes(50304, 2048, 2048, 16, 16, None, 4096, experts=64, top_k=8)
+    family.sizes(
+        vocab=50304,
+        hidden=2048,
+        intermediate=2048,
+        layers=16,
+        heads=16,
+        kv_heads=None,
+        positions=4096,
+        experts=64,
+        top_k=8,
+    )
     | {"clip_qkv": None, "eos_token_id": 50279, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
 )
 FLEX_OLMO = family.Family(
     "FlexOlmoForCausalLM",
     "flex_olmo",
     lambda config: _fields(config, pre_norm=False, attn_post_norm=True, mlp_post_norm=True),
-    family.sizes(100352, 4096, 11008, 32, 32, None, 4096, experts=7, top_k=5)
+    family.sizes(
+        vocab=100352,
+        hidden=4096,
+        intermediate=11008,
+        layers=32,
+        heads=32,
+        kv_heads=None,
+        positions=4096,
+        experts=7,
+        top_k=5,
+    )
     | {"eos_token_id": 100257, "norm_topk_prob": False, "rope_theta": 500_000.0},
     Names(
         spelled={

@@ -33,7 +33,17 @@ FAMILY = family.Family(
     "PhimoeForCausalLM",
     "phimoe",
     _fields,
-    family.sizes(32064, 4096, 6400, 32, 32, 8, 131072, experts=16, top_k=2)
+    family.sizes(
+        vocab=32064,
+        hidden=4096,
+        intermediate=6400,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        positions=131072,
+        experts=16,
+        top_k=2,
+    )
     | {
         "eos_token_id": 2,
         "lm_head_bias": False,

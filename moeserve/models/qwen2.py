@@ -40,7 +40,18 @@ def experts(config: Fields, *, renormalize: bool) -> MoE:
 
 
 _WINDOWS = family.QWEN_WINDOWS | {"max_window_layers": 28}
-_DEFAULTS = family.sizes(151936, 4096, 22016, 32, 32, 32, 32768) | _WINDOWS
+_DEFAULTS = (
+    family.sizes(
+        vocab=151936,
+        hidden=4096,
+        intermediate=22016,
+        layers=32,
+        heads=32,
+        kv_heads=32,
+        positions=32768,
+    )
+    | _WINDOWS
+)
 QWEN2 = family.Family(
     "Qwen2ForCausalLM", "qwen2", lambda config: _fields(config, qkv_bias=True), _DEFAULTS
 )
@@ -54,7 +65,18 @@ QWEN2_MOE = family.Family(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
     _moe,
-    family.sizes(151936, 2048, 5632, 24, 16, 16, 32768, experts=60, top_k=4, expert_size=1408)
+    family.sizes(
+        vocab=151936,
+        hidden=2048,
+        intermediate=5632,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        positions=32768,
+        experts=60,
+        top_k=4,
+        expert_size=1408,
+    )
     | _WINDOWS
     | {"norm_topk_prob": False, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
 )

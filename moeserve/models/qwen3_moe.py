@@ -38,7 +38,18 @@ QWEN3_MOE = family.Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     _text,
-    family.sizes(151936, 2048, 6144, 24, 32, 4, 32768, experts=128, top_k=8, expert_size=768)
+    family.sizes(
+        vocab=151936,
+        hidden=2048,
+        intermediate=6144,
+        layers=24,
+        heads=32,
+        kv_heads=4,
+        positions=32768,
+        experts=128,
+        top_k=8,
+        expert_size=768,
+    )
     | family.QWEN_WINDOWS
     | {"norm_topk_prob": False, "mtp_num_hidden_layers": 0},
     Names(foreign=("mtp.",), mtp=QWEN_MTP),
@@ -47,7 +58,18 @@ QWEN3_VL_MOE = family.Family(
     "Qwen3VLMoeForConditionalGeneration",
     "qwen3_vl_moe",
     lambda config: _fields(config, family.no_window(config), renormalize=True),
-    family.sizes(151936, 2048, 5632, 24, 16, 16, 128000, experts=60, top_k=4, expert_size=1408)
+    family.sizes(
+        vocab=151936,
+        hidden=2048,
+        intermediate=5632,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        positions=128000,
+        experts=60,
+        top_k=4,
+        expert_size=1408,
+    )
     | {"rope_theta": 500_000.0, "mtp_num_hidden_layers": 0},
     Names(
         "model.language_model.",

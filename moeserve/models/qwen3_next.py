@@ -86,7 +86,18 @@ NEXT = family.Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     _next,
-    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768, experts=512, top_k=10, expert_size=512)
+    family.sizes(
+        vocab=151936,
+        hidden=2048,
+        intermediate=5632,
+        layers=48,
+        heads=16,
+        kv_heads=2,
+        positions=32768,
+        experts=512,
+        top_k=10,
+        expert_size=512,
+    )
     | _SIZES,
     Names(foreign=("mtp.",), mtp=QWEN_MTP),
 )
@@ -94,7 +105,18 @@ QWEN3_5 = family.Family(
     "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe",
     _qwen3_5,
-    family.sizes(248320, 2048, 512, 40, 16, 2, 32768, experts=256, top_k=8, expert_size=512)
+    family.sizes(
+        vocab=248320,
+        hidden=2048,
+        intermediate=512,
+        layers=40,
+        heads=16,
+        kv_heads=2,
+        positions=32768,
+        experts=256,
+        top_k=8,
+        expert_size=512,
+    )
     | _SIZES
     | {"mtp_num_hidden_layers": 0},
     Names("model.language_model.", foreign=("model.visual.", "mtp."), mtp=QWEN_MTP),

@@ -93,7 +93,7 @@ def rope_fields(config: Fields, layer_type: str | None = None) -> Fields:
 
 
 def longest_context(rope: RopeSpec, max_position: int) -> int:
-    """Returns the tokens that a model of `max_position` positions can attend over with this rope."""
+    """Return the longest context of a model of `max_position` positions with this rope."""
     stretched = max_position
     if rope.kind == "linear":
         stretched = int(max_position * rope.factor)

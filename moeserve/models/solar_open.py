@@ -21,6 +21,17 @@ FAMILY = family.Family(
     "SolarOpenForCausalLM",
     "solar_open",
     _fields,
-    family.sizes(196608, 4096, 10240, 48, 64, 8, 131072, experts=128, top_k=8, expert_size=1280)
+    family.sizes(
+        vocab=196608,
+        hidden=4096,
+        intermediate=10240,
+        layers=48,
+        heads=64,
+        kv_heads=8,
+        positions=131072,
+        experts=128,
+        top_k=8,
+        expert_size=1280,
+    )
     | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
 )

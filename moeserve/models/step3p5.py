@@ -19,10 +19,18 @@ from moeserve.ops.rules import Activation, RouterRule
 
 def _fields(config: Fields) -> family.SpecFields:
     known: dict[str, Any] = {
-        "moe_router_activation": "sigmoid", "use_moe_router_bias": True, "gating": True, "norm_expert_weight": True,
-        "zero_centered": True, "use_qk_norm": True, "use_head_wise_attn_gate": True, "sink": False, "use_moe": True,
-        "use_rope_layers": [], "yarn_only_types": ["full_attention"],
-    }  # fmt: skip
+        "moe_router_activation": "sigmoid",
+        "use_moe_router_bias": True,
+        "gating": True,
+        "norm_expert_weight": True,
+        "zero_centered": True,
+        "use_qk_norm": True,
+        "use_head_wise_attn_gate": True,
+        "sink": False,
+        "use_moe": True,
+        "use_rope_layers": [],
+        "yarn_only_types": ["full_attention"],
+    }
     config.only(**known)
     mtp = family.mtp_layers(config)
     kinds = ("full_attention", "sliding_attention")
@@ -78,9 +86,15 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
     )
     width = own.optional_number("query_pre_attn_scalar", 0, 1e6)
     return family.attention(
-        own, layer_type=kind, rope={"partial": True}, rule=rule, qk_norm="head", gate="head",
-        scale=None if width in (None, own.raw("head_dim")) else width**-0.5, **family.attention_bias(own),
-    )  # fmt: skip
+        own,
+        layer_type=kind,
+        rope={"partial": True},
+        rule=rule,
+        qk_norm="head",
+        gate="head",
+        scale=None if width in (None, own.raw("head_dim")) else width**-0.5,
+        **family.attention_bias(own),
+    )
 
 
 def _blocks(config: Fields, count: int) -> list[Dense | MoE]:
@@ -137,7 +151,18 @@ FAMILY = family.Family(
     "Step3p5ForCausalLM",
     "step3p5",
     _fields,
-    family.sizes(128815, 4096, 11264, 45, 64, 8, 128000, experts=288, top_k=8, expert_size=1280)
+    family.sizes(
+        vocab=128815,
+        hidden=4096,
+        intermediate=11264,
+        layers=45,
+        heads=64,
+        kv_heads=8,
+        positions=128000,
+        experts=288,
+        top_k=8,
+        expert_size=1280,
+    )
     | {
         "attention_other_setting": None,
         "head_dim": 128,
@@ -151,7 +176,11 @@ FAMILY = family.Family(
         "swiglu_limits_shared": None,
     },
     Names(
-        experts=(ExpertNames(gate="moe.gate_proj.weight", up="moe.up_proj.weight", down="moe.down_proj.weight"),),
+        experts=(
+            ExpertNames(
+                gate="moe.gate_proj.weight", up="moe.up_proj.weight", down="moe.down_proj.weight"
+            ),
+        ),
         spelled={
             "mlp.gate.weight": ("moe.gate.weight",),
             "mlp.gate.e_score_correction_bias": ("moe.router_bias",),
@@ -160,8 +189,10 @@ FAMILY = family.Family(
         foreign=("vision_model.", "vit_large_projector."),
     ),
     aliases={
-        "moe_num_experts": "num_experts", "moe_top_k": "num_experts_per_tok", "share_expert_dims": "share_expert_dim",
+        "moe_num_experts": "num_experts",
+        "moe_top_k": "num_experts_per_tok",
+        "share_expert_dims": "share_expert_dim",
         "num_attention_groups": "num_key_value_heads",
     },
-)  # fmt: skip
+)
 STEP_3_7 = FAMILY.inside("Step3p7ForConditionalGeneration", "step3p7")
