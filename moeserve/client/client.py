@@ -22,16 +22,13 @@ class AsyncClient:
     """One server, many concurrent requests.
 
         async with AsyncClient("http://127.0.0.1:8000/v1") as client:
-            answer = await client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}])
+            messages = [{"role": "user", "content": "Hi"}]
+            answer = await client.chat.completions.create(messages=messages)
             print(answer.choices[0].message.content)
 
-    The names are those of `openai.AsyncOpenAI`; answers are typed objects. timeout_s: seconds of
-    silence after which a request fails. max_retries: further tries after a lost connection, 408,
-    409, 429 or 5xx, always before the first byte of an answer; waits 0.5 to 8 s, or what the server
-    asks for with `retry-after-ms` or `Retry-After` (<= 120 s). A stream that breaks is gone on with
-    where the server keeps streams, unless max_retries is 0. Cancelling a task or leaving a stream
-    closes its socket, and the server aborts the request. Raises the `RequestError`s of
-    `moeserve.errors` with http_status, code, param and request_id.
+    The names are those of `openai.AsyncOpenAI`; answers are typed objects. Cancelling a task or
+    leaving a stream closes its socket, and the server aborts the request. Errors are the
+    `RequestError`s of `moeserve.errors`, with http_status, code, param and request_id.
     """
 
     def __init__(
@@ -42,6 +39,14 @@ class AsyncClient:
         timeout_s: float = 600.0,
         max_retries: int = 2,
     ) -> None:
+        """
+        Args:
+            timeout_s: Seconds of silence after which a request fails.
+            max_retries: Further tries after a lost connection, 408, 409, 429 or 5xx, before the
+                first byte of an answer. Before each it waits 0.5 to 8 s, or as long as the server
+                says (`retry-after-ms` or `Retry-After`, up to 120 s). A stream that breaks is
+                resumed, if the server keeps streams, unless this is 0.
+        """
         if timeout_s <= 0 or max_retries < 0:
             raise ValueError(
                 f"timeout_s must be > 0 and max_retries >= 0, got {timeout_s} and {max_retries}"
@@ -59,7 +64,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes all connections; the server aborts what still runs on them."""
+        """Close all connections; the server aborts what still runs on them."""
         await self.transport.close()
 
     async def tokenize(
@@ -69,22 +74,21 @@ class AsyncClient:
         messages: Sequence[Mapping[str, Any]] | None = None,
         **fields: Any,
     ) -> protocol.Tokenized:
-        """Returns the token ids of a text, or of chat messages after the chat template."""
+        """Return the token ids of a text, or of chat messages after the chat template."""
         body = _without_none(prompt=prompt, messages=messages) | fields
         return await self.transport.fetch(
             "POST", f"{self.transport.root_url}/tokenize", protocol.Tokenized, body
         )
 
     async def detokenize(self, tokens: Sequence[int], **fields: Any) -> protocol.Detokenized:
-        """Returns the text of token ids."""
+        """Return the text of token ids."""
         body = {"tokens": list(tokens)} | fields
         return await self.transport.fetch(
             "POST", f"{self.transport.root_url}/detokenize", protocol.Detokenized, body
         )
 
     async def experts(self) -> protocol.ExpertStatus:
-        """Returns where a moeserve server's experts are, how busy they are, and how its engines
-        fare.
+        """Return the experts, ranks and engines of a moeserve server, and their load.
 
         Raises NotFound if the model has no experts.
         """
@@ -93,7 +97,7 @@ class AsyncClient:
         )
 
     async def watch_experts(self, interval_s: float = 1.0) -> Stream[protocol.ExpertStatus]:
-        """Returns a stream with what `experts` returns, again each `interval_s` seconds until the
+        """Return a stream with the result of `experts` every `interval_s` seconds, until the
         server drains.
         """
         url = f"{self.transport.base_url}/experts?stream=true&interval_s={interval_s:g}"
@@ -102,8 +106,8 @@ class AsyncClient:
         )
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Returns as soon as the server takes requests; raises Unreachable with its last error
-        after timeout_s.
+        """Wait until the server accepts requests. Raises Unreachable with its last error after
+        timeout_s.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -143,10 +147,11 @@ class _Resource:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Any:
-        """Returns an answer, or the stream of its chunks. kinds: the types of a whole answer and of
+        """Return an answer, or the stream of its chunks. kinds: the types of a whole answer and of
         a chunk.
         """
-        url, (whole, chunk) = self._transport.base_url + path, kinds
+        url = self._transport.base_url + path
+        whole, chunk = kinds
         body = _without_none(**fields) | dict(extra_body or {})
         if not body.get("stream"):
             return await self._transport.fetch(
@@ -155,7 +160,6 @@ class _Resource:
         transport = self._transport
 
         async def reopen(last_id: str) -> ClientResponse:
-            """Returns the rest of the stream, maybe from a server that has to start first."""
             headers = {**(extra_headers or {}), "Last-Event-ID": last_id}
             tries = RESUME_TRIES
             return await transport.open(
@@ -186,22 +190,20 @@ class ChatCompletions(_Resource):
         messages: Sequence[Mapping[str, Any]],
         stream: Literal[False] = False,
         **fields: Any,
-    ) -> protocol.ChatCompletion:
-        """Returns the whole answer."""
+    ) -> protocol.ChatCompletion: ...
 
     @overload
     async def create(
         self, *, messages: Sequence[Mapping[str, Any]], stream: Literal[True], **fields: Any
-    ) -> Stream[protocol.ChatCompletionChunk]:
-        """Returns the answer's stream of chunks."""
+    ) -> Stream[protocol.ChatCompletionChunk]: ...
 
     async def create(
         self, *, messages: Sequence[Mapping[str, Any]], stream: bool = False, **fields: Any
     ) -> Any:
-        """Returns the answer to a conversation, or its stream of chunks.
+        """Return the answer to a conversation, or its stream of chunks.
 
-        `fields` are those of the request's JSON, as are the entries of `extra_body`; None is left
-        out of `fields`. `model` may be left out where the server has one. `extra_headers` and
+        `fields` and the entries of `extra_body` are fields of the request's JSON; a field that is
+        None is omitted. `model` may be omitted if the server has one. `extra_headers` and
         `timeout_s` are for this request alone.
         """
         kinds = (protocol.ChatCompletion, protocol.ChatCompletionChunk)
@@ -216,18 +218,17 @@ class Completions(_Resource):
     @overload
     async def create(
         self, *, prompt: Prompt, stream: Literal[False] = False, **fields: Any
-    ) -> protocol.Completion:
-        """Returns the whole answer."""
+    ) -> protocol.Completion: ...
 
     @overload
     async def create(
         self, *, prompt: Prompt, stream: Literal[True], **fields: Any
-    ) -> Stream[protocol.Completion]:
-        """Returns the answer's stream of chunks."""
+    ) -> Stream[protocol.Completion]: ...
 
     async def create(self, *, prompt: Prompt, stream: bool = False, **fields: Any) -> Any:
-        """Returns what follows a text, a list of token ids, or several of either. Other arguments
-        are those of chat.
+        """Return the continuation of a text, a list of token ids, or several of either.
+
+        The other arguments are those of a chat.
         """
         return await self._create(
             "/completions",
@@ -242,13 +243,13 @@ class Models(_Resource):
     """GET /v1/models."""
 
     async def list(self) -> protocol.ModelList:
-        """Returns the models that the server has."""
+        """Return the models of the server."""
         return await self._transport.fetch(
             "GET", f"{self._transport.base_url}/models", protocol.ModelList
         )
 
     async def retrieve(self, id: str) -> protocol.ModelCard:
-        """Returns what the server tells of a model. Raises NotFound."""
+        """Return a model. Raises NotFound."""
         return await self._transport.fetch(
             "GET", f"{self._transport.base_url}/models/{quote(id)}", protocol.ModelCard
         )
@@ -258,7 +259,7 @@ class Requests(_Resource):
     """Requests that run on a moeserve server."""
 
     async def abort(self, id: str) -> protocol.Aborted:
-        """Ends the running request with this request id; its reader gets finish_reason "abort".
+        """End the running request with this request id; its reader gets finish_reason "abort".
         Raises NotFound.
         """
         url = f"{self._transport.base_url}/requests/{quote(id, safe='')}"

@@ -1,6 +1,4 @@
-"""HTTP answers that are no success: the error of `moeserve.errors` that says the same, and whether
-to try again.
-"""
+"""HTTP answers that are no success: their error, and whether to try again."""
 
 import random
 import time
@@ -28,8 +26,9 @@ _BY_CODE = {
 _BY_STATUS: dict[int, type[errors.RequestError]] = {429: errors.Overloaded} | {
     kind.http_status: kind
     for kind in (
-        errors.InvalidRequest, errors.Unauthorized, errors.Forbidden, errors.NotFound, errors.Conflict,
-        errors.PayloadTooLarge, errors.UnsupportedMedia, errors.RequestFailed, errors.Overloaded,
+        errors.InvalidRequest, errors.Unauthorized, errors.Forbidden, errors.NotFound,
+        errors.Conflict, errors.PayloadTooLarge, errors.UnsupportedMedia, errors.RequestFailed,
+        errors.Overloaded,
     )
 }  # fmt: skip
 
@@ -44,7 +43,7 @@ _decode = msgspec.json.Decoder(_Envelope).decode
 
 
 def read_error(body: bytes) -> ErrorBody | None:
-    """Returns the error in a JSON body, or None if there is none."""
+    """Return the error in a JSON body, None if there is none."""
     try:
         error = _decode(body).error
     except msgspec.MsgspecError:
@@ -53,8 +52,9 @@ def read_error(body: bytes) -> ErrorBody | None:
 
 
 def request_error(status: int, body: bytes, headers: Mapping[str, str]) -> errors.RequestError:
-    """Returns the exception for an answer with an error status; a body of another shape becomes its
-    message.
+    """Return the exception for an answer with an error status.
+
+    A body of another shape becomes its message.
     """
     found = read_error(body)
     if found is None:
@@ -66,8 +66,10 @@ def request_error(status: int, body: bytes, headers: Mapping[str, str]) -> error
 
 
 def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> errors.RequestError:
-    """Returns the exception for an error. status 0: it came inside a stream, so its code decides,
-    which may be a status (vLLM)."""
+    """Return the exception for an error.
+
+    status 0: it came inside a stream, so its code decides, which may be a status (vLLM).
+    """
     code = None if found.code is None else str(found.code)
     if status == 0 and code is not None and code.isdecimal():
         status = int(code)
@@ -87,9 +89,9 @@ def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> er
 
 
 def should_retry(status: int, headers: Mapping[str, str]) -> bool:
-    """Returns whether to try again: after 408, 409, 429 and 5xx, unless `x-should-retry` decides.
+    """Return whether to try again: after 408, 409, 429 and 5xx, unless `x-should-retry` decides.
 
-    Never if the server asks for a wait of more than 120 s, which the error tells to the caller.
+    Never if the server asks for a wait of more than 120 s, which the error says.
     """
     asked = retry_after_s(headers)
     if asked is not None and asked > LONGEST_RETRY_AFTER_S:
@@ -101,8 +103,8 @@ def should_retry(status: int, headers: Mapping[str, str]) -> bool:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Returns the seconds that the server asks for: `retry-after-ms`, else `Retry-After` as seconds
-    or as a date.
+    """Return the seconds that the server asks for, in `retry-after-ms` or in `Retry-After`, which
+    has seconds or a date.
     """
     for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:
@@ -116,8 +118,10 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def delay_s(attempt: int, headers: Mapping[str, str]) -> float:
-    """Returns the seconds to wait after try number `attempt` (0 is the first): what the server asks
-    for, else 0.5 s doubling to 8 s, less up to a quarter, so that clients do not come back in step.
+    """Return the seconds to wait after try number `attempt` (0 is the first).
+
+    It is the time that the server asks for, else 0.5 s, doubled each time up to 8 s, less up to a
+    quarter, so that clients do not all return at once.
     """
     asked = retry_after_s(headers)
     if asked is not None and asked <= LONGEST_RETRY_AFTER_S:

@@ -36,7 +36,7 @@ class SSEParser:
         self._size = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Returns the data of each event that `piece` completes. Raises ValueError if one grows
+        """Return the data of each event that `piece` completes. Raises ValueError if one grows
         beyond 64 MiB.
         """
         *lines, self._tail = (self._tail + piece).replace(b"\r\n", b"\n").split(b"\n")
@@ -112,18 +112,19 @@ class Stream(Generic[T]):
         try:
             piece = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            await self._go_on(unreachable(url, error, self._silence_s))
+            await self._resume(unreachable(url, error, self._silence_s))
             return
         if piece:
             self._waiting.extend(self._parser.feed(piece))
         else:
-            await self._go_on(
+            await self._resume(
                 Unreachable(f"{url}: the stream ended before its [DONE]", code="stream_cut")
             )
 
-    async def _go_on(self, fault: Unreachable) -> None:
-        """Opens the stream again behind its last event. Raises `fault` if that cannot be, or
-        brought nothing before.
+    async def _resume(self, fault: Unreachable) -> None:
+        """Open the stream again after its last event.
+
+        Raises `fault` if that is not possible, or brought no event the last time.
         """
         last = self._parser.last_id
         if self._reopen is None or last == self._reopened_at:
@@ -150,9 +151,7 @@ class Stream(Generic[T]):
         return chunk
 
     async def _finish(self) -> None:
-        """Reads the rest of the body after [DONE], so that the connection may serve the next
-        request.
-        """
+        """Read the rest of the body after [DONE], so that the connection can be used again."""
         self._done = True
         self._waiting.clear()
         try:
@@ -165,14 +164,14 @@ class Stream(Generic[T]):
             self._response.release()
 
     def close(self) -> None:
-        """Closes the socket at once; the server aborts what still runs. Does nothing after the end."""
+        """Close the socket at once; the server aborts what still runs. Idempotent."""
         if not self._done:
             self._done = True
             self._waiting.clear()
             self._response.close()
 
     async def aclose(self) -> None:
-        """Closes the socket at once, like `close`."""
+        """Close the socket at once, like `close`."""
         self.close()
 
     async def __aenter__(self) -> Self:

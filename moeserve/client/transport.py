@@ -35,18 +35,17 @@ class Transport:
         self._session: ClientSession | None = None
 
     def session(self) -> ClientSession:
-        """Returns aiohttp's session, made on first use because it belongs to the running loop."""
+        """Return aiohttp's session. It belongs to the running loop, so its first use makes it."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=0
-            )  # the server bounds concurrency, not a hidden queue here
+            # The server bounds concurrency, not a hidden queue here.
+            connector = aiohttp.TCPConnector(limit=0)
             self._session = ClientSession(
                 connector=connector, headers=self._headers, auto_decompress=True
             )
         return self._session
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -61,8 +60,7 @@ class Transport:
         timeout_s: float | None = None,
         max_retries: int | None = None,
     ) -> ClientResponse:
-        """Returns a successful response whose body has not been read yet; retries happen here,
-        before its first byte.
+        """Return a successful response whose body has not been read yet. Retries happen here.
 
         timeout_s bounds the silence between two reads, not the whole answer. Raises RequestError.
         """
@@ -97,7 +95,7 @@ class Transport:
             attempt += 1
 
     async def fetch(self, method: str, url: str, kind: type[T], body: Any = None, **how: Any) -> T:
-        """Returns one whole answer, decoded."""
+        """Return one whole answer, decoded."""
         content, headers = await self.read(method, url, body, **how)
         try:
             answer = msgspec.json.decode(content, type=kind)
@@ -111,7 +109,7 @@ class Transport:
     async def read(
         self, method: str, url: str, body: Any = None, **how: Any
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Returns one whole answer as bytes, with its headers."""
+        """Return one whole answer as bytes, with its headers."""
         async with await self.open(method, url, body, **how) as response:
             try:
                 return await response.read(), response.headers
@@ -120,7 +118,7 @@ class Transport:
 
 
 def unreachable(url: str, error: BaseException, silence_s: float) -> Unreachable:
-    """Returns the error that tells a user what happened to the connection."""
+    """Return the error for a connection that broke, was refused or was silent."""
     if isinstance(error, TimeoutError):
         return Unreachable(f"{url}: no byte for {silence_s:g} s", code="timeout")
     if isinstance(error, aiohttp.ClientConnectorError):
