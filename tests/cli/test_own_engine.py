@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,24 @@ LINES = (
     '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 3, "seed": 1}}\n'
     '{"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 0, "seed": 1}}\n'
 )
+
+
+def children() -> set[int]:
+    """This process's descendants, but for the sandboxes of templates: the program's until its end."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "moeserve.text.template_sandbox" not in process.cmdline():
+                found.add(process.pid)
+    return found
+
+
+def engine_runs(tree: list[psutil.Process]) -> bool:
+    for process in tree:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "engine_main" in " ".join(process.cmdline()):
+                return True
+    return False
 
 
 def test_run_batch_without_a_server_starts_one_and_ends_it(tmp_path: Path) -> None:
@@ -37,9 +57,9 @@ def test_run_batch_without_a_server_starts_one_and_ends_it(tmp_path: Path) -> No
         "--threads",
         "1",
     ]
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    before = children()
     assert main.main(argv) == 0
-    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+    assert children() <= before
     got = {line["custom_id"]: line for line in map(json.loads, out.read_text().splitlines())}
     assert got["a"]["response"]["status_code"] == 200
     assert got["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
@@ -98,8 +118,10 @@ def test_no_server_outlives_a_batch_that_was_killed(tmp_path: Path) -> None:
     ]
     with subprocess.Popen([*argv, "-o", str(tmp_path / "out")], stderr=subprocess.DEVNULL) as batch:
         tree: list[psutil.Process] = []
-        while not any("engine_main" in " ".join(p.cmdline()) for p in tree):
-            tree = [p for p in psutil.Process(batch.pid).children(recursive=True) if p.is_running()]
+        while not engine_runs(tree):
+            assert batch.poll() is None, "the batch ended before its engine ran"
+            tree = psutil.Process(batch.pid).children(recursive=True)
+            time.sleep(0.01)
         os.kill(batch.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(tree, timeout=10)
     assert not alive
