@@ -26,13 +26,15 @@ from moeserve.models.spec import ModelSpec
 PATH = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Models
 
-Written by `tools/models_table.py` from the registry (`moeserve/models/registry.py`); a test compares the two.
+Written by `tools/models_table.py` from the registry (`moeserve/models/registry.py`); a test
+compares the two.
 
-A checkpoint is served if its `config.json` names one of these architectures and has no key that changes the numbers in
-a way that is not computed; such a key is refused by name. Every family is compared with transformers' own
-implementation, tokens and logits, in `tests/models`, and its bits alone with its bits in company. Expert parallelism
-(`--dp`, `--ep`), tensor parallelism (`--tp`), prefix caching, preemption, replay and dual-batch overlap work with every
-family. Weights may be quantised in every format of [quantization.md](quantization.md).
+A checkpoint is served if its `config.json` names one of these architectures and has no key that
+changes the numbers in a way that is not computed; such a key is refused by name. Every family is
+compared with transformers' own implementation, tokens and logits, in `tests/models`, and its bits
+alone with its bits in company. Expert parallelism (`--dp`, `--ep`), tensor parallelism (`--tp`),
+prefix caching, preemption, replay and dual-batch overlap work with every family. Weights may be
+quantised in every format of [quantization.md](quantization.md).
 
 **What a checkpoint can run.** Pickled weights are refused, and Python files of a checkpoint
 (`auto_map`) are never imported. A chat template is a program in Jinja: it runs in a process of its
@@ -44,10 +46,10 @@ copy in the Hugging Face cache: `org/name`, and `org/name/Q4` or `org/name/file.
 or a file in it. Families that are not in this table can come from a package
 ([plugins.md](plugins.md)).
 
-Sizes are those of the default configuration in transformers. **KV**: elements that one token leaves behind in one
-layer, or those of a recurrent layer's state ([recurrent.md](recurrent.md)). **int8 KV**: whether `kv_cache_dtype: int8`
-is possible; states stay fp32. **MTP**: whether a head for multi-token prediction is read where a checkpoint has one
-([speculation.md](speculation.md)).
+Sizes are those of the default configuration in transformers. **KV**: elements that one token leaves
+behind in one layer, or those of a recurrent layer's state ([recurrent.md](recurrent.md)). **int8
+KV**: whether `kv_cache_dtype: int8` is possible; states stay fp32. **MTP**: whether a head for
+multi-token prediction is read where a checkpoint has one ([speculation.md](speculation.md)).
 
 | architecture | mixers | KV | layers see | experts | router | int8 KV | MTP |
 |---|---|---|---|---|---|---|---|
