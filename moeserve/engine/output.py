@@ -2,12 +2,16 @@
 logprobs.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.engine.plan import I32, Slots, StepPlan, StepResult, ranges
 from moeserve.engine.requests import InputBatch
-from moeserve.messages import FinishReason, Logprobs, PromptLogprobs
+from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput
+
+NO_TOKEN = -1  # the token of an ending that has none
 
 
 def append_tokens(
@@ -120,3 +124,14 @@ def outputs_of(
                 prompt_logprobs[request.rid] = PromptLogprobs(start, rows)
                 request.num_scored = end
     return logprobs, prompt_logprobs, digests
+
+
+def endings(rids: Sequence[int], finish: int, errors: dict[int, str] | None = None) -> StepOutput:
+    """Return the output that ends requests without a token."""
+    count = len(rids)
+    return StepOutput(
+        rids=np.array(rids, "<i8").tobytes(),
+        tokens=np.full(count, NO_TOKEN, "<i4").tobytes(),
+        finish=np.full(count, finish, np.uint8).tobytes(),
+        errors=errors or {},
+    )

@@ -15,7 +15,6 @@ applies the step's result.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -27,54 +26,18 @@ from moeserve.engine.awaiting import AwaitingSet, GrammarSource, Need
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.connector import KVConnector, When
 from moeserve.engine.draft_policy import DraftPolicy
+from moeserve.engine.drafts import settle_drafts
 from moeserve.engine.kv_cache_manager import NOTHING, Growth, Hit, KVCacheManager, concatenate
-from moeserve.engine.output import append_tokens, outputs_of, unsent_hits
+from moeserve.engine.output import NO_TOKEN, append_tokens, endings, outputs_of, unsent_hits
 from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of, share
+from moeserve.engine.step_state import Fetching, InFlightStep, PlanBuilder, idle_record, step_record
 from moeserve.engine.token_budget import TokenBudget
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
 KV_POLL_S = 0.002  # interval at which an engine that sleeps looks at fetches of KV blocks
 _ANY_TOKEN = 2**31 - 1
-_NO_TOKEN = -1
-
-
-@dataclass(slots=True)
-class PlanBuilder:
-    """The rows that the scheduler has granted so far in this step. budget: tokens that are left to
-    grant.
-    """
-
-    budget: int
-    rows: list[tuple[Slots, I32, I32]] = field(default_factory=list)  # slots, starts, counts
-    new_requests: list[NewRequest] = field(default_factory=list)
-    started: list[int] = field(default_factory=list)  # rids
-    num_tokens: int = 0
-    num_preempted: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A plan without a result yet. occupancy: which occupant of each row's slot the plan was made
-    for.
-    """
-
-    plan: StepPlan
-    slots: Slots
-    occupancy: NDArray[np.int64]
-    builder: PlanBuilder
-
-
-@dataclass(slots=True)
-class Fetching:
-    """KV blocks that a connector fetches for a request, until it is admitted."""
-
-    request: Request
-    deadline_s: float  # when the request stops waiting; once they arrived, when their lease ends
-    begun: bool  # False: the connector must be asked again
 
 
 class Scheduler:
@@ -190,7 +153,7 @@ class Scheduler:
             self.awaiting.remove(request.rid)
             self._drop_grammars([ticket])
             self._end_fetch(request.kv_ticket)
-            return _endings([request.rid], FinishReason.ERROR, {request.rid: error})
+            return endings([request.rid], FinishReason.ERROR, {request.rid: error})
         self._admit_if_ready(ticket)
         return None
 
@@ -211,7 +174,7 @@ class Scheduler:
             else:
                 continue
             ended.append(rid)
-        return _endings(ended, FinishReason.ABORT) if ended else None
+        return endings(ended, FinishReason.ABORT) if ended else None
 
     def abort_all(self) -> StepOutput | None:
         """Ends every request at once."""
@@ -568,9 +531,7 @@ class Scheduler:
         logprobs, prompt_logprobs, digests = outputs_of(batch, in_flight.slots, live, result)
         if self.budget:
             self.budget.note(plan, result.took_us)
-        drafts = (
-            self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
-        )
+        drafts = self._settle_drafts(in_flight, live, result) if self._speculates else {}
         rids = batch.rid[slots]
         kv_params: dict[int, dict[str, Any]] = {}
         for row in np.flatnonzero(finish).tolist():
@@ -579,7 +540,7 @@ class Scheduler:
                 kv_params[request.rid] = params
         if errors:
             rids = np.concatenate((rids, np.array(list(errors), np.int64)))
-            tokens = np.concatenate((tokens, np.full(len(errors), _NO_TOKEN, np.int32)))
+            tokens = np.concatenate((tokens, np.full(len(errors), NO_TOKEN, np.int32)))
             finish = np.concatenate((finish, np.full(len(errors), FinishReason.ERROR, np.uint8)))
         return StepOutput(
             rids=rids.astype("<i8", copy=False).tobytes(),
@@ -594,7 +555,7 @@ class Scheduler:
             drafts=drafts,
             errors=errors,
             kv_params=kv_params,
-            record=self._record(in_flight, result),
+            record=step_record(self.gauges(result.step), in_flight, result),
         )
 
     def _free(self, slot: int) -> tuple[Request, dict[str, Any] | None]:
@@ -606,37 +567,12 @@ class Scheduler:
         return request, connector.request_finished(request.rid, request.hashes)
 
     def _settle_drafts(
-        self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
+        self, in_flight: InFlightStep, live_R: NDArray[np.bool_], result: StepResult
     ) -> dict[int, tuple[int, int]]:
-        """Gives back what was scheduled for wrong drafts, and notes the drafts that rows have now.
-        Returns, by request id, how many drafts were verified and how many of them were right."""
+        """Return verified and accepted drafts by request id; note the drafts of the next step."""
+        plan = in_flight.plan
+        verified = settle_drafts(self.kv_manager, self.policy, in_flight, live_R, result)
         batch = self.kv_manager.batch
-        live_S = live_R[plan.samples_R]
-        verified: dict[int, tuple[int, int]] = {}
-        slots = slots_R[live_R & plan.samples_R]
-        if plan.num_drafts_R is not None and result.counts_S is not None:
-            num_drafts = plan.num_drafts_R[plan.samples_R][live_S]
-            counts = result.counts_S[live_S]
-            end = batch.scheduled[slots]
-            kept = batch.known[slots] - 1
-            self.kv_manager.give_back(slots, end, kept)
-            batch.scheduled[slots] = kept
-            self.policy.update(slots, num_drafts, counts - 1)
-            some = num_drafts > 0
-            new = (
-                batch.known[slots]
-                - (plan.starts_R + plan.counts_R)[live_R & plan.samples_R]
-                + num_drafts
-            )
-            right = np.minimum(
-                counts - 1, new
-            )  # those behind the end of an answer are no part of it
-            both = zip(num_drafts[some].tolist(), right[some].tolist(), strict=True)
-            verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
-        if result.drafts_S is not None:
-            batch.drafts[slots] = (
-                self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
-            )
         self._drafting = bool(batch.drafts[batch.order].any())
         total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
         self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.took_us, self._proposed)
@@ -649,54 +585,6 @@ class Scheduler:
         live = [slot for slot in failed if self.kv_manager.batch.occupancy[slot] == planned[slot]]
         return {self._free(slot)[0].rid: failed[slot] for slot in live}
 
-    def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
-        """Returns the step's numbers; the core, which has a clock, sets the others."""
-        builder = in_flight.builder
-        plan = in_flight.plan
-        num_drafts = []
-        num_accepted = []
-        if plan.num_drafts_R is not None and result.counts_S is not None:
-            drafts_S = plan.num_drafts_R[plan.samples_R]
-            right_S = result.counts_S - 1
-            places = range(int(drafts_S.max(initial=0)))
-            num_drafts, num_accepted = (
-                [int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S)
-            )
-        record = self.gauges(result.step)
-        record.num_tokens = builder.num_tokens
-        record.num_requests = len(in_flight.slots)
-        record.num_preempted = builder.num_preempted
-        record.prompt_tokens = builder.prompt_tokens
-        record.cached_tokens = builder.cached_tokens
-        record.device_us = result.device_us
-        record.comm_us = result.comm_us
-        record.exposed_comm_us = result.exposed_comm_us
-        record.expert_cache = result.expert_cache
-        record.num_drafts = num_drafts
-        record.num_accepted = num_accepted
-        return record
-
     def gauges(self, step: int) -> StepRecord:
-        """Returns the record of a step without work: what runs and waits, and what is free."""
-        pool = self.kv_manager.pool
-        states = self.kv_manager.pools[1:]
-        record = StepRecord(
-            step=step, num_tokens=0, num_requests=0, num_running=self.num_running, num_waiting=self.num_waiting,
-            num_free_blocks=pool.num_free, num_blocks=pool.num_blocks,
-        )  # fmt: skip
-        if states:  # a decode step of one request takes 70 us: sums over nothing show
-            record.num_states = sum(pool.num_blocks for pool in states)
-            record.num_free_states = sum(pool.num_free for pool in states)
-            record.num_cached_states = sum(pool.num_cached for pool in states)
-        return record
-
-
-def _endings(rids: Sequence[int], finish: int, errors: dict[int, str] | None = None) -> StepOutput:
-    """Return the output that ends requests without a token."""
-    count = len(rids)
-    return StepOutput(
-        rids=np.array(rids, "<i8").tobytes(),
-        tokens=np.full(count, _NO_TOKEN, "<i4").tobytes(),
-        finish=np.full(count, finish, np.uint8).tobytes(),
-        errors=errors or {},
-    )
+        """Return the record of a step without work: running and waiting requests, free blocks."""
+        return idle_record(self.kv_manager, self.num_waiting, step)

@@ -1,0 +1,49 @@
+"""Settle the drafts of a step: give back what was scheduled for wrong ones, keep the new ones."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.engine.draft_policy import DraftPolicy
+from moeserve.engine.kv_cache_manager import KVCacheManager
+from moeserve.engine.plan import StepResult
+from moeserve.engine.step_state import InFlightStep
+
+
+def settle_drafts(
+    kv_manager: KVCacheManager,
+    policy: DraftPolicy,
+    in_flight: InFlightStep,
+    live_R: NDArray[np.bool_],
+    result: StepResult,
+) -> dict[int, tuple[int, int]]:
+    """Give back the positions of wrong drafts, and note the drafts that rows have now.
+
+    live_R: the rows whose request still has its slot. Returns the number of verified and of
+    accepted drafts by request id.
+    """
+    batch = kv_manager.batch
+    plan = in_flight.plan
+    slots_R = in_flight.slots
+    live_S = live_R[plan.samples_R]
+    verified: dict[int, tuple[int, int]] = {}
+    slots = slots_R[live_R & plan.samples_R]
+    if plan.num_drafts_R is not None and result.counts_S is not None:
+        num_drafts = plan.num_drafts_R[plan.samples_R][live_S]
+        counts = result.counts_S[live_S]
+        end = batch.scheduled[slots]
+        kept = batch.known[slots] - 1
+        kv_manager.give_back(slots, end, kept)
+        batch.scheduled[slots] = kept
+        policy.update(slots, num_drafts, counts - 1)
+        some = num_drafts > 0
+        new = (
+            batch.known[slots]
+            - (plan.starts_R + plan.counts_R)[live_R & plan.samples_R]
+            + num_drafts
+        )
+        right = np.minimum(counts - 1, new)  # those behind the end of an answer are no part of it
+        both = zip(num_drafts[some].tolist(), right[some].tolist(), strict=True)
+        verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
+    if result.drafts_S is not None:
+        batch.drafts[slots] = policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
+    return verified
