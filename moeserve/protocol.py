@@ -1,9 +1,8 @@
-"""Every answer of the HTTP API, declared once: the server encodes these structs, the client decodes
-them, and /openapi.json describes them.
+"""The answers of the HTTP API: the server encodes these structs, and the client decodes them.
 
-The shapes are OpenAI's, with vLLM's extensions. Fields have defaults because servers differ in what
-they send; unknown fields are ignored. A struct with `omit_defaults` leaves out what is None, except
-for the fields declared by `written`.
+The shapes are OpenAI's, with vLLM's extensions. Fields have defaults because servers differ in the
+fields that they send; unknown fields are ignored. A struct with `omit_defaults` omits fields that
+are None, except for those declared by `written`. /openapi.json shows the comments beside fields.
 """
 
 from functools import partial
@@ -16,9 +15,9 @@ from moeserve.receipts import Receipt
 
 
 def written(default: Any) -> Any:
-    """Declares a field that is written to JSON even where it has its default.
+    """Declare a field that is written to JSON even where it has its default.
 
-    msgspec leaves out what equals a plain default, and an empty list whose factory is `list`
+    msgspec omits a value that equals a plain default, and an empty list whose factory is `list`
     itself.
     """
     return field(default_factory=partial(list) if default == [] else repeat(default).__next__)
@@ -29,12 +28,11 @@ class Answer(Struct, kw_only=True, dict=True):
 
     @property
     def request_id(self) -> str | None:
-        """The server's X-Request-Id, to be quoted in a bug report."""
+        """The server's X-Request-Id. Quote it in a bug report."""
         return self.__dict__.get("request_id")
 
     @request_id.setter
     def request_id(self, value: str | None) -> None:
-        """Set by the client."""
         self.__dict__["request_id"] = value
 
 
@@ -48,13 +46,9 @@ class CachedTokens(Struct):
 
 
 class CompletionDetails(Struct, omit_defaults=True):
-    """What the tokens of an answer were.
+    """Counts of the tokens of an answer, by kind."""
 
-    accepted_prediction_tokens, rejected_prediction_tokens: drafts that speculation had verified for
-    the request, right ones, which are tokens of the answer, and wrong ones, which are not.
-    reasoning_tokens: those before the content.
-    """
-
+    # Drafts of speculative decoding: right ones, which are tokens of the answer, and wrong ones.
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
     reasoning_tokens: int | None = None
@@ -101,12 +95,10 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """A token at a position of the prompt: its logprob and its place among all tokens, 1 for the
-    most likely.
-    """
+    """A token at a position of the prompt."""
 
     logprob: float
-    rank: int
+    rank: int  # 1 for the most likely token
     decoded_token: str
 
 
@@ -114,27 +106,25 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for 
 
 
 class ChatMessage(Struct, kw_only=True, omit_defaults=True):
-    """The assistant's message. reasoning_content: the name that some other servers give
-    `reasoning`.
-    """
+    """The assistant's message."""
 
     role: str = written("assistant")
     content: str | None = written(None)
     refusal: str | None = written(None)
     annotations: list[dict[str, Any]] = written([])
     reasoning: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = None  # the name of `reasoning` on some other servers
     tool_calls: list[dict[str, Any]] | None = None
 
 
 class ChatChoice(Struct, kw_only=True, omit_defaults=True):
-    """One whole answer. stop_reason: the stop string or the stop token that ended it."""
+    """One whole answer."""
 
     index: int = written(0)
     message: ChatMessage = field(default_factory=ChatMessage)
     logprobs: ChatLogprobs | None = written(None)
     finish_reason: str | None = written(None)
-    stop_reason: int | str | None = written(None)
+    stop_reason: int | str | None = written(None)  # the stop string or token that ended it
     token_ids: list[int] | None = None
     receipt: Receipt | None = None
 
@@ -159,7 +149,7 @@ class ChatCompletion(Generated, kw_only=True, omit_defaults=True):
 
 
 class ChoiceDelta(Struct, kw_only=True, omit_defaults=True):
-    """What is new of a message; the first delta has the role, the last one is empty."""
+    """The new part of a message. The first delta has the role, the last one is empty."""
 
     role: str | None = None
     content: str | None = None
@@ -187,10 +177,10 @@ class ChatChunkChoice(OpenChatChoice, kw_only=True, omit_defaults=True):
 
 
 class ChatCompletionChunk(Generated, kw_only=True, omit_defaults=True):
-    """An event of a streamed chat answer. usage: in the last chunk, if it was asked for."""
+    """An event of a streamed chat answer."""
 
     choices: list[ChatChunkChoice] = written([])
-    usage: Usage | None = None
+    usage: Usage | None = None  # in the last chunk, with stream_options.include_usage
 
 
 class OpenCompletionChoice(Struct, kw_only=True, omit_defaults=True):
@@ -213,14 +203,14 @@ class CompletionChoice(OpenCompletionChoice, kw_only=True, omit_defaults=True):
 
 
 class Completion(Generated, kw_only=True, omit_defaults=True):
-    """A whole answer of /v1/completions, or one chunk of a streamed one: both have the same shape."""
+    """A whole answer of /v1/completions, or one chunk of a streamed one."""
 
     choices: list[CompletionChoice] = written([])
     usage: Usage | None = None
 
 
 class ReceiptKey(Answer, kw_only=True):
-    """The key that signs receipts, and what all of them say. numerics: see `Receipt`."""
+    """The key that signs receipts, and the fields that all of them share (see `Receipt`)."""
 
     algorithm: str = "ed25519"
     public_key: str = ""
@@ -238,7 +228,7 @@ class ErrorBody(Struct):
 
 
 class ErrorResponse(Struct):
-    """Every answer with an error status, and the event that ends a stream that failed."""
+    """The answer with an error status, and the event that ends a stream that failed."""
 
     error: ErrorBody
 
@@ -269,7 +259,7 @@ class ModelList(Answer, kw_only=True):
 
 
 class Tokenized(Answer, kw_only=True):
-    """Token ids of a text; their texts if `return_token_strs` was given."""
+    """The token ids of a text; with return_token_strs, also their texts."""
 
     count: int = 0
     max_model_len: int | None = None
@@ -291,30 +281,28 @@ class RenderedPrompt(Answer, kw_only=True):
 
 
 class Aborted(Answer, kw_only=True):
-    """The answer to an abort. aborted: sequences of the request that were still running."""
+    """The answer to an abort."""
 
     id: str = ""
-    aborted: int = 0
+    aborted: int = 0  # sequences of the request that were still running
 
 
 class ScaleResponse(Struct, kw_only=True):
-    """dp: engines that serve now; before: engines that served until then."""
+    """The number of engines after a change."""
 
     dp: int
-    before: int
+    before: int  # the number before it
     took_s: float
 
 
 class RebalanceResponse(Struct, kw_only=True):
-    """moved: false if no other placement would be more even. version: of the placement in force.
-    why: in words.
-    """
+    """The result of a rebalancing."""
 
-    moved: bool
-    version: int
+    moved: bool  # false if no other placement would be more even
+    version: int  # of the active placement
     moved_bytes: int
     took_s: float
-    why: str
+    why: str  # the reason, for people
 
 
 class VersionResponse(Struct, kw_only=True):
@@ -324,35 +312,26 @@ class VersionResponse(Struct, kw_only=True):
 
 
 class StatusResponse(Struct, kw_only=True):
-    """`phase` and `percent` tell how far the start is; elapsed_s: since the phase began, in
-    seconds.
+    """The state of the server, and the progress of its start."""
 
-    lost: the engine died and is being started again. stalled: the engine has made no progress for
-    some time.
-    """
-
+    # lost: the engine died and is being started again. stalled: the engine has made no progress for
+    # some time.
     status: Literal["loading", "ready", "stalled", "draining", "lost"]
     phase: str
-    percent: int
-    elapsed_s: float
+    percent: int  # of the phase
+    elapsed_s: float  # since the phase began
 
 
 # GET /v1/experts: L MoE layers, E experts, R ranks; times in seconds, counters since the start
 
 
 class ExpertEngine(Struct, kw_only=True):
-    """One engine. state: loading, waiting (for the other engines), serving, draining, lost (a new
-    one starts) or gone.
-
-    step_s: time in the model of the newest step with requests of its own; mean_step_s: the mean
-    over some 64 such steps. vote_s: time until all engines had agreed on the newest step. comm_s:
-    time of rows between ranks, summed over transfers; exposed_comm_s: the part for which the model
-    stood still; overlap_efficiency: 1 - exposed / all. lanes: the former name of ubatches.
-    """
+    """One engine."""
 
     engine: int = 0
     host: str = ""
     pid: int | None = None
+    # loading, waiting (for the other engines), serving, draining, lost (a new one starts) or gone
     state: str = ""
     epoch: int = 0
     restarts: int = 0
@@ -360,100 +339,96 @@ class ExpertEngine(Struct, kw_only=True):
     running: int = 0
     waiting: int = 0
     steps: int = 0
-    step_s: float = 0.0
-    mean_step_s: float = 0.0
-    vote_s: float = 0.0
+    step_s: float = 0.0  # time in the model of the latest step with requests of its own
+    mean_step_s: float = 0.0  # the mean over about 64 such steps
+    vote_s: float = 0.0  # time until all engines had agreed on the latest step
     ubatches: int = 1
-    lanes: int = 1
-    comm_s: float = 0.0
-    exposed_comm_s: float = 0.0
-    overlap_efficiency: float = 1.0
+    lanes: int = 1  # the former name of ubatches
+    comm_s: float = 0.0  # transfer time between ranks, summed over transfers
+    exposed_comm_s: float = 0.0  # the part of it for which the model stood still
+    overlap_efficiency: float = 1.0  # 1 - exposed / all
 
 
 class ExpertRank(Struct, kw_only=True):
-    """One process. slots: physical experts that it holds. share: of the recent rows, by its
-    physical experts; null if nothing was counted, or every engine has all experts and computes what
-    its own requests ask for."""
+    """One process."""
 
     rank: int = 0
     engine: int = 0
     tp_rank: int = 0
-    slots: int = 0
+    slots: int = 0  # physical experts that it holds
+    # Of the recent rows, by its physical experts. Null if nothing was counted, or if every engine
+    # has all experts and computes the rows of its own requests.
     share: float | None = None
 
 
 class ExpertBalance(Struct, kw_only=True):
-    """Mean over fullest, for the recent rows; 1 is even. ranks: over ranks, averaged over layers;
-    experts: over experts, wherever they are; by_layer: the same for each layer, [L]."""
+    """Mean load over highest load of the recent rows; 1 is even."""
 
-    ranks: float = 1.0
-    experts: float = 1.0
-    ranks_by_layer: list[float] = []
-    experts_by_layer: list[float] = []
+    ranks: float = 1.0  # over ranks, averaged over layers
+    experts: float = 1.0  # over experts, wherever they are
+    ranks_by_layer: list[float] = []  # [L]
+    experts_by_layer: list[float] = []  # [L]
 
 
 class ExpertLoads(Struct, kw_only=True):
-    """Rows (a token counts once for each expert that it chose), [L][E]. total: since the start.
-    recent: older rows count less, by half every two minutes."""
+    """Rows (a token counts once for each of its experts), [L][E]."""
 
-    total: list[list[int]] = []
-    recent: list[list[float]] = []
+    total: list[list[int]] = []  # since the start
+    recent: list[list[float]] = []  # older rows count less, by half every two minutes
 
 
 class ExpertPlacement(Struct, kw_only=True):
-    """experts: the logical expert of each physical one, [L][R * experts_per_rank]; physical expert
-    p belongs to rank p // experts_per_rank. slots_per_rank: the former name of experts_per_rank."""
+    """The logical expert of each physical one.
+
+    Physical expert p belongs to rank p // experts_per_rank.
+    """
 
     version: int = 0
     experts_per_rank: int = 0
-    slots_per_rank: int = 0
-    experts: list[list[int]] = []
+    slots_per_rank: int = 0  # the former name of experts_per_rank
+    experts: list[list[int]] = []  # [L][R * experts_per_rank]
 
 
 class RebalanceAttempt(Struct, kw_only=True):
-    """One attempt to move experts. error "": the placement came into force everywhere."""
+    """One attempt to move experts."""
 
     age_s: float = 0.0
     version: int = 0
     forced: bool = False
     moved_bytes: int = 0
     took_s: float = 0.0
-    error: str = ""
+    error: str = ""  # "": the placement became active everywhere
 
 
 class ExpertRebalancing(Struct, kw_only=True):
-    """mode: auto or off. why: the last decision, for people. moved_bytes: over all ranks.
-    decisions: the last 32, newest first."""
+    """The rebalancing of experts over ranks."""
 
-    mode: str = "off"
-    why: str = ""
-    moved_bytes: int = 0
+    mode: str = "off"  # or auto
+    why: str = ""  # the last decision, for people
+    moved_bytes: int = 0  # over all ranks
     placed: int = 0
     given_up: int = 0
-    decisions: list[RebalanceAttempt] = []
+    decisions: list[RebalanceAttempt] = []  # the last 32, newest first
 
 
 class ExpertStatus(Answer, kw_only=True):
-    """A moeserve server's experts, ranks and engines.
-
-    ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and the
-    placement is that of one engine. complete: all engines serve. waiting: requests that wait for an
-    engine. machines: the state of each host: here, missing (it is waited for) or drained. created:
-    Unix time. dealt_out: the former name of ep_sharded.
-    """
+    """A moeserve server's experts, ranks and engines."""
 
     object: str = "experts"
-    created: float = 0.0
+    created: float = 0.0  # Unix time
+    # Whether experts lie on all ranks together. Otherwise every engine has all of them, and the
+    # placement is that of one engine.
     ep_sharded: bool = False
-    dealt_out: bool = False
+    dealt_out: bool = False  # the former name of ep_sharded
     dp: int = 1
     tp: int = 1
     epoch: int = 0
-    complete: bool = True
-    waiting: int = 0
+    complete: bool = True  # whether all engines serve
+    waiting: int = 0  # requests that wait for an engine
     num_layers: int = 0
     num_experts: int = 0
     engines: list[ExpertEngine] = []
+    # The state of each host: here, missing (the server waits for it) or drained.
     machines: dict[str, str] = {}
     ranks: list[ExpertRank] = []
     balance: ExpertBalance = field(default_factory=ExpertBalance)

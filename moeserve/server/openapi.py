@@ -6,11 +6,12 @@ model's vocabulary. `assets/docs` has the page, and examples of requests by oper
 
 import base64
 import hashlib
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -45,6 +46,8 @@ _REQUEST_ID = {
         "schema": {"type": "string"},
     }
 }
+_COMMENT = re.compile(r"    # (.*)")
+_FIELD = re.compile(r"    (\w+): (?:[^#\"]|\"[^\"]*\")*(?:  # (.*))?$")
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -72,6 +75,7 @@ def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) ->
                 f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT
             }
             schema["required"] = sorted(written - _AT_THE_END)
+    _describe_fields(components, kinds)
     if vocab_size is not None:
         for schema in _token_ids(components):
             schema["maximum"] = vocab_size - 1
@@ -99,6 +103,46 @@ def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) ->
         "security": keys if keyed else [{}, *keys],
     }
     return msgspec.json.encode(spec)
+
+
+def _describe_fields(components: dict[str, Any], kinds: Collection[Any]) -> None:
+    """Make the comments beside a struct's fields the descriptions of these fields."""
+    for kind in _structs_of(kinds):
+        properties = components.get(kind.__name__, {}).get("properties", {})
+        for base in kind.__mro__:
+            for name, text in _field_comments(base).items():
+                if name in properties:
+                    properties[name].setdefault("description", text)
+
+
+def _structs_of(kinds: Collection[Any]) -> set[type[msgspec.Struct]]:
+    """Return the structs among some types, and those that their fields have."""
+    found = set[type[msgspec.Struct]]()
+    waiting = list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        waiting += get_args(kind)
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in found:
+            found.add(kind)
+            waiting += get_type_hints(kind).values()
+    return found
+
+
+@cache
+def _field_comments(kind: type) -> dict[str, str]:
+    """Return the comments above a class's fields, or at the end of their lines, by field."""
+    if not kind.__module__.startswith("moeserve."):
+        return {}
+    found = {}
+    above: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        if (comment := _COMMENT.fullmatch(line)) is not None:
+            above.append(comment[1])
+        else:
+            if (field := _FIELD.match(line)) is not None and (text := field[2] or " ".join(above)):
+                found[field[1]] = text
+            above = []
+    return found
 
 
 def _token_ids(node: Any) -> Iterator[dict[str, Any]]:

@@ -31,6 +31,20 @@ async def test_openapi_lists_every_route(live):
         assert ref.removeprefix("#/components/schemas/") in schemas
 
 
+async def test_comments_beside_fields_describe_them(live):
+    _, spec = await live.get("/openapi.json")
+    schemas = spec["components"]["schemas"]
+    for struct, field, text in (
+        ("ExpertEngine", "mean_step_s", "the mean over about 64 such steps"),  # behind the field
+        ("CompletionDetails", "rejected_prediction_tokens", None),
+        ("ChatCompletionChunk", "usage", "in the last chunk, with stream_options.include_usage"),
+        ("MessageAnswer", "stop_reason", "end_turn, max_tokens, model_context_window_exceeded, "),
+        ("CompletionChoice", "stop_reason", None),
+    ):
+        shown = schemas[struct]["properties"][field].get("description")
+        assert shown is None if text is None else shown.startswith(text), (struct, field, shown)
+
+
 async def test_openapi_names_and_sums_up_every_operation(live):
     _, spec = await live.get("/openapi.json")
     operations = [operation for path in spec["paths"].values() for operation in path.values()]
