@@ -72,7 +72,7 @@ class Computed(NamedTuple):
 
 
 def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:
-    """Returns the receipt with its chain. digests: of each token's logits."""
+    """Return the receipt with its chain. digests: of each token's logits."""
     links = [first_link(receipt)]
     for start in range(0, len(receipt.token_ids), LINK_TOKENS):
         links.append(_next_link(links[-1], receipt.token_ids, digests, start))
@@ -80,7 +80,7 @@ def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:
 
 
 def first_link(receipt: Receipt) -> str:
-    """Returns the digest of all that the answer follows from."""
+    """Return the digest of all that the answer follows from."""
     question = replace(
         receipt, token_ids=[], finish_reason="", stop_reason=None, links=[], marks="", public_key=""
     )
@@ -96,7 +96,7 @@ def _next_link(link: str, token_ids: Sequence[int], digests: Sequence[bytes], st
 
 
 def signed_bytes(receipt: Receipt) -> bytes:
-    """Returns what a signature is of: the receipt's JSON without the signature, with the keys of
+    """Return what a signature is of: the receipt's JSON without the signature, with the keys of
     objects in order.
     """
     return b"moeserve receipt\n" + msgspec.json.encode(
@@ -105,7 +105,7 @@ def signed_bytes(receipt: Receipt) -> bytes:
 
 
 def check_form(receipt: Receipt) -> str:
-    """Returns what is wrong with the receipt as it stands; empty if it can be computed again. Links
+    """Return what is wrong with the receipt as it stands; empty if it can be computed again. Links
     are optional.
     """
     num_tokens = len(receipt.token_ids)
@@ -125,7 +125,7 @@ def check_form(receipt: Receipt) -> str:
 
 
 def difference(receipt: Receipt, found: Computed) -> str:
-    """Returns the first respect in which a computed answer is not that of a receipt of good form;
+    """Return the first respect in which a computed answer is not that of a receipt of good form;
     empty if none.
     """
     for i, (said, computed) in enumerate(zip_longest(receipt.token_ids, found.token_ids)):

@@ -111,13 +111,13 @@ class StructuredOutputsParams(
 class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request, with vLLM's names and defaults.
 
-    temperature in [0, 1000] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p in
-    [0, 1], presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 1000], n in 1..128. `seed`
-    None or -1: one is drawn. `logprobs`/`prompt_logprobs`: how many alternatives besides the token
-    itself, 0..20. `max_tokens` None: up to the end of the context. `stop` strings are cut from the
-    text unless `include_stop_str_in_output`. `structured_outputs`: what the text must match.
-    `speculate`: whether drafts may be verified for this request, where the engine has some; they
-    change no token. `receipt`: whether the answer comes with one (docs/receipts.md).
+    temperature in [0, 1000] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p
+    in [0, 1], presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 1000], n in 1..128.
+    `seed` None or -1: one is drawn. `logprobs`/`prompt_logprobs`: how many alternatives besides the
+    token itself, 0..20. `max_tokens` None: up to the end of the context. `stop` strings are cut
+    from the text unless `include_stop_str_in_output`. `structured_outputs`: what the text must
+    match. `speculate`: whether drafts may be verified for this request, where the engine has some;
+    they change no token. `receipt`: whether the answer comes with one (docs/receipts.md).
     `logits_processors`: functions that change the logits first, by name.
     """
 
@@ -145,7 +145,7 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
         return self.temperature < GREEDY_BELOW
 
     def check(self, vocab_size: int) -> None:
-        """Raises InvalidRequest naming the first field that is out of its range."""
+        """Raise InvalidRequest naming the first field that is out of its range."""
         try:
             msgspec.convert(_plain(self), SamplingParams)
         except msgspec.ValidationError as error:
@@ -209,7 +209,7 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value with Python's own floats: NumPy's are subclasses, which msgspec refuses.
+    """Return the value with Python's own floats: NumPy's are subclasses, which msgspec refuses.
     Structs are dicts.
     """
     if isinstance(value, msgspec.Struct):

@@ -54,7 +54,7 @@ VARIABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the report."""
+    """Add the flags of the report."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of YAML")
     parser.add_argument(
         "--no-torch", action="store_true", help="leave torch and the GPUs out (it is quicker)"
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report."""
+    """Print the report."""
     import yaml
 
     found = collect(torch=not args.no_torch)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(*, torch: bool = True) -> dict[str, Any]:
-    """Returns the report by topic; sizes in bytes. Environment variables with a KEY are not shown."""
+    """Return the report by topic; sizes in bytes. Environment variables with a KEY are not shown."""
     variables = {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
     }
@@ -105,7 +105,7 @@ def plugins() -> dict[str, dict[str, str]]:
 
 
 def cpu(system: Path = SYSTEM) -> dict[str, Any]:
-    """Returns model, cores, load and the vector instructions among CPU_FLAGS. Lists of CPUs are as
+    """Return model, cores, load and the vector instructions among CPU_FLAGS. Lists of CPUs are as
     the kernel's.
     """
     import psutil
@@ -133,7 +133,7 @@ def cpu(system: Path = SYSTEM) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Returns the host's memory, the cgroup's limit if that is lower, and the free space of
+    """Return the host's memory, the cgroup's limit if that is lower, and the free space of
     /dev/shm.
     """
     import psutil
@@ -153,7 +153,7 @@ def memory() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Returns torch's version, threads, build and GPUs, or the error of its import."""
+    """Return torch's version, threads, build and GPUs, or the error of its import."""
     try:
         import torch
     except ImportError as error:

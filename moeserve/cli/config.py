@@ -16,7 +16,7 @@ class Show:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds the flags of `moeserve serve` without help."""
+        """Add the flags of `moeserve serve` without help."""
         parser.description = (
             "Print every setting with its value and origin. FILE is short for --config FILE."
         )
@@ -25,7 +25,7 @@ class Show:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Prints the settings."""
+        """Print the settings."""
         is_file = args.model and Path(args.model).is_file() and not args.model.endswith(".gguf")
         if args.model and not args.config and (is_file or args.model.endswith((".yaml", ".yml"))):
             args.model, args.config = None, args.model
@@ -38,13 +38,13 @@ class Check:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds FILE, which may also be given as --config FILE."""
+        """Add FILE, which may also be given as --config FILE."""
         parser.add_argument("file", nargs="?", metavar="FILE", help="YAML file for --config")
         parser.add_argument("--config", metavar="FILE", help="the same")
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Prints how many settings the file has. Raises ConfigError for the first bad one."""
+        """Print how many settings the file has. Raises ConfigError for the first bad one."""
         if (args.file is None) == (args.config is None):
             raise ConfigError("name one file: moeserve config check FILE")
         args.config = args.config or args.file
@@ -53,7 +53,7 @@ class Check:
 
 
 def rendered(resolved: ResolvedSettings) -> str:
-    """Returns all settings as YAML, with origins as comments and without secrets."""
+    """Return all settings as YAML, with origins as comments and without secrets."""
     lines: list[str] = []
     for setting in settings():
         if f"{setting.section}:" not in lines:

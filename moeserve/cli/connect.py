@@ -11,7 +11,7 @@ DEFAULT_URL = "http://localhost:8000"
 
 
 def add_url_flag(parser: argparse.ArgumentParser, default: str | None = DEFAULT_URL) -> None:
-    """Adds --base-url, and --url as another spelling that --help leaves out."""
+    """Add --base-url, and --url as another spelling that --help leaves out."""
     shown = (
         f"running server, with or without /v1 [{default}]"
         if default
@@ -22,7 +22,7 @@ def add_url_flag(parser: argparse.ArgumentParser, default: str | None = DEFAULT_
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --base-url and --api-key."""
+    """Add --base-url and --api-key."""
     add_url_flag(parser)
     parser.add_argument(
         "--api-key", metavar="KEY", help="key for the server (default: $MOESERVE_API_KEY)"
@@ -30,13 +30,13 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def client_from(args: argparse.Namespace, **options: Any) -> AsyncClient:
-    """Returns a client of the server that the flags name. Raises ConfigError for a malformed URL."""
+    """Return a client of the server that the flags name. Raises ConfigError for a malformed URL."""
     key = args.api_key or os.environ.get("MOESERVE_API_KEY", "").split(",")[0] or None
     return client_of(args.base_url, key, **options)
 
 
 def client_of(url: str, key: str | None, **options: Any) -> AsyncClient:
-    """Returns a client of `url`, which may end with /v1 or not. Raises ConfigError for a malformed
+    """Return a client of `url`, which may end with /v1 or not. Raises ConfigError for a malformed
     URL.
     """
     with ConfigError.instead_of(ValueError, "--base-url"):
@@ -44,7 +44,7 @@ def client_of(url: str, key: str | None, **options: Any) -> AsyncClient:
 
 
 async def model_name(client: AsyncClient, wanted: str | None) -> str:
-    """Returns `wanted`, or else the first model that the server lists."""
+    """Return `wanted`, or else the first model that the server lists."""
     if wanted:
         return wanted
     listed = (await client.models.list()).data

@@ -12,7 +12,7 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the server and of repetition."""
+    """Add the flags of the server and of repetition."""
     add_server_flags(parser)
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures [1]"
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the picture once, or again and again on a terminal."""
+    """Print the picture once, or again and again on a terminal."""
     return asyncio.run(_run(args))
 
 
@@ -41,7 +41,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def picture(shown: ExpertStatus) -> str:
-    """Returns a line per rank with a character per layer: blank is no load, full is twice the
+    """Return a line per rank with a character per layer: blank is no load, full is twice the
     layer's mean or more.
     """
     loads = rank_loads(shown)
@@ -63,7 +63,7 @@ def picture(shown: ExpertStatus) -> str:
 
 
 def rank_loads(shown: ExpertStatus) -> list[list[float]]:
-    """Returns recent rows by layer and rank. An expert's rows count evenly for each of its physical
+    """Return recent rows by layer and rank. An expert's rows count evenly for each of its physical
     experts.
     """
     per_rank = shown.placement.experts_per_rank

@@ -62,14 +62,14 @@ class Translation(NamedTuple):
 
 @cache
 def table() -> Table:
-    """Returns the table, read once."""
+    """Return the table, read once."""
     return msgspec.yaml.decode(
         (files("moeserve") / "assets/foreign_flags.yaml").read_bytes(), type=Table
     )
 
 
 def translate(words: Sequence[str], known: Collection[str]) -> Translation:
-    """Takes foreign flags out of `words`. known: the command's own flags, which stay.
+    """Take foreign flags out of `words`. known: the command's own flags, which stay.
 
     Raises ConfigError for a value that ours cannot have, and for a flag whose value is missing.
     """
@@ -115,7 +115,7 @@ def _names(found: "Translation", rest: list[str]) -> str:
 
 
 def _granted(flag: str, value: str) -> tuple[str, bool]:
-    """Returns why a flag needs no setting, "" if that is not so, and whether it takes a value."""
+    """Return why a flag needs no setting, "" if that is not so, and whether it takes a value."""
     for pattern, why in table().granted.items():
         wanted, _, values = pattern.partition(" ")
         if wanted == flag and (not values or (value and fnmatchcase(value, values))):
@@ -145,7 +145,7 @@ def _set(found: Translation, flag: str, value: str | None, template: str) -> Non
 
 
 def _speculate(flag: str, text: str) -> str:
-    """Returns the JSON of --speculative-config as a value of --speculate. Raises ConfigError."""
+    """Return the JSON of --speculative-config as a value of --speculate. Raises ConfigError."""
     remedy = "; or use --speculate, e.g. ngram:4"
     with ConfigError.instead_of(msgspec.MsgspecError, f"{flag}: expected a JSON object", remedy):
         asked = msgspec.json.decode(text, type=dict[str, str | int])
@@ -163,7 +163,7 @@ def _speculate(flag: str, text: str) -> str:
 
 
 def merge(args: argparse.Namespace, settings: Mapping[str, ForeignSetting]) -> None:
-    """Puts the settings of a translation beside the command's own. Raises ConfigError if one is
+    """Put the settings of a translation beside the command's own. Raises ConfigError if one is
     given twice.
     """
     args.foreign_flags = {name: setting.flag for name, setting in settings.items()}

@@ -50,7 +50,7 @@ class Served:
     flags: argparse.Namespace
 
     def number(self, name: str, default: int) -> int:
-        """Returns a setting that is a number."""
+        """Return a setting that is a number."""
         from moeserve.cli.settings import setting_named
 
         given = getattr(self.flags, name)
@@ -62,7 +62,7 @@ class Served:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
+    """Add the flags."""
     parser.usage = (
         "%(prog)s [--hosts A,B,... | --hostfile FILE | --slurm | --ray | --kubernetes | --local N | --print KIND] "
         "-- serve MODEL ..."
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     key = secrets.token_urlsafe(32) if len(places) > 1 else ""
 
     def order(rank: int, zero: PartHello) -> Order:
-        """Returns what a machine is to run."""
+        """Return what a machine is to run."""
         ours = (len(places), rank, zero.address, zero.port)
         names = (protocol.NNODES, protocol.NODE_RANK, protocol.ADDRESS, protocol.PORT)
         own = {name: str(value) for name, value in zip(names, ours, strict=True)}
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _served(words: Sequence[str]) -> Served:
-    """Reads the command that all machines run. Raises ConfigError; a flag that nobody knows ends
+    """Read the command that all machines run. Raises ConfigError; a flag that nobody knows ends
     the process.
     """
     from moeserve.cli.main import build_parser, parse
@@ -183,7 +183,7 @@ def _served(words: Sequence[str]) -> Served:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that would have no effect, and for some that are missing."""
+    """Raise ConfigError for flags that would have no effect, and for some that are missing."""
     where = next(name for name in _WHERE if getattr(args, name))
     named = where if where != "print" else f"print {args.print}"
     for name, ways in _ONLY_FOR.items():
@@ -196,7 +196,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _places(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
-    """Returns the machines, and how many processes each has, if that was said."""
+    """Return the machines, and how many processes each has, if that was said."""
     if args.slurm:
         return in_slurm(os.environ), None
     if args.ray:
@@ -210,7 +210,7 @@ def _places(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
 
 
 def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
-    """Returns the command with a number of engines: --dp if given, or as many as fit on the
+    """Return the command with a number of engines: --dp if given, or as many as fit on the
     machines' slots, or one on each machine. Raises ConfigError if slots and flags contradict each
     other."""
     tp = served.number("tp", int(os.environ.get("MOESERVE_TP") or 1))
@@ -233,7 +233,7 @@ def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
 
 
 def _environment(given: Sequence[str]) -> dict[str, str]:
-    """Returns the variables for all machines: settings of ours, and --env. Raises ConfigError."""
+    """Return the variables for all machines: settings of ours, and --env. Raises ConfigError."""
     from moeserve.cli.settings import PREFIX
 
     env = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}

@@ -72,7 +72,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
+    """Run one command and returns its exit code."""
     try:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv))
@@ -119,7 +119,7 @@ def _entry(name: str) -> Any:
 
 
 def build_parser(name: str) -> "argparse.ArgumentParser":
-    """Returns the parser of one command."""
+    """Return the parser of one command."""
     import argparse
 
     class Formatter(argparse.HelpFormatter):
@@ -137,7 +137,7 @@ def build_parser(name: str) -> "argparse.ArgumentParser":
 
 
 def parse(parser: "argparse.ArgumentParser", words: list[str]) -> "argparse.Namespace":
-    """Parses a command's words; those that nobody knows end the process with a hint."""
+    """Parse a command's words; those that nobody knows end the process with a hint."""
     known = parser._option_string_actions
     if "--max-num-seqs" not in known:
         args, unknown = parser.parse_known_args(words)
@@ -190,7 +190,7 @@ def _no_command(word: str, rest: list[str]) -> int:
 
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
-    """Returns the list of commands by purpose, one screen long."""
+    """Return the list of commands by purpose, one screen long."""
     lines = [
         "moeserve serves Mixture-of-Experts language models.",
         "",

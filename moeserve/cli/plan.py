@@ -31,7 +31,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds devices, load and goals, and the flags of `moeserve serve` without help."""
+    """Add devices, load and goals, and the flags of `moeserve serve` without help."""
     parser.usage = "%(prog)s MODEL --gpus 2x8xH100 --rates 20/s [flags of `moeserve serve`]"
     parser.add_argument(
         "--gpus",
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the layouts, the best one, and what binds it. Raises DoesNotFit if there is none."""
+    """Print the layouts, the best one, and what binds it. Raises DoesNotFit if there is none."""
     from moeserve.models.spec import model_size
     from moeserve.plan.candidates import Workload, candidates
     from moeserve.plan.hardware import read_gpus
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_slo(text: str) -> dict[str, float]:
-    """Parses goals: ttft=1s,itl=50ms -> {"ttft_s": 1.0, "itl_s": 0.05}. Raises ConfigError."""
+    """Parse goals: ttft=1s,itl=50ms -> {"ttft_s": 1.0, "itl_s": 0.05}. Raises ConfigError."""
     goals = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
@@ -128,7 +128,7 @@ def read_slo(text: str) -> dict[str, float]:
 
 
 def _with_context(config: Config, spec: ModelSpec, tokens: int) -> Config:
-    """Returns the config with a context for twice the usual request, unless one was asked for: work
+    """Return the config with a context for twice the usual request, unless one was asked for: work
     space for the model's longest may take more memory than weights."""
     if config.model.max_model_len is None:
         rounded = min(spec.max_position, -(-2 * tokens // 1024) * 1024)
@@ -163,7 +163,7 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
 def _confirm(
     rated: list[tuple[float, Candidate]], load: Workload, trace: RequestTrace
 ) -> tuple[Candidate, Estimate | None, dict[str, Any]]:
-    """Simulates layouts at the load; returns the one that keeps the goals with most to spare, or
+    """Simulate layouts at the load; returns the one that keeps the goals with most to spare, or
     comes nearest.
     """
     from moeserve.plan.report import summarise

@@ -64,7 +64,7 @@ class Setting:
         return f"{self.section}.{self.name}"
 
     def read(self, value: Any, origin: str) -> Any:
-        """Returns `value` converted and checked. Raises ConfigError that names its origin."""
+        """Return `value` converted and checked. Raises ConfigError that names its origin."""
         with ConfigError.instead_of(ValueError, origin, f" ({self.help})"):
             found = convert(self.kind, value)
         check_range(self.field, found, origin)
@@ -81,7 +81,7 @@ class ResolvedSettings:
 
 @functools.cache
 def settings() -> tuple[Setting, ...]:
-    """Returns every setting, in the order of the config tree."""
+    """Return every setting, in the order of the config tree."""
     found = []
     for section, kind in SECTIONS.items():
         hints = get_type_hints(kind)
@@ -97,7 +97,7 @@ def settings() -> tuple[Setting, ...]:
 
 
 def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: bool = True) -> None:
-    """Adds the flags of all settings, grouped by section. shown=False keeps them out of --help.
+    """Add the flags of all settings, grouped by section. shown=False keeps them out of --help.
 
     model: adds the positional MODEL too. Values stay text until `resolve`, so that every origin is
     checked alike.
@@ -144,7 +144,7 @@ def _metavar(setting: Setting, kind: Any) -> str:
 
 
 def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> ResolvedSettings:
-    """Returns the config from flags, environment and file. Raises ConfigError with the origin of a
+    """Return the config from flags, environment and file. Raises ConfigError with the origin of a
     bad value.
     """
     path = getattr(args, "config", None)
@@ -181,7 +181,7 @@ class _Loader(yaml.SafeLoader):
     """A safe loader that refuses a key that occurs twice, whose first value YAML drops silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ConstructorError at a repeated key; see PyYAML."""
+        """Raise ConstructorError at a repeated key; see PyYAML."""
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -194,7 +194,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Returns a YAML file's values by "section.name". Raises ConfigError for an unknown key, with
+    """Return a YAML file's values by "section.name". Raises ConfigError for an unknown key, with
     the nearest one.
     """
     try:
@@ -231,7 +231,7 @@ def _hint(advice: str, name: Any, known: Iterable[str]) -> str:
 
 
 def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the MOESERVE_* variables that no setting has, each with a hint: most likely typing
+    """Return the MOESERVE_* variables that no setting has, each with a hint: most likely typing
     errors.
     """
     known = [VARIABLE, *(s.env for s in settings() if s.env)]
@@ -243,12 +243,12 @@ def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def setting_named(name: str) -> Setting:
-    """Returns the setting of that name. Raises KeyError."""
+    """Return the setting of that name. Raises KeyError."""
     return _by_name()[name]
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:
-    """Returns the end of an error message about an unknown name: the nearest known one, or all."""
+    """Return the end of an error message about an unknown name: the nearest known one, or all."""
     near = get_close_matches(str(word), list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
@@ -271,7 +271,7 @@ _BOOLS = {
 
 
 def parse_int(text: str) -> int:
-    """Reads a whole number: 4096, 1_000, 25.6k (decimal: k m g t), 4K (binary: K M G T, KiB, ...;
+    """Read a whole number: 4096, 1_000, 25.6k (decimal: k m g t), 4K (binary: K M G T, KiB, ...;
     kB, MB decimal).
 
     Raises ValueError with an example if `text` is no such number or has a fraction left.
@@ -289,7 +289,7 @@ def parse_int(text: str) -> int:
 
 
 def strip_optional(kind: Any) -> tuple[Any, bool]:
-    """Splits a type: int | None -> (int, True); int -> (int, False)."""
+    """Split a type: int | None -> (int, True); int -> (int, False)."""
     if get_origin(kind) in (Union, types.UnionType):
         (inner,) = (k for k in get_args(kind) if k is not type(None))
         return inner, True
@@ -297,7 +297,7 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Returns `value` (text from a flag or variable, or a YAML value) as `kind`. ValueError says
+    """Return `value` (text from a flag or variable, or a YAML value) as `kind`. ValueError says
     what was expected.
     """
     inner, optional = strip_optional(kind)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> None:
-    """Adds what describes synthetic requests."""
+    """Add what describes synthetic requests."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--rates", metavar="N/s", help="requests per second, Poisson; inf: all at once"
@@ -51,14 +51,14 @@ def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> Non
 
 
 def add_tables_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --tables."""
+    """Add --tables."""
     parser.add_argument(
         "--tables", metavar="DIR|aiconfigurator", help="measured kernels (docs/planning.md)"
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the requests, the devices or a calibration, and the flags of `moeserve serve` without
+    """Add the requests, the devices or a calibration, and the flags of `moeserve serve` without
     help.
     """
     parser.usage = "%(prog)s MODEL (--gpus 8xH200 | --calibration FILE | --measure FILE) [flags of `moeserve serve`]"
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, or simulates and prints what clients would see."""
+    """Measure, or simulates and prints what clients would see."""
     config = resolve(args).config
     if sum(bool(given) for given in (args.gpus, args.calibration, args.measure)) != 1:
         raise ConfigError("simulate needs one of --gpus, --calibration and --measure")
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_load(args: argparse.Namespace) -> RequestTrace:
-    """Returns the requests that the flags describe."""
+    """Return the requests that the flags describe."""
     from moeserve.cli.bench.load import arrival_times
     from moeserve.plan.trace import read_trace, synthetic
 
@@ -141,7 +141,7 @@ def read_load(args: argparse.Namespace) -> RequestTrace:
 
 
 def read_rate(text: str) -> float:
-    """Parses requests per second: 20/s, 0.5, 600/min, inf. Raises ConfigError."""
+    """Parse requests per second: 20/s, 0.5, 600/min, inf. Raises ConfigError."""
     number, _, unit = text.strip().partition("/")
     try:
         rate = float(number) / {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}[unit]
@@ -160,7 +160,7 @@ def together(config: Config) -> bool:
 def simulate(
     limits: Limits, groups: tuple[KVGroup, ...], cost: StepCost, trace: RequestTrace, config: Config
 ) -> Simulation:
-    """Runs a trace on all engines: counted as long as none preempts a request, otherwise with their
+    """Run a trace on all engines: counted as long as none preempts a request, otherwise with their
     schedulers.
     """
     from moeserve.plan.counted import Uncountable, is_countable
@@ -228,7 +228,7 @@ def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...]
 
 
 def read_spec(model: str) -> ModelSpec:
-    """Returns the spec of a model folder, of which only config.json is read, or of that file."""
+    """Return the spec of a model folder, of which only config.json is read, or of that file."""
     from moeserve.loader.model_dir import resolve_model_dir
     from moeserve.models.hf_config import read_model_spec
 

@@ -38,7 +38,7 @@ class Session:
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds the flags of server, model and sampling."""
+        """Add the flags of server, model and sampling."""
         add_server_flags(parser)
         parser.add_argument(
             "--model",
@@ -63,7 +63,7 @@ class Session:
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
-        """Answers --quick, or line after line from the terminal or a pipe. Returns the exit code."""
+        """Answer --quick, or line after line from the terminal or a pipe. Returns the exit code."""
         with asyncio.Runner() as runner:
             client = client_from(args)
             try:
@@ -77,13 +77,13 @@ class Session:
                 runner.run(client.close())
 
     def command(self, line: str) -> bool:
-        """Handles a line that is a command of this session; returns False if the line is a
+        """Handle a line that is a command of this session; returns False if the line is a
         question.
         """
         return False
 
     async def answer(self, line: str) -> None:
-        """Prints the answer to a line as it comes."""
+        """Print the answer to a line as it comes."""
         raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ class CompleteSession(Session):
     max_tokens = 128
 
     async def answer(self, line: str) -> None:
-        """Prints the continuation."""
+        """Print the continuation."""
         stream = await self.client.completions.create(prompt=line, stream=True, **self.options)
         await print_stream(stream, lambda choice: choice.text, stats=self.args.stats)
 
@@ -117,7 +117,7 @@ class ChatSession(Session):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds --system-prompt too."""
+        """Add --system-prompt too."""
         super().add_arguments(parser)
         parser.add_argument(
             "--system-prompt",
@@ -134,7 +134,7 @@ class ChatSession(Session):
         return line.startswith("/")
 
     async def answer(self, line: str) -> None:
-        """Prints the answer, says why if it is cut short, and remembers both."""
+        """Print the answer, says why if it is cut short, and remembers both."""
         messages = [*self.messages, {"role": "user", "content": line}]
         stream = await self.client.chat.completions.create(
             messages=messages, stream=True, **self.options
@@ -149,7 +149,7 @@ class ChatSession(Session):
 
 
 def _content(choice: Any) -> str | None:
-    """Returns the new content. Reasoning and tool calls, which nobody runs here, are remarks."""
+    """Return the new content. Reasoning and tool calls, which nobody runs here, are remarks."""
     delta = choice.delta
     aside = delta.reasoning or delta.reasoning_content or ""
     for call in delta.tool_calls or ():
@@ -190,7 +190,7 @@ def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
 
 
 def note(text: str, end: str = "\n") -> None:
-    """Prints a remark to stderr, dim on a terminal unless NO_COLOR is set."""
+    """Print a remark to stderr, dim on a terminal unless NO_COLOR is set."""
     shown = f"\x1b[2m{text}\x1b[0m" if _has_colour(sys.stderr) else text
     print(shown, end=end, file=sys.stderr, flush=True)
 
@@ -202,7 +202,7 @@ def _has_colour(out: TextIO) -> bool:
 async def print_stream(
     stream: Stream[Any], text_of: Callable[[Any], str | None], *, stats: bool
 ) -> tuple[str, str]:
-    """Prints each piece at once, then the times if `stats`. Returns the whole text and the finish
+    """Print each piece at once, then the times if `stats`. Returns the whole text and the finish
     reason.
     """
     begin_s = first_s = last_s = time.perf_counter()

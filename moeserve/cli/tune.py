@@ -51,7 +51,7 @@ _SHAPE = re.compile(r"E(\d+) +I(\d+) +D(\d+) +K(\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the model or its shape, and what to measure."""
+    """Add the model or its shape, and what to measure."""
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="model directory; only its config.json is read"
     )
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures on the present GPU. Raises ConfigError if there is none."""
+    """Measure on the present GPU. Raises ConfigError if there is none."""
     from moeserve.kernels.configs import FOLDER, listing, user_folder
 
     folder = args.out or user_folder()
@@ -146,7 +146,7 @@ class ExpertShapes(NamedTuple):
 
 
 def read_shape(text: str) -> ExpertShapes:
-    """Parses a shape: 'E128 I768 D2048 K8' -> ExpertShapes(128, 768, 2048, 8). Raises ConfigError."""
+    """Parse a shape: 'E128 I768 D2048 K8' -> ExpertShapes(128, 768, 2048, 8). Raises ConfigError."""
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"--shape {text!r} is not like 'E128 I768 D2048 K8'")
@@ -157,7 +157,7 @@ def read_shape(text: str) -> ExpertShapes:
 
 
 def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Returns (outputs, inputs) of a model's dense products on one rank."""
+    """Return (outputs, inputs) of a model's dense products on one rank."""
     return list(dict.fromkeys([*spec.products(), (spec.vocab_size, spec.hidden_size)]))
 
 
@@ -168,7 +168,7 @@ def makers_of(
     only: str | None,
     weights: str,
 ) -> Iterator[Maker]:
-    """Yields what to measure: grouped products of experts, dense products, attention; `only` names
+    """Yield what to measure: grouped products of experts, dense products, attention; `only` names
     one of them.
     """
     from moeserve.kernels import tuning
@@ -216,7 +216,7 @@ def tune(
     folder: Path,
     minutes: float | None = None,
 ) -> int:
-    """Measures and writes each result as soon as it is there, so that an interrupted search is not
+    """Measure and writes each result as soon as it is there, so that an interrupted search is not
     lost. minutes: only the best predicted of what this version has not measured yet, until they are
     over."""
     import triton

@@ -69,7 +69,7 @@ class Admission:
         within_s: float | None = None,
         num_behind: int = 0,
     ) -> None:
-        """Raises Overloaded unless num_more sequences may come now, InvalidRequest if they never
+        """Raise Overloaded unless num_more sequences may come now, InvalidRequest if they never
         may.
 
         within_s: the time that the request has; DeadlineExceeded if that is over. num_behind: of
@@ -116,7 +116,7 @@ class Admission:
             )
 
     def came(self, num: int, now_s: float, unread_tokens: int = 0) -> None:
-        """Counts sequences that were admitted or refused. unread_tokens: of the prompts of those
+        """Count sequences that were admitted or refused. unread_tokens: of the prompts of those
         that were admitted.
         """
         self.unread_tokens += unread_tokens
@@ -131,7 +131,7 @@ class Admission:
         return max(COUNTED_WAIT * self._max_wait_s, COUNTED_ENDS * self._seconds_per_end) or 1.0
 
     def wait_s(self, num_live: int, ready: Ready) -> float:
-        """Returns the predicted wait of the last of so many sequences, in seconds."""
+        """Return the predicted wait of the last of so many sequences, in seconds."""
         num_engines = sum(engine.last is not None for engine in self._stats.engines.values()) or 1
         reading_s = (
             self.unread_tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
@@ -141,7 +141,7 @@ class Admission:
         )
 
     def _places(self, ready: Ready) -> int:
-        """Returns how many sequences can run at once."""
+        """Return how many sequences can run at once."""
         last = self._stats.last
         if (
             last is not None
@@ -152,14 +152,14 @@ class Admission:
         return ready.max_num_seqs
 
     def step(self, record: StepRecord) -> None:
-        """Notes how fast a step read prompts, if it did."""
+        """Note how fast a step read prompts, if it did."""
         read = record.num_tokens - record.num_requests + record.cached_tokens
         if read > record.num_requests:  # others are decoding steps, with a few drafts
             self._read_tokens = _KEPT * self._read_tokens + read
             self._read_s = _KEPT * self._read_s + record.device_us / 1e6
 
     def ended(self, now_s: float, num_live: int, ready: Ready) -> None:
-        """Notes the end of one sequence; num_live are left."""
+        """Note the end of one sequence; num_live are left."""
         if num_live + 1 < self._places(ready):
             self._last_end_s = (
                 0.0  # a place was free: the time to the next end says nothing about a wait
@@ -226,11 +226,11 @@ class Running:
             del self._num_live[priority]  # clients choose priorities: zeros would pile up
 
     def num_behind(self, priority: int) -> int:
-        """Returns how many have to let a request of this priority pass."""
+        """Return how many have to let a request of this priority pass."""
         return sum(num for later, num in self._num_live.items() if later > priority)
 
     def add(self, sequences: Collection[Sequence]) -> None:
-        """Counts sequences of one request that begin."""
+        """Count sequences of one request that begin."""
         for sequence in sequences:
             owner = sequence.owner
             self.sequences[sequence.rid] = sequence
@@ -244,7 +244,7 @@ class Running:
             self.sequences[before.rid] = now
 
     def note_starts(self, rids: list[int], began_s: float) -> None:
-        """Notes when these sequences stopped waiting. began_s: when their first step began."""
+        """Note when these sequences stopped waiting. began_s: when their first step began."""
         for rid in rids:
             if (
                 sequence := self.sequences.get(rid)
@@ -253,7 +253,7 @@ class Running:
                 self._stats.queue_s.add(sequence.started_at - sequence.owner.submitted_at)
 
     def count_token(self, sequence: Sequence, now: float) -> None:
-        """Counts one more token of a sequence."""
+        """Count one more token of a sequence."""
         stats = self._stats
         stats.generation_tokens += 1
         if sequence.first_at is None:
@@ -267,7 +267,7 @@ class Running:
         sequence.last_at = now
 
     def end(self, sequence: Sequence, reason: str, ready: Ready) -> None:
-        """Counts the end of a sequence, which is not known here any more."""
+        """Count the end of a sequence, which is not known here any more."""
         now = monotonic()
         stats = self._stats
         del self.sequences[sequence.rid]

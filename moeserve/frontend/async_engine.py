@@ -46,7 +46,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def add(self, delta: Delta) -> None:
-        """Appends one delta of this sequence."""
+        """Append one delta of this sequence."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         if delta.logprobs:
@@ -72,7 +72,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     def add(self, answer: CompletionOutput, delta: Delta) -> None:
-        """Appends one delta to `answer`."""
+        """Append one delta to `answer`."""
         answer.add(delta)
         if delta.cached_tokens is not None:
             self.num_cached_tokens = max(self.num_cached_tokens, delta.cached_tokens)
@@ -148,7 +148,7 @@ class AsyncEngine:
         request_id: str = "",
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields new pieces of the answers, one entry in `outputs` each. Leaving the loop early
+        """Yield new pieces of the answers, one entry in `outputs` each. Leaving the loop early
         aborts the request.
 
         prompt: a text, or {"prompt_token_ids": [...]}. Raises RequestError before the first piece
@@ -183,7 +183,7 @@ class AsyncEngine:
 
 
 def checked(params: SamplingParams | None) -> SamplingParams:
-    """Returns the parameters, or the defaults for None. Raises InvalidRequest for another type."""
+    """Return the parameters, or the defaults for None. Raises InvalidRequest for another type."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -192,7 +192,7 @@ def checked(params: SamplingParams | None) -> SamplingParams:
 
 
 async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """Returns a prompt's text (None if given as ids) and its token ids. Raises InvalidRequest for
+    """Return a prompt's text (None if given as ids) and its token ids. Raises InvalidRequest for
     anything else.
     """
     text: Any = prompt

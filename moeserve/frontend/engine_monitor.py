@@ -37,14 +37,14 @@ class EngineMonitor:
         self._loads: Rebalancing | None = None  # where every engine has all experts
 
     def hear(self, msg: ExpertLoad | Traced, ready: Ready | None) -> None:
-        """Takes an engine's expert load or its part of a trace."""
+        """Take an engine's expert load or its part of a trace."""
         if isinstance(msg, Traced):
             self.tracing.hear(msg)
         elif (loads := self._all_experts(ready)) is not None:
             loads.note(msg)
 
     def view(self, state: str, ready: Ready | None) -> FleetView:
-        """Returns the state of all engines."""
+        """Return the state of all engines."""
         if self._fleet is not None:
             view = self._fleet.view
         else:
@@ -77,7 +77,7 @@ class EngineMonitor:
         )
 
     def _all_experts(self, ready: Ready | None) -> "Rebalancing | None":
-        """Returns the load statistics where every engine has all experts; None for dense models and
+        """Return the load statistics where every engine has all experts; None for dense models and
         sharded experts.
         """
         ep_sharded = self._fleet is not None and self._fleet.experts is not None
@@ -107,7 +107,7 @@ class Tracing:
         self._answers: asyncio.Queue[Traced] | None = None
 
     async def take(self, view: FleetView, timeout_s: float) -> Trace:
-        """Traces the next step. Engines that form a group are traced in the same step, others each
+        """Trace the next step. Engines that form a group are traced in the same step, others each
         in its own.
 
         Raises Conflict if no step runs within timeout_s seconds, or another trace is being taken.
@@ -144,6 +144,6 @@ class Tracing:
         return Trace([fullest[rank] for rank in sorted(fullest)], sorted(wanted - fullest.keys()))
 
     def hear(self, msg: Traced) -> None:
-        """Adds one rank's answer; one that comes too late is dropped."""
+        """Add one rank's answer; one that comes too late is dropped."""
         if self._answers is not None:
             self._answers.put_nowait(msg)

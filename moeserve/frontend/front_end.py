@@ -143,19 +143,16 @@ class FrontEnd(Actor[FromEngine], ServingState):
     ) -> Generation:
         """Check, admit and submit a request. Raises RequestError before anything runs.
 
-        Args:
-            prompt: The prompt's token ids.
-            params: The sampling parameters of its `params.n` sequences.
-            reservation: Room for the sequences, from `admit`. Without one they are admitted here.
-            priority: Lower values run first.
-            salt: Requests with different salts share no prefix cache.
-            owner: The sender. New grammars of several owners are checked in turns.
-            request_id: Any text; it names the request in errors and receipts.
-            marked: Special tokens are in the text, between marks.
-            parser: Makes the parser of each sequence's answer; the text is marked then.
-            grammar: A grammar for the answers, in place of `params.structured_outputs`.
-            grammar_param: The request field that errors in the grammar name.
-            grammar_parts: The constraints in `grammar`, each with its field; see `GrammarAdmission`.
+        Args: prompt: The prompt's token ids. params: The sampling parameters of its `params.n`
+            sequences. reservation: Room for the sequences, from `admit`. Without one they are
+            admitted here. priority: Lower values run first. salt: Requests with different salts
+            share no prefix cache. owner: The sender. New grammars of several owners are checked in
+            turns. request_id: Any text; it names the request in errors and receipts. marked:
+            Special tokens are in the text, between marks. parser: Makes the parser of each
+            sequence's answer; the text is marked then. grammar: A grammar for the answers, in place
+            of `params.structured_outputs`. grammar_param: The request field that errors in the
+            grammar name. grammar_parts: The constraints in `grammar`, each with its field; see
+            `GrammarAdmission`.
         """
         ready = self._serving()
         check_request(prompt, priority, ready)
@@ -206,13 +203,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return generation
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Returns the token ids of a text, with the tokenizer's own special tokens around it if
+        """Return the token ids of a text, with the tokenizer's own special tokens around it if
         `special`.
         """
         return (await self.encode_all([text], special=special))[0]
 
     async def encode_all(self, texts: list[str], *, special: bool = True) -> list[list[int]]:
-        """Returns the token ids of several texts; see `encode`."""
+        """Return the token ids of several texts; see `encode`."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise errors.InvalidRequest(
@@ -220,7 +217,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             )
 
         def work() -> list[list[int]]:
-            """Encodes the texts, in this thread."""
+            """Encode the texts, in this thread."""
             return [tokenizer.encode(text, special=special) for text in texts]
 
         return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
@@ -259,7 +256,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return self.ready
 
     def drop(self, generation: Generation, reason: str = "abort") -> None:
-        """Ends the sequences of a request that still run, here and in the engine."""
+        """End the sequences of a request that still run, here and in the engine."""
         live = [s for s in generation.sequences if self.running.sequences.get(s.rid) is s]
         for sequence in live:
             self._end(sequence, reason)
@@ -325,7 +322,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return self._stopping or self.failure is not None
 
     async def turn(self) -> None:
-        """Handles the engine's messages. An unexpected error is logged and becomes the `failure`
+        """Handle the engine's messages. An unexpected error is logged and becomes the `failure`
         that callers see.
         """
         try:
@@ -345,7 +342,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         await self._grammars.close()
 
     def handle(self, msg: FromEngine) -> None:
-        """Acts on one message of the engine or of its link."""
+        """Act on one message of the engine or of its link."""
         match msg:
             case m.StepOutput():
                 self._on_step(msg)
@@ -405,7 +402,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
     def _advance(
         self, sequence: Sequence, token: int, finish: int, out: m.StepOutput, now: float
     ) -> None:
-        """Applies one row of a step output to a running sequence."""
+        """Apply one row of a step output to a running sequence."""
         rid = sequence.rid
         if finish == m.FinishReason.ERROR:
             self._end(sequence, "error")
@@ -465,7 +462,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._replay(msg.rids, f"engine {msg.engine} {what} ({msg.cause})")
 
     def _replay(self, rids: Collection[int], why: str) -> None:
-        """Submits these sequences again with the tokens that they have."""
+        """Submit these sequences again with the tokens that they have."""
         live = [rid for rid in rids if rid in self.running.sequences]
         log.warning("%s; %d sequences go on where they were", why, len(live))
         for rid in live:
@@ -488,7 +485,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._give_up(gone.error())
 
     def _give_up(self, failure: errors.MoeserveError) -> None:
-        """Fails all sequences: there will be no engine any more."""
+        """Fail all sequences: there will be no engine any more."""
         self.failure = failure
         self.enter("lost")
         self._fail_all("the engine stopped while this request ran; send it again")
@@ -497,7 +494,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
     # --------------------------------------------------------------------------------------------
 
     def _fail(self, generation: Generation, error: errors.RequestError) -> None:
-        """Fails a whole request because of one sequence."""
+        """Fail a whole request because of one sequence."""
         generation.fail(error)
         self.drop(generation, "error")
 
@@ -523,7 +520,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return self.state == "ready" and self.link.healthy
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the
+        """Refuse new requests, lets running ones finish for timeout_s seconds, then aborts the
         rest.
 
         An engine that dies meanwhile is replaced as usual, and its requests go on.

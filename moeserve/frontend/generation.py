@@ -58,7 +58,7 @@ class Delta(msgspec.Struct, gc=False):
     receipt: Receipt | None = None  # in the sequence's last delta, if asked for
 
     def append(self, later: "Delta") -> None:
-        """Appends the next delta of the same sequence."""
+        """Append the next delta of the same sequence."""
         self.text += later.text
         self.cached_tokens = (
             later.cached_tokens if self.cached_tokens is None else self.cached_tokens
@@ -66,7 +66,7 @@ class Delta(msgspec.Struct, gc=False):
         self.add(later)
 
     def add(self, later: "Delta") -> None:
-        """Appends the next delta of the same sequence, but for its text."""
+        """Append the next delta of the same sequence, but for its text."""
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.parts += later.parts
@@ -106,7 +106,7 @@ class Sequence:
     last_at: float = 0.0
 
     def advance(self, token: int, finish: int, out: StepOutput) -> Delta:
-        """Takes one row of a step output and returns the delta for the caller. A token of -1 means
+        """Take one row of a step output and returns the delta for the caller. A token of -1 means
         no token. What is in columns of `out` for a request's rows is taken out of them.
 
         A stop token ends the text before itself unless `include_stop_str_in_output`.
@@ -140,7 +140,7 @@ class Sequence:
         return delta
 
     def read(self, delta: Delta) -> None:
-        """Adds to a delta what the parser makes of it: here, so that it does not depend on how
+        """Add to a delta what the parser makes of it: here, so that it does not depend on how
         deltas are merged.
         """
         assert self.parser is not None
@@ -150,7 +150,7 @@ class Sequence:
         delta.num_reasoning = len(delta.token_ids) if self.reasoning else 0
 
     def _cut(self, delta: Delta) -> None:
-        """Holds back what may become a stop string, and ends the sequence at the first one."""
+        """Hold back what may become a stop string, and ends the sequence at the first one."""
         assert self.stops is not None
         searching = len(self.tokens) >= self.owner.params.min_tokens
         delta.text, found = self.stops.push(delta.text, active=searching)
@@ -215,7 +215,7 @@ class Generation:
         tokenizer: Tokenizer | None,
         parser: Callable[[], AnswerParser] | None,
     ) -> None:
-        """Makes the sequences. For the front end."""
+        """Make the sequences. For the front end."""
         params = self.params
         for index, sampling in enumerate(samplings):
             sequence = Sequence(next(rids), index, self, sampling)
@@ -232,7 +232,7 @@ class Generation:
             self.sequences.append(sequence)
 
     def push(self, delta: Delta) -> None:
-        """Adds a delta, merged with an unread one of the same sequence; `deliver` is due then. For
+        """Add a delta, merged with an unread one of the same sequence; `deliver` is due then. For
         the front end.
         """
         held = self._pending.setdefault(delta.index if self.merges else object(), delta)
@@ -240,7 +240,7 @@ class Generation:
             held.append(delta)
 
     def deliver(self) -> None:
-        """Gives the deltas to the taker, as far as it takes them, or wakes the reader. For the
+        """Give the deltas to the taker, as far as it takes them, or wakes the reader. For the
         front end.
         """
         if self._waiter is None or self._waiter.done():
@@ -259,13 +259,13 @@ class Generation:
             self._wake()
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:
-        """Adds a chunk of prompt logprobs. A chunk may come again after a preemption."""
+        """Add a chunk of prompt logprobs. A chunk may come again after a preemption."""
         rows = self.prompt_rows or [None]
         rows[piece.start : piece.start + len(piece.rows)] = piece.rows
         self.prompt_rows = rows
 
     def fail(self, error: Exception) -> None:
-        """Ends the whole request with an error, which is raised after the unread deltas. The first
+        """End the whole request with an error, which is raised after the unread deltas. The first
         error counts.
         """
         self._error = self._error or error
@@ -297,14 +297,14 @@ class Generation:
         return self._pending.pop(next(iter(self._pending)))
 
     def abort(self) -> None:
-        """Ends the sequences that still run; the engine frees them before its next step.
+        """End the sequences that still run; the engine frees them before its next step.
         Idempotent.
         """
         if self.num_live:
             self._abort(self)
 
     def replace(self, error: Exception) -> None:
-        """Gives the reader an error in place of what it has not read. The sequences go on
+        """Give the reader an error in place of what it has not read. The sequences go on
         elsewhere.
         """
         self._pending.clear()
@@ -332,7 +332,7 @@ class Generation:
 
 
 def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
-    """Raises InvalidRequest for an empty prompt, an unknown token id or a priority that is no
+    """Raise InvalidRequest for an empty prompt, an unknown token id or a priority that is no
     32-bit integer, and ContextLengthExceeded for a long prompt."""
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
@@ -366,7 +366,7 @@ def token_sampling(
     grammar: GrammarSpec | None = None,
     known_processors: Collection[str] = (),
 ) -> list[TokenSampling]:
-    """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i,
+    """Return one `TokenSampling` for each of the n sequences; sequence i samples with seed + i,
     and only the first one computes prompt logprobs.
 
     The parameters were checked by `SamplingParams.check`, and the prompt by `check_request`:
@@ -402,7 +402,7 @@ def token_sampling(
 
 
 def submission(sequence: Sequence) -> Submit:
-    """Returns the message that starts a sequence, or replays it with the tokens that were already
+    """Return the message that starts a sequence, or replays it with the tokens that were already
     generated.
     """
     owner = sequence.owner

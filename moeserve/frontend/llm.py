@@ -72,7 +72,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Returns all answers, in the order of the prompts. Takes one SamplingParams for all, or
+        """Return all answers, in the order of the prompts. Takes one SamplingParams for all, or
         one each.
 
         Raises RequestError for the first prompt that is refused; nothing of that call keeps running
@@ -120,7 +120,7 @@ class LLM:
         )
 
         async def answer(i: int) -> RequestOutput:
-            """Generates all answers to prompt i."""
+            """Generate all answers to prompt i."""
             async with room:
                 text, tokens = await async_engine.read_prompt(front, batch[i])
                 async with await front.generate(
@@ -144,7 +144,7 @@ class LLM:
         return [task.result() for task in tasks]
 
     def close(self) -> None:
-        """Stops the engine and its threads."""
+        """Stop the engine and its threads."""
         self._close()
 
     @property
@@ -193,7 +193,7 @@ class LoopThread:
             raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the loop and returns its result. Ctrl-C cancels the coroutine too."""
+        """Run a coroutine on the loop and returns its result. Ctrl-C cancels the coroutine too."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -202,7 +202,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Stops the engine and ends the thread. Running calls are cancelled."""
+        """Stop the engine and ends the thread. Running calls are cancelled."""
         with suppress(RuntimeError):  # the loop has ended by itself: the engine did not open
             self._loop.call_soon_threadsafe(self._life.cancel)
         if threading.current_thread() is not self._thread:  # the garbage collector may run anywhere

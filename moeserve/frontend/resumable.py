@@ -172,12 +172,13 @@ class Resumable:
         parser: Callable[[], AnswerParser] | None = None,
         cuts: Mapping[int, Collection[int]] | None = None,
     ) -> Generation:
-        """Return a generation that begins at the stream's first row; its reader so far gets TakenOver.
+        """Return a generation that begins at the stream's first row; its reader so far gets
+        TakenOver.
 
-        The known rows come as deltas of up to MERGED_ROWS rows, never merged across the token counts
-        in `cuts[index of the sequence]`; rows that follow come one by one until `merges` is set. Raises NotFound
-        if the stream is closed meanwhile, TakenOver if another reader resumes it, and Overloaded if
-        too many streams wait for their replay.
+        The known rows come as deltas of up to MERGED_ROWS rows, never merged across the token
+        counts in `cuts[index of the sequence]`; rows that follow come one by one until `merges` is
+        set. Raises NotFound if the stream is closed meanwhile, TakenOver if another reader resumes
+        it, and Overloaded if too many streams wait for their replay.
         """
         stream = self._streams.get(log.entry.id)
         if stream is None or stream.log is not log:
@@ -282,7 +283,8 @@ class Resumable:
     # ---- streams of another process
 
     def adopt(self, entry: Entry, logs: list[SequenceLog]) -> Generation:
-        """Keep a stream of another process; return its generation, which has tokens and no text yet.
+        """Keep a stream of another process; return its generation, which has tokens and no text
+        yet.
 
         entry: with rids of this process. Raises Overloaded if there is no room.
         """

@@ -27,13 +27,13 @@ class ServingState:
         self._changed = asyncio.Event()
 
     def enter(self, state: State) -> None:
-        """Changes the state, unless the front end drains, and wakes all that wait here."""
+        """Change the state, unless the front end drains, and wakes all that wait here."""
         if self.state != "draining":
             self.state = state
         self._changed.set()
 
     def refusal(self) -> RequestError:
-        """Returns the error for a request that comes while the state is not "ready"."""
+        """Return the error for a request that comes while the state is not "ready"."""
         if self.state == "draining":
             return Overloaded(
                 "the server is shutting down", code="server_draining", retry_after_s=5
@@ -50,7 +50,7 @@ class ServingState:
         return Overloaded(what, code="model_loading", retry_after_s=2)
 
     async def wait_ready(self) -> Ready:
-        """Returns when the engine serves. Raises ConfigError or EngineDied if it is gone for good."""
+        """Return when the engine serves. Raises ConfigError or EngineDied if it is gone for good."""
         await self._until(lambda: self.state == "ready" or self.failure is not None)
         if self.failure is not None:
             raise self.failure
@@ -58,13 +58,13 @@ class ServingState:
         return self.ready
 
     async def died(self) -> MoeserveError:
-        """Waits until the engine is gone for good and returns the cause."""
+        """Wait until the engine is gone for good and returns the cause."""
         await self._until(lambda: self.failure is not None)
         assert self.failure is not None
         return self.failure
 
     async def stopping(self) -> None:
-        """Returns once the front end drains, or the engine is gone for good."""
+        """Return once the front end drains, or the engine is gone for good."""
         await self._until(lambda: self.state == "draining" or self.failure is not None)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

@@ -72,7 +72,7 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Counts a value."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -91,7 +91,7 @@ class EngineStats:
     exposed_comm_s: float = 0.0  # the part of comm_s during which the model waited
 
     def step(self, record: StepRecord) -> None:
-        """Adds one step. A record without work only has gauges: the other values stay those of the
+        """Add one step. A record without work only has gauges: the other values stay those of the
         last step.
         """
         if not record.num_requests and self.last is not None:
@@ -148,7 +148,7 @@ class FrontStats:
     num_active: int = 0  # sequences that the front end is waiting for
 
     def step(self, record: StepRecord) -> None:
-        """Adds one engine's step."""
+        """Add one engine's step."""
         self.preemptions += record.num_preempted
         self.prompt_tokens += record.prompt_tokens
         if record.num_drafts:
@@ -165,7 +165,7 @@ class FrontStats:
         self.engines[record.dp_rank].step(record)
 
     def lost_engine(self, engine: int, *, died: bool) -> None:
-        """Drops the gauges of an engine (data-parallel rank) that is gone, and counts a restart if
+        """Drop the gauges of an engine (data-parallel rank) that is gone, and counts a restart if
         it died.
         """
         self.engines[engine].last = None
@@ -199,7 +199,7 @@ class FrontStats:
         return msgspec.structs.replace(newest, **sums)
 
     def end(self, reason: str, age_s: float, num_prompt: int, num_generated: int) -> None:
-        """Counts a finished sequence."""
+        """Count a finished sequence."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self.e2e_s.add(age_s)
         self.request_prompt_tokens.add(num_prompt)

@@ -122,7 +122,7 @@ class MeasuredCost:
 
 
 def between(tokens: int, rows: int) -> F64:
-    """Returns the numbers that the seconds between two steps are linear in, in the order of GAPS."""
+    """Return the numbers that the seconds between two steps are linear in, in the order of GAPS."""
     return np.array((1.0, rows, tokens > rows))
 
 
@@ -135,7 +135,7 @@ def features(
     busy: float,
     behind: bool = False,
 ) -> F64:
-    """Returns the numbers that the seconds of a step are linear in, in the order of TERMS: those of
+    """Return the numbers that the seconds of a step are linear in, in the order of TERMS: those of
     the engine with most tokens, the others' tokens, and how many others have any, as those share
     the memory's rate. 3 tokens lie in the middle between 2 and 4; beyond the last knot time grows
     as tokens do."""
@@ -151,7 +151,7 @@ def features(
 
 
 def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
-    """Returns the calibration with terms, residuals and error of these samples. Raises ConfigError
+    """Return the calibration with terms, residuals and error of these samples. Raises ConfigError
     if there are too few."""
     if len(samples) < 2 * len(TERMS):
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(TERMS)} terms")
@@ -181,7 +181,7 @@ def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
 
 
 def not_negative(x: F64, y: F64) -> F64:
-    """Returns a >= 0 such that the relative errors of x @ a are least, and 0 on average: they are
+    """Return a >= 0 such that the relative errors of x @ a are least, and 0 on average: they are
     relative to x @ a itself, which the last round gave. Steps that took much longer were
     interrupted, and do not count."""
     a = np.zeros(x.shape[1])
@@ -194,7 +194,7 @@ def not_negative(x: F64, y: F64) -> F64:
 
 
 def least(x: F64, y: F64, size: F64) -> F64:
-    """Returns a >= 0 such that the squares of (x @ a - y) / size are least, by leaving out negative
+    """Return a >= 0 such that the squares of (x @ a - y) / size are least, by leaving out negative
     terms.
     """
     a = np.zeros(x.shape[1])
@@ -211,18 +211,18 @@ def least(x: F64, y: F64, size: F64) -> F64:
 
 
 def limits_of(calibration: Calibration) -> Limits:
-    """Returns the limits that the measured engine had."""
+    """Return the limits that the measured engine had."""
     return msgspec.convert(calibration.limits, Limits)
 
 
 def write(path: Path, calibration: Calibration) -> None:
-    """Writes a calibration. Raises ConfigError."""
+    """Write a calibration. Raises ConfigError."""
     with ConfigError.instead_of(OSError, f"calibration {path}"):
         path.write_bytes(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
 
 
 def read(path: Path) -> Calibration:
-    """Reads a calibration. Raises ConfigError naming what is wrong."""
+    """Read a calibration. Raises ConfigError naming what is wrong."""
     remedy = "; write one by `moeserve simulate --measure FILE`"
     with ConfigError.instead_of((OSError, msgspec.DecodeError), f"--calibration {path}", remedy):
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)

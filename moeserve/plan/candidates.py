@@ -80,7 +80,7 @@ class Candidate:
         return " ".join([*words, f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}"])
 
     def estimate(self, load: Workload) -> Estimate | None:
-        """Returns what happens at this load, in the long run; None if more comes than is served."""
+        """Return what happens at this load, in the long run; None if more comes than is served."""
         assert self.cost is not None
         assert self.memory is not None
         dp = self.config.parallel.dp
@@ -132,7 +132,7 @@ class Candidate:
     def _sums(
         self, rows: float, held: float, chunk: float, prompt: float = 0.0
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Returns the reads and pairs of `Shape`. chunk: in the middle of a prompt."""
+        """Return the reads and pairs of `Shape`. chunk: in the middle of a prompt."""
         assert self.cost is not None
         reads = []
         pairs = []
@@ -145,7 +145,7 @@ class Candidate:
         return tuple(reads), tuple(pairs)
 
     def capacity(self, load: Workload) -> float:
-        """Returns the most requests per second within the goals, to a hundredth; 0 if none."""
+        """Return the most requests per second within the goals, to a hundredth; 0 if none."""
         low = 0.0
         high = 1.0
         while high < 1e6 and self._good(replace(load, rate=high)):
@@ -170,7 +170,7 @@ def candidates(
     zipf: float = 0.0,
     tables: KernelTables | None = None,
 ) -> Iterator[Candidate]:
-    """Yields every layout of all devices that the engine runs or refuses. A setting that `config`
+    """Yield every layout of all devices that the engine runs or refuses. A setting that `config`
     has is kept.
     """
     for tp in (n for n in spec.possible_tp if n <= cluster.per_node and cluster.per_node % n == 0):

@@ -123,7 +123,7 @@ _GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z]\w*)")
 
 
 def find_device(name: str) -> Device:
-    """Returns a device by its name, in any case. Raises ConfigError with the names there are."""
+    """Return a device by its name, in any case. Raises ConfigError with the names there are."""
     if name.lower() not in DEVICES:
         near = get_close_matches(name.lower(), DEVICES, 1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -132,7 +132,7 @@ def find_device(name: str) -> Device:
 
 
 def find_link(name: str) -> Link:
-    """Returns a link between machines by its name. Raises ConfigError with the names there are."""
+    """Return a link between machines by its name. Raises ConfigError with the names there are."""
     if name not in LINKS:
         raise ConfigError(f"--link {name!r} is not known; known: {', '.join(LINKS)}")
     return LINKS[name]
@@ -154,7 +154,7 @@ class Cluster:
 
 
 def read_gpus(text: str, link: str = "ib400") -> Cluster:
-    """Parses `MACHINESxDEVICESxKIND`: 2x8xH100, 8xH200 (one machine), B200 (one device). Raises
+    """Parse `MACHINESxDEVICESxKIND`: 2x8xH100, 8xH200 (one machine), B200 (one device). Raises
     ConfigError.
     """
     match = _GPUS.fullmatch(text.strip())

@@ -48,13 +48,13 @@ class Records(FrontStats):
         self.seen: list[StepRecord] = []
 
     def step(self, record: StepRecord) -> None:
-        """Notes a step."""
+        """Note a step."""
         super().step(record)
         self.seen.append(record)
 
 
 async def measure(config: Config, most_streams: int = 64) -> Calibration:
-    """Runs the engines of this config for less than a minute, where a step takes milliseconds.
+    """Run the engines of this config for less than a minute, where a step takes milliseconds.
     most_streams: of an engine."""
     config = replace(
         config,
@@ -109,7 +109,7 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
 
 
 def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
-    """Returns the steps whose sizes the records tell: of decodes, and of decodes and one whole
+    """Return the steps whose sizes the records tell: of decodes, and of decodes and one whole
     prompt.
     """
     steps: list[list[StepRecord]] = []
@@ -151,7 +151,7 @@ def _goes_on(seen: list[StepRecord], steps: int, begin_s: float, parts: int) -> 
 async def _stream(
     front: FrontEnd, rng: random.Random, prompts: list[int], goes_on: Callable[[int], bool]
 ) -> None:
-    """Asks for one answer after the other."""
+    """Ask for one answer after the other."""
     while goes_on(1):
         await _answer(front, rng, rng.choice(prompts), rng.randint(2, LONGEST_ANSWER), goes_on)
 
@@ -163,7 +163,7 @@ async def _answer(
     num_tokens: int,
     goes_on: Callable[[int], bool] = bool,
 ) -> float:
-    """Reads one answer, to its end or as long as the test goes on; returns the seconds until its
+    """Read one answer, to its end or as long as the test goes on; returns the seconds until its
     first token.
     """
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

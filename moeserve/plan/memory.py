@@ -44,7 +44,7 @@ class RankWeights:
 
 
 def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
-    """Counts the parameters of rank 0. Those that a checkpoint stores in 4 bits are taken to be its
+    """Count the parameters of rank 0. Those that a checkpoint stores in 4 bits are taken to be its
     experts alone, and 8-bit ones all linear layers, as published checkpoints have them."""
     from moeserve.comm.world import World
     from moeserve.models.load_plan import load_plan
@@ -107,7 +107,7 @@ class RankMemory:
 
 
 def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
-    """Returns the memory of a rank on a device of its own. Raises ConfigError (DoesNotFit) as the
+    """Return the memory of a rank on a device of its own. Raises ConfigError (DoesNotFit) as the
     engine would.
     """
     import torch

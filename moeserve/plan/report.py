@@ -29,7 +29,7 @@ class Clients:
         self.gaps = np.zeros(len(_EDGES) + 1, np.int64)
 
     def emitted(self, rids: NDArray[np.int64], now_s: float) -> None:
-        """Notes that each of these requests has one more token."""
+        """Note that each of these requests has one more token."""
         before = self.last_s[rids]
         fresh = np.isnan(before)
         if fresh.any():
@@ -40,7 +40,7 @@ class Clients:
         self.tokens[rids] += 1
 
     def went_on(self, number: int, gap_s: float) -> None:
-        """Notes that so many requests have one more token, each `gap_s` after the one before."""
+        """Note that so many requests have one more token, each `gap_s` after the one before."""
         self.gaps[bisect_left(_EDGE_LIST, gap_s)] += number
 
 
@@ -61,7 +61,7 @@ class Steps:
 
 
 def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str, Any]:
-    """Returns the numbers of a simulation. Times in ms, as `moeserve bench serve` names them.
+    """Return the numbers of a simulation. Times in ms, as `moeserve bench serve` names them.
     delay_s: from the engine to the client and back."""
     done = clients.done
     duration_s = float(np.nanmax(clients.last_s) - clients.at_s[0]) if done.any() else 0.0
@@ -94,7 +94,7 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the numbers as text."""
+    """Return the numbers as text."""
     lines = [
         f"{result['completed']:,} of {result['requests']:,} requests in {result['duration']:,.1f} s: "
         f"{result['request_throughput']:,.2f} requests/s, {result['output_throughput']:,.0f} tokens/s",

@@ -49,14 +49,14 @@ class StepCost(Protocol):
     spans: Spans
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
-        """Returns the time of a step that engines with these shapes run together."""
+        """Return the time of a step that engines with these shapes run together."""
 
     def host_seconds(self, shape: Shape) -> float:
-        """Returns the host's time between a result and the next plan."""
+        """Return the host's time between a result and the next plan."""
 
 
 def shape_of(plan: StepPlan, spans: Spans) -> Shape:
-    """Counts a plan. Rows of 1 token at position 9 and 4 at 0: tokens 5, reads 10 + 4, pairs 10 +
+    """Count a plan. Rows of 1 token at position 9 and 4 at 0: tokens 5, reads 10 + 4, pairs 10 +
     (1 + 2 + 3 + 4).
     """
     counts = plan.counts_R.astype(np.float64)
@@ -108,7 +108,7 @@ class ExpertShares:
         self._distinct = (hit_TE * copies).sum(1) / ranks
 
     def distinct(self, tokens: float) -> float:
-        """Returns how many of a rank's experts are needed by so many tokens of all ranks together."""
+        """Return how many of a rank's experts are needed by so many tokens of all ranks together."""
         return float(np.interp(tokens, self._tokens, self._distinct))
 
 
@@ -211,7 +211,7 @@ class Roofline:
         return self.device.host_s + self.device.host_row_s * shape.rows
 
     def terms(self, shapes: Sequence[Shape]) -> dict[str, float]:
-        """Returns the seconds of each part of a step, in one micro-batch or in two, whichever is
+        """Return the seconds of each part of a step, in one micro-batch or in two, whichever is
         shorter.
         """
         one = self._computing(shapes, 1) | {"all2all": self._all2all(shapes, 1)}

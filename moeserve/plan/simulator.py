@@ -52,7 +52,7 @@ class Engine:
         return len(self.inbox) + self.scheduler.num_waiting
 
     def plan(self, now_s: float) -> tuple[Any, Shape]:
-        """Reads the requests that are there by now, and returns the next step and its size; None if
+        """Read the requests that are there by now, and returns the next step and its size; None if
         there is none.
         """
         while self.inbox and self.inbox[0][0] <= now_s:
@@ -65,7 +65,7 @@ class Engine:
         return plan, NOTHING if plan is None else shape_of(plan, self._spans)
 
     def settle(self, plan: StepPlan, clients: Clients, now_s: float) -> Settled:
-        """Ends the oldest step."""
+        """End the oldest step."""
         tokens = np.zeros(int(np.count_nonzero(plan.samples_R)), np.int32)
         output = self.scheduler.update_from_output(plan, StepResult(plan.step, tokens))
         rids = np.frombuffer(output.rids, "<i8")
@@ -107,13 +107,13 @@ class Group:
         )
 
     def wake(self, now_s: float) -> None:
-        """Lets engines that sleep read a request that came now."""
+        """Let engines that sleep read a request that came now."""
         if not self._in_flight:
             self._now_s = max(self._now_s, now_s)
             self._woken = True
 
     def advance(self, until_s: float) -> None:
-        """Runs steps until none ends before `until_s`. Requests that come by then are in the
+        """Run steps until none ends before `until_s`. Requests that come by then are in the
         engines' inboxes.
         """
         while True:
@@ -189,7 +189,7 @@ class Simulation:
         self.clients = Clients(np.zeros(0))
 
     def run(self, trace: RequestTrace) -> "Simulation":
-        """Simulates all requests to their ends, and returns itself. May be called once."""
+        """Simulate all requests to their ends, and returns itself. May be called once."""
         self.clients = Clients(np.array([arrival.at_s for arrival in trace.arrivals]))
         for rid, arrival in enumerate(trace.arrivals):
             for group in self.groups:
@@ -214,12 +214,12 @@ class Simulation:
         self.steps.most_waiting = max(self.steps.most_waiting, engine.num_waiting)
 
     def refused(self, rank: int, rid: int, code: str) -> None:
-        """Counts a request that an engine refused."""
+        """Count a request that an engine refused."""
         self.steps.refused[code] = self.steps.refused.get(code, 0) + 1
         self._balancer.end(rid)
 
     def settled(self, rank: int, found: Settled) -> None:
-        """Takes what a step came to."""
+        """Take what a step came to."""
         steps = self.steps
         if found.prompt_tokens or found.preempted:
             steps.preempted += found.preempted

@@ -45,7 +45,7 @@ class Times:
         self._most = float(points[-1][0])
 
     def seconds(self, size: float) -> float:
-        """Returns the time of a kernel."""
+        """Return the time of a kernel."""
         at = np.log(max(1.0, size))
         return float(np.exp(np.interp(at, self._log_sizes, self._log_s))) * max(
             1.0, size / self._most
@@ -62,7 +62,7 @@ class AttentionTimes:
     reading: Times
 
     def seconds(self, rows: int, prompts: int, reads: float, pairs: float) -> float:
-        """Returns the time of a step with so many tokens of prompts beside a token of each row; see
+        """Return the time of a step with so many tokens of prompts beside a token of each row; see
         `Shape`.
         """
         near = min(self.decoding, key=lambda number: abs(math.log(number / rows)))
@@ -81,7 +81,7 @@ class KernelTables:
     attention: dict[HeadKey, AttentionTimes] = field(default_factory=dict)
 
     def dense(self, shapes: Sequence[tuple[float, float]]) -> Times | None:
-        """Returns the times over rows of products of (outputs, inputs), one after the other; None
+        """Return the times over rows of products of (outputs, inputs), one after the other; None
         if none are measured. Between measured sizes, logarithms are linear; beyond them, time grows
         as both do."""
         sizes = sorted({n for n, _ in self.products})
@@ -116,7 +116,7 @@ class KernelTables:
 
 
 def read_tables(source: str, device: Device) -> KernelTables:
-    """Reads the newest measurements of a device. source: "aiconfigurator" for the installed
+    """Read the newest measurements of a device. source: "aiconfigurator" for the installed
     package, or a folder. Raises ConfigError if there are none of experts; other kinds may be
     missing."""
     folder = Path(source)
@@ -136,7 +136,7 @@ def read_tables(source: str, device: Device) -> KernelTables:
     name = device.name.lower()
 
     def points(path: str, names: Sequence[str], **only: Any) -> Iterator[tuple[list[Any], float]]:
-        """Yields the values of these columns, and the seconds."""
+        """Yield the values of these columns, and the seconds."""
         files = [f for system in (f"{name}_sxm", name) for f in folder.glob(f"{system}/{path}")]
         if not files:
             return
@@ -183,7 +183,7 @@ def read_tables(source: str, device: Device) -> KernelTables:
 
 
 def _fastest(points: Any) -> dict[Any, dict[int, float]]:
-    """Returns seconds by the last value of each key, and those by the values before it: of the
+    """Return seconds by the last value of each key, and those by the values before it: of the
     fastest kernel, as an engine would choose."""
     found: dict[Any, dict[int, float]] = defaultdict(dict)
     for (*key, size), took_s in points:

@@ -55,7 +55,7 @@ class RequestTrace:
 def synthetic(
     times_s: Sequence[float], num_input: int, num_output: int, spread: float = 0.0, seed: int = 0
 ) -> RequestTrace:
-    """Returns requests of about these lengths, uniform in length * (1 - spread .. 1 + spread), at
+    """Return requests of about these lengths, uniform in length * (1 - spread .. 1 + spread), at
     these times.
     """
     rng = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def synthetic(
 
 
 def prompt_of(rid: int, arrival: Arrival) -> bytes:
-    """Returns a prompt as int32 tokens: those of a hash id are the id itself. Without any they all
+    """Return a prompt as int32 tokens: those of a hash id are the id itself. Without any they all
     differ.
     """
     if not arrival.hash_ids:
@@ -79,7 +79,7 @@ def prompt_of(rid: int, arrival: Arrival) -> bytes:
 
 
 def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
-    """Reads a file of any of the kinds. rate: requests per second, for files that do not say when
+    """Read a file of any of the kinds. rate: requests per second, for files that do not say when
     each comes; times of others are stretched to it. Raises ConfigError naming file, line and what
     was expected."""
     with ConfigError.instead_of(OSError, f"--trace {path}"):
@@ -130,7 +130,7 @@ def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:
 
 
 def _line(path: Path, number: int, line: bytes) -> Arrival | None:
-    """Returns the request of a line; None for an empty one and for one of a log that generated
+    """Return the request of a line; None for an empty one and for one of a log that generated
     nothing.
     """
     if not line.strip():

@@ -41,7 +41,7 @@ class Tokens:
         self._vocab_size = vocab_size
 
     async def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, special tokens not added. Raises ConfigError if the
+        """Return the token ids of `text`, special tokens not added. Raises ConfigError if the
         server cannot.
         """
         try:
@@ -54,11 +54,11 @@ class Tokens:
             ) from error
 
     async def decode(self, ids: list[int]) -> str:
-        """Returns the text of token ids."""
+        """Return the text of token ids."""
         return (await self._client.detokenize(ids, model=self._model)).prompt
 
     async def pool(self) -> list[int]:
-        """Returns the ordinary token ids that random prompts are drawn from."""
+        """Return the ordinary token ids that random prompts are drawn from."""
         if self._vocab_size is not None:
             return list(range(self._vocab_size))
         rng = random.Random(0)
@@ -69,11 +69,11 @@ class Tokens:
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that choose prompts and lengths, named as in `vllm bench serve`."""
+    """Add the flags that choose prompts and lengths, named as in `vllm bench serve`."""
     group = parser.add_argument_group("data")
 
     def number(*flags: str, default: Any, help: str) -> None:
-        """Adds an integer flag."""
+        """Add an integer flag."""
         group.add_argument(*flags, type=int, default=default, metavar="N", help=help)
 
     group.add_argument(
@@ -129,7 +129,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 async def build_samples(
     args: argparse.Namespace, tokens: Tokens, *, text_only: bool
 ) -> list[Sample]:
-    """Returns the samples that the flags describe, the same for the same seed. text_only: no
+    """Return the samples that the flags describe, the same for the same seed. text_only: no
     prompts of token ids.
     """
     if args.num_prompts < 1:
@@ -159,7 +159,7 @@ async def _random(args: argparse.Namespace, tokens: Tokens, rng: random.Random) 
         )
 
     def spread(length: int) -> int:
-        """Returns a random length in len*(1-R..1+R)."""
+        """Return a random length in len*(1-R..1+R)."""
         return rng.randint(max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio))))
 
     pool = await tokens.pool()

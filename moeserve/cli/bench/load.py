@@ -39,7 +39,7 @@ class Target:
     fields: Mapping[str, Any]
 
     def body(self, sample: Sample) -> dict[str, Any]:
-        """Returns the JSON body of a sample's streamed request."""
+        """Return the JSON body of a sample's streamed request."""
         body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
             body["messages"] = [{"role": "user", "content": sample.prompt}]
@@ -51,7 +51,7 @@ class Target:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Returns the seconds after the start at which each request is sent. rate inf: all at once.
+    """Return the seconds after the start at which each request is sent. rate inf: all at once.
 
     Gaps are gamma distributed with mean 1/rate and shape `burstiness` (1: a Poisson process; inf:
     even), then scaled so that the last request comes at count/rate: the seed changes the order of
@@ -113,13 +113,13 @@ async def run_load(
     max_concurrency: int | None,
     on_done: Callable[[], Any],
 ) -> tuple[list[Outcome], float]:
-    """Sends every sample at its time; returns the outcomes in that order and the seconds until the
+    """Send every sample at its time; returns the outcomes in that order and the seconds until the
     last was done.
     """
     gate = asyncio.Semaphore(max_concurrency or len(samples))
 
     async def send_one(sample: Sample) -> Outcome:
-        """Sends a sample once fewer than `max_concurrency` others are under way."""
+        """Send a sample once fewer than `max_concurrency` others are under way."""
         async with gate:
             outcome = await send(client, target, sample)
         on_done()

@@ -23,7 +23,7 @@ def summarize(
     metrics: Sequence[str],
     percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """Returns the numbers of all requests together. TPOT is vLLM's: (latency - TTFT) / (tokens - 1)
+    """Return the numbers of all requests together. TPOT is vLLM's: (latency - TTFT) / (tokens - 1)
     of a request.
     """
     good = [o for o in outcomes if o.success]
@@ -58,7 +58,7 @@ def summarize(
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Returns each request's lengths, times in seconds, text and error."""
+    """Return each request's lengths, times in seconds, text and error."""
     return {
         "input_lens": [o.prompt_len for o in outcomes],
         "output_lens": [o.output_tokens if o.success else 0 for o in outcomes],
@@ -71,7 +71,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:
-    """Returns the result as text in the layout of `vllm bench serve`."""
+    """Return the result as text in the layout of `vllm bench serve`."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests", result["completed"]),
         ("Failed requests", result["failed"]),

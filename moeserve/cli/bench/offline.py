@@ -32,7 +32,7 @@ class Benchmark(ABC):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds model, numbers, seed and output file, and the flags of `moeserve serve` without
+        """Add model, numbers, seed and output file, and the flags of `moeserve serve` without
         help.
         """
         parser.usage = "%(prog)s [--model MODEL] [flags] [flags of `moeserve serve`]"
@@ -51,7 +51,7 @@ class Benchmark(ABC):
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
-        """Generates with an LLM that takes and returns token ids, and prints the result as JSON."""
+        """Generate with an LLM that takes and returns token ids, and prints the result as JSON."""
         for name, _, least, _ in cls.numbers:
             if getattr(args, name) < least:
                 raise ConfigError(
@@ -76,7 +76,7 @@ class Benchmark(ABC):
     @staticmethod
     @abstractmethod
     def measure(args: argparse.Namespace, llm: "LLM", params: "SamplingParams") -> dict[str, Any]:
-        """Returns the result."""
+        """Return the result."""
 
 
 class Latency(Benchmark):
@@ -91,7 +91,7 @@ class Latency(Benchmark):
 
     @staticmethod
     def measure(args: argparse.Namespace, llm: "LLM", params: "SamplingParams") -> dict[str, Any]:
-        """Returns the mean, each latency and the percentiles."""
+        """Return the mean, each latency and the percentiles."""
         import numpy as np
 
         latencies: list[float] = []
@@ -121,7 +121,7 @@ class Throughput(Benchmark):
 
     @staticmethod
     def measure(args: argparse.Namespace, llm: "LLM", params: "SamplingParams") -> dict[str, Any]:
-        """Returns the time of all prompts, and the rates."""
+        """Return the time of all prompts, and the rates."""
         prompts = random_prompts(
             llm, args.num_warmups + args.num_prompts, args.input_len, args.seed
         )
@@ -143,7 +143,7 @@ class Throughput(Benchmark):
 
 
 def random_prompts(llm: "LLM", count: int, length: int, seed: int) -> list[Any]:
-    """Returns `count` prompts of `length` token ids each, drawn from the model's whole vocabulary."""
+    """Return `count` prompts of `length` token ids each, drawn from the model's whole vocabulary."""
     assert llm.ready is not None
     rng = random.Random(seed)
     ids = range(llm.ready.vocab_size)

@@ -33,7 +33,7 @@ LONGEST_REQUEST_S = 6 * 3600
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags, named as in `vllm bench serve`."""
+    """Add the flags, named as in `vllm bench serve`."""
     parser.usage = "%(prog)s [--base-url URL] [flags]"
     add_server_flags(parser)
     group = parser.add_argument_group("server")
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark and prints its table. Returns 1 if no request succeeded."""
+    """Run the benchmark and prints its table. Returns 1 if no request succeeded."""
     metrics, percentiles = _check(args)
     head, outcomes, duration_s = uvloop.run(_bench(args))
     result = head | summarize(outcomes, duration_s, metrics, percentiles)
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> tuple[list[str], list[float]]:
-    """Returns the metrics and percentiles that are asked for. Raises ConfigError for a bad flag."""
+    """Return the metrics and percentiles that are asked for. Raises ConfigError for a bad flag."""
     metrics: list[str] = args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(METRICS):
         raise ConfigError(
@@ -153,7 +153,7 @@ def _check(args: argparse.Namespace) -> tuple[list[str], list[float]]:
 
 
 async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome], float]:
-    """Returns the description of the load, the outcomes, and the seconds until the last one."""
+    """Return the description of the load, the outcomes, and the seconds until the last one."""
     from tqdm import tqdm
 
     async with client_from(args, max_retries=0, timeout_s=LONGEST_REQUEST_S) as client:
