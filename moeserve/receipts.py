@@ -120,7 +120,10 @@ def check_form(receipt: Receipt) -> str:
     if wrong := [number for number, link in enumerate(receipt.links) if not _LINK.fullmatch(link)]:
         return f"link {wrong[0]} is no SHA-256 in hexadecimal"
     if len(receipt.marks) != (wanted := MARK * num_tokens * bool(num_links)):
-        return f"its marks have {len(receipt.marks)} digits; those of {num_tokens} tokens have {wanted}"
+        return (
+            f"its marks have {len(receipt.marks)} digits; those of {num_tokens} tokens have "
+            f"{wanted}"
+        )
     return ""
 
 
@@ -136,7 +139,10 @@ def difference(receipt: Receipt, found: Computed) -> str:
             and receipt.marks[MARK * i : MARK * (i + 1)] != found.digests[i].hex()[:MARK]
         )
         if said != computed:
-            return f"token {i} is {said} in the receipt, {computed} computed{' from other logits' * moved}"
+            return (
+                f"token {i} is {said} in the receipt, {computed} "
+                f"computed{' from other logits' * moved}"
+            )
         if moved and _holds(receipt, found, 1 + i // LINK_TOKENS):
             return f"token {i} and its logits are equal; its mark was changed"
         if moved:
@@ -144,7 +150,10 @@ def difference(receipt: Receipt, found: Computed) -> str:
     for number in range(1, len(receipt.links)):
         if not _holds(receipt, found, number):
             last = min(number * LINK_TOKENS, len(found.token_ids)) - 1
-            return f"link {number} is not of tokens {(number - 1) * LINK_TOKENS} to {last}, though they are equal"
+            return (
+                f"link {number} is not of tokens {(number - 1) * LINK_TOKENS} to {last}, though "
+                "they are equal"
+            )
     ends = receipt.finish_reason, receipt.stop_reason
     if ends != (now := (found.finish_reason, found.stop_reason)):
         return f"the last token ends the answer by {ends} in the receipt, by {now} computed"

@@ -151,7 +151,10 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
         except msgspec.ValidationError as error:
             raise invalid_request(error) from error
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            what = f"structured_outputs must be StructuredOutputsParams, not {type(self.structured_outputs).__name__}"
+            what = (
+                "structured_outputs must be StructuredOutputsParams, not "
+                f"{type(self.structured_outputs).__name__}"
+            )
             raise InvalidRequest(what, param="structured_outputs")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             what = f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"

@@ -205,7 +205,10 @@ def answer_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: 
     if shown.calls and receipt.finish_reason == "stop":
         reasons.add("tool_calls")  # but for a tool that the request named
     if shown.finish_reason not in reasons:
-        return f"finish_reason: {shown.finish_reason!r} in the answer, {receipt.finish_reason!r} computed"
+        return (
+            f"finish_reason: {shown.finish_reason!r} in the answer, {receipt.finish_reason!r} "
+            "computed"
+        )
     if shown.stop_reason != receipt.stop_reason:
         return f"stop_reason: {shown.stop_reason!r} in the answer, {receipt.stop_reason!r} computed"
     return _logprobs_difference(front, receipt, shown, found)
@@ -243,7 +246,7 @@ def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, text: st
 
 
 def _tools(shown: Shown) -> list[dict[str, Any]]:
-    """Return tools that the calls of an answer may be of; formats that call by tags need the types."""
+    """Return tools for an answer's calls, with types for the formats that call by tags."""
     tools = []
     for call in shown.calls or [_Function("a_tool")]:
         arguments: Any = {}
@@ -294,7 +297,10 @@ def _first_difference(name: str, shown: str, computed: str) -> str:
         min(len(shown), len(computed)),
     )
     said = shown[at : at + 20]
-    return f"{name}: from character {at} on {said!r} in the answer, {computed[at : at + 20]!r} computed"
+    return (
+        f"{name}: from character {at} on {said!r} in the answer, {computed[at : at + 20]!r} "
+        "computed"
+    )
 
 
 def _logprobs_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: Computed) -> str:

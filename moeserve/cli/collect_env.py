@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(*, torch: bool = True) -> dict[str, Any]:
-    """Return the report by topic; sizes in bytes. Environment variables with a KEY are not shown."""
+    """Return the report by topic. Variables with KEY in their name have no value in it."""
     variables = {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
     }

@@ -47,7 +47,8 @@ def picture(shown: ExpertStatus) -> str:
     loads = rank_loads(shown)
     lines = [
         f"{len(shown.engines)} engines, epoch {shown.epoch}, placement {shown.placement.version}, "
-        f"balance {shown.balance.ranks:.2f} (1: even), moved {shown.rebalancing.moved_bytes / 1e6:.1f} MB",
+        f"balance {shown.balance.ranks:.2f} (1: even), moved "
+        f"{shown.rebalancing.moved_bytes / 1e6:.1f} MB",
         shown.rebalancing.why,
     ]
     for rank in range(len(loads[0]) if loads else 0):
@@ -56,8 +57,10 @@ def picture(shown: ExpertStatus) -> str:
         lines.append(f"rank {rank:>3} {share:6.1%} |{cells}|")
     for engine in shown.engines:
         lines.append(
-            f"engine {engine.engine}: {engine.state}, {engine.running} running, {engine.waiting} waiting, step "
-            f"{1e3 * engine.mean_step_s:.1f} ms, overlap {engine.overlap_efficiency:.0%}, {engine.restarts} restarts"
+            f"engine {engine.engine}: {engine.state}, {engine.running} running, {engine.waiting} "
+            "waiting, step "
+            f"{1e3 * engine.mean_step_s:.1f} ms, overlap {engine.overlap_efficiency:.0%}, "
+            f"{engine.restarts} restarts"
         )
     return "\n".join(lines)
 

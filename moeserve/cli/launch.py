@@ -33,10 +33,17 @@ _FILES = ("kubernetes", "print")
 _STARTED = (*_SSH, "slurm", "ray", "local")  # by parts of ours
 _WHERE = (*_STARTED, *_FILES)
 _ONLY_FOR = {  # flags that have an effect there only
-    "ssh_option": _SSH, "python": _SSH, "env": _STARTED, "max_restarts": _STARTED, "nodes": (*_FILES, "ray"),
-    "ray_address": ("ray",), "ray_placement": ("ray",), "gpus_per_node": ("ray",), "namespace": ("kubernetes",),
+    "ssh_option": _SSH,
+    "python": _SSH,
+    "env": _STARTED,
+    "max_restarts": _STARTED,
+    "nodes": (*_FILES, "ray"),
+    "ray_address": ("ray",),
+    "ray_placement": ("ray",),
+    "gpus_per_node": ("ray",),
+    "namespace": ("kubernetes",),
     "image": ("kubernetes", "print lws", "print compose"),
-}  # fmt: skip
+}
 _OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that the launcher makes
 
 
@@ -64,7 +71,8 @@ class Served:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.usage = (
-        "%(prog)s [--hosts A,B,... | --hostfile FILE | --slurm | --ray | --kubernetes | --local N | --print KIND] "
+        "%(prog)s [--hosts A,B,... | --hostfile FILE | --slurm | --ray | --kubernetes | --local N "
+        "| --print KIND] "
         "-- serve MODEL ..."
     )
     where = parser.add_mutually_exclusive_group()
@@ -129,8 +137,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "command", nargs=argparse.REMAINDER, metavar="-- serve ...", help="as on one machine"
     )
     parser.epilog = (
-        "Ctrl-C or SIGTERM lets running requests finish; once more stops now. A machine that dies is started again "
-        "and requests go on; all ends with machine 0, and with its exit code. See docs/multi-node.md."
+        "Ctrl-C or SIGTERM lets running requests finish; once more stops now. A machine that dies "
+        "is started again "
+        "and requests go on; all ends with machine 0, and with its exit code. See "
+        "docs/multi-node.md."
     )
 
 
@@ -170,14 +180,16 @@ def _served(words: Sequence[str]) -> Served:
 
     if list(words[:1]) != ["serve"]:
         raise ConfigError(
-            f"give what to run after --, as in `-- serve MODEL --dp 2`; got {' '.join(words)!r:.100}"
+            "give what to run after --, as in `-- serve MODEL --dp 2`; got "
+            f"{' '.join(words)!r:.100}"
         )
     flags = parse(build_parser("serve"), list(words[1:]))
     for name in _OURS:
         origin = _flag(name) if getattr(flags, name) is not None else f"MOESERVE_{name.upper()}"
         if origin.startswith("--") or os.environ.get(origin):
             raise ConfigError(
-                f"{origin}: leave it out, the launcher numbers the machines and gives them a common key"
+                f"{origin}: leave it out, the launcher numbers the machines and gives them a "
+                "common key"
             )
     return Served(list(words), flags)
 
@@ -222,7 +234,8 @@ def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
     dp = served.number("dp", default)
     if slots is not None and dp != default:
         raise ConfigError(
-            f"--dp {dp} contradicts slots={slots}: {machines} machines have {default} engines of --tp {tp}"
+            f"--dp {dp} contradicts slots={slots}: {machines} machines have {default} engines of "
+            f"--tp {tp}"
         )
     if dp < machines:
         raise ConfigError(

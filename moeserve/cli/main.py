@@ -204,7 +204,8 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
         lines.append(f"  {name:<18} {COMMANDS[name].help}")
     lines += [
         "",
-        "First steps: `moeserve serve` serves the built-in demo model; `moeserve chat` talks to it.",
+        "First steps: `moeserve serve` serves the built-in demo model; `moeserve chat` talks to "
+        "it.",
     ]
     return "\n".join(lines)
 

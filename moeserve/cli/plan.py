@@ -82,12 +82,16 @@ def run(args: argparse.Namespace) -> int:
     total = size.total / unit
     active = size.active / unit
     print(
-        f"{spec.architecture}: {total:.1f} {name} parameters, {active:.1f} {name} for a token, {kinds}"
+        f"{spec.architecture}: {total:.1f} {name} parameters, {active:.1f} {name} for a token, "
+        f"{kinds}"
     )
-    print(f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
-          f"{f', {cluster.link.name} between machines' if cluster.nodes > 1 else ''}")  # fmt: skip
     print(
-        f"{load.rate:g} requests/s of {args.input} + {args.output} tokens; max_model_len {config.model.max_model_len}\n"
+        f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
+        f"{f', {cluster.link.name} between machines' if cluster.nodes > 1 else ''}"
+    )
+    print(
+        f"{load.rate:g} requests/s of {args.input} + {args.output} tokens; max_model_len "
+        f"{config.model.max_model_len}\n"
     )
     tables = read_tables(args.tables, cluster.device) if args.tables else None
     found = list(candidates(spec, config, cluster, args.zipf, tables))
@@ -135,7 +139,8 @@ def _with_context(config: Config, spec: ModelSpec, tokens: int) -> Config:
         config = replace(config, model=replace(config.model, max_model_len=rounded))
     if config.model.max_model_len is not None and config.model.max_model_len <= tokens:
         raise ConfigError(
-            f"requests of {tokens} tokens do not fit into {config.model.max_model_len} positions: ask for less, or "
+            f"requests of {tokens} tokens do not fit into {config.model.max_model_len} positions: "
+            "ask for less, or "
             f"raise --max-model-len (the model has {spec.max_position})"
         )
     return config
@@ -149,13 +154,17 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
         found = candidate.estimate(load)
         assert memory is not None
         held = memory.limits.num_blocks * memory.limits.block_size
-        words = f"{candidate.name:<{width}}{memory.weights / 1e9:>9.1f}{memory.kv / 1e9:>8.1f}{held / 1e3:>7.0f}k"
+        words = (
+            f"{candidate.name:<{width}}{memory.weights / 1e9:>9.1f}"
+            f"{memory.kv / 1e9:>8.1f}{held / 1e3:>7.0f}k"
+        )
         words += f"{capacity:>9.1f}"
         if found is None:
             print(f"{words}  more comes than is served")
         else:
             print(
-                f"{words}{1e3 * found.ttft_s:>9.0f}{1e3 * found.itl_s:>8.1f}{found.rows:>6.0f}  {found.binds}"
+                f"{words}{1e3 * found.ttft_s:>9.0f}{1e3 * found.itl_s:>8.1f}{found.rows:>6.0f}  "
+                f"{found.binds}"
             )
     print()
 
@@ -177,28 +186,41 @@ def _confirm(
         done = simulate(limits, groups, candidate.cost, trace, candidate.config)
         result = summarise(done.clients, done.steps)
         ratio = max(
-            result["p99_ttft_ms"] / (1e3 * load.ttft_s), result["p99_tpot_ms"] / (1e3 * load.itl_s), 0.0,
+            result["p99_ttft_ms"] / (1e3 * load.ttft_s),
+            result["p99_tpot_ms"] / (1e3 * load.itl_s),
+            0.0,
             0.0 if math.isfinite(load.itl_s + load.ttft_s) else load.rate / max(capacity, 1e-9),
-        )  # fmt: skip
-        print(f"simulated {candidate.name}: {result['output_throughput']:,.0f} tokens/s; ms at p50 / p99: first token "
-              f"{result['p50_ttft_ms']:,.0f} / {result['p99_ttft_ms']:,.0f}, per token {result['p50_tpot_ms']:.1f} / "
-              f"{result['p99_tpot_ms']:.1f}")  # fmt: skip
+        )
+        print(
+            f"simulated {candidate.name}: {result['output_throughput']:,.0f} tokens/s; ms at p50 "
+            "/ p99: first token "
+            f"{result['p50_ttft_ms']:,.0f} / {result['p99_ttft_ms']:,.0f}, per token "
+            f"{result['p50_tpot_ms']:.1f} / "
+            f"{result['p99_tpot_ms']:.1f}"
+        )
         tried.append((ratio, candidate, result))
     _, best, result = min(tried, key=lambda row: row[0])
     return best, best.estimate(load), result
 
 
 def _print_best(
-    best: tuple[Candidate, Estimate | None, dict[str, Any]], rated: list[tuple[float, Candidate]], load: Workload,
-    cluster: Cluster, explain: bool,
-) -> None:  # fmt: skip
+    best: tuple[Candidate, Estimate | None, dict[str, Any]],
+    rated: list[tuple[float, Candidate]],
+    load: Workload,
+    cluster: Cluster,
+    explain: bool,
+) -> None:
     candidate, found, result = best
     most = next(capacity for capacity, other in rated if other is candidate)
     kept = result["p99_ttft_ms"] <= 1e3 * load.ttft_s and result["p99_tpot_ms"] <= 1e3 * load.itl_s
-    print(f"\nbest: moeserve serve MODEL {candidate.name} --max-model-len {candidate.config.model.max_model_len}"
-          f"{f' --nnodes {cluster.nodes}' if cluster.nodes > 1 and together(candidate.config) else ''}")  # fmt: skip
     print(
-        f"goals {'kept' if kept else 'MISSED'} in simulation; by the closed form up to {most:.1f} requests/s"
+        f"\nbest: moeserve serve MODEL {candidate.name} --max-model-len "
+        f"{candidate.config.model.max_model_len}"
+        f"{f' --nnodes {cluster.nodes}' if cluster.nodes > 1 and together(candidate.config) else ''}"
+    )
+    print(
+        f"goals {'kept' if kept else 'MISSED'} in simulation; by the closed form up to {most:.1f} "
+        "requests/s"
     )
     if found is None:
         print("more comes than is served: more devices, or fewer requests")
@@ -216,14 +238,21 @@ def _print_best(
         memory = candidate.memory
         if candidate.cost.measured:
             print(
-                f"measured kernels: {', '.join(candidate.cost.measured)}; all else is the roofline's"
+                f"measured kernels: {', '.join(candidate.cost.measured)}; all else is the "
+                "roofline's"
             )
-        print(f"a rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, {weights.local_experts} experts of "
-              f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.moe_layers} layers, "
-              f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and LM head, "
-              f"{memory.workspace / 1e9:.2f} GB of work space, {memory.bytes_per_token / 1e3:.1f} kB of KV "
-              "per token")  # fmt: skip
+        print(
+            f"a rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, "
+            f"{weights.local_experts} experts of "
+            f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.moe_layers} layers, "
+            f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and "
+            "LM head, "
+            f"{memory.workspace / 1e9:.2f} GB of work space, {memory.bytes_per_token / 1e3:.1f} "
+            "kB of KV "
+            "per token"
+        )
         if candidate.cost.load is not None:
             print(
-                f"the fullest rank has {candidate.cost.load.imbalance:.2f} times the mean load of experts"
+                f"the fullest rank has {candidate.cost.load.imbalance:.2f} times the mean load of "
+                "experts"
             )

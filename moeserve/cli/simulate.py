@@ -61,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the requests, the devices or a calibration, and the flags of `moeserve serve` without
     help.
     """
-    parser.usage = "%(prog)s MODEL (--gpus 8xH200 | --calibration FILE | --measure FILE) [flags of `moeserve serve`]"
+    parser.usage = (
+        "%(prog)s MODEL (--gpus 8xH200 | --calibration FILE | --measure FILE) [flags of `moeserve "
+        "serve`]"
+    )
     parser.add_argument(
         "--gpus", metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)"
     )
@@ -190,7 +193,8 @@ def _modelled(
     parallel = config.parallel
     if parallel.num_ranks > cluster.num_devices:
         raise ConfigError(
-            f"--dp {parallel.dp} --tp {parallel.tp} are {parallel.num_ranks} ranks, and --gpus {args.gpus} has "
+            f"--dp {parallel.dp} --tp {parallel.tp} are {parallel.num_ranks} ranks, and --gpus "
+            f"{args.gpus} has "
             f"{cluster.num_devices} devices"
         )
     spec = read_spec(config.model.model)
@@ -215,7 +219,8 @@ def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...]
     measured = calibration.model, calibration.dp, calibration.tp
     if measured != (spec.architecture, parallel.dp, parallel.tp):
         raise ConfigError(
-            f"--calibration {path} is of {measured[0]} with --dp {measured[1]} --tp {measured[2]}, and this is "
+            f"--calibration {path} is of {measured[0]} with --dp {measured[1]} --tp "
+            f"{measured[2]}, and this is "
             f"{spec.architecture} with --dp {parallel.dp} --tp {parallel.tp}; measure again"
         )
     limits = limits_of(calibration)

@@ -126,7 +126,7 @@ class ChatSession(Session):
         )
 
     def command(self, line: str) -> bool:
-        """Forgets the conversation at /clear; another word with a slash is answered with the help."""
+        """Forget the conversation at /clear; print the help for any other command."""
         if line == "/clear":
             self.messages = [*self._first]
         elif line.startswith("/"):

@@ -146,7 +146,7 @@ class ExpertShapes(NamedTuple):
 
 
 def read_shape(text: str) -> ExpertShapes:
-    """Parse a shape: 'E128 I768 D2048 K8' -> ExpertShapes(128, 768, 2048, 8). Raises ConfigError."""
+    """Parse 'E128 I768 D2048 K8' as ExpertShapes(128, 768, 2048, 8). Raises ConfigError."""
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"--shape {text!r} is not like 'E128 I768 D2048 K8'")
@@ -233,7 +233,8 @@ def tune(
     number = 0
     if card is None:
         print(
-            f"no model of {name!r}, only of {', '.join(CARDS)}: a longer search, from the defaults on",
+            f"no model of {name!r}, only of {', '.join(CARDS)}: a longer search, from the "
+            "defaults on",
             flush=True,
         )
     for make in makers:
@@ -260,8 +261,12 @@ def tune(
             found = search(job, timer, first, PASSES if not first else 1 if minutes is None else 0)
             paths.add(keep(job.family, name, job.shape, {job.size: found.config}, folder, by))
             gain = found.default_ms / found.best_ms
-            print(f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> {found.best_ms:.4f} ms "
-                  f"({gain:.2f} x), {found.tried} tried", flush=True)  # fmt: skip
+            print(
+                f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> "
+                f"{found.best_ms:.4f} ms "
+                f"({gain:.2f} x), {found.tried} tried",
+                flush=True,
+            )
             for config in found.wrong:
                 print(f"  dropped, other bits: {dict(config)}", flush=True)
     if not number:

@@ -115,7 +115,8 @@ def _signature_faults(receipt: Receipt, key: str | None) -> int:
         ),
         (
             is_signed(receipt),
-            "signature: not of this receipt: it was changed, or its public key's owner did not sign",
+            "signature: not of this receipt: it was changed, or its public key's owner did not "
+            "sign",
         ),
         (key in (None, receipt.public_key), f"key: {receipt.public_key or 'none'}, not {key}"),
     )

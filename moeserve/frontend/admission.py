@@ -101,7 +101,8 @@ class Admission:
         too_much_s = (load - 1) * self._counted_s
         if limits and wait_s > min(limits):
             raise Overloaded(
-                f"a new request would wait {wait_s:.1f} s for its turn, and may wait {min(limits):g} s",
+                f"a new request would wait {wait_s:.1f} s for its turn, and may wait "
+                f"{min(limits):g} s",
                 retry_after_s=min(max(wait_s - min(limits), too_much_s), MAX_RETRY_AFTER_S),
             )
         if (

@@ -175,7 +175,7 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Like `generate`, with these messages rendered by the model's chat template as the prompt."""
+        """Like `generate`; the chat template makes the prompt of these messages."""
         # in a thread: a template runs in another process, for up to seconds
         tokens = await asyncio.to_thread(render_chat, self.front, messages)
         async for piece in self.generate({"prompt_token_ids": tokens}, params, **kwargs):

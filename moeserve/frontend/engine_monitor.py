@@ -93,7 +93,7 @@ class EngineMonitor:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The spans of one step by rank, in rank order. missing: the ranks that did not answer in time."""
+    """The spans of one step, in rank order. missing: ranks that did not answer in time."""
 
     ranks: Sequence[Traced]
     missing: Sequence[Rank]

@@ -160,7 +160,7 @@ class Journal:
         return stream
 
     def step(self, out: StepOutput) -> None:
-        """Note the columns of a step but for its tokens: a front end adds these as it applies them."""
+        """Note a step without its tokens, which a front end adds as it applies the rows."""
         if not self.streams:
             return
         if self.listener is not None:

@@ -1,4 +1,4 @@
-"""`LLM`: offline batches from synchronous code, on the server's core in an event loop in a thread."""
+"""`LLM`: offline batches from synchronous code. Its event loop runs in a thread."""
 
 import asyncio
 import threading

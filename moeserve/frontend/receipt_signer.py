@@ -34,7 +34,7 @@ _VARIES = (
 
 
 class WeightsHash:
-    """The digest of a model's weights, computed in a thread of its own: minutes for large models."""
+    """The digest of a model's weights, computed in a thread (minutes for large models)."""
 
     def __init__(self, model_dir: Path) -> None:
         self._closing = threading.Event()
@@ -59,7 +59,7 @@ class WeightsHash:
         await asyncio.shield(asyncio.wrap_future(self._result))
 
     def of(self, fingerprint: str) -> str:
-        """Return the digest of files with this fingerprint; "" if it is unknown, or not yet known."""
+        """Return the digest of the files with this fingerprint; "" while it is unknown."""
         if not self._result.done() or self._result.exception() is not None:
             return ""
         digest, found = self._result.result()

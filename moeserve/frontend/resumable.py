@@ -117,7 +117,7 @@ class Resumable:
         return True
 
     def step(self, out: StepOutput) -> None:
-        """Note what a step made, and close streams without a reader if they take too much memory."""
+        """Note a step, and close unread streams that take too much memory."""
         self.journal.step(out)
         self._make_room()
 
@@ -370,5 +370,6 @@ class _SequenceReplay:
 def unknown_stream() -> NotFound:
     """Return the error for a stream that is not kept, or is another key's."""
     return NotFound(
-        "Last-Event-ID: this stream is not kept any more; send the request without it to begin again"
+        "Last-Event-ID: this stream is not kept any more; send the request without it to begin "
+        "again"
     )

@@ -50,7 +50,7 @@ class ServingState:
         return Overloaded(what, code="model_loading", retry_after_s=2)
 
     async def wait_ready(self) -> Ready:
-        """Return when the engine serves. Raises ConfigError or EngineDied if it is gone for good."""
+        """Return when the engine serves. Raises ConfigError or EngineDied if it never will."""
         await self._until(lambda: self.state == "ready" or self.failure is not None)
         if self.failure is not None:
             raise self.failure

@@ -79,7 +79,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals of one engine's steps with requests of its own, restarts included. Times in seconds."""
+    """Totals of one engine's steps with requests, restarts included. Times in seconds."""
 
     last: StepRecord | None = None  # of the newest step; None while there is no engine or no step
     restarts: int = 0

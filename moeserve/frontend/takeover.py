@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 async def succeeding(
     opened: AbstractAsyncContextManager[FrontEnd], streams: list[StreamLog], root: Root
 ) -> AsyncIterator[FrontEnd]:
-    """Yield the front end once it computes these streams of another one, and feed its own journal."""
+    """Yield the front end once it computes these streams; feed its own journal."""
     async with opened as front:
         assert front.resumable is not None
         resumable = front.resumable
@@ -41,7 +41,7 @@ async def succeeding(
 
 
 async def _adopt(front: FrontEnd, streams: list[StreamLog]) -> list[StreamLog]:
-    """Adopt and restart the streams, in time slices; return those that have to wait for `_finish`."""
+    """Adopt and restart the streams in time slices; return those left to `_finish`."""
     assert front.resumable is not None
     pause = front.resumable.slices.pause
     adopted: list[StreamLog] = []

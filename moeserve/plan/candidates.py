@@ -122,9 +122,12 @@ class Candidate:
         )  # prompts before this one, as in a queue with random arrivals
         ttft_s = 1.5 * step_s + (steps + queue) * times[1]
         used = {
-            "max_num_seqs": rows / limits.max_num_seqs, "KV blocks": rows / kv_rows, "reading prompts": chunks,
-            "ttft goal": ttft_s / load.ttft_s, "itl goal": step_s / load.itl_s,
-        }  # fmt: skip
+            "max_num_seqs": rows / limits.max_num_seqs,
+            "KV blocks": rows / kv_rows,
+            "reading prompts": chunks,
+            "ttft goal": ttft_s / load.ttft_s,
+            "itl goal": step_s / load.itl_s,
+        }
         return Estimate(
             ttft_s, step_s, rows, share, max(used, key=lambda key: used[key]), decode, prefill
         )

@@ -210,6 +210,11 @@ class CountedEngine:
             clients.last_s[row.rid] = now_s
             clients.tokens[row.rid] = row.last + 1 - row.prompt
         return Settled(
-            samples, samples - len(plan.first), {row.rid: 0 for row in plan.first}, [row.rid for row in plan.ended],
-            tokens, self._free, plan.prompt_tokens,
-        )  # fmt: skip
+            samples,
+            samples - len(plan.first),
+            {row.rid: 0 for row in plan.first},
+            [row.rid for row in plan.ended],
+            tokens,
+            self._free,
+            plan.prompt_tokens,
+        )

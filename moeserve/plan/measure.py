@@ -71,16 +71,27 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
             512, config.scheduler.max_num_seqs + 256
         )
         limits = Limits(
-            max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=chunk, prefill_chunk=chunk,
-            max_model_len=ready.max_model_len, block_size=ready.block_size, num_blocks=ready.num_blocks // dp,
-            depth=config.scheduler.depth, enable_prefix_caching=False,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=chunk,
+            prefill_chunk=chunk,
+            max_model_len=ready.max_model_len,
+            block_size=ready.block_size,
+            num_blocks=ready.num_blocks // dp,
+            depth=config.scheduler.depth,
+            enable_prefix_caching=False,
             itl_target_us=1000 * config.scheduler.itl_target_ms,
             watermark_blocks=int(config.scheduler.watermark * ready.num_blocks / dp),
-        )  # fmt: skip
+        )
         unfitted = Calibration(
-            model=spec.architecture, dp=dp, tp=config.parallel.tp, limits=asdict(limits), terms={}, delay_s=0.0,
-            num_samples=0, error=0.0,
-        )  # fmt: skip
+            model=spec.architecture,
+            dp=dp,
+            tp=config.parallel.tp,
+            limits=asdict(limits),
+            terms={},
+            delay_s=0.0,
+            num_samples=0,
+            error=0.0,
+        )
         longest = min(chunk, ready.max_model_len - LONGEST_ANSWER)
         prompts = [n for n in PROMPTS if n <= longest]
         samples: list[StepSample] = []
@@ -136,11 +147,19 @@ def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
         # apart, if requests were left to go on with.
         period_s = third[0].at_s - second[0].at_s
         followed = all(any(r.num_running for r in one) for one in (before, step, second))
-        samples.append(StepSample(
-            most.num_tokens, most.num_requests, reads, pairs, sum(r.num_tokens for r in step) - most.num_tokens,
-            sum(r.num_tokens > 0 for r in step) - 1, device_s,
-            period_s if followed and period_s < LATE * device_s else None, reading[i],
-        ))  # fmt: skip
+        samples.append(
+            StepSample(
+                most.num_tokens,
+                most.num_requests,
+                reads,
+                pairs,
+                sum(r.num_tokens for r in step) - most.num_tokens,
+                sum(r.num_tokens > 0 for r in step) - 1,
+                device_s,
+                period_s if followed and period_s < LATE * device_s else None,
+                reading[i],
+            )
+        )
     return samples
 
 

@@ -87,10 +87,16 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
     redundant = parallel.redundant_experts if world.ep else 0
     ranks = world.size if world.ep else 1
     return RankWeights(
-        dense=count["dense"], dense_bytes=num_bytes["dense"], head=count["head"], head_bytes=num_bytes["head"],
-        expert=spec.expert_weights, expert_bytes=spec.expert_weights * narrow, embedding_bytes=num_bytes["embed"],
-        local_experts=-(-(spec.num_experts + redundant) // ranks), moe_layers=len(spec.moe_layers),
-    )  # fmt: skip
+        dense=count["dense"],
+        dense_bytes=num_bytes["dense"],
+        head=count["head"],
+        head_bytes=num_bytes["head"],
+        expert=spec.expert_weights,
+        expert_bytes=spec.expert_weights * narrow,
+        embedding_bytes=num_bytes["embed"],
+        local_experts=-(-(spec.num_experts + redundant) // ranks),
+        moe_layers=len(spec.moe_layers),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,11 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     )
     limits = replace(limits, num_states=states.num_states)
     return RankMemory(
-        weights.total_bytes, workspace, budget, limits, groups, per_block / config.cache.block_size,
+        weights.total_bytes,
+        workspace,
+        budget,
+        limits,
+        groups,
+        per_block / config.cache.block_size,
         (*states.notes, *notes),
-    )  # fmt: skip
+    )

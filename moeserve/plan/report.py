@@ -71,13 +71,20 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
     several = clients.tokens[done] > 1
     tpot_s = (clients.last_s - clients.first_s)[done][several] / (clients.tokens[done][several] - 1)
     result: dict[str, Any] = {
-        "requests": len(done), "completed": int(done.sum()), "refused": sum(steps.refused.values()),
-        "duration": duration_s, "request_throughput": done.sum() / duration_s if duration_s else 0.0,
+        "requests": len(done),
+        "completed": int(done.sum()),
+        "refused": sum(steps.refused.values()),
+        "duration": duration_s,
+        "request_throughput": done.sum() / duration_s if duration_s else 0.0,
         "output_throughput": tokens / duration_s if duration_s else 0.0,
-        "steps": steps.number, "empty_steps": steps.empty, "mean_rows": steps.rows / max(1, steps.number - steps.empty),
-        "preemptions": steps.preempted, "most_waiting": steps.most_waiting, "peak_kv_use": 1 - steps.least_free,
+        "steps": steps.number,
+        "empty_steps": steps.empty,
+        "mean_rows": steps.rows / max(1, steps.number - steps.empty),
+        "preemptions": steps.preempted,
+        "most_waiting": steps.most_waiting,
+        "peak_kv_use": 1 - steps.least_free,
         "cached_share": steps.cached_tokens / max(1, steps.prompt_tokens),
-    }  # fmt: skip
+    }
     for name, values_s in (("ttft", ttft_s), ("tpot", tpot_s), ("e2el", e2e_s)):
         for q in QUANTILES:
             result[f"p{q}_{name}_ms"] = (
@@ -96,8 +103,10 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
 def table(result: dict[str, Any]) -> str:
     """Return the numbers as text."""
     lines = [
-        f"{result['completed']:,} of {result['requests']:,} requests in {result['duration']:,.1f} s: "
-        f"{result['request_throughput']:,.2f} requests/s, {result['output_throughput']:,.0f} tokens/s",
+        f"{result['completed']:,} of {result['requests']:,} requests in {result['duration']:,.1f} "
+        "s: "
+        f"{result['request_throughput']:,.2f} requests/s, {result['output_throughput']:,.0f} "
+        "tokens/s",
         f"{'ms':<22}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
     names = {
@@ -111,9 +120,11 @@ def table(result: dict[str, Any]) -> str:
             f"{shown:<22}" + "".join(f"{result[f'p{q}_{key}_ms']:>10,.1f}" for q in QUANTILES)
         )
     lines.append(
-        f"{result['steps']:,} steps of an engine, {result['mean_rows']:.1f} requests in each; preemptions "
+        f"{result['steps']:,} steps of an engine, {result['mean_rows']:.1f} requests in each; "
+        "preemptions "
         f"{result['preemptions']}; most waiting {result['most_waiting']}; KV blocks in use at most "
-        f"{100 * result['peak_kv_use']:.0f} %; {100 * result['cached_share']:.0f} % of prompt tokens from the cache"
+        f"{100 * result['peak_kv_use']:.0f} %; {100 * result['cached_share']:.0f} % of prompt "
+        "tokens from the cache"
     )
     if result["refused"]:
         lines.append(f"{result['refused']} requests were refused: they can never fit")

@@ -108,7 +108,7 @@ class ExpertShares:
         self._distinct = (hit_TE * copies).sum(1) / ranks
 
     def distinct(self, tokens: float) -> float:
-        """Return how many of a rank's experts are needed by so many tokens of all ranks together."""
+        """Return the number of a rank's experts that the tokens of all ranks need."""
         return float(np.interp(tokens, self._tokens, self._distinct))
 
 
@@ -117,9 +117,15 @@ class Roofline:
     machines of per_node. measured: of the parts of a step, those whose times are in the tables."""
 
     def __init__(
-        self, spec: ModelSpec, config: Config, device: Device, link: Link, per_node: int, zipf: float = 0.0,
+        self,
+        spec: ModelSpec,
+        config: Config,
+        device: Device,
+        link: Link,
+        per_node: int,
+        zipf: float = 0.0,
         tables: KernelTables | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.spec = spec
         self.device = device
         self.link = link
@@ -276,9 +282,13 @@ class Roofline:
         )
         between = passes / (device.reads * device.bytes_per_s)
         kernels = {
-            "dense layers": dense, "attention": attention, "experts": experts, "LM head": head,
-            "between products": between, "tp gathers": gathers,
-        }  # fmt: skip
+            "dense layers": dense,
+            "attention": attention,
+            "experts": experts,
+            "LM head": head,
+            "between products": between,
+            "tp gathers": gathers,
+        }
         return {name: float(value) / device.in_situ for name, value in kernels.items()} | {
             "launch": launch
         }

@@ -37,9 +37,13 @@ class Engine:
     came. refused: is told (rank, rid, code) of requests that can never fit."""
 
     def __init__(
-        self, rank: int, limits: Limits, groups: tuple[KVGroup, ...], spans: Spans,
+        self,
+        rank: int,
+        limits: Limits,
+        groups: tuple[KVGroup, ...],
+        spans: Spans,
         refused: Callable[[int, int, str], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank = rank
         self._spans = spans
         self._refused = refused
@@ -74,18 +78,29 @@ class Engine:
             clients.emitted(rids, now_s)
         assert record is not None
         return Settled(
-            len(rids), 0, output.cached, rids[np.frombuffer(output.finish, np.uint8) > 0].tolist(), record.num_tokens,
-            record.num_free_blocks, record.prompt_tokens, record.num_preempted, record.cached_tokens,
-        )  # fmt: skip
+            len(rids),
+            0,
+            output.cached,
+            rids[np.frombuffer(output.finish, np.uint8) > 0].tolist(),
+            record.num_tokens,
+            record.num_free_blocks,
+            record.prompt_tokens,
+            record.num_preempted,
+            record.cached_tokens,
+        )
 
 
 class Group:
     """Engines that step together. `advance` runs them up to a point in time."""
 
     def __init__(
-        self, engines: Sequence[Engine | CountedEngine], cost: StepCost, depth: int, simulation: "Simulation",
+        self,
+        engines: Sequence[Engine | CountedEngine],
+        cost: StepCost,
+        depth: int,
+        simulation: "Simulation",
         observe: Observe | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.engines = engines
         self._cost = cost
         self._depth = depth
@@ -166,9 +181,16 @@ class Simulation:
     """
 
     def __init__(
-        self, limits: Limits, groups: tuple[KVGroup, ...], cost: StepCost, dp: int = 1, *, together: bool = True,
-        observe: Observe | None = None, counted: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        limits: Limits,
+        groups: tuple[KVGroup, ...],
+        cost: StepCost,
+        dp: int = 1,
+        *,
+        together: bool = True,
+        observe: Observe | None = None,
+        counted: bool = False,
+    ) -> None:
         self.steps = Steps()
         engines: list[Engine | CountedEngine] = [
             CountedEngine(rank, limits)
@@ -196,9 +218,15 @@ class Simulation:
                 if group.next_s < arrival.at_s:
                     group.advance(arrival.at_s)
             sampling = TokenSampling(seed=0, max_tokens=arrival.output)
-            self._send(arrival.at_s, Submit(
-                rid=rid, tokens=prompt_of(rid, arrival), num_prompt=arrival.input, sampling=sampling
-            ))  # fmt: skip
+            self._send(
+                arrival.at_s,
+                Submit(
+                    rid=rid,
+                    tokens=prompt_of(rid, arrival),
+                    num_prompt=arrival.input,
+                    sampling=sampling,
+                ),
+            )
         for group in self.groups:
             group.advance(math.inf)
         return self

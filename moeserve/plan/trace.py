@@ -87,7 +87,8 @@ def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
     if text.lstrip()[:1] == b"[":
         if rate is None:
             raise ConfigError(
-                f"--trace {path}: conversations have no times; say how many come per second by --rates"
+                f"--trace {path}: conversations have no times; say how many come per second by "
+                "--rates"
             )
         found = list(_conversations(path, text))
     else:
@@ -158,7 +159,8 @@ def _line(path: Path, number: int, line: bytes) -> Arrival | None:
             ) from None
     else:
         raise ConfigError(
-            f"{where}: expected Mooncake's timestamp, input_length and output_length, or a line of moeserve's access "
+            f"{where}: expected Mooncake's timestamp, input_length and output_length, or a line "
+            "of moeserve's access "
             f"log, got the keys {', '.join(itertools.islice(entry, 6)) or '(none)'}"
         )
     tokens = [int(_number(where, entry, key)) for key in sizes]

@@ -23,7 +23,7 @@ SHAREGPT_LONGEST = 2048
 
 @dataclass(slots=True)
 class Sample:
-    """One request: a prompt as text or token ids, and the lengths of prompt and answer in tokens."""
+    """A prompt as text or token ids, and the lengths of prompt and answer in tokens."""
 
     prompt: str | list[int]
     prompt_len: int
@@ -50,7 +50,8 @@ class Tokens:
             ).tokens
         except RequestError as error:
             raise ConfigError(
-                f"the server cannot tokenize ({error}); use random prompts with --random-vocab-size N"
+                f"the server cannot tokenize ({error}); use random prompts with "
+                "--random-vocab-size N"
             ) from error
 
     async def decode(self, ids: list[int]) -> str:

@@ -55,7 +55,8 @@ class Benchmark(ABC):
         for name, _, least, _ in cls.numbers:
             if getattr(args, name) < least:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}"
+                    f"--{name.replace('_', '-')} must be at least {least}, got "
+                    f"{getattr(args, name)}"
                 )
         config = resolve(args).config
         from moeserve import LLM, SamplingParams
@@ -143,7 +144,7 @@ class Throughput(Benchmark):
 
 
 def random_prompts(llm: "LLM", count: int, length: int, seed: int) -> list[Any]:
-    """Return `count` prompts of `length` token ids each, drawn from the model's whole vocabulary."""
+    """Return `count` prompts of `length` token ids, drawn from the whole vocabulary."""
     assert llm.ready is not None
     rng = random.Random(seed)
     ids = range(llm.ready.vocab_size)
