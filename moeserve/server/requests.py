@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -308,18 +309,31 @@ def texts_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> l
 
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Make errors about a chat that are raised inside the block name the fields of another API.
+    """Make errors about a chat that are raised inside the block name the fields of its dialect.
 
-    names: the chat's field -> the other API's. A field inside one of them keeps its path.
+    names: the chat's field -> the dialect's. [] stands for an index, which stays if both have it; a
+    dialect's name without it stands for the whole list, whose positions are others. The path after
+    a field stays.
     """
     try:
         yield
     except errors.InvalidRequest as error:
         param = error.param or ""
         for chats, theirs in names.items():
-            if param == chats or param.startswith((f"{chats}.", f"{chats}[")):
-                error.param = theirs + param.removeprefix(chats)
-                if error.message.startswith(chats):  # elsewhere the word is prose
-                    error.message = theirs + error.message.removeprefix(chats)
-                break
+            if (match := _field_pattern(chats).match(param)) is None:
+                continue
+            renamed = theirs
+            for index in match.groups():
+                renamed = renamed.replace("[]", index, 1)
+            keeps_path = not match.groups() or "[]" in theirs
+            before = match[0] if keeps_path else param
+            error.param = renamed + param.removeprefix(before)
+            if error.message.startswith(before):  # elsewhere the word is prose
+                error.message = renamed + error.message.removeprefix(before)
+            break
         raise
+
+
+@cache
+def _field_pattern(field: str) -> re.Pattern[str]:
+    return re.compile(re.escape(field).replace(r"\[\]", r"(\[\d+\])") + r"(?![\w\[])")

@@ -237,6 +237,46 @@ async def test_other_routes_keep_their_words_and_name_their_fields(live):
         assert error["message"].startswith("this model's maximum context length is 256 tokens")
 
 
+@pytest.mark.parametrize(
+    ("path", "tool", "schema"),
+    [
+        (CHAT, lambda f: {"type": "function", "function": f}, "function.parameters"),
+        (RESPONSES, lambda f: {"type": "function"} | f, "parameters"),
+        (
+            MESSAGES,
+            lambda f: {"name": f["name"], "input_schema": f["parameters"], "strict": True},
+            "input_schema",
+        ),
+    ],
+)
+async def test_errors_about_tools_name_the_dialects_fields(path, tool, schema):
+    body = {"model": "org/tiny", "max_tokens": 5, "messages": [USER]}
+    if path == RESPONSES:
+        body = {"model": "org/tiny", "input": [USER]}
+    good = {"name": "good", "parameters": {"type": "object"}, "strict": True}
+    bad = {"name": "bad", "parameters": {"type": "object", "properties": {"a": {"type": "odd"}}}}
+    async with answering(CALLS) as live:
+        tools = [tool(good), tool(bad | {"strict": True})]
+        status, answer, _ = await live.post(path, body | {"tools": tools})
+        assert status == 400
+        assert answer["error"]["message"].startswith(f"tools[1].{schema}"), answer
+        assert path == MESSAGES or answer["error"]["param"] == f"tools[1].{schema}"
+
+
+async def test_errors_about_positions_name_the_list():
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    body = {"model": "org/tiny"}
+    async with answering(CALLS, "{% for m in messages %}{{ m.content }}{% endfor %}") as live:
+        items = [{"type": "reasoning", "summary": []}, USER, call]
+        _, answer, _ = await live.post(RESPONSES, body | {"input": items})
+        assert answer["error"]["param"] == "input"
+        assert answer["error"]["message"].startswith("input: this model's chat template")
+        turns = [USER, {"role": "assistant", "content": [use]}, USER]
+        _, answer, _ = await live.post(MESSAGES, body | {"max_tokens": 5, "messages": turns})
+        assert answer["error"]["message"].startswith("messages: this model's chat template")
+
+
 async def test_errors_about_parameters_keep_their_names(live):
     body = {"model": "org/tiny", "input": "hi", "stop": ""}
     for path, fields in ((CHAT, {"messages": [USER], "prompt_logprobs": 21}), (RESPONSES, body)):

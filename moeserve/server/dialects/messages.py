@@ -20,6 +20,9 @@ _NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "stop": "stop_sequences",
     "prompt": "messages",
+    "messages[]": "messages",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
 }
 
 

@@ -30,8 +30,10 @@ from moeserve.server.terms import read_generating
 
 # This dialect's names of a chat's fields.
 _NAMES = {
+    "messages[]": "input",
     "messages": "input",
     "prompt": "input",
+    "tools[].function": "tools[]",
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
