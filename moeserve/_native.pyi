@@ -1,4 +1,7 @@
-"""The classes of the native parts (csrc/) that callers name in annotations; they take functions from there as Any."""
+"""The classes of the native module (csrc/) that callers name in annotations.
+
+Its functions have the type Any.
+"""
 
 from collections.abc import Sequence
 from typing import Final

@@ -213,10 +213,11 @@ def _print_best(
     candidate, found, result = best
     most = next(capacity for capacity, other in rated if other is candidate)
     kept = result["p99_ttft_ms"] <= 1e3 * load.ttft_s and result["p99_tpot_ms"] <= 1e3 * load.itl_s
+    several = cluster.nodes > 1 and together(candidate.config)
+    nnodes = f" --nnodes {cluster.nodes}" if several else ""
     print(
         f"\nbest: moeserve serve MODEL {candidate.name} --max-model-len "
-        f"{candidate.config.model.max_model_len}"
-        f"{f' --nnodes {cluster.nodes}' if cluster.nodes > 1 and together(candidate.config) else ''}"
+        f"{candidate.config.model.max_model_len}{nnodes}"
     )
     print(
         f"goals {'kept' if kept else 'MISSED'} in simulation; by the closed form up to {most:.1f} "

@@ -9,8 +9,8 @@ that is not near may be fetched: the request awaits it while others are admitted
 
     lookup --LATER--> begin --> the request awaits --finished, or its time is over--> lookup, load
 
-Whatever is late, lost or wrong is computed instead. So a connector need not keep its word: only what
-`lookup` calls near, at the moment when a plan is made, is used.
+Whatever is late, lost or wrong is computed instead. A connector need not keep its word: a plan uses
+only the blocks that `lookup` calls near at that moment.
 """
 
 import enum
@@ -45,7 +45,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[Key]) -> Lookup:
-        """Return how many of the first keys are there. All of these can be loaded `when` it says."""
+        """Return the number of leading keys that are there, and when they can be loaded."""
 
     def begin(self, ticket: int, keys: Sequence[Key]) -> None:
         """Start to fetch blocks, and keep those that arrive near until `end`."""

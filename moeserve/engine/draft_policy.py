@@ -182,7 +182,7 @@ class DraftPolicy:
             self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (near - known)
 
     def _costs(self, bucket: np.intp) -> tuple[float, float]:
-        """Returns what drafts add to the time of a step without any: at all, and per token and row."""
+        """Return the cost of drafts beside a step without any: fixed, and per token and row."""
         n, x, xx, y, xy = (self._sums @ self._near[bucket]).tolist()
         # what is assumed before anything is known
         n = n + 0.5

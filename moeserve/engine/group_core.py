@@ -1,6 +1,7 @@
 """The engine's loop in a group: each step is voted on, and a broken group is left and formed again.
 
-    waiting for a Join --form--> joined --PeerLost, or a PAUSE for a newer Join--> waiting for a Join --> ...
+    waiting for a Join --form--> joined
+    joined --PeerLost, or a PAUSE for a newer Join--> waiting for a Join
 
 Requests, their progress and their K/V stay throughout. Plans whose step failed are kept and started
 again, in their order, before anything new: they write the same values to the same places.

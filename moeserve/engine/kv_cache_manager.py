@@ -8,8 +8,8 @@ The prefix cache finds blocks of equal prompt beginnings by a chained hash per f
 group: h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as
 little-endian int32. The root hashes everything besides tokens that K/V depend on: `identity`, which
 all requests of an engine have in common (the model, its numerics), and what a request adds
-(`Request.extras`). So keys are the same in every process that computes the same K/V. A block may be registered as soon as the step that computes it is submitted, because
-steps run in order.
+(`Request.extras`). So keys are the same in every process that computes the same K/V. A block may be
+registered as soon as the step that computes it is submitted, because steps run in order.
 
 States of recurrent layers are blocks of a pool of their own, which always has the two that every
 request needs. What that leaves holds states where other requests may go on: first at a request's
@@ -112,8 +112,9 @@ class KVCacheManager:
 
     Changes that the runner must repeat on the device are collected until `take_changes`, once per
     plan: new table entries, and blocks to save by the connector (`stores`) and to load (`loads`).
-    connector: None for a host store, if the limits have room for one. identity: what all keys have in
-    common.
+
+    connector: None for a host store, if the limits have room for one.
+    identity: the part of the root that all keys share.
     """
 
     def __init__(
@@ -516,7 +517,7 @@ class KVCacheManager:
         )
 
     def cost(self, request: Request, hit: Hit) -> int:
-        """Returns the free blocks that the request takes until all its known tokens are computed."""
+        """Return the blocks that the request takes until all its known tokens are computed."""
         tables = (
             blocks
             for group, blocks in zip(self.groups, hit.blocks, strict=True)

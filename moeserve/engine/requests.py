@@ -10,10 +10,11 @@ slot:
 
 Everything else is derived. A decode is a request whose next position is its newest token:
 
-    to compute      max(known - scheduled, 1) and drafts, up to `last` (= final length - 1: no step follows that token)
+    to compute      max(known - scheduled, 1) and drafts, up to `last` (final length - 1)
     samples         the step reaches `known`
-    in flight       tokens between known and scheduled: used by a later step already, value not on the host yet; what
-                    was scheduled for drafts that were wrong is given back when the result comes
+    in flight       tokens between known and scheduled: a later step uses them already, and the
+                    host does not have their values yet; positions of wrong drafts are given back
+                    when the result comes
     blocks          ceil(scheduled / block_size) table entries
 
 `occupancy` tells the successive requests of a slot apart: it grows when a request leaves, and a

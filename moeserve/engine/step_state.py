@@ -1,4 +1,4 @@
-"""The scheduler's notes about one step, from its plan to its result, and the record made of them."""
+"""The scheduler's notes about one step, from its plan to its result, and the step record."""
 
 from dataclasses import dataclass, field
 

@@ -66,7 +66,7 @@ class HostBlocks:
         return key in self._blocks
 
     def load(self, key: Key) -> int:
-        """Return the host block to copy from. It is leased, that is not reused, until `end_plan`."""
+        """Return the host block to copy from. It is leased (not reused) until `end_plan`."""
         self._blocks.move_to_end(key)
         self._leased[key] = None
         return self._blocks[key]

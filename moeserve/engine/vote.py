@@ -111,7 +111,7 @@ class DPCoordinator(Protocol):
 
     @property
     def woken(self) -> bool:
-        """Whether, after a PARK, another engine has voted on the next step and waits for this one."""
+        """Whether, after a PARK, another engine has voted on the next step and waits for us."""
 
     @property
     def lost(self) -> PeerLost | None:

@@ -22,7 +22,7 @@ PORTABLE = 1  # of cudaHostRegister: for all contexts
 
 
 class Loading(Protocol):
-    """The loads of one plan. All methods but `lost` are called by the thread that launches steps."""
+    """The loads of one plan. The thread that launches steps calls all methods but `lost`."""
 
     def before_layer(self, layer: int) -> None:
         """Return when work that is launched from now on finds the layer's blocks loaded."""
