@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from moeserve.engine.store import HostStore
 T = TypeVar("T", bound=np.generic)
 IN_STORE = -1
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
+_NONE: dict[int, I32] = {}
 _NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
 
 
@@ -92,8 +93,7 @@ class Fetch:
     when: When
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """New block-table entries of some rows: `plain` in each group with an entry for each position,
     `others[g]` in group g.
     """
@@ -270,7 +270,9 @@ class KVCacheManager:
             request = batch.request(slot)
             self._extend(request, batch.tokens[slot], end)
             for g, table in enumerate(batch.tables):
-                last = min(end, int(self.groups[g].num_blocks(end * self._block_size)))
+                last = end
+                if g in self._others:
+                    last = min(end, int(self.groups[g].num_blocks(end * self._block_size)))
                 for i, block in enumerate(table[slot, first:last].tolist(), first):
                     if block:  # the window has not passed it
                         self.pools[self.groups[g].pool].cache(block, (request.hashes[i], g))
@@ -368,9 +370,10 @@ class KVCacheManager:
 
     def growth(self, start: I32, end: I32) -> Growth:
         """Return the table entries that rows need to go from position start[i] to end[i]."""
-        plain: I32 = self._plain.num_blocks(end) - self._plain.num_blocks(start)
+        size = self._block_size
+        plain: I32 = (end + (size - 1)) // size - (start + (size - 1)) // size
         if not self._others:
-            return Growth(plain, {})
+            return Growth(plain, _NONE)
         others = {
             g: self.groups[g].num_blocks(end) - self.groups[g].num_blocks(start)
             for g in self._others
@@ -380,11 +383,15 @@ class KVCacheManager:
     def num_taken(self, growth: Growth) -> int:
         """Return how many blocks of the pool these entries take."""
         taken = int(growth.plain.sum()) * self._num_plain
-        return taken + sum(int(new.sum()) for new in growth.others.values())
+        for new in growth.others.values():
+            taken += int(new.sum())
+        return taken
 
     def grow(self, slots: Slots, start: I32, growth: Growth) -> None:
         """Append blocks to the tables of slots[i], which hold the positions before start[i]."""
         plain = self._new_entries(self._plain, slots, start, growth.plain)
+        if plain is None and not growth.others:
+            return
         for g, table in enumerate(self.batch.tables):
             new = plain
             if g in growth.others:
