@@ -112,6 +112,32 @@ class ExpertShares:
         return float(np.interp(tokens, self._tokens, self._distinct))
 
 
+def _reads(
+    spec: ModelSpec, tp: int, kv_size: int
+) -> tuple[Counter[tuple[int | None, int, int, tuple[int, int, int]]], float]:
+    """Return what attention reads per step, and the bytes of recurrent states.
+
+    A read is (span, bytes, operations, heads) with its number of layers. heads is (0, 0, 0) if the
+    kernel tables have no such attention.
+    """
+    reads: Counter[tuple[int | None, int, int, tuple[int, int, int]]] = Counter()
+    state_bytes = 0.0
+    for layer in spec.layers:
+        heads = layer.mixer.head_shape(tp)
+        for read in layer.mixer.reads(tp):
+            in_tables = heads is not None and heads.dim == heads.v_dim
+            in_tables = in_tables and kv_size == 2 and read.span is None
+            key = (0, 0, 0)
+            if heads is not None and in_tables:
+                key = (heads.num_heads, heads.num_kv_heads, heads.dim)
+            reads[read.span, read.elements * kv_size, read.operations, key] += 1
+        if layer.mixer.rule.tile is not None:
+            # Read and written; the rows of the open tile are few beside it.
+            state = sum(t.heads * t.width for t in layer.mixer.cache(tp) if t.per_tile)
+            state_bytes += 8.0 * state
+    return reads, state_bytes
+
+
 class Roofline:
     """Steps of a model on dp engines of tp devices each. near, far: links within and between
     machines of per_node. measured: of the parts of a step, those whose times are in the tables."""
@@ -137,28 +163,7 @@ class Roofline:
         self.near = min(per_node, self.ep)
         self.itemsize = 4 if spec.dtype == "float32" else 2
         kv_size = 1 if config.cache.kv_cache_dtype == "int8" else self.itemsize
-        reads: Counter[tuple[int | None, int, int, tuple[int, int, int]]] = Counter()
-        self.state_bytes = 0.0
-        for layer in spec.layers:
-            for read in layer.mixer.reads(self.tp):
-                heads = layer.mixer.head_shape(self.tp)
-                known = (
-                    heads is not None
-                    and heads.dim == heads.v_dim
-                    and kv_size == 2
-                    and read.span is None
-                )
-                key = (
-                    (heads.num_heads, heads.num_kv_heads, heads.dim)
-                    if heads and known
-                    else (0, 0, 0)
-                )
-                reads[read.span, read.elements * kv_size, read.operations, key] += 1
-            if (
-                layer.mixer.rule.tile is not None
-            ):  # read and written; the open tile's rows are few beside it
-                state = sum(t.heads * t.width for t in layer.mixer.cache(self.tp) if t.per_tile)
-                self.state_bytes += 8.0 * state
+        reads, self.state_bytes = _reads(spec, self.tp, kv_size)
         self.spans: Spans = tuple(dict.fromkeys(span for span, *_ in reads)) or (None,)
         # A product reads its inputs and writes its outputs, and one pass over them lies before it;
         # an expert's rows are copied there and back as well.
