@@ -28,7 +28,18 @@ def test_the_first_start_shows_what_it_installs(terminal: bool, tmp_path: Path) 
     )
     os.close(ours)
     os.close(theirs)
-    said, pip = done.stdout.splitlines()
-    assert said.startswith("installing moeserve and its dependencies")
-    assert pip.startswith("-m pip install")
-    assert ("-q" in pip.split()) is not terminal
+    compiling, tools, build, installing, install = done.stdout.splitlines()
+    assert compiling.startswith("compiling the native kernels")
+    assert build == "setup.py -q build_ext --inplace"
+    assert installing.startswith("installing moeserve and its dependencies")
+    for pip in (tools, install):
+        assert pip.startswith("-m pip install")
+        assert ("-q" in pip.split()) is not terminal
+
+
+def test_tests_compile_nothing_again() -> None:
+    """The module is compiled by one rule, which the rules for serving and testing depend on."""
+    rules = (ROOT / "Makefile").read_text()
+    assert rules.count("build_ext") == 1
+    assert "$(VENV)/.serve: $(VENV)/.native" in rules
+    assert "$(VENV)/.dev: $(VENV)/.native" in rules
