@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
+from moeserve.ops import attention
 from moeserve.ops.linear import PlainLinear, padded_rows
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import probe_attention, probe_linear
@@ -129,10 +131,13 @@ def test_probe_of_attention_says_when_bits_differ(
     assert probe_attention(torch.float32)
     pick_ops("cpu", torch.float32, "torch")
     assert "depend" not in caplog.text
-    softmax = torch.Tensor.softmax
-    monkeypatch.setattr(
-        torch.Tensor, "softmax", lambda x, dim: softmax(x, dim) * (1 + 1e-6 * (x.shape[1] > 8))
-    )
+    partial = attention.attention_partial
+
+    def uneven(q: torch.Tensor, *args: Any) -> attention.Partial:
+        part = partial(q, *args)
+        return part._replace(values=part.values * (1 + 1e-6 * (q.shape[1] > 8)))
+
+    monkeypatch.setattr(attention, "attention_partial", uneven)
     assert not probe_attention(torch.float32)
     pick_ops("cpu", torch.float32, "torch")
     assert "bits of attention in torch.float32 depend on the number of rows" in caplog.text

@@ -14,7 +14,7 @@ from asyncio.subprocess import PIPE
 import pytest
 
 from moeserve.errors import ConfigError
-from moeserve.server import http, requests
+from moeserve.server import body, http
 from moeserve.server.app import App
 from moeserve.server.http import HttpServer
 from moeserve.server.routes import ROUTES
@@ -170,7 +170,7 @@ async def test_who_says_nothing_or_one_byte_at_a_time_is_sent_away(patient):
 
 
 async def test_a_slow_byte_of_a_body_wins_no_time(live, monkeypatch):
-    monkeypatch.setattr(requests, "READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(body, "READ_TIMEOUT_S", 0.3)
     reader, writer = await connect(live.port)
     writer.write(HEAD.format(CHAT, 1000).encode())
 
@@ -187,7 +187,7 @@ async def test_a_slow_byte_of_a_body_wins_no_time(live, monkeypatch):
 
 
 async def test_large_bodies_share_their_memory(launch, monkeypatch):
-    monkeypatch.setattr(requests, "MAX_BODIES", 300_000)
+    monkeypatch.setattr(body, "MAX_BODIES", 300_000)
     async with launch(max_request_bytes=200_000) as live:
         waiting = []
         for _ in range(2):  # two large bodies that do not end

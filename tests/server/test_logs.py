@@ -57,7 +57,7 @@ async def test_whatever_is_asked(launch, lines, tmp_path):
 
 
 async def test_a_bug_is_logged_by_its_place(live, lines, monkeypatch):
-    def breaks(call: object) -> None:
+    def breaks(call: object, name: str) -> None:
         raise KeyError(SECRET)
 
     monkeypatch.setattr(status, "_card", breaks)
