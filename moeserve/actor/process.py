@@ -285,7 +285,8 @@ def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name:
     ):  # the pipe must take all of it before anyone reads: writing must not block the loop
         what = f"cannot hand {name} a start document of {len(line)} bytes through a pipe"
         with ConfigError.instead_of((AttributeError, OSError), what):
-            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(line))  # type: ignore[attr-defined,unused-ignore]  # Linux
+            resize = fcntl.F_SETPIPE_SZ  # type: ignore[attr-defined,unused-ignore]  # Linux
+            fcntl.fcntl(process.stdin, resize, len(line))
     with suppress(BrokenPipeError):  # it is dead already, and its exit says why
         process.stdin.write(line)
 
