@@ -133,7 +133,9 @@ async def served(url: str, killed_at: float) -> float:
 def front_ends(root: psutil.Process) -> list[psutil.Process]:
     """The front ends, the one that serves first."""
     found = [
-        child for child in root.children() if "moeserve.server.standby" in " ".join(child.cmdline())
+        child
+        for child in root.children()
+        if "moeserve.server.front_end_process" in " ".join(child.cmdline())
     ]
     return sorted(found, key=psutil.Process.create_time)
 

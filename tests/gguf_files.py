@@ -146,7 +146,8 @@ def _rope_freqs(rope: dict[str, Any], config: dict[str, Any]) -> np.ndarray:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = (rope["original_max_position_embeddings"] / waves - low) / (high - low)
     kept = smooth.clip(0, 1)
-    return (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)
+    factors: np.ndarray = 1 / ((1 - kept) / rope["factor"] + kept)
+    return factors.astype(np.float32)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:

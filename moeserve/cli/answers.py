@@ -25,23 +25,23 @@ class _Function(msgspec.Struct):
     arguments: str = ""
 
 
-class _Call(msgspec.Struct):
+class _CallPart(msgspec.Struct):
     index: int = -1
     function: _Function = msgspec.field(default_factory=_Function)
 
 
-class _Message(msgspec.Struct):
+class _AnswerMessage(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_CallPart] | None = None
 
 
 class _Choice(msgspec.Struct):
     """A choice of a whole answer or of a chunk, of either route."""
 
     index: int = 0
-    message: _Message | None = None
-    delta: _Message | None = None
+    message: _AnswerMessage | None = None
+    delta: _AnswerMessage | None = None
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -144,7 +144,7 @@ def _merged(chunks: list[_Answer]) -> _Answer:
             if choice.text is not None:
                 found.text = (found.text or "") + choice.text
             if choice.delta is not None:
-                found.message = found.message or _Message()
+                found.message = found.message or _AnswerMessage()
                 _add_delta(found.message, choice.delta)
             if choice.token_ids is not None:
                 found.token_ids = (found.token_ids or []) + choice.token_ids
@@ -154,7 +154,7 @@ def _merged(chunks: list[_Answer]) -> _Answer:
     return _Answer(list(whole.values()))
 
 
-def _add_delta(message: _Message, delta: _Message) -> None:
+def _add_delta(message: _AnswerMessage, delta: _AnswerMessage) -> None:
     if delta.content is not None:
         message.content = (message.content or "") + delta.content
     if delta.reasoning is not None:

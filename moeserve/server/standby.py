@@ -18,24 +18,21 @@ import socket
 import time
 from collections import deque
 from dataclasses import replace
-from queue import SimpleQueue
 
 import msgspec
 
-from moeserve.actor import guard
-from moeserve.actor.process import Child, Death, to_stderr
+from moeserve.actor.process import Child, Death
 from moeserve.actor.tasks import log_error, spawn
 from moeserve.actor.zmq_wire import listen
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.host import HEARTBEAT_S, FleetSnapshot, Root, ToNode
-from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.node import NodeAgent, Orphans, end_all
 from moeserve.cluster.order import command_of
 from moeserve.cluster.rundir import RunDir
 from moeserve.config import Config, ServerConfig
-from moeserve.errors import ConfigError, EngineDied, MoeserveError
+from moeserve.errors import ConfigError, EngineDied
 
-log = logging.getLogger("moeserve.server.standby")
+log = logging.getLogger(__name__)
 
 CRASHED = 70  # exit code of a front end after a bug (EX_SOFTWARE); other codes are for people
 MAX_SILENT = 10  # heartbeats that a front end may miss
@@ -52,9 +49,6 @@ class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     root: Root
     fds: list[int]  # our stdout, which a launcher may read, and the listening sockets
-
-
-# ---- the root process
 
 
 def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
@@ -128,7 +122,7 @@ class FrontEndProcess:
             secret=secret,
         )
         order = msgspec.json.encode(FrontEndOrder(config=config, root=root, fds=fds))
-        command = command_of("moeserve.server.standby")
+        command = command_of("moeserve.server.front_end_process")
         try:
             self.child = Child.start(f"front end {number}", command, order, pass_fds=fds)
         except ConfigError:
@@ -266,36 +260,3 @@ class FrontEnds:
         for front_end in (self._serving, self._waiting):
             if front_end is not None:
                 await front_end.close()
-
-
-# ---- a front end
-
-
-def main() -> None:
-    """Run a front end: prepare, wait for its turn, serve."""
-    turn: SimpleQueue[bytes] = SimpleQueue()
-    order = msgspec.json.decode(guard.adopt(turn.put), type=FrontEndOrder)
-    stdout, *fds = order.fds
-    os.dup2(stdout, 1)
-    os.setsid()  # Ctrl-C reaches the whole terminal; the root process decides
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves, and reads all files then
-    set_up_logging(order.config.server.log_level, order.config.server.log_format)
-    from moeserve.server.run import serve_in_turn
-
-    try:
-        sockets = [socket.socket(fileno=fd) for fd in fds]
-        code = serve_in_turn(order.config, order.root, sockets, turn)
-    except ConfigError as error:
-        to_stderr(f"moeserve serve: {error}")
-        code = error.exit_code
-    except MoeserveError as error:
-        to_stderr(f"moeserve serve: {error}")
-        code = 1
-    except Exception:
-        log.exception("the front end failed")
-        code = CRASHED
-    guard.end_process(code)
-
-
-if __name__ == "__main__":
-    main()

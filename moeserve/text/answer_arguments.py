@@ -33,7 +33,7 @@ _ANY_WORD = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"
 _ANY_BARE = r'/[^:,\[\]{}<"\s][^:,\[\]{}<"\n]{0,99}/'
 
 
-class Shape(NamedTuple):
+class ObjectShape(NamedTuple):
     """The objects that an alternative of a schema allows."""
 
     members: dict[str, Any]  # the schema of each key that is written
@@ -93,7 +93,7 @@ class Arguments:
 
     # ---- parameters between tags
 
-    def _tags(self, shape: Shape) -> str | None:
+    def _tags(self, shape: ObjectShape) -> str | None:
         if not shape.members:
             any_key = self._parameter(None, shape.others, shape.where)
             return f"({any_key})*" if any_key else '""'
@@ -104,7 +104,7 @@ class Arguments:
         return " ".join(texts) or '""'
 
     def _written(
-        self, shape: Shape, write: Callable[[str, Any, str], str | None]
+        self, shape: ObjectShape, write: Callable[[str, Any, str], str | None]
     ) -> list[tuple[str, bool]] | None:
         """Return the Lark of each member and whether it is required; None if a required one has no
         value.
@@ -201,7 +201,7 @@ class Arguments:
 
     # ---- Python's keywords
 
-    def _keywords(self, shape: Shape) -> str | None:
+    def _keywords(self, shape: ObjectShape) -> str | None:
         comma = self._rules.literal(", ")
         if not shape.members:
             if shape.others is False:
@@ -283,7 +283,7 @@ class Arguments:
         rest += f" {more}*" if most is None else f" {more}{{0,{most - max(least, 1)}}}"
         return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
 
-    def _bare_object(self, shape: Shape) -> str | None:
+    def _bare_object(self, shape: ObjectShape) -> str | None:
         if not shape.members:
             value = None if shape.others is False else self._bare_value(shape.others, shape.where)
             if value is None:
@@ -312,12 +312,12 @@ class Arguments:
         return self._bare_rules["anything"]
 
 
-def _shape(one: Alternative) -> Shape | None:
+def _shape(one: Alternative) -> ObjectShape | None:
     """Return the objects of an alternative, None if there are none. Raise GrammarFault for keywords
     that cannot be kept.
     """
     if one.kind == "any":
-        return Shape({}, set(), True, one.where)
+        return ObjectShape({}, set(), True, one.where)
     if one.kind != "object":
         return None
     schema = one.schema
@@ -344,7 +344,7 @@ def _shape(one: Alternative) -> Shape | None:
             return None
         optional = [key for key in members if key not in required][: most - len(required)]
         members = {key: members[key] for key in members if key in required or key in optional}
-    return Shape(members, required, False if members else others, one.where)
+    return ObjectShape(members, required, False if members else others, one.where)
 
 
 def _check_keywords(one: Alternative, kept: set[str]) -> None:

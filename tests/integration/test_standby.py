@@ -60,7 +60,11 @@ def front_ends(server: Server, root: psutil.Process | None = None) -> list[psuti
     first process.
     """
     children = (root or psutil.Process(server.process.pid)).children()
-    found = [child for child in children if "moeserve.server.standby" in " ".join(child.cmdline())]
+    found = [
+        child
+        for child in children
+        if "moeserve.server.front_end_process" in " ".join(child.cmdline())
+    ]
     return sorted(found, key=psutil.Process.create_time)
 
 

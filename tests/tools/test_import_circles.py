@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Packages whose modules are in no circle. The goal is all of them: "moeserve.server" is missing.
+# Packages whose modules are in no circle.
 FREE_OF_CIRCLES = [
     "kernels",
     "moeserve.actor",
@@ -26,6 +26,7 @@ FREE_OF_CIRCLES = [
     "moeserve.ops",
     "moeserve.plan",
     "moeserve.runner",
+    "moeserve.server",
     "moeserve.text",
 ]
 
