@@ -26,7 +26,7 @@ from benchmarks.specs import Sizes
 from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
 from moeserve.comm.world import World
-from moeserve.engine.plan import I32, Agreed, StepPlan, StepResult, best_split
+from moeserve.engine.plan import I32, StepDecision, StepPlan, StepResult, best_split
 from moeserve.engine.vote import Vote, decide
 from moeserve.messages import TraceEvent
 from moeserve.models.build import build_decoder
@@ -127,13 +127,13 @@ class Rank:
         plan = StepPlan(
             self.num_steps, rows, inputs.starts_R, counts, np.ones(len(counts), np.bool_), ()
         )
-        agreed = dataclasses.replace(
+        decision = dataclasses.replace(
             self._agree([plan.num_tokens, best_split(counts), policy.ubatches_ok(plan)]),
             trace=trace,
         )
         self.num_steps += 1
         began_ns = time.perf_counter_ns()
-        self.ubatches.forward(self.model, inputs, best_split(counts), agreed, self.kv)
+        self.ubatches.forward(self.model, inputs, best_split(counts), decision, self.kv)
         took_us = (time.perf_counter_ns() - began_ns) // 1000
         meter = self.ubatches.take_meter()
         nothing = np.zeros(0, np.int32)
@@ -144,10 +144,10 @@ class Rank:
             comm_us=meter.comm_us,
             exposed_comm_us=meter.exposed_us,
         )
-        policy.note(dataclasses.replace(plan, agreed=agreed), result)
-        return Step(took_us, agreed.ubatches, meter.comm_us, meter.exposed_us, meter.events)
+        policy.note(dataclasses.replace(plan, decision=decision), result)
+        return Step(took_us, decision.ubatches, meter.comm_us, meter.exposed_us, meter.events)
 
-    def _agree(self, own: list[int]) -> Agreed:
+    def _agree(self, own: list[int]) -> StepDecision:
         votes = [
             Vote(
                 self.num_steps,
@@ -159,9 +159,9 @@ class Rank:
             )
             for tokens, split_at, ubatches_ok in (own, self._swap(own))
         ]
-        agreed = decide(votes).agreed
-        assert agreed is not None
-        return agreed
+        decision = decide(votes).step_decision
+        assert decision is not None
+        return decision
 
     def _swap(self, own: list[int]) -> list[int]:
         self.peer.write(json.dumps(own).encode() + b"\n")
@@ -218,9 +218,15 @@ def _build(setup: Setup) -> tuple[Decoder, Mesh]:
         if param.name.endswith("norm"):
             params[param.name] = torch.ones(param.shape)
     facts = BackendFacts(
-        hidden_size=spec.hidden_size, dtype=DTYPE, top_k=spec.experts_per_token, max_tokens=setup.tokens, num_ranks=2,
-        experts_per_rank=placement.experts_per_rank, wire=wire_of("auto", DTYPE), encrypt_rows=True,
-    )  # fmt: skip
+        hidden_size=spec.hidden_size,
+        dtype=DTYPE,
+        top_k=spec.experts_per_token,
+        max_tokens=setup.tokens,
+        num_ranks=2,
+        experts_per_rank=placement.experts_per_rank,
+        wire=wire_of("auto", DTYPE),
+        encrypt_rows=True,
+    )
     backend = TorchAll2All(facts)
     model = build_decoder(
         spec,

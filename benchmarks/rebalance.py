@@ -30,7 +30,7 @@ from benchmarks.common import parser, save
 from benchmarks.specs import Sizes
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.messages import Placed
+from moeserve.messages import PlacementResult
 from moeserve.models.load_plan import expert_load_plan
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.local import LocalAll2All
@@ -131,16 +131,23 @@ def solve_time(layers: int, experts: int, ranks: int, redundant: int) -> dict[st
 def moving(num_steps: int) -> dict[str, Any]:
     """Rank 0 of 2 computes on; then it takes over the experts of rank 1."""
     spec = Sizes(
-        architecture="Qwen3MoeForCausalLM", vocab=8, hidden=512, layers=8, heads=1, head_dim=8, experts=32, top_k=TOP_K,
+        architecture="Qwen3MoeForCausalLM",
+        vocab=8,
+        hidden=512,
+        layers=8,
+        heads=1,
+        head_dim=8,
+        experts=32,
+        top_k=TOP_K,
         expert_size=256,
-    ).spec()  # fmt: skip
+    ).spec()
     start = Placement.initial(8, spec.num_experts, 2)
     rows_LS = start.experts_LS[:, ::-1].copy()
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
         _write(Path(folder), spec)
         layers, store = _rank(Path(folder), spec, start)
-        notices: list[Placed] = []
-        store.on_placed = notices.append
+        notices: list[PlacementResult] = []
+        store.on_placement_result = notices.append
         x_TD = torch.randn(TOKENS, spec.hidden_size)
         before = [_step(layers, store, x_TD) for _ in range(num_steps)]
         store.prepare(Placement(1, 2, spec.num_experts, rows_LS).to_table())
@@ -223,8 +230,8 @@ def _step(
     commits: list[float] | None = None,
 ) -> float:
     began_s = time.perf_counter()
-    placed = store.placed
-    store.commit(placed)
+    prepared = store.prepared
+    store.commit(prepared)
     if commits is not None:
         commits.append(time.perf_counter() - began_s)
     ubatch = UBatch()

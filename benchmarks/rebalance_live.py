@@ -48,9 +48,15 @@ def main() -> None:
     )
     asked = args.parse_args()
     config = config_of(
-        asked.model, dp=asked.dp, threads=1, max_model_len=1024, kv_cache_bytes=2**28, rebalance="off",
-        skip_tokenizer_init=True, max_num_seqs=asked.streams,
-    )  # fmt: skip
+        asked.model,
+        dp=asked.dp,
+        threads=1,
+        max_model_len=1024,
+        kv_cache_bytes=2**28,
+        rebalance="off",
+        skip_tokenizer_init=True,
+        max_num_seqs=asked.streams,
+    )
 
     rebalancing.Rebalancer = Restless  # type: ignore[attr-defined]
 

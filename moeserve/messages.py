@@ -1,9 +1,9 @@
 """The messages between front end and engine: msgspec structs, in msgpack where they cross a process
 boundary.
 
-    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Join, Place, TraceNext
+    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Join, UpdatePlacement, TraceNext
     engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, Stopped,
-                                           Joined, Parted, ExpertLoad, Placed, Traced
+                                           Joined, LeftGroup, ExpertLoad, PlacementResult, Traced
 
 Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per step, because decoding
 one struct per request costs a hundred times more.
@@ -15,7 +15,7 @@ import msgspec
 
 from moeserve.sampling import TokenSampling
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 # What a request's rows produce: the name of a `RowTask` (runner/tasks.py).
 SAMPLE = "sample"
 TASKS = (SAMPLE,)
@@ -105,7 +105,7 @@ class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     vote: str = ""
 
 
-class Place(msgspec.Struct, frozen=True, tag=True):
+class UpdatePlacement(msgspec.Struct, frozen=True, tag=True):
     """Prepares a placement in the background, layer by layer; the vote commits each layer on all
     ranks at once.
     """
@@ -117,7 +117,7 @@ class TraceNext(msgspec.Struct, frozen=True, tag=True):
     """Records the next step that all ranks run; each rank sends a Traced."""
 
 
-EngineIn = Submit | Abort | AbortAll | Drain | Ping | Join | Place | TraceNext
+EngineIn = Submit | Abort | AbortAll | Drain | Ping | Join | UpdatePlacement | TraceNext
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
@@ -272,7 +272,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     took_s: float
 
 
-class Parted(msgspec.Struct, frozen=True, tag=True):
+class LeftGroup(msgspec.Struct, frozen=True, tag=True):
     """This engine left its group, or could not form it. It keeps weights, K/V and requests and
     waits for a Join.
 
@@ -294,7 +294,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     version: int  # of the placement in force
 
 
-class Placed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PlacementResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A placement is in force on this engine, or was given up (error) after its first `layers`
     layers, on all ranks alike: these layers are in force, and the others stay as they were."""
 
@@ -334,8 +334,8 @@ EngineOut = (
     | Pong
     | Stopped
     | Joined
-    | Parted
+    | LeftGroup
     | ExpertLoad
-    | Placed
+    | PlacementResult
     | Traced
 )

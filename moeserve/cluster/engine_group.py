@@ -123,7 +123,7 @@ class EngineGroup:
         while True:
             await self._table.until(lambda: not self.complete)
             self.check()
-            if any(state.parted for state in self._states):
+            if any(state.left_group for state in self._states):
                 await asyncio.sleep(SETTLE_S)
             await self._table.until(lambda: all(state.up for state in self._states))
             members = self.members
@@ -232,8 +232,8 @@ class EngineGroup:
         if ended := self._first_ended(members):
             return f"{ended} ended"
         for state in self._table.of(members):
-            if state.parted is not None and state.parted.epoch == self.epoch:
-                return f"{state.name} said: {state.parted.cause}"
+            if state.left_group is not None and state.left_group.epoch == self.epoch:
+                return f"{state.name} said: {state.left_group.cause}"
         return ""
 
     def _first_ended(self, members: Sequence[int]) -> str:

@@ -17,9 +17,9 @@ FromProcess = (
     | m.Refused
     | m.Stopped
     | m.Joined
-    | m.Parted
+    | m.LeftGroup
     | m.ExpertLoad
-    | m.Placed
+    | m.PlacementResult
     | m.Traced
 )
 
@@ -64,7 +64,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     ready: m.Ready | None = None  # facts of the process, from the moment when it could join
     loaded: bool = False  # one of its processes was ready
     epoch: int = 0  # of the group in which it serves, 0 for none
-    parted: m.Parted | None = None  # why it left its group, or could not join
+    left_group: m.LeftGroup | None = None  # why it left its group, or could not join
     has_served: bool = False  # the present process was in a group
     held: bool = False  # it waits for other engines, so it need not make progress
     restarts: int = 0
@@ -108,12 +108,12 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
             case m.Ready():
                 return _replace(self, ready=event, loaded=True)
             case MeetingBegun():
-                return _replace(self, epoch=0, parted=None)
+                return _replace(self, epoch=0, left_group=None)
             case m.Joined(epoch=epoch):
-                return _replace(self, epoch=epoch, parted=None, has_served=True)
-            case m.Parted(epoch=epoch):
+                return _replace(self, epoch=epoch, left_group=None, has_served=True)
+            case m.LeftGroup(epoch=epoch):
                 stale = epoch < self.epoch
-                return self if stale else _replace(self, epoch=0, parted=event)
+                return self if stale else _replace(self, epoch=0, left_group=event)
             case Held(held):
                 return _replace(self, held=held and self.grouped)
             case NewRequestsEnded(ordered):
@@ -128,7 +128,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
                     self,
                     ready=None,
                     epoch=0,
-                    parted=None,
+                    left_group=None,
                     has_served=False,
                     held=self.grouped,
                     draining=False,
@@ -137,7 +137,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
                 return _replace(self, restarts=self.restarts + 1, obeyed=False)
             case EngineGone():
                 return _replace(self, end=event)
-            case m.StepOutput() | m.Refused() | m.ExpertLoad() | m.Placed() | m.Traced():
+            case m.StepOutput() | m.Refused() | m.ExpertLoad() | m.PlacementResult() | m.Traced():
                 return self
             case _:
                 assert_never(event)

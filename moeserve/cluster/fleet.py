@@ -99,7 +99,7 @@ class Fleet:
                 for group in state.groups:
                     if group.complete:
                         state.table.send(group.members[0], msg)  # one vote is enough for all
-            case m.Ping() | m.Join() | m.Place() | m.AbortAll():
+            case m.Ping() | m.Join() | m.UpdatePlacement() | m.AbortAll():
                 raise ValueError(f"a fleet sends {type(msg).__name__} itself")
             case _:
                 assert_never(msg)

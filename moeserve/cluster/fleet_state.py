@@ -141,14 +141,14 @@ class FleetState:
                 self._on_refused(rank, msg)
             case m.Traced():
                 self._emit(msgspec.structs.replace(msg, dp_rank=rank))
-            case m.ExpertLoad() | m.Placed():
+            case m.ExpertLoad() | m.PlacementResult():
                 self._on_experts(msg)
             case m.Stopped():
                 if self.single:
                     self._emit(msg)
             case m.Phase():
                 self._on_phase()
-            case m.Ready() | m.Joined() | m.Parted():
+            case m.Ready() | m.Joined() | m.LeftGroup():
                 self._check_groups()
             case _:
                 assert_never(msg)
@@ -171,10 +171,10 @@ class FleetState:
         self.table.apply(rank, NewRequestsEnded(ordered=False))
         self._emit(RequestsLost(rids=(msg.rid,), engine=rank, died=False, cause=msg.message))
 
-    def _on_experts(self, msg: m.ExpertLoad | m.Placed) -> None:
+    def _on_experts(self, msg: m.ExpertLoad | m.PlacementResult) -> None:
         if self.experts is None:
             self._emit(msg)  # no placement: the front end only sums up the load
-        elif isinstance(msg, m.Placed):
+        elif isinstance(msg, m.PlacementResult):
             self.experts.placed(msg)
         else:
             self.experts.note(msg)

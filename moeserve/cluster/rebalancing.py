@@ -14,7 +14,7 @@ import numpy as np
 
 from moeserve.cluster.assignment import at_start, equal_shares
 from moeserve.cluster.view import ExpertsView, RebalanceDecision
-from moeserve.messages import ExpertLoad, Placed, PlacementTable
+from moeserve.messages import ExpertLoad, PlacementResult, PlacementTable
 from moeserve.moe.placement.placement import ONE_NODE, Nodes, Placement
 from moeserve.moe.placement.rebalance import Rebalancer
 
@@ -118,7 +118,7 @@ class Rebalancing:
         assert self._outcome is not None
         return await asyncio.shield(self._outcome)
 
-    def placed(self, msg: Placed) -> None:
+    def placed(self, msg: PlacementResult) -> None:
         """Note an engine's answer. The vote makes all answers alike, so the first one decides."""
         if self.rebalancer.conclude(msg, time.monotonic()):
             self._conclude(msg.error)

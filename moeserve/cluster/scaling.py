@@ -25,7 +25,7 @@ from moeserve.cluster.view import RebalanceDecision
 from moeserve.config import Config
 from moeserve.errors import ConfigError, Conflict, InvalidRequest, MoeserveError
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.messages import Place, PlacementTable
+from moeserve.messages import PlacementTable, UpdatePlacement
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec
 
@@ -515,7 +515,7 @@ class Scaling:
             if not group.complete:
                 raise MoeserveError("the engines were not together")
             for rank in group.members:
-                self._fleet.table.send(rank, Place(placement.to_table()))
+                self._fleet.table.send(rank, UpdatePlacement(placement.to_table()))
             async with asyncio.timeout(MOVE_S):
                 error = await experts.outcome()
         except TimeoutError:

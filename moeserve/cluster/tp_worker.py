@@ -116,7 +116,7 @@ class Worker:
             self._fail_with(exc)
         else:
             if self._runner is not None:
-                done = msgspec.structs.replace(done, placed=self._runner.peers.placed)
+                done = msgspec.structs.replace(done, prepared=self._runner.peers.prepared)
         self._stream.send(done)
         if isinstance(command.what, commands.Run) and self._lost is None:
             self._propose()
@@ -153,7 +153,7 @@ class Worker:
                 self._here.join(Members.of(join, self._tp_rank), join.placement)
             case commands.Prepare(placement=placement):
                 self._here.peers.prepare(placement)
-                threading.Thread(target=self._tell_how_far, name="placed", daemon=True).start()
+                threading.Thread(target=self._tell_how_far, name="prepared", daemon=True).start()
             case commands.Leave():
                 pass  # done before: this thread is idle now
         return commands.CommandDone(command.seq)
@@ -223,11 +223,11 @@ class Worker:
         last: int | None = None
         peers = self._here.peers
         while peers.moving:
-            if (now := peers.placed) != last:
+            if (now := peers.prepared) != last:
                 self._stream.send(commands.Prepared(now))
                 last = now
             time.sleep(POLL_S)
-        self._stream.send(commands.Prepared(peers.placed))
+        self._stream.send(commands.Prepared(peers.prepared))
 
 
 if __name__ == "__main__":

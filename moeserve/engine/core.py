@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moeserve import messages
 from moeserve.actor.actor import Actor, Inbox
-from moeserve.engine.plan import Agreed, GrammarJob, Runner, StepHandle, StepPlan, StepResult
+from moeserve.engine.plan import GrammarJob, Runner, StepDecision, StepHandle, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 
@@ -26,7 +26,7 @@ LOAD_REPORT_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that the runner has. agreed: the group's decision about the step, if the engine is in
+    """A step that the runner has. decision: the group's decision about the step, if the engine is in
     a group.
     """
 
@@ -34,7 +34,7 @@ class Step:
     handle: StepHandle
     at_s: float
     plan_us: int
-    agreed: Agreed | None = None
+    decision: StepDecision | None = None
     vote_us: int = 0
 
 
@@ -156,10 +156,10 @@ class EngineCore(Actor[messages.EngineIn]):
             case messages.TraceNext():
                 self._trace_next = True
             case messages.Join(epoch=epoch):
-                self.emit(messages.Parted(epoch, "this engine was started to serve alone"))
-            case messages.Place(placement=placement):
+                self.emit(messages.LeftGroup(epoch, "this engine was started to serve alone"))
+            case messages.UpdatePlacement(placement=placement):
                 self.emit(
-                    messages.Placed(
+                    messages.PlacementResult(
                         version=placement.version,
                         error="this engine serves alone and has all experts",
                     )
@@ -193,8 +193,10 @@ class EngineCore(Actor[messages.EngineIn]):
         if not self._trace_next:
             return Step(plan, self.runner.start(plan), at_s, plan_us)
         self._trace_next = False
-        agreed = Agreed(plan.step, most_tokens=(plan.num_tokens, 0), trace=True)
-        return Step(plan, self.runner.start(replace(plan, agreed=agreed)), at_s, plan_us, agreed)
+        decision = StepDecision(plan.step, most_tokens=(plan.num_tokens, 0), trace=True)
+        return Step(
+            plan, self.runner.start(replace(plan, decision=decision)), at_s, plan_us, decision
+        )
 
     def _update_from_output(self, step: Step, result: StepResult) -> None:
         start_s = self._clock()
@@ -205,7 +207,7 @@ class EngineCore(Actor[messages.EngineIn]):
         record.at_s = step.at_s
         record.plan_us = step.plan_us
         record.vote_us = step.vote_us
-        record.ubatches = step.agreed.ubatches if step.agreed is not None else 1
+        record.ubatches = step.decision.ubatches if step.decision is not None else 1
         record.dp_rank = self._dp_rank
         self.emit(output)
         self._account(step, result, start_s, updated_s)
@@ -217,9 +219,11 @@ class EngineCore(Actor[messages.EngineIn]):
         self.num_finished_steps += 1
         if result.load_LE is not None:
             self._load.add(result.load_LE)
-        if step.agreed is not None and step.agreed.trace:
+        if step.decision is not None and step.decision.trace:
             spans = _spans(step, start_s, updated_s)
-            self.emit(messages.Traced(step.agreed.step, self._dp_rank, 0, [*spans, *result.events]))
+            self.emit(
+                messages.Traced(step.decision.step, self._dp_rank, 0, [*spans, *result.events])
+            )
 
     def _abort_when_late(self) -> None:
         """Aborts all requests once the deadline of a drain has passed."""

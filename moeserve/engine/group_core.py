@@ -21,11 +21,19 @@ import numpy as np
 
 from moeserve.actor.actor import Inbox
 from moeserve.engine.core import EngineCore, Step
-from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult, best_split
+from moeserve.engine.plan import BlockDiff, StepDecision, StepPlan, StepResult, best_split
 from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.vote import Action, DPCoordinator, GroupRunner, Vote
 from moeserve.errors import PeerLost, StepSkew
-from moeserve.messages import EngineIn, EngineOut, Join, Joined, Parted, Place, Placed
+from moeserve.messages import (
+    EngineIn,
+    EngineOut,
+    Join,
+    Joined,
+    LeftGroup,
+    PlacementResult,
+    UpdatePlacement,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +51,7 @@ class GroupCore(EngineCore):
 
     form: connects the engine and its runner with the others of a Join. It raises PeerLost if that
     fails, and is cancelled when a newer Join comes; `runner.leave` follows in both cases. Emits
-    Joined and Parted.
+    Joined and LeftGroup.
     """
 
     def __init__(
@@ -69,8 +77,8 @@ class GroupCore(EngineCore):
         self._parked_state: tuple[bool, bool, int] | None = (
             None  # what the last vote said, if it decided to PARK
         )
-        self._in_force = 0
-        self._placing = False
+        self._active = 0
+        self._placement_pending = False
         self._pause_deadline_s = math.inf
         self._watching: asyncio.Task[None]  # the DP coordinator's connection
         self._no_rows = _no_rows(len(scheduler.groups))
@@ -110,17 +118,17 @@ class GroupCore(EngineCore):
         """Subscribes to the runner's placement notices, which come from any thread."""
         loop = asyncio.get_running_loop()
 
-        def on_placed(placed: Placed) -> None:
+        def on_placement_result(result: PlacementResult) -> None:
             """Passes a notice to the core's loop."""
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._placed, placed)
+                loop.call_soon_threadsafe(self._placement_ended, result)
 
-        self._group_runner.on_placed = on_placed
+        self._group_runner.on_placement_result = on_placement_result
 
     async def on_stop(self) -> None:
         """Closes the connection to the group."""
         await super().on_stop()
-        self._group_runner.on_placed = None
+        self._group_runner.on_placement_result = None
         if self._coordinator is not None:
             self._watching.cancel()
             self._coordinator.close()
@@ -137,11 +145,11 @@ class GroupCore(EngineCore):
             case Join():
                 self._next_join = msg
                 self._pause_deadline_s = self._clock() + PAUSE_TIMEOUT_S
-            case Place(placement=placement) if self._coordinator is None:
+            case UpdatePlacement(placement=placement) if self._coordinator is None:
                 cause = "the engine is in no group; the next Join says what to load"
-                self.emit(Placed(version=placement.version, error=cause))
-            case Place(placement=placement):
-                self._placing = True
+                self.emit(PlacementResult(version=placement.version, error=cause))
+            case UpdatePlacement(placement=placement):
+                self._placement_pending = True
                 self._group_runner.prepare(placement)
             case _:
                 super().handle(msg)
@@ -180,26 +188,31 @@ class GroupCore(EngineCore):
         if self._next_join is None:
             plan = self._unfinished.popleft() if self._unfinished else self.scheduler.plan(at_s)
         vote = self._vote(plan)
-        state = (vote.pause, vote.drained, vote.placed)
+        state = (vote.pause, vote.drained, vote.prepared)
         if plan is None and state == self._parked_state and not coordinator.woken:
             return False
         voted_s = self._clock()
         try:
-            decision = await self._responsive(coordinator.decide(vote))
+            outcome = await self._responsive(coordinator.decide(vote))
         except BaseException:
             if plan is not None:
                 self._unfinished.appendleft(plan)
             raise
         self._num_votes += 1
-        self._parked_state = state if decision.action is Action.PARK else None
-        if decision.agreed is not None:
+        self._parked_state = state if outcome.action is Action.PARK else None
+        if outcome.step_decision is not None:
             vote_us = round((self._clock() - voted_s) * 1e6)
-            self._start_agreed(
-                plan, vote.split_at, decision.agreed, at_s, round((voted_s - at_s) * 1e6), vote_us
+            self._start_step(
+                plan,
+                vote.split_at,
+                outcome.step_decision,
+                at_s,
+                round((voted_s - at_s) * 1e6),
+                vote_us,
             )
-        elif decision.action is not Action.PARK:
+        elif outcome.action is not Action.PARK:
             await self._disconnect()  # no engine has a step in flight, or plans one
-            if decision.action is Action.STOP or self._drained:
+            if outcome.action is Action.STOP or self._drained:
                 self.stop()
         return True
 
@@ -218,16 +231,16 @@ class GroupCore(EngineCore):
             ubatches_ok=ubatches_ok,
             pause=self._next_join is not None and not self._in_flight,
             drained=self._drained and not self._in_flight,
-            placed=self._group_runner.placed,
-            in_force=self._in_force,
+            prepared=self._group_runner.prepared,
+            active=self._active,
             trace=self._trace_next,
         )
 
-    def _start_agreed(
+    def _start_step(
         self,
         plan: StepPlan | None,
         split_at: int,
-        agreed: Agreed,
+        decision: StepDecision,
         at_s: float,
         plan_us: int,
         vote_us: int,
@@ -236,10 +249,12 @@ class GroupCore(EngineCore):
         tokens.
         """
         plan = self._no_rows if plan is None else plan
-        self._in_force = agreed.placed
-        self._trace_next = self._trace_next and not agreed.trace
-        sent = replace(plan, agreed=agreed, split_at=split_at if agreed.ubatches == 2 else 0)
-        self._in_flight.append(Step(plan, self.runner.start(sent), at_s, plan_us, agreed, vote_us))
+        self._active = decision.active
+        self._trace_next = self._trace_next and not decision.trace
+        sent = replace(plan, decision=decision, split_at=split_at if decision.ubatches == 2 else 0)
+        self._in_flight.append(
+            Step(plan, self.runner.start(sent), at_s, plan_us, decision, vote_us)
+        )
 
     async def _finish_oldest(self) -> None:
         """Waits for the oldest step, which stays in `_in_flight` until then so that it survives a
@@ -287,7 +302,7 @@ class GroupCore(EngineCore):
             await self._disconnect()
         elif isinstance(error := forming.exception(), PeerLost):
             await self._disconnect()
-            self._emit_parted(error)
+            self._emit_left(error)
         else:
             self._begin_epoch(join, forming.result(), self._clock() - began_s)
 
@@ -296,8 +311,8 @@ class GroupCore(EngineCore):
         self._watching = asyncio.get_running_loop().create_task(self._watch(coordinator))
         self._num_votes = 0
         self._parked_state = None
-        self._in_force = 0
-        self._placing = False
+        self._active = 0
+        self._placement_pending = False
         if self._next_join is None:
             self._pause_deadline_s = math.inf
         if join.placement is not None:
@@ -333,18 +348,18 @@ class GroupCore(EngineCore):
             self.scheduler.start_over()
         else:
             self._unfinished.extendleft(reversed(failed))
-        self._emit_parted(error)
+        self._emit_left(error)
 
-    def _emit_parted(self, error: PeerLost | StepSkew) -> None:
+    def _emit_left(self, error: PeerLost | StepSkew) -> None:
         assert self._join is not None
         engines = tuple(sorted({rank // self._join.tp_size for rank in _missing(error)}))
-        self.emit(Parted(self._join.epoch, str(error), engines))
+        self.emit(LeftGroup(self._join.epoch, str(error), engines))
 
-    def _placed(self, placed: Placed) -> None:
-        self._placing = False
-        if not placed.error:
-            self._load.version = placed.version
-        self.emit(placed)
+    def _placement_ended(self, result: PlacementResult) -> None:
+        self._placement_pending = False
+        if not result.error:
+            self._load.version = result.version
+        self.emit(result)
 
     # ---- waiting
 
@@ -363,7 +378,7 @@ class GroupCore(EngineCore):
         called = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
             until_s = min(self._leave_deadline_s, self._check_s)
-            if self._placing:
+            if self._placement_pending:
                 until_s = self._clock() + PLACEMENT_POLL_S
             await self._handle_until(called, until_s)
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moeserve.engine.plan import GrammarJob, StepPlan, StepResult
-from moeserve.messages import Join, Placed, PlacementTable
+from moeserve.messages import Join, PlacementResult, PlacementTable
 
 
 class NullHandle:
@@ -33,9 +33,9 @@ class NullRunner:
     speed.
     """
 
-    placed = 0
+    prepared = 0
     overtaken = False
-    on_placed: Callable[[Placed], None] | None = None
+    on_placement_result: Callable[[PlacementResult], None] | None = None
 
     def __init__(self, vocab_size: int = 1000, step_s: float = 0.0) -> None:
         self._vocab_size = vocab_size
@@ -68,9 +68,9 @@ class NullRunner:
 
     def prepare(self, placement: PlacementTable) -> None:
         """Reports that there is nothing to place."""
-        if self.on_placed is not None:
-            self.on_placed(
-                Placed(version=placement.version, error="the null runner has no experts")
+        if self.on_placement_result is not None:
+            self.on_placement_result(
+                PlacementResult(version=placement.version, error="the null runner has no experts")
             )
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:

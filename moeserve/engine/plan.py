@@ -69,19 +69,19 @@ class BlockMove:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class StepDecision:
     """The decision of all ranks about a step that they run together; the same on each of them.
 
     step: the number of the vote within its epoch, counting votes that decide to rest. ubatches: 1
     or 2 micro-batches. most_tokens: per micro-batch, the tokens of the engine that has most.
-    placed: how far the pending placement is to be in force (runner/experts.py). trace: whether to
+    active: how far the pending placement is to be in force (runner/experts.py). trace: whether to
     record this step.
     """
 
     step: int
     ubatches: int = 1
     most_tokens: tuple[int, int] = (0, 0)
-    placed: int = 0
+    active: int = 0
     trace: bool = False
 
 
@@ -109,7 +109,7 @@ class StepPlan:
     drafts_N: I32 | None = None  # None: each rank's own proposer has them
     propose: bool = False
     split_at: int = 0  # tokens of the first micro-batch, if the step runs in two
-    agreed: Agreed | None = None  # None: this engine serves alone
+    decision: StepDecision | None = None  # None: this engine serves alone
 
     @property
     def num_tokens(self) -> int:

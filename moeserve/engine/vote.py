@@ -9,17 +9,17 @@ from typing import Protocol
 
 import msgspec
 
-from moeserve.engine.plan import Agreed, Runner, StepPlan
+from moeserve.engine.plan import Runner, StepDecision, StepPlan
 from moeserve.errors import PeerLost, StepSkew
-from moeserve.messages import Join, Placed, PlacementTable
+from moeserve.messages import Join, PlacementResult, PlacementTable
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One engine's vote on a step.
 
     tokens: those of its next plan, `split_at` of them in the first micro-batch if there are two.
-    ubatches_ok: two micro-batches would pay, or would not matter, on this engine. placed: how far
-    the pending placement is prepared; in_force: how far the last decision put it in force.
+    ubatches_ok: two micro-batches would pay, or would not matter, on this engine. prepared: how far
+    the pending placement is prepared; active: how far the last decision put it in force.
     """
 
     step: int
@@ -33,8 +33,8 @@ class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
         False  # has a newer Join: nothing is in flight or planned until the next group is formed
     )
     drained: bool = False  # has a Drain, and nothing is in flight or left to do
-    placed: int = 0
-    in_force: int = 0
+    prepared: int = 0
+    active: int = 0
     trace: bool = False
 
 
@@ -52,7 +52,7 @@ class Decision:
     """The outcome of a vote, equal on all engines."""
 
     action: Action
-    agreed: Agreed | None = None  # for RUN
+    step_decision: StepDecision | None = None  # for RUN
 
 
 def decide(votes: Sequence[Vote]) -> Decision:
@@ -73,8 +73,8 @@ def decide(votes: Sequence[Vote]) -> Decision:
     drained = True
     paused = True
     most = most_first = most_second = 0
-    placed = first.placed
-    in_force = first.in_force
+    prepared = first.prepared
+    active = first.active
     for vote in votes:
         if vote.step != step or vote.epoch != epoch:
             raise StepSkew([(vote.epoch, vote.step) for vote in votes])
@@ -82,18 +82,20 @@ def decide(votes: Sequence[Vote]) -> Decision:
         trace |= vote.trace
         drained &= vote.drained
         paused &= vote.pause or vote.drained
-        placed = min(placed, vote.placed)
-        in_force = max(in_force, vote.in_force)
+        prepared = min(prepared, vote.prepared)
+        active = max(active, vote.active)
         ubatches_ok &= vote.ubatches_ok
         if tokens := vote.tokens:
             is_split |= 0 < vote.split_at < tokens
             most = max(most, tokens)
             most_first = max(most_first, vote.split_at)
             most_second = max(most_second, tokens - vote.split_at)
-    if has_work or placed != in_force:
+    if has_work or prepared != active:
         if ubatches_ok and is_split:
-            return Decision(Action.RUN, Agreed(step, 2, (most_first, most_second), placed, trace))
-        return Decision(Action.RUN, Agreed(step, 1, (most, 0), placed, trace))
+            return Decision(
+                Action.RUN, StepDecision(step, 2, (most_first, most_second), prepared, trace)
+            )
+        return Decision(Action.RUN, StepDecision(step, 1, (most, 0), prepared, trace))
     return _NOTHING_TO_RUN[Action.STOP if drained else Action.PAUSE if paused else Action.PARK]
 
 
@@ -142,7 +144,9 @@ class GroupRunner(Runner, Protocol):
     attempt may have overwritten the blocks that they save.
     """
 
-    on_placed: Callable[[Placed], None] | None  # set by the core, called from any thread
+    on_placement_result: (
+        Callable[[PlacementResult], None] | None
+    )  # set by the core, called from any thread
 
     @property
     def overtaken(self) -> bool:
@@ -150,7 +154,7 @@ class GroupRunner(Runner, Protocol):
         again: its blocks may have been overwritten by the later step."""
 
     @property
-    def placed(self) -> int:
+    def prepared(self) -> int:
         """Progress of preparing the pending placement, as in the vote; never decreases within an
         epoch.
         """

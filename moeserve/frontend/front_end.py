@@ -360,7 +360,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 self.ready = ready
             case m.ExpertLoad() | m.Traced():
                 self.monitor.hear(msg, self.ready)
-            case m.Pong() | m.Stopped() | m.Joined() | m.Parted() | m.Placed():
+            case m.Pong() | m.Stopped() | m.Joined() | m.LeftGroup() | m.PlacementResult():
                 pass  # the link acts on these
             case _:
                 assert_never(msg)

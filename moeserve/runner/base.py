@@ -26,7 +26,7 @@ from moeserve.engine.blocks import groups_of
 from moeserve.engine.plan import NewRequest
 from moeserve.errors import ConfigError
 from moeserve.logits_processors import ProcessorFactories
-from moeserve.messages import Placed, PlacementTable
+from moeserve.messages import PlacementResult, PlacementTable
 from moeserve.models.spec import ModelSpec
 from moeserve.models.workspace import Inflow
 from moeserve.moe.all2all.registry import make_backends, most_rows
@@ -146,7 +146,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.notes: list[str] = []
         self.read_expert: Read | None = None
         self.fingerprint = ""  # of the checkpoint that was loaded
-        self.on_placed: Callable[[Placed], object] = lambda placed: None
+        self.on_placement_result: Callable[[PlacementResult], object] = lambda result: None
 
     @abstractmethod
     def _cache_device_properties(self) -> None:
@@ -279,7 +279,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             wire_of(self.config.parallel.wire, self.dtype),
             self.read_expert if self.shards_experts else None,
             len(self.ubatches.ubatches),
-            lambda placed: self.on_placed(placed),
+            lambda result: self.on_placement_result(result),
         )
         memory = self.properties.memory().shared(self.properties.sharers)
         return kv_budget(

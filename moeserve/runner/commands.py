@@ -85,13 +85,13 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
     """The end of a command. With `lost` it failed because of another rank, and may come again after
     the next Join.
 
-    placed: how far the pending placement is prepared; None: not looked at. error: why a grammar
+    prepared: how far the pending placement is prepared; None: not looked at. error: why a grammar
     cannot be used.
     """
 
     seq: int
     value: int = 0
-    placed: int | None = None
+    prepared: int | None = None
     events: tuple[TraceEvent, ...] = ()
     lost: str = ""
     missing: tuple[int, ...] = ()
@@ -107,9 +107,9 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """Progress of the pending placement; see `ExpertStore.placed`."""
+    """Progress of the pending placement; see `ExpertStore.prepared`."""
 
-    placed: int
+    prepared: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -114,12 +114,12 @@ class OverlapPolicy:
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
         """Learns from a step that this engine had tokens in; others are ignored."""
-        if self._mode != "auto" or plan.agreed is None or not len(plan.slots_R):
+        if self._mode != "auto" or plan.decision is None or not len(plan.slots_R):
             return
-        ubatches = plan.agreed.ubatches
+        ubatches = plan.decision.ubatches
         bucket = self._buckets.setdefault(_key(plan), _Bucket())
         # The step took as long as the engine with most tokens.
-        tokens = max(sum(plan.agreed.most_tokens), plan.num_tokens)
+        tokens = max(sum(plan.decision.most_tokens), plan.num_tokens)
         self._total_us += result.device_us
         if self._trials.pop(plan.step, 0) == ubatches:
             usual = bucket.one if ubatches == 2 else bucket.two

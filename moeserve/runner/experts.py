@@ -1,7 +1,7 @@
 """Moves this rank's experts: prepares them in the background, layer by layer, and activates them
 between two steps.
 
-All ranks change a layer between the same two steps: every rank's vote has its progress (`placed`),
+All ranks change a layer between the same two steps: every rank's vote has its progress (`prepared`),
 the least of these numbers comes back with the step's decision, and `commit` activates it. The
 numbers:
 
@@ -26,7 +26,7 @@ import torch
 
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.loader.experts import Work
-from moeserve.messages import Placed, PlacementTable
+from moeserve.messages import PlacementResult, PlacementTable
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
@@ -97,9 +97,9 @@ class _Move:
 class ExpertStore:
     """This rank's experts. To be created in the runner's thread, after the model is built.
 
-    read: reads one expert from the checkpoint. on_placed: called once, from any thread, with the
+    read: reads one expert from the checkpoint. on_placement_result: called once, from any thread, with the
     outcome of every placement that was given to `prepare`, unless `load_all` came before its end.
-    `prepare` and `placed` are for any thread; `commit` and `load_all` for the runner's.
+    `prepare` and `prepared` are for any thread; `commit` and `load_all` for the runner's.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class ExpertStore:
         read: Read,
         rank: int,
         placement: Placement,
-        on_placed: Callable[[Placed], object] = lambda placed: None,
+        on_placement_result: Callable[[PlacementResult], object] = lambda result: None,
     ) -> None:
         assert len(layers) == placement.num_layers, (len(layers), placement.num_layers)
-        self.on_placed = on_placed
+        self.on_placement_result = on_placement_result
         self._layers = tuple(layers)
         self._read = read
         self._rank = rank
@@ -143,7 +143,7 @@ class ExpertStore:
         return self._placement.version
 
     @property
-    def placed(self) -> int:
+    def prepared(self) -> int:
         """This rank's progress, for the vote."""
         move = self._move  # no lock: a number that is out of date is too small
         if move is None:
@@ -168,21 +168,21 @@ class ExpertStore:
                 self._changed.notify_all()
                 return
         why = _ELSEWHERE if gone else f"version {known} was here before: versions must grow"
-        self.on_placed(Placed(version=table.version, error=why))
+        self.on_placement_result(PlacementResult(version=table.version, error=why))
 
     @torch.inference_mode()
-    def commit(self, placed: int) -> None:
-        """Activate what the group agreed on, the least of all ranks' `placed`. May be
+    def commit(self, active: int) -> None:
+        """Activate what the group agreed on, the least of all ranks' `prepared`. May be
         repeated.
         """
         with self._changed:
             notice = (
-                self._give_up(-placed)
-                if placed < 0
-                else self._advance(*divmod(placed, len(self._layers) + 1))
+                self._give_up(-active)
+                if active < 0
+                else self._advance(*divmod(active, len(self._layers) + 1))
             )
         if notice is not None:
-            self.on_placed(notice)
+            self.on_placement_result(notice)
 
     @torch.inference_mode()
     def load_all(self, table: PlacementTable, rank: int | None = None) -> None:
@@ -223,7 +223,7 @@ class ExpertStore:
     def _number(self, version: int, layers: int) -> int:
         return version * (len(self._layers) + 1) + layers
 
-    def _advance(self, version: int, layers: int) -> Placed | None:
+    def _advance(self, version: int, layers: int) -> PlacementResult | None:
         """Activate layers 0..layers-1 of `version`, which are ready on all ranks."""
         move = self._move
         if move is None or move.version != version:
@@ -248,7 +248,7 @@ class ExpertStore:
         self._changed.notify_all()
         return self._end(move) if move.done == len(self._layers) else None
 
-    def _give_up(self, version: int) -> Placed | None:
+    def _give_up(self, version: int) -> PlacementResult | None:
         """End the move to `version`, which some rank could not prepare."""
         move = self._move
         if move is not None and move.version == version:
@@ -262,9 +262,9 @@ class ExpertStore:
             self._gone.add(version)
             return None
         self._waiting.remove(waiting[0])
-        return Placed(version=version, error=_ELSEWHERE)
+        return PlacementResult(version=version, error=_ELSEWHERE)
 
-    def _end(self, move: _Move) -> Placed:
+    def _end(self, move: _Move) -> PlacementResult:
         """End the move with the layers that are active."""
         move.cancelled.set()
         rows = move.target or self._placement
@@ -284,7 +284,7 @@ class ExpertStore:
                 move.moved_bytes / 1e6,
                 took_s,
             )
-        return Placed(
+        return PlacementResult(
             version=version,
             layers=move.done,
             moved_bytes=move.moved_bytes,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moeserve.config import Limits
-from moeserve.engine.plan import Agreed, StepPlan
+from moeserve.engine.plan import StepDecision, StepPlan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import Attend, PlanRows, StepInputs
 from moeserve.runner.recorder import Pause, Recorder, Recording
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # of a recorded step; larger ones keep the device busy for longer than the host needs to launch them
 MOST_TOKENS = 512
-Forward = Callable[[StepInputs, Agreed | None, int], Tensor]
+Forward = Callable[[StepInputs, StepDecision | None, int], Tensor]
 
 
 class Mode(enum.Enum):
@@ -129,12 +129,14 @@ class GraphManager:
         """Fill the recordings' buffers with the inputs of a step, padded to the shape."""
         return self.fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
 
-    def run(self, descriptor: Descriptor, step: StepInputs, agreed: Agreed | None) -> Tensor:
+    def run(
+        self, descriptor: Descriptor, step: StepInputs, decision: StepDecision | None
+    ) -> Tensor:
         """Return the step's hidden states, to be used before the next run. Records the shape when
         it is new.
         """
         self._now = step
-        recording = self._recordings.get(descriptor) or self._record(descriptor, agreed)
+        recording = self._recordings.get(descriptor) or self._record(descriptor, decision)
         recording.replay()
         self._plans.clear()  # their work space is large
         hidden_TD, *loads = recording.results
@@ -160,14 +162,14 @@ class GraphManager:
             "recorded %d graphs in %.1f s; other sizes follow when they are met", number, took_s
         )
 
-    def _record(self, descriptor: Descriptor, agreed: Agreed | None) -> Recording:
+    def _record(self, descriptor: Descriptor, decision: StepDecision | None) -> Recording:
         step = self.fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
         pieces = descriptor.mode is Mode.PIECEWISE
 
         def work(pause: Pause) -> Sequence[Tensor]:
             """Compute the step that is recorded, and returns the tensors that a replay rewrites."""
             inputs = replace(step, cut=partial(self._cut, pause)) if pieces else step
-            hidden_TD = self.forward(inputs, agreed, descriptor.split_at)
+            hidden_TD = self.forward(inputs, decision, descriptor.split_at)
             loads = [ubatch.take_load() for ubatch in self.ubatches]
             return hidden_TD, *(load for load in loads if isinstance(load, Tensor))
 
@@ -225,7 +227,7 @@ class GroupGraphs(GraphManager):
     def shape(self, plan: StepPlan) -> Descriptor | None:
         """Return the shape that a step is to be replayed in, or None if the step runs as it is."""
         group = self.group
-        agreed = plan.agreed
+        decision = plan.decision
         if self._place != group.place:
             self.forget()
             self._place = group.place
@@ -235,18 +237,21 @@ class GroupGraphs(GraphManager):
             return None
         if not self.shards_experts:
             return self.dispatch(plan.num_tokens, plan.uniform_len)
-        if agreed is None or (room := self.round_up(max(agreed.most_tokens))) > self._recordable:
+        if (
+            decision is None
+            or (room := self.round_up(max(decision.most_tokens))) > self._recordable
+        ):
             return None
         uniform_len = 1 if plan.uniform_len == 1 else None
-        if agreed.ubatches == 1:
-            shape = self.dispatch(agreed.most_tokens[0], uniform_len)
+        if decision.ubatches == 1:
+            shape = self.dispatch(decision.most_tokens[0], uniform_len)
             return shape if shape and shape.num_tokens == room else None
         most = self.sizes.get(Mode.FULL, (0,))[-1]
         if uniform_len is None or plan.num_tokens > most:  # between pieces rows would be under way
             return None
         # The size that the engine with most tokens needs: the step takes as long as that one, and
         # shapes stay few.
-        size = self.round_up(min(2 * max(agreed.most_tokens), most))
+        size = self.round_up(min(2 * max(decision.most_tokens), most))
         return Descriptor(Mode.FULL, size, size, room)
 
     def forget(self) -> None:

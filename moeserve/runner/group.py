@@ -18,7 +18,7 @@ from moeserve.comm.members import Members
 from moeserve.config import Limits
 from moeserve.engine.plan import GrammarJob, StepPlan, StepResult, encode_plan
 from moeserve.errors import EngineDied, PeerLost
-from moeserve.messages import Join, Placed, PlacementTable, Traced
+from moeserve.messages import Join, PlacementResult, PlacementTable, Traced
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.commands import (
     Allocate,
@@ -42,16 +42,16 @@ LEAVE_AGAIN_S = (
 
 class GroupedRunner(ThreadedRunner):
     """The `GroupRunner` (engine/vote.py) of an engine's leader. model: this process's rank. team:
-    the engine's other ranks, None if it has none. on_placed: set by the core, called from any
+    the engine's other ranks, None if it has none. on_placement_result: set by the core, called from any
     thread."""
 
     def __init__(self, model: ModelRunnerBase, team: Team | None = None) -> None:
         super().__init__(model)
         self.team = team
-        self.on_placed: Callable[[Placed], None] | None = None
+        self.on_placement_result: Callable[[PlacementResult], None] | None = None
         self._on_traced: Callable[[Traced], object] | None = None
-        model.on_placed = lambda placed: (
-            (hear := self.on_placed) and hear(placed)
+        model.on_placement_result = lambda result: (
+            (callback := self.on_placement_result) and callback(result)
         )  # it may become None meanwhile
         self._lost: PeerLost | None = PeerLost("this engine has not joined its group yet")
         self.overtaken = False
@@ -95,10 +95,10 @@ class GroupedRunner(ThreadedRunner):
         return await asyncio.wrap_future(self.team.dead)
 
     @property
-    def placed(self) -> int:
+    def prepared(self) -> int:
         """The progress of the engine's slowest rank with the pending placement."""
-        own = self.runner.peers.placed
-        return own if self.team is None else min(own, self.team.placed)
+        own = self.runner.peers.prepared
+        return own if self.team is None else min(own, self.team.prepared)
 
     async def join(self, join: Join) -> None:
         """Connect all ranks of the engine with the other engines'. Raises PeerLost."""
@@ -223,8 +223,8 @@ class GroupedRunner(ThreadedRunner):
                     f"{plan.step}: the machine's "
                     "arithmetic is not reproducible, or there is a bug in moeserve"
                 )
-        if self._on_traced is not None and plan.agreed is not None and plan.agreed.trace:
-            for traced in team.traced(done, plan.agreed.step, self._dp_rank):
+        if self._on_traced is not None and plan.decision is not None and plan.decision.trace:
+            for traced in team.traced(done, plan.decision.step, self._dp_rank):
                 self._on_traced(traced)
 
     def _refusal(self) -> Exception | None:

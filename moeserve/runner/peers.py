@@ -10,7 +10,7 @@ from moeserve.comm.members import Members
 from moeserve.comm.shm import ShmTensor
 from moeserve.comm.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel
 from moeserve.comm.world import World
-from moeserve.messages import Placed, PlacementTable
+from moeserve.messages import PlacementResult, PlacementTable
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Checked
 from moeserve.moe.all2all.local import LocalAll2All, OwnExpertsOnly
 from moeserve.moe.all2all.wire_format import WireFormat
@@ -36,9 +36,9 @@ class Peers:
     experts only.
 
     placement: where the experts are, None for a model without any. wire: the format that their rows
-    travel in. read: reads an expert from the checkpoint, None if experts never move. on_placed:
+    travel in. read: reads an expert from the checkpoint, None if experts never move. on_placement_result:
     called with the outcome of each placement that was prepared, from any thread. To be created in
-    the runner's thread, which also makes all calls but `leave`, `prepare`, `placed` and `moving`.
+    the runner's thread, which also makes all calls but `leave`, `prepare`, `prepared` and `moving`.
 
     `checked`: transports whose `check`, to be called after a step, raises PeerLost if a transfer
     failed.
@@ -53,12 +53,12 @@ class Peers:
         wire: WireFormat,
         read: Read | None,
         num_ubatches: int,
-        on_placed: Callable[[Placed], object],
+        on_placement_result: Callable[[PlacementResult], object],
     ) -> None:
         self._layers = tuple(layers)
         self._tp = tp
         self._num_ubatches = num_ubatches
-        self._on_placed = on_placed
+        self._on_placement_result = on_placement_result
         self._all2all = self._layers[0].all2all if self._layers else None  # one for all layers
         # Why no graph can record the MoE layers of several ranks; None if one can.
         self.not_recorded = self._layers[0].not_recorded if self._layers else None
@@ -70,7 +70,7 @@ class Peers:
         if placement is not None and not isinstance(self._all2all, LocalAll2All):
             self._alone = OwnExpertsOnly(placement.experts_per_rank, wire)
             if read is not None:
-                self._store = ExpertStore(layers, read, rank, placement, on_placed)
+                self._store = ExpertStore(layers, read, rank, placement, on_placement_result)
         self._use(self._alone or self._all2all)
 
     def _use(self, all2all: All2All | None) -> None:
@@ -133,17 +133,19 @@ class Peers:
     def prepare(self, table: PlacementTable) -> None:
         """Begin to load this rank's experts of a placement, in the background."""
         if self._store is None:
-            self._on_placed(
-                Placed(version=table.version, error="this rank has all experts, or there are none")
+            self._on_placement_result(
+                PlacementResult(
+                    version=table.version, error="this rank has all experts, or there are none"
+                )
             )
             return
         self._expected = max(self._expected, table.version)
         self._store.prepare(table)
 
     @property
-    def placed(self) -> int:
+    def prepared(self) -> int:
         """This rank's progress with the pending placement, for the vote; see `ExpertStore`."""
-        return 0 if self._store is None else self._store.placed
+        return 0 if self._store is None else self._store.prepared
 
     @property
     def moving(self) -> bool:
@@ -157,10 +159,10 @@ class Peers:
         replay the same ones."""
         return self._store is not None and self._store.mixed
 
-    def commit(self, placed: int) -> None:
-        """Activate what all ranks have prepared, up to `placed`."""
+    def commit(self, active: int) -> None:
+        """Activate the layers that all ranks have prepared, up to `active`."""
         if self._store is not None:
-            self._store.commit(placed)
+            self._store.commit(active)
 
     def close(self) -> None:
         """Leave the group and ends the background work."""

@@ -29,12 +29,12 @@ SOCKET = "workers.sock"
 
 
 class RemoteWorker:
-    """One worker, as its leader knows it. placed: how far it has prepared the pending placement."""
+    """One worker, as its leader knows it. prepared: how far it has prepared the pending placement."""
 
     def __init__(self, tp_rank: int, sock: socket.socket) -> None:
         self.tp_rank = tp_rank
         self.stream: BlockingStream[commands.Report] = BlockingStream(sock, commands.Report)
-        self.placed = 0
+        self.prepared = 0
         self.answers: dict[int, Future[commands.CommandDone]] = {}
         self.failed: commands.Failed | None = None
         self.reader: threading.Thread
@@ -119,9 +119,9 @@ class Team:
         return futures
 
     @property
-    def placed(self) -> int:
+    def prepared(self) -> int:
         """The progress of the slowest worker with the pending placement."""
-        return min(worker.placed for worker in self._workers)
+        return min(worker.prepared for worker in self._workers)
 
     def traced(self, done: Sequence[commands.CommandDone], step: int, dp_rank: int) -> list[Traced]:
         """Return what the workers did in a step that was traced."""
@@ -150,13 +150,13 @@ class Team:
         while (msg := worker.stream.receive()) is not None:
             match msg:
                 case commands.CommandDone():
-                    if msg.placed is not None:
-                        worker.placed = msg.placed
+                    if msg.prepared is not None:
+                        worker.prepared = msg.prepared
                     if (future := worker.answers.pop(msg.seq, None)) is not None:
                         with suppress(InvalidStateError):  # nobody waits any more
                             future.set_result(msg)
-                case commands.Prepared(placed=placed):
-                    worker.placed = placed
+                case commands.Prepared(prepared=prepared):
+                    worker.prepared = prepared
                 case commands.LoadProgress(name=name, percent=percent):
                     self.on_progress(worker.tp_rank, name, percent)
                 case commands.Failed():

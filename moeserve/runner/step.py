@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.engine.blocks import KVGroup
-from moeserve.engine.plan import Agreed, NewRequest, StepPlan, StepResult, ranges
+from moeserve.engine.plan import NewRequest, StepDecision, StepPlan, StepResult, ranges
 from moeserve.models.decoder import Decoder
 from moeserve.models.spec import ModelSpec
 from moeserve.ops.inputs import LayerCache, StepInputs
@@ -112,8 +112,8 @@ class StepExecutor:
         """
         self._finish_proposing()
         loading = self._apply(plan)
-        if plan.agreed is not None:
-            self.peers.commit(plan.agreed.placed)
+        if plan.decision is not None:
+            self.peers.commit(plan.decision.active)
         before = self._last_end
         start = self._mark()
         drafting = self._drafting
@@ -121,8 +121,8 @@ class StepExecutor:
         outputs: dict[str, TaskOutputs] = {}
         if len(plan.slots_R):
             outputs = self._run_tasks(plan)
-        elif plan.agreed is not None:  # experts compute for other ranks
-            self.ubatches.serve(self.model, plan.agreed)
+        elif plan.decision is not None:  # experts compute for other ranks
+            self.ubatches.serve(self.model, plan.decision)
         else:
             return lambda: StepResult(plan.step, NO_TOKENS)
         meter = self.ubatches.take_meter()
@@ -214,10 +214,10 @@ class StepExecutor:
         if self.graphs and shape:
             self._finish_loading()
             inputs = self.graphs.inputs(shape, plan, rows)
-            hidden_TD = self.graphs.run(shape, inputs, plan.agreed)
+            hidden_TD = self.graphs.run(shape, inputs, plan.decision)
         else:
             inputs = self.step_inputs(plan, rows)
-            hidden_TD = self._forward(inputs, plan.agreed, plan.split_at)
+            hidden_TD = self._forward(inputs, plan.decision, plan.split_at)
             self._finish_loading()
         aux_TN = None
         if self.spec.aux_hidden_layers:
@@ -305,11 +305,13 @@ class StepExecutor:
             self._loading.finish()
             self._loading = None
 
-    def _forward(self, step: StepInputs, agreed: Agreed | None = None, split_at: int = 0) -> Tensor:
+    def _forward(
+        self, step: StepInputs, decision: StepDecision | None = None, split_at: int = 0
+    ) -> Tensor:
         """Return the hidden states [T, D] of a step's tokens, computed in one or two
         micro-batches.
         """
         layers: Sequence[LayerCache] = self.kv.layers
         if self._loading is not None:
             layers = LayersAsLoaded(layers, self._loading.before_layer)
-        return self.ubatches.forward(self.model, step, split_at, agreed, layers)
+        return self.ubatches.forward(self.model, step, split_at, decision, layers)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moeserve.engine.plan import Agreed
+from moeserve.engine.plan import StepDecision
 from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
 from moeserve.moe.streams import InFlightTransfer
@@ -18,7 +18,7 @@ from moeserve.runner.dbo import run_in_turns, split
 from moeserve.runner.job_thread import JobThread
 
 T = TypeVar("T")
-ALONE = Agreed(step=0)
+ALONE = StepDecision(step=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class UBatchRunner:
         model: Decoder,
         step: StepInputs,
         split_at: int,
-        agreed: Agreed | None,
+        decision: StepDecision | None,
         kv: Sequence[LayerCache],
     ) -> Tensor:
         """Return the hidden states [T, D] of all tokens, in order. With two micro-batches agreed,
@@ -78,9 +78,9 @@ class UBatchRunner:
         An error in a micro-batch ends both and is raised here, the first one if there are several;
         the next step may follow.
         """
-        agreed = agreed or ALONE
-        if agreed.ubatches == 1:
-            return self._run(agreed, [lambda ubatch: model.forward(step, kv, ubatch)])[0]
+        decision = decision or ALONE
+        if decision.ubatches == 1:
+            return self._run(decision, [lambda ubatch: model.forward(step, kv, ubatch)])[0]
 
         def work(part: StepInputs, ubatch: UBatch) -> Tensor | None:
             """Compute one half. A half without tokens still takes part in what other ranks do."""
@@ -90,12 +90,12 @@ class UBatchRunner:
             return None
 
         works = [partial(work, part) for part in split(step, split_at)]
-        parts = [hidden for hidden in self._run(agreed, works) if hidden is not None]
+        parts = [hidden for hidden in self._run(decision, works) if hidden is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def serve(self, model: Decoder, agreed: Agreed) -> None:
+    def serve(self, model: Decoder, decision: StepDecision) -> None:
         """Take part in a step in which this rank has no tokens."""
-        self._run(agreed, [model.serve] * agreed.ubatches)
+        self._run(decision, [model.serve] * decision.ubatches)
 
     def take_meter(self) -> Meter:
         """Return what was measured since the last call; to be called after each step."""
@@ -125,16 +125,16 @@ class UBatchRunner:
             self._second.stop()
             self._second = None
 
-    def _run(self, agreed: Agreed, works: Sequence[Callable[[UBatch], T]]) -> Sequence[T]:
+    def _run(self, decision: StepDecision, works: Sequence[Callable[[UBatch], T]]) -> Sequence[T]:
         """Return the result of each micro-batch's work."""
         # The same number of rounds in both micro-batches: with fewer, one would run ahead of the
         # other, layer by layer.
-        most_tokens = -(-self.round_up(max(agreed.most_tokens)) // self._tp_size)
+        most_tokens = -(-self.round_up(max(decision.most_tokens)) // self._tp_size)
         self.take_transfers()  # of a step that failed
         for ubatch in self.ubatches:
             ubatch.most_tokens = most_tokens
             ubatch.take_load()
-            ubatch.meter.reset(agreed.trace)
+            ubatch.meter.reset(decision.trace)
         if len(works) == 1:
             return [_timed(works[0], self.ubatches[0])]
         if self._second is None:

@@ -24,6 +24,7 @@ from moeserve.actor.actor import Inbox
 from moeserve.actor.handshake import Hello
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect, listen
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
+from moeserve.messages import PROTOCOL_VERSION
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -452,14 +453,14 @@ def test_another_protocol_version_is_refused_on_both_sides_with_the_remedy(
         here: Inbox[Any] = Inbox("here")
         there: Inbox[Any] = Inbox("there")
         wire = listen(address, token="t", receives=Msg, inbox=here)
-        monkeypatch.setattr(zmq_wire, "PROTOCOL_VERSION", 2)
+        monkeypatch.setattr(zmq_wire, "PROTOCOL_VERSION", 99)
         peer = connect(address, token="t", receives=Msg, inbox=there)
         for inbox in (here, there):
             notice = (await take(inbox, 1))[0]
             assert isinstance(notice, PeerGone)
-            assert "protocol 2, the listening one 1" in notice.cause
+            assert f"protocol 99, the listening one {PROTOCOL_VERSION}" in notice.cause
             assert "restart it" in notice.cause
-        with pytest.raises(ActorStopped, match="protocol 2"):
+        with pytest.raises(ActorStopped, match="protocol 99"):
             await peer.connected(1)
         assert not wire.greeted
         peer.close()

@@ -17,7 +17,7 @@ from moeserve.cluster.engine_state import (
     ProcessLost,
 )
 from moeserve.cluster.link import EngineGone
-from moeserve.messages import Joined, Parted, Phase, Ready, Stopped
+from moeserve.messages import Joined, LeftGroup, Phase, Ready, Stopped
 
 NEW = EngineState(rank=3, host="node-1", machine=1, grouped=True, held=True)
 ALONE = EngineState(rank=0, host="node-0", machine=0)
@@ -68,7 +68,7 @@ def test_an_engine_without_a_group_is_never_held() -> None:
 
 def test_a_lost_process_leaves_nothing_that_belonged_to_it() -> None:
     lost = after(SERVING, NewRequestsEnded(ordered=False), ProcessLost())
-    assert (lost.ready, lost.epoch, lost.parted, lost.draining) == (None, 0, None, False)
+    assert (lost.ready, lost.epoch, lost.left_group, lost.draining) == (None, 0, None, False)
     assert lost.held
     assert not lost.has_served
     again = lost.after(RESTARTING)
@@ -82,10 +82,10 @@ def test_the_final_end_stays() -> None:
 
 
 def test_an_old_epochs_notice_does_not_part_an_engine_from_a_newer_one() -> None:
-    assert SERVING.after(Parted(4, "too late")) == SERVING
-    parted = SERVING.after(Parted(5, "rank 2 is gone"))
-    assert (parted.epoch, parted.serving) == (0, False)
-    assert parted.after(MeetingBegun()).parted is None
+    assert SERVING.after(LeftGroup(4, "too late")) == SERVING
+    left = SERVING.after(LeftGroup(5, "rank 2 is gone"))
+    assert (left.epoch, left.serving) == (0, False)
+    assert left.after(MeetingBegun()).left_group is None
 
 
 def test_only_an_ordered_stop_is_obedience() -> None:
@@ -103,7 +103,7 @@ EVENTS = st.sampled_from(
         MeetingBegun(),
         Joined(5, 0.1),
         Joined(6, 0.1),
-        Parted(5, "why"),
+        LeftGroup(5, "why"),
         Held(True),
         Held(False),
         NewRequestsEnded(ordered=True),

@@ -22,7 +22,7 @@ import pytest
 from moeserve.comm.dp_coordinator import Wake, open_coordinator
 from moeserve.comm.members import Members
 from moeserve.comm.stream import frame
-from moeserve.engine.plan import Agreed
+from moeserve.engine.plan import StepDecision
 from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote
 from moeserve.errors import ConfigError, PeerLost, StepSkew
 from tests.comm.ranks import free_port, members_of, together
@@ -60,9 +60,9 @@ async def test_all_get_the_same_decision(size: int, tmp_path: Path) -> None:
             *(c.decide(v) for c, v in zip(coordinators, rows, strict=True))
         )
         assert decisions == [decisions[0]] * size
-        agreed = decisions[0].agreed
-        assert (agreed is not None) == any(row.has_work for row in rows)
-        assert agreed is None or agreed.most_tokens == (size - 1 + step, 0)
+        decision = decisions[0].step_decision
+        assert (decision is not None) == any(row.has_work for row in rows)
+        assert decision is None or decision.most_tokens == (size - 1 + step, 0)
     assert not (tmp_path / "vote.sock").exists(), "nobody listens once all are in"
     close(coordinators)
 
@@ -229,7 +229,7 @@ async def test_several_hosts_meet_over_tcp() -> None:
             decision = await coordinator.decide(Vote(step, 1, has_work=True, tokens=members.rank))
         await asyncio.sleep(0.05)  # the others have read the last one
         coordinator.close()
-        return decision.agreed and decision.agreed.most_tokens
+        return decision.step_decision and decision.step_decision.most_tokens
 
     assert await asyncio.gather(*map(body, on_hosts(3))) == [(2, 0)] * 3
 
@@ -251,10 +251,12 @@ async def test_a_vote_that_was_altered_on_the_way_ends_the_group(forgery: str, w
     assert "altered on the way, or is not its own" in str(told)
     assert told is not None
     assert told.missing == ((1,) if way == UP else (0,))
-    believed = [outcome.agreed for outcome in outcomes if isinstance(outcome, Decision)]
+    believed = [outcome.step_decision for outcome in outcomes if isinstance(outcome, Decision)]
     assert (
         believed
-        == [Agreed(step, 1, (0, 0), 0, False) for step in range(3) for _ in ours][: len(believed)]
+        == [StepDecision(step, 1, (0, 0), 0, False) for step in range(3) for _ in ours][
+            : len(believed)
+        ]
     )
     assert len(believed) < 7
 

@@ -20,7 +20,7 @@ from moeserve.actor.actor import Inbox
 from moeserve.cluster.assemble import form
 from moeserve.config import Limits
 from moeserve.engine.group_core import GroupCore
-from moeserve.engine.plan import Agreed, GrammarJob, StepPlan, StepResult
+from moeserve.engine.plan import GrammarJob, StepDecision, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import PeerLost
 from moeserve.messages import (
@@ -30,8 +30,8 @@ from moeserve.messages import (
     FinishReason,
     Join,
     Joined,
-    Parted,
-    Placed,
+    LeftGroup,
+    PlacementResult,
     PlacementTable,
     StepOutput,
     Submit,
@@ -47,16 +47,18 @@ class Exchange:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.steps: dict[int, Agreed] = {}
+        self.steps: dict[int, StepDecision] = {}
         self.here: dict[int, set[int]] = {}
         self.broken = False
         self._changed = asyncio.Event()
 
-    async def meet(self, rank: int, agreed: Agreed) -> None:
-        assert self.steps.setdefault(agreed.step, agreed) == agreed, "the ranks run different steps"
-        self.here.setdefault(agreed.step, set()).add(rank)
+    async def meet(self, rank: int, decision: StepDecision) -> None:
+        assert self.steps.setdefault(decision.step, decision) == decision, (
+            "the ranks run different steps"
+        )
+        self.here.setdefault(decision.step, set()).add(rank)
         self._change()
-        while len(self.here[agreed.step]) < self.size or self.broken:
+        while len(self.here[decision.step]) < self.size or self.broken:
             if self.broken:
                 raise PeerLost("the exchange broke")
             await self._changed.wait()
@@ -76,7 +78,7 @@ class GroupModel:
     KV entries.
     """
 
-    on_placed: Callable[[Placed], None] | None = None
+    on_placement_result: Callable[[PlacementResult], None] | None = None
     overtaken = False
     # whether a step begins before the one before it is over, so that both fail, and both spoil
     ahead = False
@@ -89,9 +91,9 @@ class GroupModel:
         self.exchanges = exchanges
         self.rng = rng
         self.exchange: Exchange | None = None
-        self.placed = 0
+        self.prepared = 0
         self.gives_up = False
-        self.seen: list[Agreed] = []
+        self.seen: list[StepDecision] = []
         self.num_empty = 0
         self.failing: BaseException | None = None
         self._last: asyncio.Task[StepResult] | None = None
@@ -121,19 +123,19 @@ class GroupModel:
         if self.failing is not None:
             raise self.failing
         exchange = self.exchange
-        agreed = plan.agreed
+        decision = plan.decision
         if exchange is None or exchange.broken:
             if self.ahead and began is not None:
                 self._execute(plan, spoil=True)
                 self.overtaken = True
             raise PeerLost("not connected")
-        assert agreed is not None
-        assert not self.seen or agreed.step > self.seen[-1].step
-        assert plan.num_tokens <= agreed.most_tokens[0] + agreed.most_tokens[1]
-        self.seen.append(agreed)
+        assert decision is not None
+        assert not self.seen or decision.step > self.seen[-1].step
+        assert plan.num_tokens <= decision.most_tokens[0] + decision.most_tokens[1]
+        self.seen.append(decision)
         self.num_empty += not len(plan.slots_R)
         try:
-            await exchange.meet(self.rank, agreed)
+            await exchange.meet(self.rank, decision)
             for _ in range(self.rng.randrange(4)):
                 await asyncio.sleep(0)
             if exchange.broken:  # the others may have got through
@@ -180,7 +182,7 @@ class GroupModel:
             await asyncio.wait({self._last})
 
     def prepare(self, placement: PlacementTable) -> None:
-        self.placed = -placement.version if self.gives_up else 2 * placement.version
+        self.prepared = -placement.version if self.gives_up else 2 * placement.version
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
         return self.rng.random() < 0.7
@@ -247,7 +249,7 @@ class Group:
         self.answers: dict[int, Answer] = {}
         self.epoch = 0
         self.joined: dict[int, int] = {}
-        self.parted: list[tuple[int, Parted]] = []
+        self.left: list[tuple[int, LeftGroup]] = []
         self.rejoins = True
         self._folder = tempfile.TemporaryDirectory(prefix="moeserve-test-")
         self.engines = [Engine(self, rank) for rank in range(size)]
@@ -289,8 +291,8 @@ class Group:
     def hear(self, rank: int, msg: EngineOut) -> None:
         if isinstance(msg, Joined):
             self.joined[rank] = msg.epoch
-        elif isinstance(msg, Parted):
-            self.parted.append((rank, msg))
+        elif isinstance(msg, LeftGroup):
+            self.left.append((rank, msg))
             if self.rejoins and msg.epoch == self.epoch:
                 self.send_joins()
         elif isinstance(msg, StepOutput):

@@ -20,12 +20,12 @@ from moeserve.messages import (
     Drain,
     Join,
     Ping,
-    Place,
     PlacementTable,
     Pong,
     StepOutput,
     Stopped,
     TraceNext,
+    UpdatePlacement,
 )
 from tests.comm.ranks import free_port
 from tests.comm.relay import DOWN, UP, Relay, flipped
@@ -125,9 +125,7 @@ async def test_a_vote_that_is_altered_on_the_way_costs_no_answer(way: str) -> No
         await group.all_answered()
         group.check()
         assert group.epoch == 2
-        assert any(
-            "altered on the way, or is not its own" in parted.cause for _, parted in group.parted
-        )
+        assert any("altered on the way, or is not its own" in left.cause for _, left in group.left)
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
@@ -139,15 +137,15 @@ async def test_a_placement_comes_into_force_or_is_given_up_while_nobody_has_work
         await group.until(lambda: len(group.joined) == 3)
         group.engines[2].runner.gives_up = gives_up
         for engine in group.engines:
-            engine.inbox.put(Place(table))
+            engine.inbox.put(UpdatePlacement(table))
         wanted = -3 if gives_up else 6
         await group.until(
-            lambda: all(e.runner.seen and e.runner.seen[-1].placed == wanted for e in group.engines)
+            lambda: all(e.runner.seen and e.runner.seen[-1].active == wanted for e in group.engines)
         )
         num_steps = len(group.engines[0].runner.seen)
         await asyncio.sleep(0.05)
         assert num_steps == 1 == len(group.engines[0].runner.seen), "one step is enough"
-        assert not group.parted
+        assert not group.left
 
 
 async def test_a_join_that_comes_twice_changes_nothing() -> None:
@@ -157,7 +155,7 @@ async def test_a_join_that_comes_twice_changes_nothing() -> None:
         group.submit(0, 0, PROMPT)
         await group.all_answered()
         group.check()
-        assert not group.parted
+        assert not group.left
 
 
 async def test_a_drain_ends_all_engines_together() -> None:
@@ -167,7 +165,7 @@ async def test_a_drain_ends_all_engines_together() -> None:
         await group.drained()
         group.check()
         assert all(engine.out[-1] == Stopped("") for engine in group.engines)
-        assert not group.parted
+        assert not group.left
 
 
 async def test_a_drained_engine_serves_on_until_the_others_are_done() -> None:
@@ -182,7 +180,7 @@ async def test_a_drained_engine_serves_on_until_the_others_are_done() -> None:
         group.engines[1].inbox.put(Drain(20.0))
         await asyncio.wait_for(asyncio.gather(*(engine.task for engine in group.engines)), 5.0)
         group.check()
-        assert not group.parted
+        assert not group.left
 
 
 async def test_past_its_deadline_a_drained_engine_leaves_the_others() -> None:
@@ -193,7 +191,7 @@ async def test_past_its_deadline_a_drained_engine_leaves_the_others() -> None:
         group.engines[0].inbox.put(Drain(0.0))
         await asyncio.wait_for(group.engines[0].task, 5.0)
         assert group.answers[0].finish == "abort"
-        await group.until(lambda: any(rank == 1 for rank, _ in group.parted))
+        await group.until(lambda: any(rank == 1 for rank, _ in group.left))
 
 
 async def test_a_newer_join_is_taken_between_two_steps() -> None:
@@ -205,7 +203,7 @@ async def test_a_newer_join_is_taken_between_two_steps() -> None:
         await group.until(lambda: group.joined == {0: 2, 1: 2, 2: 2}, "the second epoch")
         await group.all_answered()
         group.check()
-        assert not group.parted, "nothing broke"
+        assert not group.left, "nothing broke"
 
 
 async def test_a_join_that_not_all_get_is_taken_after_a_while(
@@ -217,7 +215,7 @@ async def test_a_join_that_not_all_get_is_taken_after_a_while(
         await group.until(lambda: bool(group.answers[0].tokens))
         group.rejoins = False
         group.send_joins([0])
-        await group.until(lambda: len(group.parted) == 2, "both leave")
+        await group.until(lambda: len(group.left) == 2, "both leave")
         group.send_joins()
         await group.all_answered()
         group.check()
@@ -230,7 +228,7 @@ async def test_pings_aborts_and_submits_are_handled_without_a_group() -> None:
         await group.until(lambda: all(answer.tokens for answer in group.answers.values()))
         group.rejoins = False
         group.break_off()
-        await group.until(lambda: len(group.parted) == 2)
+        await group.until(lambda: len(group.left) == 2)
         engine = group.engines[0]
         engine.inbox.put(Ping(5))
         engine.inbox.put(Abort([0]))
@@ -251,7 +249,7 @@ async def test_a_drain_without_a_group_ends(deadline_s: float) -> None:
         await group.until(lambda: bool(group.answers[0].tokens))
         group.rejoins = False
         group.break_off()
-        await group.until(lambda: len(group.parted) == 2)
+        await group.until(lambda: len(group.left) == 2)
         await group.drained(deadline_s)
         assert group.answers[0].finish == "abort"
 
@@ -290,7 +288,7 @@ async def test_an_error_of_the_runner_ends_one_engine_and_the_others_part() -> N
             await asyncio.wait_for(group.engines[1].task, 5.0)
         assert group.engines[1].out[-1] == Stopped("RuntimeError: on fire")
         group.engines[1].dead = True
-        await group.until(lambda: {rank for rank, _ in group.parted} == {0, 2})
+        await group.until(lambda: {rank for rank, _ in group.left} == {0, 2})
 
 
 async def test_a_trace_is_taken_by_all_engines_in_one_step() -> None:
@@ -301,7 +299,7 @@ async def test_a_trace_is_taken_by_all_engines_in_one_step() -> None:
         group.submit(1, 0, PROMPT)
         await group.all_answered()
         traced = [
-            [agreed.step for agreed in engine.runner.seen if agreed.trace]
+            [decision.step for decision in engine.runner.seen if decision.trace]
             for engine in group.engines
         ]
         assert traced[0] == traced[1]
@@ -367,13 +365,16 @@ async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_n
     core: Any = SimpleNamespace(
         _audit_when_due=lambda: None,
         _handle_until=hear,
-        _placing=False,
+        _placement_pending=False,
         _leave_deadline_s=0.0,
         _check_s=0.0,
     )
     core._clock = lambda: 0.0
     with pytest.raises(asyncio.CancelledError):
-        await GroupCore._sleep(core, SimpleNamespace(wait_woken=wait_woken))  # type: ignore[arg-type]
+        await GroupCore._sleep(
+            core,
+            SimpleNamespace(wait_woken=wait_woken),
+        )  # type: ignore[arg-type]
     gc.collect()
     await asyncio.sleep(0)
     assert unseen == []

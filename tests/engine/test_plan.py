@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.engine.plan import (
-    Agreed,
     BlockDiff,
     BlockMove,
     NewRequest,
+    StepDecision,
     StepPlan,
     decode_plan,
     encode_plan,
@@ -70,14 +70,14 @@ def plans(draw: Any) -> StepPlan:
         num_drafts_R=draw(st.none() | arrays(rows, COUNT)),
         propose=draw(st.booleans()),
         split_at=draw(COUNT),
-        agreed=draw(
+        decision=draw(
             st.none()
             | st.builds(
-                Agreed,
+                StepDecision,
                 step=COUNT,
                 ubatches=st.integers(1, 2),
                 most_tokens=st.tuples(COUNT, COUNT),
-                placed=COUNT,
+                active=COUNT,
                 trace=st.booleans(),
             )
         ),
@@ -125,7 +125,7 @@ def test_every_field_of_a_plan_travels() -> None:
         drafts_N=one,
         propose=True,
         split_at=1,
-        agreed=Agreed(1),
+        decision=StepDecision(1),
     )
     came = decode_plan(encode_plan(plan))
     for f in fields(StepPlan):

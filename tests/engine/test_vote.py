@@ -25,10 +25,10 @@ def test_every_combination_of_flags_of_three_engines() -> None:
             assert decision.action is Action.PAUSE
         else:
             assert decision.action is Action.PARK
-        assert (decision.agreed is not None) == (decision.action is Action.RUN)
-        if decision.agreed is not None:
-            assert (decision.agreed.step, decision.agreed.ubatches) == (7, 1)
-            assert decision.agreed.trace == (True in {vote.trace for vote in votes})
+        assert (decision.step_decision is not None) == (decision.action is Action.RUN)
+        if decision.step_decision is not None:
+            assert (decision.step_decision.step, decision.step_decision.ubatches) == (7, 1)
+            assert decision.step_decision.trace == (True in {vote.trace for vote in votes})
 
 
 BATCHES = [(tokens, split_at) for tokens in range(4) for split_at in range(tokens + 1)]
@@ -41,62 +41,62 @@ def test_every_combination_of_batches_cuts_and_consent_of_three_engines() -> Non
             Vote(0, 0, has_work=n > 0, tokens=n, split_at=c, ubatches_ok=ok)
             for (n, c), ok in matrix
         ]
-        agreed = decide(votes).agreed
-        if agreed is None:
+        decision = decide(votes).step_decision
+        if decision is None:
             assert not any(vote.tokens for vote in votes)
             continue
         ubatches = [
             [(vote.split_at, vote.tokens - vote.split_at) for vote in votes if vote.tokens],
             [vote.ubatches_ok for vote in votes],
         ]
-        if agreed.ubatches == 2:
+        if decision.ubatches == 2:
             assert all(ubatches[1])
             assert any(first > 0 and second > 0 for first, second in ubatches[0])
-            assert agreed.most_tokens == tuple(
+            assert decision.most_tokens == tuple(
                 max(column) for column in zip(*ubatches[0], strict=True)
             )
         else:
-            assert agreed.ubatches == 1
+            assert decision.ubatches == 1
             assert not all(ubatches[1]) or all(0 in halves for halves in ubatches[0])
-            assert agreed.most_tokens == (max(vote.tokens for vote in votes), 0)
+            assert decision.most_tokens == (max(vote.tokens for vote in votes), 0)
 
 
 def test_a_placement_advances_as_far_as_all_have_prepared_it_and_wakes_a_sleeping_group() -> None:
-    for placed in product(range(3), repeat=3):
-        for in_force in range(min(placed) + 1):
+    for prepared in product(range(3), repeat=3):
+        for active in range(min(prepared) + 1):
             for has_work in (False, True):
                 votes = [
-                    Vote(0, 0, placed=p, in_force=in_force, has_work=has_work and i == 1)
-                    for i, p in enumerate(placed)
+                    Vote(0, 0, prepared=p, active=active, has_work=has_work and i == 1)
+                    for i, p in enumerate(prepared)
                 ]
                 decision = decide(votes)
-                assert (decision.action is Action.RUN) == (has_work or min(placed) > in_force)
-                if decision.agreed is not None:
-                    assert decision.agreed.placed == min(placed)
+                assert (decision.action is Action.RUN) == (has_work or min(prepared) > active)
+                if decision.step_decision is not None:
+                    assert decision.step_decision.active == min(prepared)
 
 
 def test_giving_a_placement_up_wakes_a_sleeping_group_once() -> None:
-    votes = [Vote(0, 0, placed=15, in_force=14), Vote(0, 0, placed=-5, in_force=14)]
+    votes = [Vote(0, 0, prepared=15, active=14), Vote(0, 0, prepared=-5, active=14)]
     decision = decide(votes)
-    assert decision.agreed is not None
-    assert decision.agreed.placed == -5
+    assert decision.step_decision is not None
+    assert decision.step_decision.active == -5
     for later in (-5, 17):  # its own commit is still to come; all have come to rest
-        votes = [Vote(1, 0, placed=17, in_force=-5), Vote(1, 0, placed=later, in_force=-5)]
+        votes = [Vote(1, 0, prepared=17, active=-5), Vote(1, 0, prepared=later, active=-5)]
         assert (decide(votes).action is Action.RUN) == (later == 17)
-    assert decide([Vote(2, 0, placed=17, in_force=17)] * 2) == Decision(Action.PARK)
+    assert decide([Vote(2, 0, prepared=17, active=17)] * 2) == Decision(Action.PARK)
 
 
 def test_the_order_of_the_engines_does_not_matter() -> None:
     votes = [
-        Vote(3, 1, has_work=True, tokens=9, split_at=4, ubatches_ok=True, placed=3),
-        Vote(3, 1, ubatches_ok=True, drained=True, placed=2, trace=True),
-        Vote(3, 1, has_work=True, tokens=6, split_at=5, ubatches_ok=True, pause=True, placed=5),
+        Vote(3, 1, has_work=True, tokens=9, split_at=4, ubatches_ok=True, prepared=3),
+        Vote(3, 1, ubatches_ok=True, drained=True, prepared=2, trace=True),
+        Vote(3, 1, has_work=True, tokens=6, split_at=5, ubatches_ok=True, pause=True, prepared=5),
     ]
     decisions = [decide(order) for order in permutations(votes)]
     assert decisions == [decisions[0]] * 6
-    agreed = decisions[0].agreed
-    assert agreed is not None
-    assert (agreed.ubatches, agreed.most_tokens, agreed.placed, agreed.trace) == (
+    decision = decisions[0].step_decision
+    assert decision is not None
+    assert (decision.ubatches, decision.most_tokens, decision.active, decision.trace) == (
         2,
         (5, 5),
         2,

@@ -31,14 +31,14 @@ from moeserve.messages import (
     FinishReason,
     Join,
     Joined,
+    LeftGroup,
     Logprobs,
-    Parted,
-    Place,
-    Placed,
+    PlacementResult,
     PlacementTable,
     StepOutput,
     StepRecord,
     Submit,
+    UpdatePlacement,
 )
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec
@@ -249,20 +249,21 @@ class Engines:
             lambda msg: isinstance(msg, Joined) and msg.epoch == self.epoch, f"epoch {self.epoch}"
         )
 
-    async def parted(self) -> None:
+    async def until_left(self) -> None:
         """Waits until all have lost the present epoch."""
         epoch = self.epoch
         self.epoch = self.epoch + 1
         await self.heard(
-            lambda msg: isinstance(msg, Parted) and msg.epoch == epoch, f"end of epoch {epoch}"
+            lambda msg: isinstance(msg, LeftGroup) and msg.epoch == epoch, f"end of epoch {epoch}"
         )
 
     async def place(self, placement: Placement) -> None:
         """Moves experts while requests run."""
         for engine in self.engines:
-            engine.inbox.put(Place(placement.to_table()), force=True)
+            engine.inbox.put(UpdatePlacement(placement.to_table()), force=True)
         done = await self.heard(
-            lambda msg: isinstance(msg, Placed) and msg.version == placement.version, "placement"
+            lambda msg: isinstance(msg, PlacementResult) and msg.version == placement.version,
+            "placement",
         )
         assert [placed.error for placed in done] == [""] * len(self.engines)
 
@@ -292,9 +293,9 @@ class Engines:
         while not condition():
             for engine in self.engines:
                 engine.check()
-            parted = [
-                msg for engine in self.engines for msg in engine.news if isinstance(msg, Parted)
+            left = [
+                msg for engine in self.engines for msg in engine.news if isinstance(msg, LeftGroup)
             ]
-            assert not [msg for msg in parted if msg.epoch == self.epoch], parted
+            assert not [msg for msg in left if msg.epoch == self.epoch], left
             assert asyncio.get_running_loop().time() < deadline_s, f"{what} did not come in time"
             await asyncio.sleep(0.002)

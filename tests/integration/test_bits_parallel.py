@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from moeserve import LLM
-from moeserve.messages import Place
+from moeserve.messages import UpdatePlacement
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
 from moeserve.sampling import TokenSampling
@@ -296,11 +296,13 @@ async def test_losses_at_any_moment(
             await asyncio.sleep(rng.uniform(0, 0.15))
             if number % 3 == 2:
                 for engine in engines.engines:
-                    engine.inbox.put(Place(other_placement(engines, number).to_table()), force=True)
+                    engine.inbox.put(
+                        UpdatePlacement(other_placement(engines, number).to_table()), force=True
+                    )
                 await asyncio.sleep(rng.uniform(0, 0.02))
             engines.engines[rng.integers(2)].model.leave()
             crowd(engines, 0, 1)  # all may be done by now, and only a step meets what is gone
-            await engines.parted()
+            await engines.until_left()
             await engines.join()
         await engines.answered()
     for first in range(0, len(answers), 2):

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve.engine.kv_rule import FULL
-from moeserve.engine.plan import Agreed
+from moeserve.engine.plan import StepDecision
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.weights import Params
@@ -50,10 +50,10 @@ def test_taps_are_the_streams_that_enter_layers(target: Any, kernels: Any, halve
     logits = driver.model.logits
     forward = driver.model.forward
     if halves:  # two micro-batches
-        agreed = Agreed(step=0, ubatches=2, most_tokens=(5, 12))
+        decision = StepDecision(step=0, ubatches=2, most_tokens=(5, 12))
         runner = UBatchRunner(2)
         whole = SimpleNamespace(forward=forward, serve=driver.model.serve)
-        driver.model.forward = lambda step, kv, _: runner.forward(whole, step, 5, agreed, kv)  # type: ignore[assignment,arg-type,method-assign]
+        driver.model.forward = lambda step, kv, _: runner.forward(whole, step, 5, decision, kv)  # type: ignore[assignment,arg-type,method-assign]
     driver.model.logits = lambda x: torch.cat((logits(x[:, :64].contiguous()), x[:, 64:]), 1)  # type: ignore[method-assign]
     ours, *aux_layers = driver.prefill("a", IDS.tolist(), 17).split((256, 64, 64, 64), 1)
     assert torch.equal(ours, plain)

@@ -14,8 +14,8 @@ import numpy as np
 
 from moeserve.comm.world import World
 from moeserve.config import config_of
-from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult
-from moeserve.messages import Join, Placed, PlacementTable
+from moeserve.engine.plan import BlockDiff, StepDecision, StepPlan, StepResult
+from moeserve.messages import Join, PlacementResult, PlacementTable
 from moeserve.models.hf_config import read_model_spec
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.group import GroupedRunner
@@ -51,8 +51,8 @@ class Engine:
     def __init__(self, model: CPUModelRunner) -> None:
         self.model = model
         self.runner = GroupedRunner(model)
-        self.placed: list[Placed] = []
-        self.runner.on_placed = self.placed.append
+        self.placements: list[PlacementResult] = []
+        self.runner.on_placement_result = self.placements.append
         self.driver: Driver
 
     async def prepare(self) -> None:
@@ -122,12 +122,14 @@ class Group:
             max(split_at, draft.num_tokens - split_at)
             for draft, split_at in zip(drafts, splits, strict=True)
         )
-        placed = min(engine.runner.placed for engine in self.engines)
+        active = min(engine.runner.prepared for engine in self.engines)
         ubatches = 2 if two_ubatches else 1
-        agreed = Agreed(self.step, ubatches, (most, most if two_ubatches else 0), placed, trace)
+        decision = StepDecision(
+            self.step, ubatches, (most, most if two_ubatches else 0), active, trace
+        )
         self.step += 1
         return [
-            replace(draft, agreed=agreed, split_at=split_at)
+            replace(draft, decision=decision, split_at=split_at)
             for draft, split_at in zip(drafts, splits, strict=True)
         ]
 

@@ -22,11 +22,21 @@ def spec_of(**changes: Any) -> ModelSpec:
     """Two MoE layers among four."""
     return make_spec(
         **{
-            "architecture": "Qwen3MoeForCausalLM", "vocab_size": 8, "hidden_size": D, "num_layers": 4, "num_heads": 1,
-            "head_dim": 8, "max_position": 8, "norm_eps": 1e-5, "num_experts": E, "experts_per_token": 3,
-            "expert_size": I, "moe_layers": (False, True, False, True), **changes,
+            "architecture": "Qwen3MoeForCausalLM",
+            "vocab_size": 8,
+            "hidden_size": D,
+            "num_layers": 4,
+            "num_heads": 1,
+            "head_dim": 8,
+            "max_position": 8,
+            "norm_eps": 1e-5,
+            "num_experts": E,
+            "experts_per_token": 3,
+            "expert_size": I,
+            "moe_layers": (False, True, False, True),
+            **changes,
         }
-    )  # fmt: skip
+    )
 
 
 SPEC = spec_of()

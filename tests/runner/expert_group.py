@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.messages import Placed
+from moeserve.messages import PlacementResult
 from moeserve.models.load_plan import expert_load_plan
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
@@ -52,7 +52,7 @@ def no_router(x_TD: Tensor, num_tokens: int) -> Routing:
 class Rank:
     store: ExpertStore
     layers: list[MoELayer]
-    notices: list[Placed] = field(default_factory=list)
+    notices: list[PlacementResult] = field(default_factory=list)
 
 
 class Group:
@@ -106,7 +106,7 @@ class Group:
                 )
             )
         made = Rank(ExpertStore(layers, read or files.read, rank, placement), layers)
-        made.store.on_placed = made.notices.append
+        made.store.on_placement_result = made.notices.append
         return made
 
     def outputs(self) -> Tensor:
@@ -134,16 +134,16 @@ class Group:
             rank.store.prepare(placement.to_table())
 
     def step(self) -> int:
-        agreed = min(rank.store.placed for rank in self.ranks)
+        agreed = min(rank.store.prepared for rank in self.ranks)
         for rank in self.ranks:
             rank.store.commit(agreed)
         return agreed
 
-    def until_placed(self, each_step: Callable[[], None] = lambda: None) -> list[Placed]:
+    def until_placed(self, each_step: Callable[[], None] = lambda: None) -> list[PlacementResult]:
         """Steps until every rank has answered; the answers."""
         deadline_s = time.monotonic() + 20
         while not all(rank.notices for rank in self.ranks):
-            assert time.monotonic() < deadline_s, [rank.store.placed for rank in self.ranks]
+            assert time.monotonic() < deadline_s, [rank.store.prepared for rank in self.ranks]
             self.step()
             each_step()
             time.sleep(0.0005)

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from moeserve.engine.plan import Agreed, StepPlan, StepResult
+from moeserve.engine.plan import StepDecision, StepPlan, StepResult
 from moeserve.runner.dbo import BUDGET, TRIAL, OverlapPolicy
 
 
@@ -73,7 +73,7 @@ class Sim:
                 else {"comm_us": 1 + int(exposed), "exposed_comm_us": int(exposed)}
             )
             result = StepResult(plan.step, np.zeros(0, np.int32), device_us=int(us), **times)
-            agreed = Agreed(
+            decision = StepDecision(
                 plan.step,
                 ubatches,
                 (tokens, 0) if ubatches == 1 else (tokens // 2, tokens - tokens // 2),
@@ -83,7 +83,7 @@ class Sim:
             for policy, earlier, outcome in late:
                 policy.note(earlier, outcome)
             self._late = [
-                (policy, dataclasses.replace(plan, agreed=agreed), result)
+                (policy, dataclasses.replace(plan, decision=decision), result)
                 for policy in self.policies
             ]
             self.ubatches.append(ubatches)

@@ -19,7 +19,7 @@ import torch
 from moeserve.comm.tensor import DeviceTensor
 from moeserve.comm.world import World
 from moeserve.config import config_of
-from moeserve.engine.plan import Agreed, StepPlan, StepResult
+from moeserve.engine.plan import StepDecision, StepPlan, StepResult
 from moeserve.errors import ConfigError
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
@@ -92,9 +92,16 @@ class Rank(CPUModelRunner):
         shard = self.shard()
         ops = pick_ops(self.device, self.dtype, "triton", exact=True)
         self.model = build_decoder(
-            spec, params, ops, world=self.world, tp=shard.tp, placement=placement, backends=shard.backends,
-            ubatches=shard.ubatches, max_tokens=shard.max_tokens,
-        )  # fmt: skip
+            spec,
+            params,
+            ops,
+            world=self.world,
+            tp=shard.tp,
+            placement=placement,
+            backends=shard.backends,
+            ubatches=shard.ubatches,
+            max_tokens=shard.max_tokens,
+        )
 
     def shard(self) -> Shard:
         shard = super().shard()
@@ -105,10 +112,15 @@ class Rank(CPUModelRunner):
 
         assert self.placement is not None
         facts = BackendFacts(
-            hidden_size=self.spec.hidden_size, dtype=self.dtype, top_k=self.spec.experts_per_token, num_ranks=2,
-            max_tokens=self.max_tokens, experts_per_rank=self.placement.experts_per_rank, comm_sms=1,
+            hidden_size=self.spec.hidden_size,
+            dtype=self.dtype,
+            top_k=self.spec.experts_per_token,
+            num_ranks=2,
+            max_tokens=self.max_tokens,
+            experts_per_rank=self.placement.experts_per_rank,
+            comm_sms=1,
             wire=wire_of("auto", self.dtype),
-        )  # fmt: skip
+        )
         backend: Any = (
             NcclAll2All(facts) if self.kind == "nccl" else CudaIpcAll2All(facts, *host_symmetric())
         )
@@ -162,15 +174,15 @@ def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number:
     """One that the ranks agreed on; one of them may have no tokens."""
     plans = [driver.plan(mine) for driver, mine in zip(drivers, chunks, strict=True)]
     if len(drivers[0].runner.ubatches.ubatches) == 1:
-        agreed = Agreed(number, most_tokens=(max(plan.num_tokens for plan in plans), 0))
+        decision = StepDecision(number, most_tokens=(max(plan.num_tokens for plan in plans), 0))
     else:
         plans = [replace(plan, split_at=(plan.num_tokens + 1) // 2) for plan in plans]
         first = max(plan.split_at for plan in plans)
         second = max(plan.num_tokens - plan.split_at for plan in plans)
-        agreed = Agreed(number, 2, (first, second))
+        decision = StepDecision(number, 2, (first, second))
 
     def run(driver: Driver, plan: StepPlan) -> Callable[[], StepResult]:
-        return lambda: driver.runner.execute(replace(plan, agreed=agreed))
+        return lambda: driver.runner.execute(replace(plan, decision=decision))
 
     results = together([run(*one) for one in zip(drivers, plans, strict=True)])
     for driver, mine, plan, result in zip(drivers, chunks, plans, results, strict=True):

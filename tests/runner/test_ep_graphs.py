@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moeserve.config import config_of
-from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
+from moeserve.engine.plan import BlockDiff, StepDecision, StepPlan
 from moeserve.moe.layer import FusedMoELayer
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import triton_ops
@@ -27,7 +27,7 @@ class Facts:
     recordable: int = 1 << 40
 
 
-def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
+def plan(*counts: int, decision: StepDecision | None) -> StepPlan:
     rows = np.arange(len(counts), dtype=np.int32)
     nothing = np.zeros(0, dtype=np.int32)
     diffs = (BlockDiff(nothing, nothing, nothing),)
@@ -38,14 +38,14 @@ def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
         np.array(counts, dtype=np.int32),
         np.ones(len(counts), np.bool_),
         diffs,
-        agreed=agreed,
+        decision=decision,
     )
 
 
 def graphs_of(facts: Facts, asked: str = "auto") -> GroupGraphs:
     nothing: Any = Nothing()
     graphs = GroupGraphs(nothing, nothing, nothing, [UBatch()], common_sizes(asked, LIMITS), facts)
-    assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))) is None, (
+    assert graphs.shape(plan(1, decision=StepDecision(0, most_tokens=(1, 0)))) is None, (
         "the first one warms kernels"
     )
     return graphs
@@ -62,7 +62,7 @@ def test_a_step_has_the_size_of_the_rank_with_most_tokens() -> None:
         ((1, 1), 513, None, 0),
         ((1, 7), 2000, None, 0),
     ):
-        shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
+        shape = graphs.shape(plan(*counts, decision=StepDecision(1, most_tokens=(most, 0))))
         assert ((shape.mode, shape.num_tokens) if shape else (None, 0)) == (mode, tokens), (
             counts,
             most,
@@ -70,13 +70,17 @@ def test_a_step_has_the_size_of_the_rank_with_most_tokens() -> None:
 
 
 def test_what_cannot_be_replayed_runs_as_it_is() -> None:
-    agreed = Agreed(1, most_tokens=(4, 0))
-    assert graphs_of(Facts()).shape(plan(1, agreed=None)) is None
-    assert graphs_of(Facts(), "piecewise").shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
-    assert graphs_of(Facts()).shape(plan(1, 2, agreed=Agreed(1, 2, (4, 4)))) is None
-    assert graphs_of(Facts(recordable=3)).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
-    assert graphs_of(Facts(mixed=True)).shape(plan(1, agreed=agreed)) is None
-    assert graphs_of(Facts(recordable=0)).shape(plan(1, agreed=agreed)) is None
+    decision = StepDecision(1, most_tokens=(4, 0))
+    assert graphs_of(Facts()).shape(plan(1, decision=None)) is None
+    assert (
+        graphs_of(Facts(), "piecewise").shape(plan(1, decision=StepDecision(1, 2, (4, 4)))) is None
+    )
+    assert graphs_of(Facts()).shape(plan(1, 2, decision=StepDecision(1, 2, (4, 4)))) is None
+    assert (
+        graphs_of(Facts(recordable=3)).shape(plan(1, decision=StepDecision(1, 2, (4, 4)))) is None
+    )
+    assert graphs_of(Facts(mixed=True)).shape(plan(1, decision=decision)) is None
+    assert graphs_of(Facts(recordable=0)).shape(plan(1, decision=decision)) is None
 
 
 def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> None:
@@ -88,13 +92,13 @@ def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> 
         (9, 30, 64, 32),
         (17, 9, 24, 16),
     ):
-        shape = graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most - 1))))
+        shape = graphs.shape(plan(*(1,) * tokens, decision=StepDecision(1, 2, (most, most - 1))))
         assert shape is not None
         assert (shape.mode, shape.num_tokens, shape.room) == (Mode.FULL, size, room)
         assert shape.num_tokens - shape.split_at <= shape.split_at <= room == graphs.round_up(most)
     for most in range(1, 513):
         for tokens in {1, most, 2 * most - 1, 2 * most}:
-            shape = graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most))))
+            shape = graphs.shape(plan(*(1,) * tokens, decision=StepDecision(1, 2, (most, most))))
             assert (shape is not None) == (tokens <= 288), (
                 most,
                 tokens,
@@ -115,8 +119,8 @@ def test_the_number_of_recordings_is_bounded(seqs: int, tokens: int) -> None:
     two = set[Any]()
     for most in range(1, min(tokens, 512) + 1):
         for counts in ((1,), (2,), (1,) * most):
-            one.add(graphs.shape(plan(*counts, agreed=Agreed(1, 1, (most, 0)))))
-            two.add(graphs.shape(plan(*counts, agreed=Agreed(1, 2, (most, most)))))
+            one.add(graphs.shape(plan(*counts, decision=StepDecision(1, 1, (most, 0)))))
+            two.add(graphs.shape(plan(*counts, decision=StepDecision(1, 2, (most, most)))))
     assert len(one - {None}) <= 102
     assert len(two - {None}) <= 66
 
@@ -129,14 +133,14 @@ def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
             assert room >= most
             assert room == graphs_of(Facts(recordable=0), asked).round_up(most)
             for counts in ((1,), (2,), (1,) * min(most, 300)):
-                shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
+                shape = graphs.shape(plan(*counts, decision=StepDecision(1, most_tokens=(most, 0))))
                 assert shape is None or shape.num_tokens == room
 
 
 def test_recordings_go_with_the_group_and_the_placement() -> None:
     facts = Facts()
     graphs = graphs_of(facts)
-    step = plan(1, agreed=Agreed(1, most_tokens=(1, 0)))
+    step = plan(1, decision=StepDecision(1, most_tokens=(1, 0)))
     for place in ((1, 0), (2, 0), (2, 3)):
         if facts.place != place:
             facts.place = place

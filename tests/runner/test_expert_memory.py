@@ -178,10 +178,19 @@ with LLM(path, **settings) as llm:
 def test_no_start_holds_all_experts(tmp_path: Path) -> None:
     """Neither the one that writes the file nor one that finds it."""
     config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 512,
-        "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 64,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 512, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 256,
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 64,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "torch_dtype": "bfloat16",
+    }
     # 768 MiB
     model = tmp_path / "model"
     experts = 8 * 64 * 3 * 512 * 512 * 2

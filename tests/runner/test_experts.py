@@ -226,17 +226,17 @@ def test_a_decision_is_carried_out_once_however_often_it_comes(group: Group) -> 
     start = Placement.initial(L, E, 2, redundant=2)
     group.prepare(shuffled(start, 1, seed=1))
     group.until_placed()
-    first = group.ranks[0].store.placed
+    first = group.ranks[0].store.prepared
     assert first == 1 * (L + 1) + L
     for agreed in (first, L, 1, L + 1, -1, first):
         for rank in group.ranks:
             rank.store.commit(agreed)
     assert group.ranks[0].notices == []
-    assert group.ranks[0].store.placed == first
+    assert group.ranks[0].store.prepared == first
     for rank in group.ranks:
         rank.store.load_all(shuffled(start, 5, seed=2).to_table())
         rank.store.commit(-3)  # given up in an epoch that is over
-        assert (rank.store.version, rank.store.placed) == (5, 5 * (L + 1) + L)
+        assert (rank.store.version, rank.store.prepared) == (5, 5 * (L + 1) + L)
     with pytest.raises(AssertionError, match="agreed on placement 7, newest here is 5"):
         group.ranks[0].store.commit(7 * (L + 1) + 1)
 
@@ -255,7 +255,7 @@ def test_ranks_learn_by_steps_alone_that_layers_differ(group: Group) -> None:
         target = shuffled(start, version, seed=version)
         for rank in heard:
             rank.store.prepare(target.to_table())
-            while rank.store.placed < version * (L + 1) + 1:
+            while rank.store.prepared < version * (L + 1) + 1:
                 time.sleep(0.001)
         assert mixed() == {False}
         if len(heard) == 2:
@@ -272,7 +272,7 @@ def test_load_all_goes_anywhere_from_anywhere(tmp_path: Path) -> None:
     before = group.outputs()
     group.prepare(shuffled(start, 1, seed=1))
     deadline_s = time.monotonic() + 10
-    while min(rank.store.placed for rank in group.ranks) < L + 2:
+    while min(rank.store.prepared for rank in group.ranks) < L + 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
     group.ranks[0].store.commit(L + 2)  # one layer in force on one rank only
@@ -291,7 +291,7 @@ def test_load_all_goes_anywhere_from_anywhere(tmp_path: Path) -> None:
             for rank in group.ranks
             for layer in rank.layers
         )
-        assert {rank.store.placed for rank in group.ranks} == {version * (L + 1) + L}
+        assert {rank.store.prepared for rank in group.ranks} == {version * (L + 1) + L}
     renumbered = group.ranks[::-1]
     for number, rank in enumerate(renumbered):
         rank.store.load_all(current.to_table(), rank=number)
@@ -331,7 +331,7 @@ def test_kernels_that_keep_all_experts_in_one_tensor(group: Group, dtype: torch.
         return w13.to(dtype), w2.to(dtype)
 
     group.ranks = [Rank(ExpertStore(layers, read, 0, start), layers)]
-    group.ranks[0].store.on_placed = group.ranks[0].notices.append
+    group.ranks[0].store.on_placement_result = group.ranks[0].notices.append
     target = shuffled(start, 1, seed=1)
     group.prepare(target)
     assert group.until_placed()[0].error == ""

@@ -60,7 +60,7 @@ class Chaos:
         for rank, box in zip(self.group.ranks, self.exchange, strict=True):
             if box and self.chance.random() < 0.3:
                 rank.store.prepare(box.pop(0))
-        self.votes.append(min(rank.store.placed for rank in self.group.ranks))
+        self.votes.append(min(rank.store.prepared for rank in self.group.ranks))
         agreed = self.votes.pop(0)
         for rank in self.chance.sample(self.group.ranks, len(self.group.ranks)):
             rank.store.commit(agreed)
@@ -85,7 +85,7 @@ class Chaos:
         for rank in others:
             for agreed in self.votes:
                 rank.store.commit(agreed)
-        self.votes = [rank.store.placed for rank in self.group.ranks[:2]]
+        self.votes = [rank.store.prepared for rank in self.group.ranks[:2]]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -239,7 +239,7 @@ class Nothing:
 def manager_of(asked: str, limits: Limits = LIMITS) -> tuple[GraphManager, Nothing]:
     nothing = Nothing()
     manager = GraphManager(
-        lambda step, agreed, split_at: torch.zeros(1, 1),
+        lambda step, decision, split_at: torch.zeros(1, 1),
         nothing,
         nothing,
         [UBatch()],

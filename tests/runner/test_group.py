@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from moeserve.comm.world import World
-from moeserve.engine.plan import Agreed, BlockMove, decode_plan
+from moeserve.engine.plan import BlockMove, StepDecision, decode_plan
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import EngineDied, PeerLost
-from moeserve.messages import Placed, PlacementTable, Submit, Traced
+from moeserve.messages import PlacementResult, PlacementTable, Submit, Traced
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
 from moeserve.runner.commands import CommandDone, Run
@@ -255,11 +255,11 @@ async def test_closing_ends_a_step_that_waits_for_peers(path: Path, tmp_path: Pa
 async def test_a_placement_for_an_engine_that_has_all_experts_is_refused() -> None:
     runner = fake_runner()
     grouped = GroupedRunner(runner)
-    heard: list[Placed] = []
-    grouped.on_placed = heard.append
+    heard: list[PlacementResult] = []
+    grouped.on_placement_result = heard.append
     grouped.prepare(Placement.initial(2, 4, 2).to_table())
     assert "has all experts" in heard[0].error
-    assert grouped.placed == 0
+    assert grouped.prepared == 0
     grouped.close()
 
 
@@ -275,19 +275,19 @@ async def test_experts_move_while_requests_run(group: Open, expected: list[Reque
     async with group() as engines:
         first = engines.engines[0].driver.add(request_of(0))
         await engines.run([(first, 16)], [])
-        before = [engine.runner.placed for engine in engines.engines]
+        before = [engine.runner.prepared for engine in engines.engines]
         for engine in engines.engines:
             engine.runner.prepare(rotated(engine, 1))
         deadline = asyncio.get_running_loop().time() + 20
-        while not all(engine.placed for engine in engines.engines):
+        while not all(engine.placements for engine in engines.engines):
             assert asyncio.get_running_loop().time() < deadline
             await engines.run([], [])
             await asyncio.sleep(0.01)
         assert all(
-            engine.placed[0].version == 1 and not engine.placed[0].error
+            engine.placements[0].version == 1 and not engine.placements[0].error
             for engine in engines.engines
         )
-        assert [engine.runner.placed for engine in engines.engines] > before
+        assert [engine.runner.prepared for engine in engines.engines] > before
         second = engines.engines[1].driver.add(request_of(1))
         await finish(engines, first, second)
         same(first, expected[0])
@@ -379,7 +379,9 @@ async def test_ranks_of_an_engine_that_sample_different_tokens_are_the_end() -> 
     grouped._lost = None
     driver = Driver(runner)
     request = driver.add(Request([1, 2, 3], greedy()))
-    first = replace(driver.plan([(request, 10)]), agreed=Agreed(0, most_tokens=(10, 0), trace=True))
+    first = replace(
+        driver.plan([(request, 10)]), decision=StepDecision(0, most_tokens=(10, 0), trace=True)
+    )
     team.answer = CommandDone(1, lost="rank 5 is gone", missing=(5,))
     with pytest.raises(PeerLost, match="rank 5 is gone") as lost:
         await grouped.start(first).result()

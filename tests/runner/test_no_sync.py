@@ -22,7 +22,7 @@ from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.rope import RopeSpec
 from moeserve.blocks.short_conv import ShortConv
-from moeserve.engine.plan import Agreed
+from moeserve.engine.plan import StepDecision
 from moeserve.runner import gpu, recorder
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import host_memory
@@ -160,7 +160,7 @@ def test_a_step_that_only_serves_others_has_a_result(guard: Guard) -> None:
     ).runner
     nothing = dummy_plan(len(runner.groups), 0, [])
     guard.armed = True
-    collect = runner.launch(replace(nothing, agreed=Agreed(1, most_tokens=(5, 0))))
+    collect = runner.launch(replace(nothing, decision=StepDecision(1, most_tokens=(5, 0))))
     guard.armed = False
     result = collect()
     assert not len(result.tokens_N)

@@ -28,9 +28,19 @@ from tests.checkpoints import Checkpoint
 
 # One of each kind of cache and mixer.
 FEW = (
-    "llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "llama4_text", "qwen3_next", "kimi_linear",
-    "granite_moe_hybrid", "jamba", "lfm2_moe", "bailing_moe_linear_v2",
-)  # fmt: skip
+    "llama",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v32",
+    "llama4_text",
+    "qwen3_next",
+    "kimi_linear",
+    "granite_moe_hybrid",
+    "jamba",
+    "lfm2_moe",
+    "bailing_moe_linear_v2",
+)
 EOS = 7
 NUM_DRAFTS = 4
 

@@ -87,9 +87,15 @@ def test_padding_is_split_as_well() -> None:
                 torch.from_numpy(here).clamp(max=real),
             )
             whole = StepInputs(
-                torch.arange(tokens), Positions.of_text(torch.arange(tokens)), (), torch.arange(0), here, here[:-1] + 99, on_device,
+                torch.arange(tokens),
+                Positions.of_text(torch.arange(tokens)),
+                (),
+                torch.arange(0),
+                here,
+                here[:-1] + 99,
+                on_device,
                 live=torch.tensor([real], dtype=torch.int32),
-            )  # fmt: skip
+            )
             split_at = (tokens + 1) // 2
             parts = split(whole, split_at)
             lives = [int(part.live) for part in parts if part.live is not None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
-from moeserve.engine.plan import Agreed
+from moeserve.engine.plan import StepDecision
 from moeserve.errors import PeerLost
 from moeserve.moe import streams
 from moeserve.moe.all2all.base import Inbound, Layout, Ticket
@@ -59,8 +59,9 @@ class Travelling(LocalAll2All):
         launched = self.comm.launch(lambda: sorted_PD.clone())
         ends_e = rows.counts_e.cumsum()
         return _Pending(
-            launched, lambda x: Ticket(Inbound(Layout.GROUPED, x, rows.counts_e, ends_e), routing, rows)
-        )  # fmt: skip
+            launched,
+            lambda x: Ticket(Inbound(Layout.GROUPED, x, rows.counts_e, ends_e), routing, rows),
+        )
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _Pending:  # type: ignore[override]
         ticket.use()
@@ -168,7 +169,7 @@ def run(
     model = Model(cuda, backend_of())
     runner = UBatchRunner(1 if split_at is None else 2)
     runner.take_transfers = comm_stream("cuda").take_transfers
-    agreed = None if split_at is None else Agreed(0, 2, (split_at, 12 - split_at))
+    decision = None if split_at is None else StepDecision(0, 2, (split_at, 12 - split_at))
     outs = []
     meters = []
     stream = cuda.Stream()
@@ -177,7 +178,7 @@ def run(
         with cuda.stream(stream), torch.inference_mode():
             for _ in range(3):
                 kv = [(torch.zeros(12, WIDTH, device=cuda.device),) for _ in range(LAYERS)]
-                outs.append(runner.forward(model, step, split_at or 0, agreed, kv))
+                outs.append(runner.forward(model, step, split_at or 0, decision, kv))
                 meters.append(runner.take_meter())
             done = cuda.Event()
             done.record()
@@ -215,15 +216,15 @@ def recorded(cuda: FakeCuda) -> tuple[Tensor, Tensor]:
     )
     model = Model(cuda, Travelling())
     runner = UBatchRunner(2)
-    agreed = Agreed(0, 2, (6, 6))
+    decision = StepDecision(0, 2, (6, 6))
     runner.take_transfers = comm_stream("cuda").take_transfers
     kv = [(torch.zeros(12, WIDTH),) for _ in range(LAYERS)]
     try:
         with torch.inference_mode():
-            expected = runner.forward(model, step, 6, agreed, kv).clone()
+            expected = runner.forward(model, step, 6, decision, kv).clone()
             assert runner.take_meter().transfers
             recording = recorder.CudaRecorder(torch.device("cpu"), warm=False).record(
-                lambda pause: (runner.forward(model, step, 6, agreed, kv),)
+                lambda pause: (runner.forward(model, step, 6, decision, kv),)
             )
             assert recording.results[0].isnan().all()
             for (cache,) in kv:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.engine.plan import Agreed
+from moeserve.engine.plan import StepDecision
 from moeserve.errors import PeerLost
 from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
@@ -63,8 +63,8 @@ class InUBatches:
     def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         total = len(step.ids_T)
         split_at = self.split_at(total)
-        agreed = Agreed(0, 2, (split_at, total - split_at), trace=self.trace)
-        return self.runner.forward(self.decoder, step, split_at, agreed, kv)
+        decision = StepDecision(0, 2, (split_at, total - split_at), trace=self.trace)
+        return self.runner.forward(self.decoder, step, split_at, decision, kv)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_rank_without_tokens_serves(make_checkpoint: Any) -> None:
     for ubatches in (1, 2):
         calls.clear()
         with torch.inference_mode():
-            runner.serve(driver.model, Agreed(0, ubatches, (5, 5)))
+            runner.serve(driver.model, StepDecision(0, ubatches, (5, 5)))
         assert calls == [("dispatch", ubatch, 0) for ubatch in range(ubatches)] * 2
         assert runner.take_meter().load_LE.tolist() == [[0] * 8] * 2
     runner.close()
@@ -304,7 +304,7 @@ def test_an_error_in_the_model_of_either_ubatch() -> None:
     runner = UBatchRunner(2)
     step = random_step(np.random.default_rng(0))
     total = len(step.ids_T)
-    agreed = Agreed(0, 2, (total // 2, total - total // 2))
+    decision = StepDecision(0, 2, (total // 2, total - total // 2))
     threads = torch.get_num_threads()
     try:
         for count in (threads, 1, 2):
@@ -315,10 +315,10 @@ def test_an_error_in_the_model_of_either_ubatch() -> None:
                 with torch.inference_mode():
                     if bad >= 0:
                         with pytest.raises(ZeroDivisionError, match=f"micro-batch {bad}"):
-                            runner.forward(model, step, total // 2, agreed, [])
+                            runner.forward(model, step, total // 2, decision, [])
                     else:
                         assert (
-                            runner.forward(model, step, total // 2, agreed, [])[:, 0].tolist()
+                            runner.forward(model, step, total // 2, decision, [])[:, 0].tolist()
                             == step.ids_T.tolist()
                         )
                 assert model.seen == [(0, count, True), (1, count, True)], (
@@ -374,8 +374,10 @@ def overlapped_ns(events: Sequence[TraceEvent], transfer: int) -> int:
         if event.track == f"micro-batch {1 - transfer}" and event.name != "output"
     ]
     return sum(
-        max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a in travels for b in works
-    )  # fmt: skip
+        max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns))
+        for a in travels
+        for b in works
+    )
 
 
 @pytest.mark.usefixtures("not_fused")
@@ -438,7 +440,9 @@ class Single(InUBatches):
         self.logits = decoder.logits
 
     def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
-        return self.runner.forward(self.decoder, step, 0, Agreed(0, 1, (len(step.ids_T), 0)), kv)
+        return self.runner.forward(
+            self.decoder, step, 0, StepDecision(0, 1, (len(step.ids_T), 0)), kv
+        )
 
 
 @pytest.mark.usefixtures("not_fused")

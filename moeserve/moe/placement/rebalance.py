@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeserve.messages import ExpertLoad, Placed
+from moeserve.messages import ExpertLoad, PlacementResult
 from moeserve.moe.placement.placement import ONE_NODE, Nodes, Placement
 from moeserve.moe.placement.solve import F64, balance, moved, rank_loads, rescaled, solve
 
@@ -118,7 +118,7 @@ class Rebalancer:
         self._proposed_s = now_s
         return new
 
-    def conclude(self, notice: Placed, now_s: float) -> bool:
+    def conclude(self, notice: PlacementResult, now_s: float) -> bool:
         """Take an engine's answer. Returns whether that ends `pending`: then `current` is active
         on all ranks.
         """

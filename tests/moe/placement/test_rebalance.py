@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from moeserve.messages import ExpertLoad, Placed
+from moeserve.messages import ExpertLoad, PlacementResult
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.rebalance import Gate, Rebalancer
 from moeserve.moe.placement.solve import balance, rank_loads
@@ -41,11 +41,13 @@ def test_skew_is_answered_once_and_explained() -> None:
     assert balance(rank_loads(SKEWED.astype(float), new)).min() > 0.95
     assert one.propose(3.0, force=True) is None  # never two at once
     assert one.why == "placement 1 is on its way for 1 s"
-    assert one.conclude(Placed(version=1, layers=LAYERS, moved_bytes=5000, took_s=2.0), 4.0)
+    assert one.conclude(
+        PlacementResult(version=1, layers=LAYERS, moved_bytes=5000, took_s=2.0), 4.0
+    )
     assert one.current is new
     assert one.pending is None
     assert not one.conclude(
-        Placed(version=1, layers=LAYERS, moved_bytes=3000, took_s=2.0), 4.0
+        PlacementResult(version=1, layers=LAYERS, moved_bytes=3000, took_s=2.0), 4.0
     )  # the second engine
     assert one.moved_bytes == 8000
     assert one.balance().min() > 0.95
@@ -83,7 +85,9 @@ def test_a_measured_bandwidth_replaces_the_assumed_one() -> None:
         one = rebalancer(10**11, bytes_per_s=1e10)
         one.note(report(SKEWED), 0.0)
         assert one.propose(1.0, force=True) is not None
-        one.conclude(Placed(version=1, layers=LAYERS, moved_bytes=10**10, took_s=took_s), 2.0)
+        one.conclude(
+            PlacementResult(version=1, layers=LAYERS, moved_bytes=10**10, took_s=took_s), 2.0
+        )
         one.note(report(SKEWED[:, ::-1] * 10), 3.0)
         one.propose(100.0, force=True)
         costs.append(float(one.why.split("costs ")[1].split(" s")[0]))
@@ -109,8 +113,10 @@ def test_a_placement_given_up_leaves_the_layers_it_got(caplog: pytest.LogCapture
     old = one.current
     assert new is not None
     with caplog.at_level(logging.WARNING):
-        assert one.conclude(Placed(version=1, layers=2, error="disk on fire"), 2.0)
-        assert not one.conclude(Placed(version=1, layers=2, error="another rank gave it up"), 2.0)
+        assert one.conclude(PlacementResult(version=1, layers=2, error="disk on fire"), 2.0)
+        assert not one.conclude(
+            PlacementResult(version=1, layers=2, error="another rank gave it up"), 2.0
+        )
     assert len(caplog.records) == 1
     assert one.why == "placement 1 was given up after 2 of 3 layers: disk on fire"
     assert (one.current.experts_LS[:2] == new.experts_LS[:2]).all()
@@ -129,7 +135,7 @@ def test_a_join_drops_what_is_on_its_way_and_versions_still_grow() -> None:
     assert one.propose(1.0) is not None
     one.joined(before)
     assert one.pending is None
-    assert not one.conclude(Placed(version=1, layers=LAYERS), 2.0)
+    assert not one.conclude(PlacementResult(version=1, layers=LAYERS), 2.0)
     larger = one.rescaled(6, 4)
     assert (larger.version, larger.num_ranks, larger.experts_per_rank) == (2, 6, 4)
     one.joined(larger)
