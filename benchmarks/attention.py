@@ -106,8 +106,16 @@ def decode(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     peak = probe_sgemm()
     rate = layer_bytes / seconds / 1e9
     flops = 2 * requests * context * heads * (dim + v_dim) / seconds / 1e9
-    return {"case": "decode", "size": size, "us": 1e6 * seconds, "kv_gb_s": rate, "read_gb_s": read,
-            "times_floor": read / rate, "sgemm_share": flops / peak, "plan_us": 1e6 * planning}  # fmt: skip
+    return {
+        "case": "decode",
+        "size": size,
+        "us": 1e6 * seconds,
+        "kv_gb_s": rate,
+        "read_gb_s": read,
+        "times_floor": read / rate,
+        "sgemm_share": flops / peak,
+        "plan_us": 1e6 * planning,
+    }
 
 
 def prefill(size: Size, dtype: torch.dtype) -> dict[str, Any]:
@@ -120,8 +128,14 @@ def prefill(size: Size, dtype: torch.dtype) -> dict[str, Any]:
         requests * tokens * (tokens + 1) * heads * (dim + v_width(dim)) / seconds / 1e9
     )  # of what queries see
     peak = probe_sgemm()
-    return {"case": "prefill", "size": size, "us": 1e6 * seconds, "gflop_s": rate, "sgemm_gflop_s": peak,
-            "share": rate / peak}  # fmt: skip
+    return {
+        "case": "prefill",
+        "size": size,
+        "us": 1e6 * seconds,
+        "gflop_s": rate,
+        "sgemm_gflop_s": peak,
+        "share": rate / peak,
+    }
 
 
 def v_width(dim: int) -> int:

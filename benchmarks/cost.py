@@ -50,9 +50,11 @@ NEAREST = {
 }
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384)
 TUNED = {
-    "E128 I768 D2048 K8": "E=128,N=768", "E8 I14336 D4096 K2": "E=8,N=14336", "E8 I7168 D4096 K2": "E=8,N=7168",
+    "E128 I768 D2048 K8": "E=128,N=768",
+    "E8 I14336 D4096 K2": "E=8,N=14336",
+    "E8 I7168 D4096 K2": "E=8,N=7168",
     "E512 I512 D2048 K10": "E=512,N=512",
-}  # fmt: skip
+}
 PARAMETERS = (*TILE_KEYS[:3], "num_warps", "num_stages", TILE_KEYS[3])
 FACTS = cost_attention.FACTS
 # weights, and tokens from which on the order is like a card's

@@ -50,8 +50,8 @@ def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[s
     """One case, in this process."""
     began = time.perf_counter()
     with LLM(
-        model, max_num_seqs=4, max_model_len=2048, kv_cache_bytes=2**28, threads=args.threads, expert_memory=memory,
-        packed_cache=str(model.parent / "packed") if memory else "off",
+        model, max_num_seqs=4, max_model_len=2048, kv_cache_bytes=2**28, threads=args.threads,
+        expert_memory=memory, packed_cache=str(model.parent / "packed") if memory else "off",
     ) as llm:  # fmt: skip
         started = time.perf_counter()
         prompt = [Random(7).randrange(1000) for _ in range(32)]
@@ -146,9 +146,14 @@ def run(
         os.close(descriptor)
     with cgroup(limit) as procs:
         done = subprocess.run(
-            words, stdout=subprocess.PIPE, text=True, cwd=common.ROOT, check=True, input=json.dumps(asked),
+            words,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=common.ROOT,
+            check=True,
+            input=json.dumps(asked),
             preexec_fn=lambda: procs and procs.write_text(str(os.getpid())),
-        )  # fmt: skip
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -190,10 +195,16 @@ def cases(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             rounds[-1]["llama.cpp"] = theirs(tokens)
     wanted = skewed_gguf.law(args.experts, args.zipf)
     results = {
-        "zipf_skew": float(wanted[: int(args.share * args.experts)].sum() / wanted.sum()), "expert_bytes": total,
-        "expert_memory": memory, "limit_bytes": limit, "zipf": args.zipf, "layers": args.layers,
-        "experts": args.experts, "disk_gb_s": disk_gb_s(next(folder.glob("packed/*"))), "first": first,
-    }  # fmt: skip
+        "zipf_skew": float(wanted[: int(args.share * args.experts)].sum() / wanted.sum()),
+        "expert_bytes": total,
+        "expert_memory": memory,
+        "limit_bytes": limit,
+        "zipf": args.zipf,
+        "layers": args.layers,
+        "experts": args.experts,
+        "disk_gb_s": disk_gb_s(next(folder.glob("packed/*"))),
+        "first": first,
+    }
     for name in list(rounds[0])[1:]:
         ratios = [
             one["some_in_memory"]["tokens_per_s"] / one[name]["tokens_per_s"] for one in rounds

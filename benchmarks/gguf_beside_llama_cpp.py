@@ -38,10 +38,15 @@ TOP = 20
 COMPARED = 5
 MAX_TOKENS = 48
 PROMPTS = (
-    "Tell me a story about a fox and a lantern.", "What is the weather in Paris?", "Hello!", "Once upon a time",
-    "Write a short story about a girl who finds a key in the garden.", "Who are you?", "The little dog ran to",
+    "Tell me a story about a fox and a lantern.",
+    "What is the weather in Paris?",
+    "Hello!",
+    "Once upon a time",
+    "Write a short story about a girl who finds a key in the garden.",
+    "Who are you?",
+    "The little dog ran to",
     "Tell me a story about a boat, a storm and a brave boy named Tim.",
-)  # fmt: skip
+)
 
 
 def main() -> None:

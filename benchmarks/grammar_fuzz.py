@@ -40,10 +40,11 @@ HANG_S = 1.0
 STEPS = 24  # tokens that an accepted grammar is followed for
 BATCH = 200  # grammars of one run of hypothesis
 KEYWORDS = (
-    "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "enum",
-    "const", "anyOf", "oneOf", "allOf", "not", "if", "pattern", "format", "minLength", "maxLength", "minimum",
-    "maximum", "multipleOf", "exclusiveMaximum", "patternProperties", "minProperties", "maxProperties", "$ref", "$defs",
-    "$id", "$anchor", "definitions", "uniqueItems", "x-guidance", "default", "title",
+    "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems",
+    "maxItems", "enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "pattern", "format",
+    "minLength", "maxLength", "minimum", "maximum", "multipleOf", "exclusiveMaximum",
+    "patternProperties", "minProperties", "maxProperties", "$ref", "$defs", "$id", "$anchor",
+    "definitions", "uniqueItems", "x-guidance", "default", "title",
 )  # fmt: skip
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 REFERENCES = (
@@ -58,15 +59,17 @@ REFERENCES = (
     "##",
 )
 REGEXES = (
-    "(a+)+$", "(a|aa)+", "(a{1,30}){1,30}", "[^a]*b{0,400}", r"\p{L}{1,200}", "(?=a)b", "(?!a)", r"(a)\1", "a{1000}",
-    "((((((((((a?){9}){9}){9}){9}){9}){9})", "[\\s\\S]*[\\s\\S]*x", "^$", "\\b", "(?i)straße", "[z-a]", "a**", "(", ")",
-    "|", "\\", "\\x{110000}", "\\u12", "(?P<n>a)(?P=n)", ".{5000}", "(.*)*(.*)*(.*)*y", "[😀-😿]{3}", "\x00", "~(a)",
+    "(a+)+$", "(a|aa)+", "(a{1,30}){1,30}", "[^a]*b{0,400}", r"\p{L}{1,200}", "(?=a)b", "(?!a)",
+    r"(a)\1", "a{1000}", "((((((((((a?){9}){9}){9}){9}){9}){9})", "[\\s\\S]*[\\s\\S]*x", "^$",
+    "\\b", "(?i)straße", "[z-a]", "a**", "(", ")", "|", "\\", "\\x{110000}", "\\u12",
+    "(?P<n>a)(?P=n)", ".{5000}", "(.*)*(.*)*(.*)*y", "[😀-😿]{3}", "\x00", "~(a)",
 )  # fmt: skip
 GRAMMARS = (
-    "start: start", 'start: "a" start | ""', "start: a b\na: b a |\nb: a b |", 'start: (("a"*)*)*', "start: /b+/ /b+/",
-    'start: x{1,5000}\nx: "a" | "aa"', "start: A\nA: /(a|b)*a(a|b){14}/", "start: <|im_end|>", "start: <[0-99999]>",
-    "start: %json {}", 'start: %json {"$ref": "#"}', 'root ::= root "a" | "b"', "root ::= [a-z]{1,9999}",
-    "root ::= (x | y)+\nx ::= y x\ny ::= x y", 'root ::= "\\u0000" [^\\n]*', "%llguidance {}", "start: @0",
+    "start: start", 'start: "a" start | ""', "start: a b\na: b a |\nb: a b |", 'start: (("a"*)*)*',
+    "start: /b+/ /b+/", 'start: x{1,5000}\nx: "a" | "aa"', "start: A\nA: /(a|b)*a(a|b){14}/",
+    "start: <|im_end|>", "start: <[0-99999]>", "start: %json {}", 'start: %json {"$ref": "#"}',
+    'root ::= root "a" | "b"', "root ::= [a-z]{1,9999}", "root ::= (x | y)+\nx ::= y x\ny ::= x y",
+    'root ::= "\\u0000" [^\\n]*', "%llguidance {}", "start: @0",
     'start: s s s s s s s s\ns: t t t t t t t t\nt: u u u u u u u u\nu: "a"?', 'start: "a" ~ 4000',
 )  # fmt: skip
 

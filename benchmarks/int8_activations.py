@@ -50,14 +50,23 @@ def weights() -> dict[str, Any]:
         "int8 int8": replace(w8, **rounded),
         "q4_0": Quantised("int4", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
         "mxfp4": Quantised("fp4", 32, bf16, int4, torch.ones_like(scales)),
-        "mxfp4 int8": Quantised("fp4", 32, bf16, int4, torch.ones_like(scales), scale_dtype=bf16, **rounded),
+        "mxfp4 int8": Quantised(
+            "fp4", 32, bf16, int4, torch.ones_like(scales), scale_dtype=bf16, **rounded
+        ),
         "iq4_nl": Quantised("iq4_nl", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
         "q4_k": Quantised("int4", 32, bf16, int4, whole, **k_quant),
         "q5_k": Quantised("int8", 32, bf16, int8 & 31, whole, bits=5, **k_quant),
         "q6_k": Quantised(
-            "int8", 16, bf16, (int8 & 63) - 32, whole.repeat(1, 2), supers=(d, None), bits=6, **rounded
+            "int8",
+            16,
+            bf16,
+            (int8 & 63) - 32,
+            whole.repeat(1, 2),
+            supers=(d, None),
+            bits=6,
+            **rounded,
         ),
-    }  # fmt: skip
+    }
 
 
 def copies(linear: NativeLinear, weight: Any, num_bytes: int) -> list[NativeLinear]:

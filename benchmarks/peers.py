@@ -126,9 +126,14 @@ def started(
     begun_s = time.perf_counter()
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, env=environment_of(name, python, threads) | env, text=True, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-        )  # fmt: skip
+            command,
+            env=environment_of(name, python, threads) | env,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
     engine = Engine(name, process)
     try:
         try:

@@ -33,20 +33,24 @@ from moeserve.plan.roofline import Roofline, Shape
 from moeserve.plan.tables import KernelTables, read_tables
 
 DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
-    "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 163840,
-    "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16", "rope_theta": 10000, "eos_token_id": 1,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "kv_lora_rank": 512,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 163840, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+    "rope_theta": 10000, "eos_token_id": 1,
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128]},
 }  # fmt: skip
 QWEN3_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
-    "max_position_embeddings": 40960, "torch_dtype": "bfloat16", "tie_word_embeddings": False, "eos_token_id": 151645,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    "eos_token_id": 151645,
 }  # fmt: skip
 H100_NVL = replace(
     DEVICES["h100"], name="H100 NVL", memory=94 * 10**9, bytes_per_s=3.9e12, flops=835e12
@@ -102,7 +106,8 @@ def table() -> list[dict[str, Any]]:
         *(row(f"SGLang, 96 H100, prefill EP32, {n // 1024}k prompts, tokens/s/node", BLOG, there,
               8 * prefill(v3, h100, 32, 16_384, n), fitted=n == 4096)
           for n, there in PREFILLS),
-        row("TensorRT-LLM, 8 H200, R1 fp8 DEP8, 1000/1000, output tokens/s/GPU", "TensorRT-LLM perf overview", 1627,
+        row("TensorRT-LLM, 8 H200, R1 fp8 DEP8, 1000/1000, output tokens/s/GPU",
+            "TensorRT-LLM perf overview", 1627,
             served(v3, h200, 8, 1, 1000, 1000, 1024, 2048, 900_000) * 1000 / 8),
         row("vLLM, H100 NVL, Qwen3-30B-A3B, 4096/8, requests/s", "vllm#54742", 9.15,
             served(qwen, H100_NVL, 1, 1, 4096, 8, 256)),
@@ -129,8 +134,8 @@ def row(
 ) -> dict[str, Any]:
     """Returns a row of the table."""
     return {
-        "what": what, "source": source, "published": published, "predicted": round(predicted, 3), "fitted": fitted,
-        "error": round(predicted / published - 1, 4),
+        "what": what, "source": source, "published": published, "predicted": round(predicted, 3),
+        "fitted": fitted, "error": round(predicted / published - 1, 4),
     }  # fmt: skip
 
 
@@ -233,7 +238,8 @@ def other_shapes(source: str, name: str) -> dict[str, Any]:
                     device.expert * computes_s / (took_s - (1 - device.overlap) * reads_s)
                 )
     return {"device": name, "points": len(errors), "median_error": round(median(errors), 4),
-            "median_size": round(median(map(abs, errors)), 4), "share": round(median(shares), 3)}  # fmt: skip
+            "median_size": round(median(map(abs, errors)), 4),
+            "share": round(median(shares), 3)}  # fmt: skip
 
 
 if __name__ == "__main__":

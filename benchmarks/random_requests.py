@@ -180,7 +180,9 @@ def grammar(rng: random.Random) -> dict[str, Any]:
     names = rng.sample(list(properties), 3)
     properties["tags"] = {"type": "array", "items": text, "maxItems": 3}
     schema = {
-        "type": "object", "properties": {name: properties[name] for name in names}, "required": names[:2],
+        "type": "object",
+        "properties": {name: properties[name] for name in names},
+        "required": names[:2],
         "additionalProperties": False,
-    }  # fmt: skip
+    }
     return {"json": schema, "disable_any_whitespace": rng.random() < 0.7}

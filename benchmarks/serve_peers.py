@@ -149,9 +149,14 @@ def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
     log = RESULTS / f"{name}-serve.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, env=environment_of(name, python, args.threads), cwd=ROOT, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-        )  # fmt: skip
+            command,
+            env=environment_of(name, python, args.threads),
+            cwd=ROOT,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
     server = Server(name, process, port, log)
     try:
         server.wait_ready()

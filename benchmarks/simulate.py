@@ -74,19 +74,34 @@ def main() -> None:
     asked = args.parse_args()
     threads = {"threads": 1} if asked.dp > 1 else {}
     config = config_of(
-        asked.model, dp=asked.dp, max_num_seqs=asked.max_num_seqs, max_model_len=1024, kv_cache_bytes=2**28,
-        rebalance="off", enable_prefix_caching=False, skip_tokenizer_init=True, dbo="off", fork_server="off", **threads,
-    )  # fmt: skip
+        asked.model,
+        dp=asked.dp,
+        max_num_seqs=asked.max_num_seqs,
+        max_model_len=1024,
+        kv_cache_bytes=2**28,
+        rebalance="off",
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        dbo="off",
+        fork_server="off",
+        **threads,
+    )
     found = asyncio.run(compare(config, asked))
     sizes, apart = (
         sorted(abs(x) for load in found["loads"] for x in load[key].values())
         for key in ("error", "apart")
     )
     result = {
-        "model": found["calibration"]["model"], "dp": asked.dp, "input": asked.input, "output": asked.output,
-        "median_error": median(sizes), "worst_error": sizes[-1], "median_apart": median(apart),
-        "worst_apart": apart[-1], **found,
-    }  # fmt: skip
+        "model": found["calibration"]["model"],
+        "dp": asked.dp,
+        "input": asked.input,
+        "output": asked.output,
+        "median_error": median(sizes),
+        "worst_error": sizes[-1],
+        "median_apart": median(apart),
+        "worst_apart": apart[-1],
+        **found,
+    }
     name = "" if asked.model == "demo" else f"-{Path(asked.model).resolve().parent.name}"
     save(f"simulate{name}-dp{asked.dp}", asked, result)
 
@@ -178,10 +193,13 @@ def beside(
     measured = {key: [run[key] for run in both] for key in COMPARED}
     middle = {key: fmean(values) for key, values in measured.items()}
     return {
-        "load": load, "requests": len(trace.arrivals), "predicted": {key: predicted[key] for key in COMPARED},
-        "measured": measured, "error": {key: predicted[key] / middle[key] - 1 for key in COMPARED},
+        "load": load,
+        "requests": len(trace.arrivals),
+        "predicted": {key: predicted[key] for key in COMPARED},
+        "measured": measured,
+        "error": {key: predicted[key] / middle[key] - 1 for key in COMPARED},
         "apart": {key: abs(a - b) / middle[key] for key, (a, b) in measured.items()},
-    }  # fmt: skip
+    }
 
 
 async def serve(front: FrontEnd, trace: RequestTrace) -> dict[str, Any]:

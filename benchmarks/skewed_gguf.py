@@ -31,11 +31,18 @@ HEADS = 16
 KV_HEADS = 4
 HEAD = 128
 UINTS = {
-    "context_length": 4096, "embedding_length": HIDDEN, "feed_forward_length": EXPERT, "attention.head_count": HEADS,
-    "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD, "attention.value_length": HEAD,
-    "rope.dimension_count": HEAD // 2, "expert_feed_forward_length": EXPERT, "expert_used_count": TOP_K,
+    "context_length": 4096,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": EXPERT,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    "attention.key_length": HEAD,
+    "attention.value_length": HEAD,
+    "rope.dimension_count": HEAD // 2,
+    "expert_feed_forward_length": EXPERT,
+    "expert_used_count": TOP_K,
     "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID.value,
-}  # fmt: skip
+}
 
 
 def expert_bytes(layers: int, experts: int) -> int:

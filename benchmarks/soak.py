@@ -45,8 +45,10 @@ from moeserve.sampling import SamplingParams
 MAX_LEN = 1024
 MAX_SEQS = 32
 FILL_AT = 0.35  # of the time: the largest steps
-KNOWN = (([5, 6, 7, 8] * 12, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)),
-         ([9, 10, 11] * 5, SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)))  # fmt: skip
+KNOWN = (
+    ([5, 6, 7, 8] * 12, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)),
+    ([9, 10, 11] * 5, SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)),
+)
 
 
 def main() -> None:
@@ -69,9 +71,16 @@ def main() -> None:
     # So many deaths are no crash loop, because we cause them.
     fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
     config = config_of(
-        asked.model, dp=asked.dp, tp=asked.tp, dbo=asked.dbo, all2all=asked.all2all, threads=1, max_model_len=MAX_LEN,
-        kv_cache_bytes=2**23, max_num_seqs=MAX_SEQS,
-    )  # fmt: skip
+        asked.model,
+        dp=asked.dp,
+        tp=asked.tp,
+        dbo=asked.dbo,
+        all2all=asked.all2all,
+        threads=1,
+        max_model_len=MAX_LEN,
+        kv_cache_bytes=2**23,
+        max_num_seqs=MAX_SEQS,
+    )
 
     async def run() -> dict[str, Any]:
         async with opening.open_front_end(config, child=True) as front:
@@ -167,10 +176,15 @@ class Soak:
         if rng.random() < 0.3:
             prompt = [20 + rng.randrange(3)] * 64 + prompt
         params = SamplingParams(
-            n=rng.choice((1, 1, 1, 3)), max_tokens=rng.choice((1, 2, 20, 80, 300)), temperature=rng.choice((0, 1.0)),
-            seed=rng.randrange(99), ignore_eos=rng.random() < 0.5, logprobs=rng.choice((None, None, 3)),
-            stop=["the "] if rng.random() < 0.1 else [], prompt_logprobs=rng.choice((None, None, None, None, 1)),
-        )  # fmt: skip
+            n=rng.choice((1, 1, 1, 3)),
+            max_tokens=rng.choice((1, 2, 20, 80, 300)),
+            temperature=rng.choice((0, 1.0)),
+            seed=rng.randrange(99),
+            ignore_eos=rng.random() < 0.5,
+            logprobs=rng.choice((None, None, 3)),
+            stop=["the "] if rng.random() < 0.1 else [],
+            prompt_logprobs=rng.choice((None, None, None, None, 1)),
+        )
         patience = rng.randrange(60) if rng.random() < 0.2 else None
         try:
             async with await self.front.generate(

@@ -14,12 +14,23 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 HEAD: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
-    "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float32",
-    "tie_word_embeddings": False, "draft_vocab_size": 100,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+    "draft_vocab_size": 100,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
-}  # fmt: skip
+}
 
 
 def write_eagle3(
@@ -52,11 +63,17 @@ def write_eagle3(
         inputs = 1 if i else 2
         name = f"layers.{i}" if config["num_hidden_layers"] > 1 else "midlayer"
         products = {
-            "self_attn.q_proj": (heads, inputs * size), "self_attn.k_proj": (kv, inputs * size),
-            "self_attn.v_proj": (kv, inputs * size), "self_attn.o_proj": (size, heads),
-            "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size), "mlp.down_proj": (size, inner),
-            "input_layernorm": (size,), "post_attention_layernorm": (size,), **({} if i else {"hidden_norm": (size,)}),
-        }  # fmt: skip
+            "self_attn.q_proj": (heads, inputs * size),
+            "self_attn.k_proj": (kv, inputs * size),
+            "self_attn.v_proj": (kv, inputs * size),
+            "self_attn.o_proj": (size, heads),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+            "input_layernorm": (size,),
+            "post_attention_layernorm": (size,),
+            **({} if i else {"hidden_norm": (size,)}),
+        }
         shapes |= {f"{name}.{product}.weight": shape for product, shape in products.items()}
     tensors = {
         name: torch.rand(shape, generator=rng) + 0.5

@@ -19,10 +19,11 @@ from moeserve.text.tokenizer import Tokenizer
 from tests.checkpoints import YARN
 
 FAMILIES = {  # a row of tests/checkpoints.py -> GGUF's architecture
-    "qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "llama": "llama", "qwen2": "qwen2",
-    "qwen3": "qwen3", "olmoe": "olmoe", "granite_moe": "granitemoe", "granite_moe_shared": "granitemoe",
-    "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe", "dots1": "dots1", "minimax_m2": "minimax-m2",
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "llama": "llama",
+    "qwen2": "qwen2", "qwen3": "qwen3", "olmoe": "olmoe", "granite_moe": "granitemoe",
+    "granite_moe_shared": "granitemoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
+    "dots1": "dots1", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }  # fmt: skip
 OPTIONS = {  # of checkpoints: values that llama.cpp computes without a key for them
     "gpt_oss": {"swiglu_limit": 7.0},
@@ -186,18 +187,21 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 _KEYS = {
-    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "head_dim": "attention.key_length", "num_experts": "expert_count", "num_local_experts": "expert_count",
+    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length",
+    "num_experts": "expert_count", "num_local_experts": "expert_count",
     "n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "shared_intermediate_size": "expert_shared_feed_forward_length", "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count", "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm", "first_k_dense_replace": "leading_dense_block_count",
-    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "clip_qkv": "attention.clamp_kqv",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale", "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count", "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale", "clip_qkv": "attention.clamp_kqv",
     "q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank",
 }  # fmt: skip
 
@@ -232,9 +236,10 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:  # noqa: C90
         rotated = config["qk_rope_head_dim"]
         sigmoid = "n_group" in config and config["architectures"] == ["DeepseekV3ForCausalLM"]
         values |= {
-            "attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank,
-            "attention.key_length_mla": nope + rotated, "attention.value_length_mla": config["v_head_dim"],
-            "rope.dimension_count": rotated, "expert_gating_func": 2 if sigmoid else 1,
+            "attention.head_count_kv": 1, "attention.key_length": rank + rotated,
+            "attention.value_length": rank, "attention.key_length_mla": nope + rotated,
+            "attention.value_length_mla": config["v_head_dim"], "rope.dimension_count": rotated,
+            "expert_gating_func": 2 if sigmoid else 1,
         }  # fmt: skip
     if rope.get("rope_type") == "yarn":
         values |= {

@@ -70,9 +70,14 @@ class Form:
                 }
             case "gptq" | "gptq_v2":
                 return {
-                    "quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": False,
-                    "sym": not self.zeros, "checkpoint_format": self.method, "dynamic": {"-:.*gate$": {}},
-                }  # fmt: skip
+                    "quant_method": "gptq",
+                    "bits": self.bits,
+                    "group_size": self.group,
+                    "desc_act": False,
+                    "sym": not self.zeros,
+                    "checkpoint_format": self.method,
+                    "dynamic": {"-:.*gate$": {}},
+                }
         return self.compressed
 
     @property
@@ -88,11 +93,15 @@ class Form:
         )
         nvfp4 = self.kind == "fp4" and self.group == 16
         weights = {
-            "num_bits": self.bits, "type": "float" if self.kind in ("fp8", "fp4") else "int",
-            "symmetric": not self.zeros, "strategy": "tensor_group" if nvfp4 else strategy, "dynamic": False,
-            "actorder": None, "group_size": self.group if strategy == "group" else None,
+            "num_bits": self.bits,
+            "type": "float" if self.kind in ("fp8", "fp4") else "int",
+            "symmetric": not self.zeros,
+            "strategy": "tensor_group" if nvfp4 else strategy,
+            "dynamic": False,
+            "actorder": None,
+            "group_size": self.group if strategy == "group" else None,
             "block_structure": [self.rows, self.group] if strategy == "block" else None,
-        }  # fmt: skip
+        }
         layout = (
             "pack-quantized"
             if self.packed
@@ -102,10 +111,16 @@ class Form:
         )
         layout = f"{'nvfp4' if nvfp4 else 'mxfp4'}-pack-quantized" if self.kind == "fp4" else layout
         return {
-            "quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head", "re:.*mlp.gate$"],
-            "quantization_status": "compressed", "kv_cache_scheme": None, "sparsity_config": {},
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-        }  # fmt: skip
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "sparsity_config": {},
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}
+            },
+        }
 
 
 FORMS = {

@@ -139,9 +139,13 @@ class Check:
         self.source = digest()
         self.card = "cpu" if args.smoke else NO_CARD
         self.summary: Record = {
-            "command": command(args.script), "source": self.source, "commit": commit(), "smoke": args.smoke,
-            "card": self.card, "sections": {},
-        }  # fmt: skip
+            "command": command(args.script),
+            "source": self.source,
+            "commit": commit(),
+            "smoke": args.smoke,
+            "card": self.card,
+            "sections": {},
+        }
 
     @property
     def folder(self) -> Path:
@@ -185,8 +189,10 @@ class Check:
             if name != "compile":
                 write_json(self.folder / f"{name}.json", new)
 
-        options = [*(["--smoke"] if self.args.smoke else []),
-                   *(["--peers", str(self.args.peers.resolve())] if self.args.peers else [])]  # fmt: skip
+        options = [
+            *(["--smoke"] if self.args.smoke else []),
+            *(["--peers", str(self.args.peers.resolve())] if self.args.peers else []),
+        ]
         asked = f"compile:{','.join(compiled)}" if name == "compile" else name
         words = ["-m", "tools.gpu.section", *options, asked]
         run_section(words, section.parts, min(left_s, section.seconds), record, keep)
@@ -217,10 +223,15 @@ class Check:
 
     def note(self, name: str, record: Record, how: str = "") -> None:
         self.summary["sections"][name] = {
-            "how": how or ("done" if record.get("whole") else "stopped"), "seconds": record.get("seconds", 0),
+            "how": how or ("done" if record.get("whole") else "stopped"),
+            "seconds": record.get("seconds", 0),
             "cases": len(record.get("done", ())),
-            **{key: record[key] for key in ("failed", "wrong", "stopped", "left_out", "problems") if record.get(key)},
-        }  # fmt: skip
+            **{
+                key: record[key]
+                for key in ("failed", "wrong", "stopped", "left_out", "problems")
+                if record.get(key)
+            },
+        }
 
     @property
     def is_bad(self) -> bool:

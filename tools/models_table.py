@@ -57,9 +57,10 @@ multi-token prediction is read where a checkpoint has one ([speculation.md](spec
 
 
 _GEMMA: dict[str, object] = {
-    "attention_k_eq_v": True, "enable_moe_block": True, "hidden_size_per_layer_input": 0, "moe_intermediate_size": 704,
-    "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_key_value_heads": 8,
-    "sliding_window": 1024, "top_k_experts": 8,
+    "attention_k_eq_v": True, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
+    "moe_intermediate_size": 704, "num_attention_heads": 16, "num_experts": 128,
+    "num_global_key_value_heads": 2, "num_key_value_heads": 8, "sliding_window": 1024,
+    "top_k_experts": 8,
 }  # fmt: skip
 # of the published checkpoints, where the default configuration makes no model, or another kind of
 # model

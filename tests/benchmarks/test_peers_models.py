@@ -18,9 +18,18 @@ def test_kinds_of_layers_are_spelled_as_published(
     know the new words.
     """
     family, options = peers_models.SHAPES["granite-4-h"]
-    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_heads": 4,
-             "mamba_d_head": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 6,
-             "layer_types": options["layer_types"][:6], "intermediate_size": 16}  # fmt: skip
+    small = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 6,
+        "layer_types": options["layer_types"][:6],
+        "intermediate_size": 16,
+    }
     monkeypatch.setitem(peers_models.SHAPES, "small", (family, options | small))
     assert peers_models.write_checkpoint("small", tmp_path) > 32000 * 2 * 32
     kinds = json.loads((tmp_path / "config.json").read_text())["layer_types"]

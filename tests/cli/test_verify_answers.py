@@ -24,12 +24,15 @@ TOOL = {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"type": "integer", "maximum": 9, "minimum": 1}},
+            "properties": {
+                "city": {"type": "string", "maxLength": 5},
+                "days": {"type": "integer", "maximum": 9, "minimum": 1},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
     },
-}  # fmt: skip
+}
 HI = {"messages": [{"role": "user", "content": "Hi"}], "seed": 2, "max_tokens": 40}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("chat/completions", HI | {"logprobs": True, "top_logprobs": 2, "n": 2}),
@@ -48,7 +51,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("answers")
     make_key(folder / "key")
     (folder / "settings.yaml").write_text(f"server: {{receipt_key: {folder / 'key'}}}")
-    flags = ("--max-model-len", "512", "--tool-format", "hermes", "--config", str(folder / "settings.yaml"))  # fmt: skip
+    flags = (
+        "--max-model-len",
+        "512",
+        "--tool-format",
+        "hermes",
+        "--config",
+        str(folder / "settings.yaml"),
+    )
     found = {}
     with running_server(folder / "log", *flags) as server:
         for name, (route, body) in REQUESTS.items():
@@ -99,16 +109,24 @@ CHANGES: list[tuple[str, Change, str]] = [
     ("chat", _set("message", "content", to=lambda text: "It x" + text[4:]), "content: from char"),
     ("chat", _set("finish_reason", to="tool_calls"), "finish_reason: 'tool_calls'"),
     ("chat", _set("logprobs", "content", 3, "logprob", to=-1.5), "logprobs.content[3]"),
-    ("chat", _set("logprobs", "content", 5, "top_logprobs", 1, "token", to="x"), "logprobs.content[5]"),
+    (
+        "chat",
+        _set("logprobs", "content", 5, "top_logprobs", 1, "token", to="x"),
+        "logprobs.content[5]",
+    ),
     ("text", _set("text", to=lambda text: text + "!"), "text: from character"),
     ("text", _set("stop_reason", to="x"), "stop_reason: 'x'"),
     ("text", _set("logprobs", "token_logprobs", 1, to=-0.5), "logprobs.token_logprobs[1]"),
     ("echo", _set("text", to=lambda text: text.replace("A fox", "A dog")), "text: from character"),
     ("call", _set("message", "tool_calls", 0, "function", "name", to="other"), "function.name"),
-    ("call", _set("message", "tool_calls", 0, "function", "arguments", to="{}"), "function.arguments"),
+    (
+        "call",
+        _set("message", "tool_calls", 0, "function", "arguments", to="{}"),
+        "function.arguments",
+    ),
     ("call", _set("message", "tool_calls", to=None), "tool_calls: 0 in the answer"),
     ("call", _set("message", "content", to="Hello"), "content: from character 0 on 'Hello'"),
-]  # fmt: skip
+]
 
 
 async def test_answers_as_they_were_sent_are_equal(answers, front, tmp_path) -> None:

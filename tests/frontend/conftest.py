@@ -70,10 +70,21 @@ class ScriptedEngine:
 
 def ready(**changes: Any) -> Ready:
     facts: dict[str, Any] = {
-        "pid": 1, "architecture": "x", "dtype": "float32", "device": "cpu", "vocab_size": 2560, "max_model_len": 64,
-        "max_num_seqs": 4, "num_blocks": 100, "block_size": 16, "eos_token_ids": (2,), "num_params": 1,
-        "num_active_params": 1, "weight_bytes": 1, "startup_s": 0.1,
-    }  # fmt: skip
+        "pid": 1,
+        "architecture": "x",
+        "dtype": "float32",
+        "device": "cpu",
+        "vocab_size": 2560,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "num_blocks": 100,
+        "block_size": 16,
+        "eos_token_ids": (2,),
+        "num_params": 1,
+        "num_active_params": 1,
+        "weight_bytes": 1,
+        "startup_s": 0.1,
+    }
     return Ready(**(facts | changes))
 
 

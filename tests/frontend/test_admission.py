@@ -11,13 +11,31 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.messages import Ready, StepRecord
 
 READY = Ready(
-    pid=1, architecture="", dtype="", device="cpu", vocab_size=9, max_model_len=9, max_num_seqs=4, num_blocks=101,
-    block_size=16, eos_token_ids=(), num_params=1, num_active_params=1, weight_bytes=1, startup_s=0.0,
-)  # fmt: skip
+    pid=1,
+    architecture="",
+    dtype="",
+    device="cpu",
+    vocab_size=9,
+    max_model_len=9,
+    max_num_seqs=4,
+    num_blocks=101,
+    block_size=16,
+    eos_token_ids=(),
+    num_params=1,
+    num_active_params=1,
+    weight_bytes=1,
+    startup_s=0.0,
+)
 STEP = StepRecord(
-    step=0, num_tokens=100, num_requests=1, num_running=1, num_waiting=0, num_free_blocks=90, num_blocks=101,
+    step=0,
+    num_tokens=100,
+    num_requests=1,
+    num_running=1,
+    num_waiting=0,
+    num_free_blocks=90,
+    num_blocks=101,
     device_us=500_000,
-)  # fmt: skip
+)
 
 
 def admission(max_wait_s: float = 1.0) -> Admission:

@@ -563,8 +563,9 @@ async def test_new_facts_count_at_once(front, engine):
 async def test_gauges_are_the_sums_over_engines(front, engine):
     for rank, running in ((0, 3), (1, 2), (0, 4)):
         record = StepRecord(
-            step=1, at_s=0.0, num_tokens=1, num_requests=1, num_running=running, num_waiting=1, num_free_blocks=10,
-            num_blocks=20, dp_rank=rank, num_states=9, num_free_states=5, num_cached_states=rank + 1,
+            step=1, at_s=0.0, num_tokens=1, num_requests=1, num_running=running, num_waiting=1,
+            num_free_blocks=10, num_blocks=20, dp_rank=rank, num_states=9, num_free_states=5,
+            num_cached_states=rank + 1,
         )  # fmt: skip
         await engine.tell(StepOutput(rids=b"", tokens=b"", finish=b"", record=record))
     last = front.stats.last

@@ -23,10 +23,16 @@ decode = msgspec.msgpack.Decoder(Change).decode
 
 def entry(id: str, *rids: int, prompt: int = 2) -> Entry:
     return Entry(
-        id=id, request_id=f"request-{id}", created=7, digest=b"d", owner="", prompt=array("i", range(prompt)).tobytes(),
-        params=SamplingParams(n=len(rids)), samplings=[TokenSampling(seed=rid, max_tokens=9) for rid in rids],
+        id=id,
+        request_id=f"request-{id}",
+        created=7,
+        digest=b"d",
+        owner="",
+        prompt=array("i", range(prompt)).tobytes(),
+        params=SamplingParams(n=len(rids)),
+        samplings=[TokenSampling(seed=rid, max_tokens=9) for rid in rids],
         rids=list(rids),
-    )  # fmt: skip
+    )
 
 
 def step(*rows: tuple[int, int, int], **columns) -> StepOutput:

@@ -97,9 +97,17 @@ def made(key: str) -> tuple[Receipt, Computed]:
     ids = list(range(1000, 1130))
     params = SamplingParams(max_tokens=130)
     receipt = Receipt(
-        id="r", model="m", created=1, weights="w", numerics={"dtype": "float32"}, prompt_token_ids=[1, 2], seed="7",
-        sampling=params, token_ids=ids, finish_reason="length",
-    )  # fmt: skip
+        id="r",
+        model="m",
+        created=1,
+        weights="w",
+        numerics={"dtype": "float32"},
+        prompt_token_ids=[1, 2],
+        seed="7",
+        sampling=params,
+        token_ids=ids,
+        finish_reason="length",
+    )
     return SigningKey(Path(key)).signed(with_chain(receipt, digests)), Computed(
         ids, digests, "length", None
     )

@@ -81,9 +81,13 @@ def test_combine_gives_the_moe_layers_bits(dtype: torch.dtype) -> None:
 @pytest.mark.full("aot")
 def test_combine_compiles_for_hopper() -> None:
     signature = {
-        "y_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32", "out_ptr": "*bf16", "out_stride": "i32",
+        "y_ptr": "*bf16",
+        "weights_ptr": "*fp32",
+        "ids_ptr": "*i32",
+        "out_ptr": "*bf16",
+        "out_stride": "i32",
         "width": "i32",
-    }  # fmt: skip
+    }
     cases = [
         Case("align:combine_kernel", signature, {"K": top_k, "BLOCK": 512}, ("out_stride", "width"))
         for top_k in (8, 22)

@@ -207,8 +207,11 @@ def test_the_search_finds_the_best_of_a_card_that_is_like_the_model() -> None:
     assert len({tuple(config.items()) for config in first}) == len(first)
     found = search(job, timer, first, 0)
     assert found.tried <= tuning.TRIES + 1
-    possible = [c for n in itertools.product(*CHOICES.values())
-                if (c := {**DEFAULT, **dict(zip(CHOICES, n, strict=True))})["warps"] == 4]  # fmt: skip
+    possible = [
+        c
+        for n in itertools.product(*CHOICES.values())
+        if (c := {**DEFAULT, **dict(zip(CHOICES, n, strict=True))})["warps"] == 4
+    ]
     assert predict(found.config) <= 1.1 * min(map(predict, possible)) < predict(DEFAULT) / 1.5
     assert all(config["warps"] == 8 for config in found.wrong)
     assert found.config["warps"] == 4

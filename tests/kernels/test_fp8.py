@@ -235,10 +235,19 @@ def compiled(config: Config, product: str, tma: int) -> Case:
     block_n = config[f"{product}_block_n"]
     is_up = product == "up"
     signature = {
-        "x_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32", "w": f"tensordesc<fp8e4nv[{block_n}, 128]>" if tma else "*fp8e4nv",
-        "w_scale_ptr": "*fp32", "out_ptr": "*fp8e4nv" if is_up else "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32",
-        "expert_ptr": "*i32", "row_ptr": "*i32", "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
-    }  # fmt: skip
+        "x_ptr": "*fp8e4nv",
+        "x_scale_ptr": "*fp32",
+        "w": f"tensordesc<fp8e4nv[{block_n}, 128]>" if tma else "*fp8e4nv",
+        "w_scale_ptr": "*fp32",
+        "out_ptr": "*fp8e4nv" if is_up else "*bf16",
+        "order_ptr": "*i32",
+        "ends_ptr": "*i32",
+        "expert_ptr": "*i32",
+        "row_ptr": "*i32",
+        "num_tiles": "i32",
+        "top_k": "i32",
+        **dict.fromkeys(numbers, "i32"),
+    }
     constants = {
         "ACT": SWIGLU_ACT if is_up else None, "bias_ptr": None,
         "EVEN": True, "TMA": bool(tma), "GROUP": config["group"], "BLOCK_M": config["block_m"],

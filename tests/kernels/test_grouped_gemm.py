@@ -200,10 +200,17 @@ def compiled(dtype: str, product: str, config: Config, tma: int, biased: bool = 
     block_n = config[f"{product}_block_n"]
     tile = {"BLOCK_M": config["block_m"], "BLOCK_K": 64}
     signature = {
-        "x_ptr": f"*{dtype}", "w": f"tensordesc<{dtype}[{block_n}, 64]>" if tma else f"*{dtype}",
-        "out_ptr": f"*{dtype}", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32", "row_ptr": "*i32",
-        "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
-    }  # fmt: skip
+        "x_ptr": f"*{dtype}",
+        "w": f"tensordesc<{dtype}[{block_n}, 64]>" if tma else f"*{dtype}",
+        "out_ptr": f"*{dtype}",
+        "order_ptr": "*i32",
+        "ends_ptr": "*i32",
+        "expert_ptr": "*i32",
+        "row_ptr": "*i32",
+        "num_tiles": "i32",
+        "top_k": "i32",
+        **dict.fromkeys(numbers, "i32"),
+    }
     flags = {
         "ACT": SWIGLU_ACT if product == "up" else None,
         "bias_ptr": None,

@@ -136,9 +136,20 @@ def test_step_inputs_are_those_of_a_loop(counts: str, padded: bool) -> None:
 @pytest.mark.full("aot")
 def test_compiles_for_hopper() -> None:
     integers = (
-        "table_stride", "group_stride", "blocks_stride", "slot_mapping_stride", "out_group_stride", "out_stride",
-        "rows", "tokens", "samples", "all_rows", "all_tokens", "all_samples", "num_blocks",
-    )  # fmt: skip
+        "table_stride",
+        "group_stride",
+        "blocks_stride",
+        "slot_mapping_stride",
+        "out_group_stride",
+        "out_stride",
+        "rows",
+        "tokens",
+        "samples",
+        "all_rows",
+        "all_tokens",
+        "all_samples",
+        "num_blocks",
+    )
     pointers = {
         "table": "i32",
         "blocks": "i32",

@@ -96,9 +96,13 @@ def test_no_tokens() -> None:
     cache = torch.zeros((1, 16, 1, 6), device=DEVICE)
     rule = plain.LatentRule(3, 3, 2, 4, 1.0, 0.0, torch.ones(4, device=DEVICE))
     found = latent_rope_cache(
-        torch.zeros((0, 3, 5), device=DEVICE), torch.zeros((0, 6), device=DEVICE), rule,
-        RopeCacheInputs(empty, empty, torch.arange(0, device=DEVICE)), cache, torch.zeros((0, 3, 6), device=DEVICE),
-    )  # fmt: skip
+        torch.zeros((0, 3, 5), device=DEVICE),
+        torch.zeros((0, 6), device=DEVICE),
+        rule,
+        RopeCacheInputs(empty, empty, torch.arange(0, device=DEVICE)),
+        cache,
+        torch.zeros((0, 3, 6), device=DEVICE),
+    )
     assert found.shape == (0, 3, 3)
 
 

@@ -133,10 +133,19 @@ def test_padding_is_not_read() -> None:
 @pytest.mark.full("aot")
 def test_route_compiles_for_hopper() -> None:
     signature = {
-        "logits_ptr": "*bf16", "live_ptr": "*i32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "num_tokens": "i32",
-        "row_stride": "i32", "num_groups": "i32", "group_size": "i32", "epsilon": "fp32", "scale": "fp32",
-        "floor": "fp32", "band": "fp32",
-    }  # fmt: skip
+        "logits_ptr": "*bf16",
+        "live_ptr": "*i32",
+        "ids_ptr": "*i32",
+        "weights_ptr": "*fp32",
+        "num_tokens": "i32",
+        "row_stride": "i32",
+        "num_groups": "i32",
+        "group_size": "i32",
+        "epsilon": "fp32",
+        "scale": "fp32",
+        "floor": "fp32",
+        "band": "fp32",
+    }
     qwen = {
         "K": 8,
         "SCORE": "softmax",

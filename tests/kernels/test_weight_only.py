@@ -190,15 +190,30 @@ def compiled(kind: str, group: int, product: str, rows: int, tma: int) -> Case:
     element = {"int4": "u8", "fp4": "u8", "int8": "i8", "fp8": "fp8e4nv"}[word]
     block_n = config[f"{product}_block_n"]
     signature = {
-        "x_ptr": "*bf16", "w": f"tensordesc<{element}[{block_n}, {half}]>" if tma else f"*{element}",
-        "scale_ptr": "*fp32", "out_ptr": "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32",
-        "row_ptr": "*i32", "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
-    }  # fmt: skip
+        "x_ptr": "*bf16",
+        "w": f"tensordesc<{element}[{block_n}, {half}]>" if tma else f"*{element}",
+        "scale_ptr": "*fp32",
+        "out_ptr": "*bf16",
+        "order_ptr": "*i32",
+        "ends_ptr": "*i32",
+        "expert_ptr": "*i32",
+        "row_ptr": "*i32",
+        "num_tiles": "i32",
+        "top_k": "i32",
+        **dict.fromkeys(numbers, "i32"),
+    }
     constants = {
-        "ACT": SWIGLU_ACT if product == "up" else None, "bias_ptr": None,
-        "PAIRS": word in ("int4", "fp4"), "FLOATS": word == "fp4", "TMA": bool(tma), "GROUP": config["group"],
-        "INPUTS": group, "HALF": half, "BLOCK_M": config["block_m"], "BLOCK_N": block_n,
-    }  # fmt: skip
+        "ACT": SWIGLU_ACT if product == "up" else None,
+        "bias_ptr": None,
+        "PAIRS": word in ("int4", "fp4"),
+        "FLOATS": word == "fp4",
+        "TMA": bool(tma),
+        "GROUP": config["group"],
+        "INPUTS": group,
+        "HALF": half,
+        "BLOCK_M": config["block_m"],
+        "BLOCK_N": block_n,
+    }
     if "zeros" in kind:
         signature["zero_ptr"] = "*fp32"
     else:

@@ -61,23 +61,48 @@ HOSTILE = {
     "big-endian": (header(version=0x03000000), "it is big-endian"),
     "2^60 tensors": (header(num_tensors=2**60), f"claims {2**60} tensors"),
     "2^60 values": (header(num_values=2**60), f"claims {2**60} metadata values"),
-    "a long key": (header(struct.pack("<Q", 2**62) + b"a key of some length"), f"needs {2**62} bytes"),
-    "a long string": (header(text(b"k") + struct.pack("<IQ", 8, 2**40) + b"x"), f"'k' needs {2**40} bytes"),
+    "a long key": (
+        header(struct.pack("<Q", 2**62) + b"a key of some length"),
+        f"needs {2**62} bytes",
+    ),
+    "a long string": (
+        header(text(b"k") + struct.pack("<IQ", 8, 2**40) + b"x"),
+        f"'k' needs {2**40} bytes",
+    ),
     "no UTF-8": (header(text(b"k") + struct.pack("<I", 8) + text(b"\xff\xfe")), "'k' is not UTF-8"),
     "an unknown type": (header(text(b"k") + struct.pack("<I", 13)), "'k' has values of type 13"),
-    "a long array": (header(text(b"k") + ARRAY + struct.pack("<IQ", 4, 2**60)), f"claims {2**60} items of k"),
-    "a long array of texts": (header(text(b"k") + ARRAY + struct.pack("<IQ", 8, 2**60)), f"claims {2**60} items"),
+    "a long array": (
+        header(text(b"k") + ARRAY + struct.pack("<IQ", 4, 2**60)),
+        f"claims {2**60} items of k",
+    ),
+    "a long array of texts": (
+        header(text(b"k") + ARRAY + struct.pack("<IQ", 8, 2**60)),
+        f"claims {2**60} items",
+    ),
     "arrays in arrays": (header(text(b"k") + ARRAY * 200), r"type 9 \(an array of arrays\)"),
     "a key twice": (header(number(b"x", 1), number(b"x", 2)), "'x' is there twice"),
     "alignment 0": (padded(header(number(b"general.alignment", 0)), 0), "general.alignment is 0"),
-    "alignment 24": (padded(header(number(b"general.alignment", 24)), 0), "general.alignment is 24"),
-    "alignment 2^31": (padded(header(number(b"general.alignment", 2**31)), 0), "general.alignment is"),
+    "alignment 24": (
+        padded(header(number(b"general.alignment", 24)), 0),
+        "general.alignment is 24",
+    ),
+    "alignment 2^31": (
+        padded(header(number(b"general.alignment", 2**31)), 0),
+        "general.alignment is",
+    ),
     "a text as alignment": (
-        header(text(b"general.alignment") + struct.pack("<I", 8) + text(b"32")), "general.alignment is '32'"
+        header(text(b"general.alignment") + struct.pack("<I", 8) + text(b"32")),
+        "general.alignment is '32'"
     ),
     "no dimensions": (padded(header(tensors=[(b"a", (), 0, 0)]), 32), "has 0 dimensions"),
-    "2^32 - 1 dimensions": (header(num_tensors=1) + text(b"a") + b"\xff" * 40, "has 4294967295 dimensions"),
-    "a product that overflows": (padded(header(tensors=[(b"a", (2**32, 2**32), 0, 0)]), 32), f"has {2**66} bytes"),
+    "2^32 - 1 dimensions": (
+        header(num_tensors=1) + text(b"a") + b"\xff" * 40,
+        "has 4294967295 dimensions",
+    ),
+    "a product that overflows": (
+        padded(header(tensors=[(b"a", (2**32, 2**32), 0, 0)]), 32),
+        f"has {2**66} bytes",
+    ),
     "behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 32)]), 32), "has 32 bytes at 32"),
     "far behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 2**63)]), 32), f"at {2**63}"),
     "a cut tensor": (WHOLE[:-1], "has 32 bytes at 0 of the data, which has 31"),
@@ -85,9 +110,18 @@ HOSTILE = {
     "an odd offset": (padded(header(tensors=[(b"a", (4, 2), 0, 8)]), 64), "an alignment of 32"),
     "overlap": (padded(header(tensors=[*ONE, (b"b", (16,), 0, 0)]), 64), "'a' and 'b' overlap"),
     "a name twice": (padded(header(tensors=[*ONE, (b"a", (8,), 0, 32)]), 64), "'a' is there twice"),
-    "an unknown kind": (padded(header(tensors=[(b"a", (32,), 99, 0)]), 64), "is of type 99; supported: F32, F16"),
-    "a kind not read": (padded(header(tensors=[(b"a", (256,), 10, 0)]), 128), "is of type Q2_K; supported: F32"),
-    "half a block": (padded(header(tensors=[(b"a", (48, 2), 2, 0)]), 64), "rows of 48, and Q4_0 has blocks of 32"),
+    "an unknown kind": (
+        padded(header(tensors=[(b"a", (32,), 99, 0)]), 64),
+        "is of type 99; supported: F32, F16",
+    ),
+    "a kind not read": (
+        padded(header(tensors=[(b"a", (256,), 10, 0)]), 128),
+        "is of type Q2_K; supported: F32",
+    ),
+    "half a block": (
+        padded(header(tensors=[(b"a", (48, 2), 2, 0)]), 64),
+        "rows of 48, and Q4_0 has blocks of 32",
+    ),
 }  # fmt: skip
 
 

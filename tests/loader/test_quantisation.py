@@ -340,19 +340,67 @@ def replace(name: str, tensor: Any) -> Any:
 
 
 CHANGES: list[tuple[str, Any, str]] = [
-    ("fp8 in blocks", put(EXPERT, (5, 7), torch.nan), f"tensor {EXPERT!r} in model.safetensors has NaN"),
-    ("fp8 in blocks", put(EXPERT + "_scale_inv", (0, 0), torch.inf), f"tensor {EXPERT + '_scale_inv'!r} in"),
-    ("int8", put(Q + "_scale", (3, 0), torch.nan), f"tensor {Q + '_scale'!r} in model.safetensors has NaN or infinity"),
-    ("int8", lambda t: t.pop(Q + "_scale"), f"{Q!r} in model.safetensors is I8, and there is no {Q}_scale"),
-    ("int8", lambda t: t.pop(EXPERT) is t.pop(EXPERT + "_scale"), f"{EXPERT!r} [32, 64] is missing"),
-    ("int8", replace(Q + "_scale", torch.ones(127, 1)), f"{Q + '_scale'!r} in model.safetensors is F32 [127, 1]"),
-    ("int4", lambda t: t.update({Q + "_scale": t[Q + "_scale"].T.contiguous()}), "supported: [128, 2] scales in F32"),
-    ("int4", replace(Q, torch.ones(128, 64)), f"{Q + '_packed'!r} in model.safetensors is there as {Q!r}, too"),
-    ("int8", replace(Q, torch.ones(128, 32, dtype=torch.int8)), "has shape [128, 32], config.json implies [128, 64]"),
-    ("int8", replace(Q, torch.ones(128, 64)), f"{Q + '_scale'!r} in model.safetensors has no place"),
-    ("int8", replace(Q + "_g_idx", torch.ones(64, dtype=torch.int32)), "_g_idx' in model.safetensors has no place"),
+    (
+        "fp8 in blocks",
+        put(EXPERT, (5, 7), torch.nan),
+        f"tensor {EXPERT!r} in model.safetensors has NaN",
+    ),
+    (
+        "fp8 in blocks",
+        put(EXPERT + "_scale_inv", (0, 0), torch.inf),
+        f"tensor {EXPERT + '_scale_inv'!r} in",
+    ),
+    (
+        "int8",
+        put(Q + "_scale", (3, 0), torch.nan),
+        f"tensor {Q + '_scale'!r} in model.safetensors has NaN or infinity",
+    ),
+    (
+        "int8",
+        lambda t: t.pop(Q + "_scale"),
+        f"{Q!r} in model.safetensors is I8, and there is no {Q}_scale",
+    ),
+    (
+        "int8",
+        lambda t: t.pop(EXPERT) is t.pop(EXPERT + "_scale"),
+        f"{EXPERT!r} [32, 64] is missing",
+    ),
+    (
+        "int8",
+        replace(Q + "_scale", torch.ones(127, 1)),
+        f"{Q + '_scale'!r} in model.safetensors is F32 [127, 1]",
+    ),
+    (
+        "int4",
+        lambda t: t.update({Q + "_scale": t[Q + "_scale"].T.contiguous()}),
+        "supported: [128, 2] scales in F32",
+    ),
+    (
+        "int4",
+        replace(Q, torch.ones(128, 64)),
+        f"{Q + '_packed'!r} in model.safetensors is there as {Q!r}, too",
+    ),
+    (
+        "int8",
+        replace(Q, torch.ones(128, 32, dtype=torch.int8)),
+        "has shape [128, 32], config.json implies [128, 64]",
+    ),
+    (
+        "int8",
+        replace(Q, torch.ones(128, 64)),
+        f"{Q + '_scale'!r} in model.safetensors has no place",
+    ),
+    (
+        "int8",
+        replace(Q + "_g_idx", torch.ones(64, dtype=torch.int32)),
+        "_g_idx' in model.safetensors has no place",
+    ),
     ("int4", replace(Q + "_packed", torch.ones(128, 9, dtype=torch.int32)), "implies [128, 8]"),
-    ("int4 with zero points", lambda t: t.pop(Q + "_zero_point"), "needs zero points, I32 [16, 2], beside it"),
+    (
+        "int4 with zero points",
+        lambda t: t.pop(Q + "_zero_point"),
+        "needs zero points, I32 [16, 2], beside it",
+    ),
     (
         "int8",
         lambda t: t.update({Q: t.pop(Q).float()}) is t.pop(Q + "_scale"),

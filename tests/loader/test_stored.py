@@ -104,11 +104,12 @@ def test_fused_experts_with_gate_and_up_by_turns(kind: str, tmp_path: Path) -> N
     gate = slice(0, None, 2)
     up = slice(1, None, 2)
     pieces = [
-        piece("w13", (ALL, slice(0, I)), ALL, ALL, gate), piece("w13", (ALL, slice(I, None)), ALL, ALL, up),
+        piece("w13", (ALL, slice(0, I)), ALL, ALL, gate),
+        piece("w13", (ALL, slice(I, None)), ALL, ALL, up),
         piece("one.w13", (0, slice(0, 5)), 2, ALL, slice(0, 10, 2)),
         piece("one.w13", (0, slice(5, 10)), 2, ALL, slice(1, 11, 2)),
         piece("wide", (), 1, ALL, up),
-    ]  # fmt: skip
+    ]
     params = (
         Param("w13", (E, 2 * I, D)),
         Param("one.w13", (1, 10, D)),
@@ -151,10 +152,14 @@ def test_several_formats_in_a_checkpoint(tmp_path: Path) -> None:
     in nothing else.
     """
     forms = {
-        "experts.weight": Form("int4", group=32, packed=True), "wide.weight": Form("int4", group=64, packed=True),
-        "a.weight": Form("int4", packed=True), "b.weight": Form("int8", packed=True), "c.weight": Form("fp8"),
-        "d.weight": Form("fp4", group=16, packed=True), "plain.weight": None,
-    }  # fmt: skip
+        "experts.weight": Form("int4", group=32, packed=True),
+        "wide.weight": Form("int4", group=64, packed=True),
+        "a.weight": Form("int4", packed=True),
+        "b.weight": Form("int8", packed=True),
+        "c.weight": Form("fp8"),
+        "d.weight": Form("fp4", group=16, packed=True),
+        "plain.weight": None,
+    }
     w = torch.randn(24, 128)
     parts = dict[str, Tensor]()
     meanings = dict[str, Tensor]()
@@ -168,9 +173,11 @@ def test_several_formats_in_a_checkpoint(tmp_path: Path) -> None:
     formats = [
         StoredFormat(kind="int4", layout="words", targets=("a",)),
         StoredFormat(kind="int8", layout="words", targets=("re:b$",)),
-        StoredFormat(kind="int4", layout="words", group=32), StoredFormat(kind="int4", layout="words", group=64),
-        StoredFormat(kind="fp8"), StoredFormat(kind="fp4", layout="nibbles", group=16),
-    ]  # fmt: skip
+        StoredFormat(kind="int4", layout="words", group=32),
+        StoredFormat(kind="int4", layout="words", group=64),
+        StoredFormat(kind="fp8"),
+        StoredFormat(kind="fp4", layout="nibbles", group=16),
+    ]
     params = tuple(
         Param(f"{name}.down", tuple(meaning.shape)) for name, meaning in meanings.items()
     )
@@ -219,26 +226,94 @@ def test_a_widened_value_too_large_for_float16(tmp_path: Path) -> None:
 Q = "model.layers.0.self_attn.q_proj."
 Change = Callable[[dict[str, Tensor]], Any]
 CHANGES: list[tuple[str, Change, str]] = [
-    ("int4, gptq", lambda t: t[Q + "g_idx"].copy_(t[Q + "g_idx"].flip(0)), "g_idx' in model.safetensors has groups"),
-    ("int4, gptq", lambda t: t[Q + "qzeros"].fill_(-1), f"{Q}qzeros' in model.safetensors has a zero point of 16"),
+    (
+        "int4, gptq",
+        lambda t: t[Q + "g_idx"].copy_(t[Q + "g_idx"].flip(0)),
+        "g_idx' in model.safetensors has groups",
+    ),
+    (
+        "int4, gptq",
+        lambda t: t[Q + "qzeros"].fill_(-1),
+        f"{Q}qzeros' in model.safetensors has a zero point of 16",
+    ),
     ("int4, gptq", lambda t: t.pop(Q + "qzeros"), "needs zero points, I32 [2, 16], beside it"),
     ("int4, gptq", lambda t: t.pop(Q + "scales"), f"is I32, and there is no {Q}scales"),
-    ("int8, gptq", lambda t: t[Q + "qzeros"].fill_(0), "has other zero points than 128, and config.json says"),
-    ("int4, gptq_v2 and symmetric", lambda t: t[Q + "qzeros"].fill_(0), "has other zero points than 8"),
-    ("int4, gptq", lambda t: t.update({Q + "g_idx": torch.zeros(9, dtype=torch.int32)}), "supported: I32 [64]"),
-    ("int4, gptq", lambda t: t.update({Q + "bias": torch.ones(128)}), "bias' in model.safetensors is not zero"),
-    ("int4, awq", lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}), "implies [64, 16]"),
-    ("int4, awq", lambda t: t[Q + "scales"].fill_(torch.nan), f"{Q}scales' in model.safetensors has NaN or infinity"),
-    ("int4, awq", lambda t: t.update({Q + "weight": torch.ones(128, 64)}), f"is there as '{Q}weight', too"),
-    ("fp4, mxfp4", lambda t: t.pop(Q + "weight_scales"), f"is U8, and there is no {Q}weight_scales"),
-    ("fp4, mxfp4", lambda t: t.update({Q + "weight_blocks": torch.ones(128, 32, dtype=torch.uint8)}), "[128, 2, 16]"),
-    ("fp4, nvfp4 of ModelOpt", lambda t: t.pop(Q + "weight_scale_2"), "there is no scale of all scales (_scale_2 or"),
-    ("fp4, nvfp4 of ModelOpt", lambda t: t[Q + "weight_scale_2"].fill_(0), "weight_scale_2' in model"),
+    (
+        "int8, gptq",
+        lambda t: t[Q + "qzeros"].fill_(0),
+        "has other zero points than 128, and config.json says",
+    ),
+    (
+        "int4, gptq_v2 and symmetric",
+        lambda t: t[Q + "qzeros"].fill_(0),
+        "has other zero points than 8",
+    ),
+    (
+        "int4, gptq",
+        lambda t: t.update({Q + "g_idx": torch.zeros(9, dtype=torch.int32)}),
+        "supported: I32 [64]",
+    ),
+    (
+        "int4, gptq",
+        lambda t: t.update({Q + "bias": torch.ones(128)}),
+        "bias' in model.safetensors is not zero",
+    ),
+    (
+        "int4, awq",
+        lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}),
+        "implies [64, 16]",
+    ),
+    (
+        "int4, awq",
+        lambda t: t[Q + "scales"].fill_(torch.nan),
+        f"{Q}scales' in model.safetensors has NaN or infinity",
+    ),
+    (
+        "int4, awq",
+        lambda t: t.update({Q + "weight": torch.ones(128, 64)}),
+        f"is there as '{Q}weight', too",
+    ),
+    (
+        "fp4, mxfp4",
+        lambda t: t.pop(Q + "weight_scales"),
+        f"is U8, and there is no {Q}weight_scales",
+    ),
+    (
+        "fp4, mxfp4",
+        lambda t: t.update({Q + "weight_blocks": torch.ones(128, 32, dtype=torch.uint8)}),
+        "[128, 2, 16]",
+    ),
+    (
+        "fp4, nvfp4 of ModelOpt",
+        lambda t: t.pop(Q + "weight_scale_2"),
+        "there is no scale of all scales (_scale_2 or",
+    ),
+    (
+        "fp4, nvfp4 of ModelOpt",
+        lambda t: t[Q + "weight_scale_2"].fill_(0),
+        "weight_scale_2' in model",
+    ),
     ("fp4, nvfp4 of ModelOpt", lambda t: t.update({Q + "weight_scale_2": torch.ones(7)}), "one number for each matrix"),
-    ("fp4, nvfp4 of compressed-tensors", lambda t: t[Q + "weight_global_scale"].fill_(torch.inf), "global_scale' in"),
-    ("fp4, nvfp4 of ModelOpt", lambda t: t[Q + "weight_scale"].view(torch.uint8).fill_(127), "weight_scale' in model"),
-    ("fp8 of ModelOpt", lambda t: t.update({Q + "weight_scale": torch.ones(2)}), "supported: [1, 1] scales in F32"),
-    ("fp8 of ModelOpt", lambda t: t.update({Q + "pre_quant_scale": torch.ones(64)}), "pre_quant_scale' in model.safe"),
+    (
+        "fp4, nvfp4 of compressed-tensors",
+        lambda t: t[Q + "weight_global_scale"].fill_(torch.inf),
+        "global_scale' in",
+    ),
+    (
+        "fp4, nvfp4 of ModelOpt",
+        lambda t: t[Q + "weight_scale"].view(torch.uint8).fill_(127),
+        "weight_scale' in model",
+    ),
+    (
+        "fp8 of ModelOpt",
+        lambda t: t.update({Q + "weight_scale": torch.ones(2)}),
+        "supported: [1, 1] scales in F32",
+    ),
+    (
+        "fp8 of ModelOpt",
+        lambda t: t.update({Q + "pre_quant_scale": torch.ones(64)}),
+        "pre_quant_scale' in model.safe",
+    ),
 ]  # fmt: skip
 
 

@@ -145,16 +145,25 @@ def test_a_split_model_is_the_whole(make_checkpoint: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; supported: none, linear, yarn"),
+        (
+            {"rope.scaling.type": "longrope"},
+            "rope.scaling.type is 'longrope'; supported: none, linear, yarn",
+        ),
         ({"expert_gating_func": 2}, "expert_gating_func is 2; Qwen3MoeForCausalLM has 1"),
         ({"attention.value_length": 16}, "attention.value_length is 16; supported: 32"),
         ({"attention.causal": False}, "attention.causal is False"),
         ({"attention.head_count": 0}, "attention.head_count is 0"),
         ({"block_count": None}, "'block_count' of its architecture is missing"),
         ({"block_count": 3}, "is missing"),
-        ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping' of its architecture is not known"),
+        (
+            {"final_logit_softcapping": 30.0},
+            "'final_logit_softcapping' of its architecture is not known",
+        ),
         ({"attention.head_count_kv": [2, 1]}, r"num_key_value_heads is \[2, 1\]"),
-        ({"rope.dimension_count": 16}, "partial_rotary_factor is 0.5; this architecture rotates the whole head"),
+        (
+            {"rope.dimension_count": 16},
+            "partial_rotary_factor is 0.5; this architecture rotates the whole head",
+        ),
         ({"embedding_length": 2**31}, "hidden_size is"),
     ],
 )  # fmt: skip
@@ -183,9 +192,13 @@ def test_a_router_s_bias_tells_a_sigmoid(name: str, make_checkpoint: Any, tmp_pa
 
 def test_rope_freqs_are_llama_3_1_s(make_checkpoint: Any, tmp_path: Path) -> None:
     rope = {
-        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
-    }  # fmt: skip
+    }
     path = make_checkpoint("llama", rope_parameters=rope).path
     file = write_gguf("llama", path, tmp_path / "model.gguf")
     ours, theirs = (Driver(one).prefill("a", PROMPT, 31) for one in (file, path))

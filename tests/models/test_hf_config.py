@@ -311,7 +311,8 @@ def test_spellings_that_transformers_takes_for_the_same(write_config: WriteConfi
 
 
 HYBRID = {
-    **LLAMA, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 4,
+    **LLAMA, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+    "mamba_n_heads": 4,
 }  # fmt: skip
 QWEN3_NEXT = LLAMA | {
     "architectures": ["Qwen3NextForCausalLM"],

@@ -64,9 +64,10 @@ def signature_of(release: str) -> inspect.Signature:
 
 
 def fused(
-    input: Tensor, token_selected_experts: Tensor, token_final_scales: Tensor, fc1_expert_weights: Tensor,
-    fc2_expert_weights: Tensor, output_dtype: torch.dtype, quant_scales: list[Tensor], output: Tensor,
-    use_deepseek_fp8_block_scale: bool, use_fused_finalize: bool,
+    input: Tensor, token_selected_experts: Tensor, token_final_scales: Tensor,
+    fc1_expert_weights: Tensor, fc2_expert_weights: Tensor, output_dtype: torch.dtype,
+    quant_scales: list[Tensor], output: Tensor, use_deepseek_fp8_block_scale: bool,
+    use_fused_finalize: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The definition: up rows first, then gate rows; each product and the activation rounded to 16
     bits.

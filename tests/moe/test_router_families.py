@@ -135,12 +135,18 @@ class Family:
 FAMILIES = [
     Family("deepseek_v2", "DeepseekV2TopkRouter", "DeepseekV2Config", GROUPED, deepseek_v2),
     Family(
-        "deepseek_v2", "DeepseekV2TopkRouter", "DeepseekV2Config", {**GROUPED, "topk_method": "group_limited_greedy"},
-        deepseek_v2,
+        "deepseek_v2", "DeepseekV2TopkRouter", "DeepseekV2Config",
+        {**GROUPED, "topk_method": "group_limited_greedy"}, deepseek_v2,
     ),
     Family("deepseek_v3", "DeepseekV3TopkRouter", "DeepseekV3Config", GROUPED, v3),
-    Family("deepseek_v3", "DeepseekV3TopkRouter", "DeepseekV3Config", {**GROUPED, "norm_topk_prob": False}, v3),
-    Family("glm4_moe", "Glm4MoeTopkRouter", "Glm4MoeConfig", {**GROUPED, "n_group": 1, "topk_group": 1}, v3),
+    Family(
+        "deepseek_v3", "DeepseekV3TopkRouter", "DeepseekV3Config",
+        {**GROUPED, "norm_topk_prob": False}, v3,
+    ),
+    Family(
+        "glm4_moe", "Glm4MoeTopkRouter", "Glm4MoeConfig",
+        {**GROUPED, "n_group": 1, "topk_group": 1}, v3,
+    ),
     Family("dots1", "Dots1TopkRouter", "Dots1Config", {**GROUPED, "norm_topk_prob": True}, v3),
     Family("mimo_v2_flash", "MiMoV2FlashTopkRouter", "MiMoV2FlashConfig", GROUPED, v3),
     Family(
@@ -149,28 +155,36 @@ FAMILIES = [
     ),
     Family("mistral4", "Mistral4TopkRouter", "Mistral4Config", GROUPED, mistral4),
     Family(
-        "minimax_m2", "MiniMaxM2TopKRouter", "MiniMaxM2Config", {"num_local_experts": E, "num_experts_per_tok": 4},
+        "minimax_m2", "MiniMaxM2TopKRouter", "MiniMaxM2Config",
+        {"num_local_experts": E, "num_experts_per_tok": 4},
         lambda config: RouterRule(score="sigmoid", bias=True, renormalize=True), given_bias,
     ),
     Family(
-        "gpt_oss", "GptOssTopKRouter", "GptOssConfig", {"num_local_experts": E, "num_experts_per_tok": 4},
+        "gpt_oss", "GptOssTopKRouter", "GptOssConfig",
+        {"num_local_experts": E, "num_experts_per_tok": 4},
         lambda config: RouterRule(score="softmax_selected"),
     ),
     Family(
-        "llama4", "Llama4Router", "Llama4TextConfig", {"num_local_experts": E, "num_experts_per_tok": 1},
+        "llama4", "Llama4Router", "Llama4TextConfig",
+        {"num_local_experts": E, "num_experts_per_tok": 1},
         lambda config: RouterRule(score="sigmoid", on_input=True), llama4,
     ),
     Family(
-        "ernie4_5_moe", "Ernie4_5_MoeTopKRouter", "Ernie4_5_MoeConfig", {"moe_num_experts": E, "moe_k": 4}, ernie
+        "ernie4_5_moe", "Ernie4_5_MoeTopKRouter", "Ernie4_5_MoeConfig",
+        {"moe_num_experts": E, "moe_k": 4}, ernie
     ),
     Family(
-        "hunyuan_v1_moe", "HunYuanMoEV1Gate", "HunYuanMoEV1Config", {"num_experts": E, "moe_topk": 4},
-        lambda config: RouterRule(renormalize=True, fp32=True),
+        "hunyuan_v1_moe", "HunYuanMoEV1Gate", "HunYuanMoEV1Config",
+        {"num_experts": E, "moe_topk": 4}, lambda config: RouterRule(renormalize=True, fp32=True),
     ),
-    Family("phimoe", "PhimoeTopKRouter", "PhimoeConfig", {"num_local_experts": E, "router_jitter_noise": 0.1}, phimoe),
+    Family(
+        "phimoe", "PhimoeTopKRouter", "PhimoeConfig",
+        {"num_local_experts": E, "router_jitter_noise": 0.1}, phimoe,
+    ),
     Family(
         "step3p7", "Step3p7TopKRouter", "Step3p7TextConfig",
-        {"n_routed_experts": E, "num_experts_per_tok": 4, "moe_router_scaling_factor": 3.0}, step, step_scaled,
+        {"n_routed_experts": E, "num_experts_per_tok": 4, "moe_router_scaling_factor": 3.0}, step,
+        step_scaled,
     ),
     Family(
         "afmoe", "AfmoeTokenChoiceRouter", "AfmoeConfig",

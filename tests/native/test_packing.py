@@ -111,7 +111,18 @@ def test_another_layout_needs_another_number() -> None:
         memory, _ = new_room(packing.bytes)
         pack(packing, weight, memory.data_ptr(), packing.block_bytes, all_threads=False)
         sums.append(checksum(memory))
-    assert (LAYOUT, [hex(one) for one in sums]) == (1, [
-    "0x91ef194d212d1563", "0x3df84d60e223bafb", "0xcac3ed5a8880f866", "0x56b70e6b80bf2c6f", "0x56b70e6b80bf2c6f",
-    "0xdf75a6725ed0b241", "0x4622d4f5ba3012ee", "0xdf75a6725ed0b241", "0xafe7ca98d2fa2944", "0xafe7ca98d2fa2944",
-    ])  # fmt: skip
+    assert (LAYOUT, [hex(one) for one in sums]) == (
+        1,
+        [
+            "0x91ef194d212d1563",
+            "0x3df84d60e223bafb",
+            "0xcac3ed5a8880f866",
+            "0x56b70e6b80bf2c6f",
+            "0x56b70e6b80bf2c6f",
+            "0xdf75a6725ed0b241",
+            "0x4622d4f5ba3012ee",
+            "0xdf75a6725ed0b241",
+            "0xafe7ca98d2fa2944",
+            "0xafe7ca98d2fa2944",
+        ],
+    )

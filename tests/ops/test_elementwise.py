@@ -104,8 +104,10 @@ def test_columns_of_activations_keep_their_bits(
     gate, up = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(4)).to(dtype)
     whole = e.act_mul(torch.cat((gate, up), 1), activation, threads)
     for size in (2, 3, 8):
-        parts = [e.act_mul(torch.cat(pair, 1), activation, threads) for pair in
-                 zip(gate.tensor_split(size, 1), up.tensor_split(size, 1), strict=True)]  # fmt: skip
+        parts = [
+            e.act_mul(torch.cat(pair, 1), activation, threads)
+            for pair in zip(gate.tensor_split(size, 1), up.tensor_split(size, 1), strict=True)
+        ]
         assert torch.equal(torch.cat(parts, 1), whole)
 
 

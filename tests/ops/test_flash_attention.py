@@ -71,9 +71,9 @@ def recorded(parameters: str) -> Any:
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, qv: Tensor | None, cache_seqlens: Tensor, page_table: Tensor,
-    cu_seqlens_q: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool, window_size: tuple[int, int],
-    attention_chunk: int, softcap: float, num_splits: int,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, qv: Tensor | None, cache_seqlens: Tensor,
+    page_table: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool,
+    window_size: tuple[int, int], attention_chunk: int, softcap: float, num_splits: int,
 ) -> Tensor:  # fmt: skip
     """The definition, row by row. What no row owns is as it was allocated."""
     (tokens, heads, d), (pages, size, kv_heads, v_d), rows = q.shape, v_cache.shape, len(page_table)
@@ -181,8 +181,8 @@ def flash_plan(step: Step, padded: bool) -> FlashMetadata:
     ],
 )
 def test_attention(
-    heads: int, kv_heads: int, dim: int, v_dim: int, size: int, window: int | None, chunk: int | None, soft_cap: float,
-    dtype: torch.dtype, package: Any,
+    heads: int, kv_heads: int, dim: int, v_dim: int, size: int, window: int | None,
+    chunk: int | None, soft_cap: float, dtype: torch.dtype, package: Any,
 ) -> None:  # fmt: skip
     """Prefill and decode, alone and mixed, beside the definition; two padded tokens behind."""
     shape = AttentionShape(heads, kv_heads, dim, v_dim, size, dtype, window, chunk)

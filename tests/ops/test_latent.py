@@ -49,10 +49,18 @@ def test_a_layer_is_transformers_own(ops: Ops) -> None:
     width = 72
     tokens = 90
     config = DeepseekV3Config(
-        hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads, q_lora_rank=None, kv_lora_rank=rank,
-        qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v, rope_interleave=False, max_position_embeddings=256,
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        q_lora_rank=None,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=v,
+        rope_interleave=False,
+        max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )  # fmt: skip
+    )
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     layer = theirs.DeepseekV3Attention(config, 0).eval()
@@ -191,6 +199,9 @@ def test_queries_and_latents(dtype: torch.dtype) -> None:
     latents = kv[:real, :rank].double()
     wanted = latents / (latents.square().mean(-1, keepdim=True) + 1e-5).sqrt() * rule.norm_L
     torch.testing.assert_close(
-        cache.view(64, -1)[slots, :rank].double(), wanted, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6,
+        cache.view(64, -1)[slots, :rank].double(),
+        wanted,
+        rtol=1e-2 if dtype != torch.float32 else 1e-5,
+        atol=1e-6,
         equal_nan=True,
-    )  # fmt: skip
+    )

@@ -68,9 +68,20 @@ def reference(cache: Cache, row: Row, q: list[Tensor], rule: Rule) -> Tensor:
     out = torch.empty(queries.shape[1] * plan.shape.v_dim)
     sinks = 0 if rule.sinks_H is None else rule.sinks_H.data_ptr()
     plan.pieces.reference(
-        0, 0, row[1], single.data_ptr(), single.stride(0), k.data_ptr(), k.shape[3] * k.itemsize, v.data_ptr(),
-        v.shape[3] * v.itemsize, kind, out.data_ptr(), rule.soft_cap, sinks,
-    )  # fmt: skip
+        0,
+        0,
+        row[1],
+        single.data_ptr(),
+        single.stride(0),
+        k.data_ptr(),
+        k.shape[3] * k.itemsize,
+        v.data_ptr(),
+        v.shape[3] * v.itemsize,
+        kind,
+        out.data_ptr(),
+        rule.soft_cap,
+        sinks,
+    )
     return out
 
 
@@ -146,8 +157,17 @@ def test_bits_are_the_references_in_any_company(
         for turn in range(12):
             MODULE.set_threads([-1] * (turn % 3 + 1))
             order = rng.permutation(len(lengths))[: rng.integers(1, 6)].tolist()
-            rows = [(c, *cut(lengths[c], int(rng.integers(0, lengths[c])), int(rng.choice([1, 1, 3, 9, 70]))))
-                    for c in order]  # fmt: skip
+            rows = [
+                (
+                    c,
+                    *cut(
+                        lengths[c],
+                        int(rng.integers(0, lengths[c])),
+                        int(rng.choice([1, 1, 3, 9, 70])),
+                    ),
+                )
+                for c in order
+            ]
             for (c, s, n), found in zip(rows, run(cache, rows, q, rule), strict=True):
                 assert torch.equal(found, whole[c][s : s + n]), (c, s, n)
 

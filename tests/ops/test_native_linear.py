@@ -192,8 +192,19 @@ def quantised(
         weights = weights - (zero.repeat_interleave(group, 1)[:, :k] if zeros else 8)
     packing = module.Packing(getattr(module.Type, kind), k, n, group, zeros)
     packed = torch.full((packing.bytes,), 255, dtype=torch.uint8)
-    module.pack(packing, q.data_ptr(), k, scales.data_ptr(), zero.data_ptr() if zeros else 0, 0, 0, 0,
-                packed.data_ptr(), packing.block_bytes, True)  # fmt: skip
+    module.pack(
+        packing,
+        q.data_ptr(),
+        k,
+        scales.data_ptr(),
+        zero.data_ptr() if zeros else 0,
+        0,
+        0,
+        0,
+        packed.data_ptr(),
+        packing.block_bytes,
+        True,
+    )
     return packing, packed, weights, scales
 
 

@@ -338,9 +338,11 @@ def test_convolutions(kernels: Any, conv: Conv) -> None:
     for i, length in enumerate(LENGTHS):
         x_CT = values(length, conv.channels, seed=5 + i).to(conv.dtype).double().T
         y = F.conv1d(
-            F.pad(x_CT, (conv.inputs - 1, 0)), weight.double()[:, None], None if bias is None else bias.double(),
+            F.pad(x_CT, (conv.inputs - 1, 0)),
+            weight.double()[:, None],
+            None if bias is None else bias.double(),
             groups=conv.channels,
-        ).T  # fmt: skip
+        ).T
         assert close(whole[i], F.silu(y) if conv.silu else y)
     for chunks in CHUNKS[1:]:
         assert equal(

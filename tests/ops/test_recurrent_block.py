@@ -97,8 +97,8 @@ def caches_of(kind: str, num_blocks: int) -> tuple[Tensor, ...]:
 
 
 def run(
-    kind: str, ops: Ops, lengths: Sequence[int], chunks: Sequence[int], *, padding: int = 0, spoilt: int | None = None,
-    first: int = 0,
+    kind: str, ops: Ops, lengths: Sequence[int], chunks: Sequence[int], *, padding: int = 0,
+    spoilt: int | None = None, first: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """Returns each request's outputs and then the caches, computed in steps from strided rows.
 

@@ -88,8 +88,10 @@ def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int, ops: O
     assert sorted([*tokens, *selection.others_N.tolist()]) == list(range(len(owners)))
     for token, chosen in zip(tokens, slots, strict=True):
         row, position = owners[token]
-        keys = cache.view(-1, dim)[torch.arange(position + 1) % SIZE + group.blocks_RN[row].repeat_interleave(SIZE)[
-            : position + 1] * SIZE]  # fmt: skip
+        keys = cache.view(-1, dim)[
+            torch.arange(position + 1) % SIZE
+            + group.blocks_RN[row].repeat_interleave(SIZE)[: position + 1] * SIZE
+        ]
         scores = (weights[token] * (keys @ q[token].T).relu()).sum(1).tolist()
         best = sorted(range(position + 1), key=lambda i, scores=scores: (-scores[i], i))[:top_k]
         assert positions_of(chosen, group.blocks_RN[row]) == sorted(best)

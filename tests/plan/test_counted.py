@@ -19,9 +19,15 @@ from moeserve.plan.trace import Arrival, RequestTrace
 
 GROUPS = (KVGroup(FULL, 4, (0,)),)
 LIMITS = Limits(
-    max_num_seqs=6, max_num_batched_tokens=24, prefill_chunk=16, max_model_len=128, block_size=4, num_blocks=200,
-    watermark_blocks=2, enable_prefix_caching=False,
-)  # fmt: skip
+    max_num_seqs=6,
+    max_num_batched_tokens=24,
+    prefill_chunk=16,
+    max_model_len=128,
+    block_size=4,
+    num_blocks=200,
+    watermark_blocks=2,
+    enable_prefix_caching=False,
+)
 
 
 class ByEverything:

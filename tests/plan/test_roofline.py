@@ -16,15 +16,35 @@ from moeserve.plan.roofline import ExpertShares, Roofline, Shape, shape_of
 from tests.specs import make_spec
 
 QWEN3_30B = make_spec(
-    num_layers=48, moe_layers=[True] * 48, num_heads=32, num_kv_heads=4, head_dim=128, num_experts=128,
-    experts_per_token=8, expert_size=768, hidden_size=2048, vocab_size=151936, dtype="bfloat16",
-    architecture="Qwen3MoeForCausalLM", max_position=40960,
-)  # fmt: skip
+    num_layers=48,
+    moe_layers=[True] * 48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    num_experts=128,
+    experts_per_token=8,
+    expert_size=768,
+    hidden_size=2048,
+    vocab_size=151936,
+    dtype="bfloat16",
+    architecture="Qwen3MoeForCausalLM",
+    max_position=40960,
+)
 # One that does at once what it is told: 1 byte and 1 operation a second, and nothing beside them.
 PLAIN = replace(
-    DEVICES["h100"], bytes_per_s=1.0, flops=1.0, reads=1.0, dense=1.0, expert=1.0, attention=1.0, overlap=1.0,
-    in_situ=1.0, launch_s=0.0, host_s=0.0, host_row_s=0.0,
-)  # fmt: skip
+    DEVICES["h100"],
+    bytes_per_s=1.0,
+    flops=1.0,
+    reads=1.0,
+    dense=1.0,
+    expert=1.0,
+    attention=1.0,
+    overlap=1.0,
+    in_situ=1.0,
+    launch_s=0.0,
+    host_s=0.0,
+    host_row_s=0.0,
+)
 
 
 def roofline(device: Any = PLAIN, **settings: Any) -> Roofline:

@@ -25,9 +25,14 @@ from moeserve.plan.trace import Arrival, RequestTrace, prompt_of
 from moeserve.sampling import TokenSampling
 
 LIMITS = Limits(
-    max_num_seqs=4, max_num_batched_tokens=32, prefill_chunk=16, max_model_len=128, block_size=4, num_blocks=40,
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+    prefill_chunk=16,
+    max_model_len=128,
+    block_size=4,
+    num_blocks=40,
     watermark_blocks=1,
-)  # fmt: skip
+)
 GROUPS = (KVGroup(FULL, 4, (0,)), KVGroup(KVRule(window=8), 4, (1,)))
 Batch = tuple[tuple[int, int, int, bool], ...]
 

@@ -60,7 +60,8 @@ def test_products_lie_between_measured_sizes_and_grow_beyond_them() -> None:
     grid = {(n, k): {1: n * k * 1e-9, 64: 2 * n * k * 1e-9} for n in (64, 1024) for k in (64, 1024)}
     tables = KernelTables({}, grid)
     for shapes, weights in (
-        ([(64, 1024)], 64 * 1024), ([(256, 128)], 256 * 128), ([(4096, 64), (64, 64)], 4096 * 64 + 64 * 64),
+        ([(64, 1024)], 64 * 1024), ([(256, 128)], 256 * 128),
+        ([(4096, 64), (64, 64)], 4096 * 64 + 64 * 64),
     ):  # fmt: skip
         times = tables.dense(shapes)
         assert times is not None
@@ -122,10 +123,17 @@ def test_the_newest_file_of_the_device_is_read(tmp_path: Path) -> None:
 
     experts = (*EXPERTS, "moe_tp_size", "moe_ep_size", "distribution")
     write("moe/vllm/0.9.0/moe_perf.parquet", experts, [(*KEY, 64, 1, 1, "balanced", 99.0)])
-    write("moe/vllm/0.24.0/moe_perf.parquet", experts, [
-        (*KEY, 64, 1, 1, "balanced", 0.5), (*KEY, 64, 1, 1, "balanced", 0.25),  # two kernels
-        (*KEY, 64, 2, 1, "balanced", 0.1), (*KEY, 64, 1, 8, "balanced", 0.1), (*KEY, 64, 1, 1, "power_law_1.2", 0.1),
-    ])  # fmt: skip
+    write(
+        "moe/vllm/0.24.0/moe_perf.parquet",
+        experts,
+        [
+            (*KEY, 64, 1, 1, "balanced", 0.5),
+            (*KEY, 64, 1, 1, "balanced", 0.25),  # two kernels
+            (*KEY, 64, 2, 1, "balanced", 0.1),
+            (*KEY, 64, 1, 8, "balanced", 0.1),
+            (*KEY, 64, 1, 1, "power_law_1.2", 0.1),
+        ],
+    )
     found = read_tables(str(tmp_path), DEVICES["h200"])
     assert list(found.experts) == [KEY]
     assert found.experts[KEY].seconds(64) == pytest.approx(0.25e-3)

@@ -56,8 +56,8 @@ CASES = ["qwen3_moe", "gemma4", "llama", "int8", "int4", *(f"stored {form}" for 
 @pytest.mark.parametrize(
     "case",
     [
-        *CASES, "deepseek_v3", "glm_moe_dsa", "qwen2_moe", "mixtral", "olmoe", "granite_moe", "granite_moe_hybrid",
-        "nemotron_h",
+        *CASES, "deepseek_v3", "glm_moe_dsa", "qwen2_moe", "mixtral", "olmoe", "granite_moe",
+        "granite_moe_hybrid", "nemotron_h",
     ],
 )  # fmt: skip
 def test_a_second_start_reads_nothing_and_computes_the_same(

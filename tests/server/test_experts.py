@@ -40,9 +40,20 @@ def step(
     rank: int, *, running: int, device_us: int, comm_us: int = 0, exposed_us: int = 0
 ) -> StepOutput:
     record = StepRecord(
-        step=1, at_s=0.0, num_tokens=1, num_requests=1, num_running=running, num_waiting=0, num_free_blocks=9,
-        num_blocks=10, device_us=device_us, vote_us=100, comm_us=comm_us, exposed_comm_us=exposed_us, dp_rank=rank,
-    )  # fmt: skip
+        step=1,
+        at_s=0.0,
+        num_tokens=1,
+        num_requests=1,
+        num_running=running,
+        num_waiting=0,
+        num_free_blocks=9,
+        num_blocks=10,
+        device_us=device_us,
+        vote_us=100,
+        comm_us=comm_us,
+        exposed_comm_us=exposed_us,
+        dp_rank=rank,
+    )
     return StepOutput(rids=b"", tokens=b"", finish=b"", record=record)
 
 
@@ -110,10 +121,16 @@ async def test_one_engine_has_all_experts(sparse):
 def fleet_view(counts: np.ndarray, placement: Placement) -> FleetView:
     engines = [
         EngineView(
-            rank=rank, host=f"node-{rank}", pid=100 + rank, state=state, epoch=3, restarts=rank, num_requests=5,
+            rank=rank,
+            host=f"node-{rank}",
+            pid=100 + rank,
+            state=state,
+            epoch=3,
+            restarts=rank,
+            num_requests=5,
         )
         for rank, state in enumerate(("serving", "lost"))
-    ]  # fmt: skip
+    ]
     experts = ExpertsView(
         placement=placement.to_table(),
         num_layers=len(counts),

@@ -52,11 +52,16 @@ def fleet_view(
 ) -> FleetView:
     engines = [
         EngineView(
-            rank=rank, host=host, pid=1, state=states[rank] if states else "serving", epoch=1, restarts=0,
+            rank=rank,
+            host=host,
+            pid=1,
+            state=states[rank] if states else "serving",
+            epoch=1,
+            restarts=0,
             num_requests=0,
         )
         for rank, host in enumerate(hosts)
-    ]  # fmt: skip
+    ]
     return FleetView(
         dp=len(hosts),
         tp=tp,

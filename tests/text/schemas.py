@@ -313,5 +313,16 @@ def _all_of(rng: random.Random) -> dict[str, Any]:
 
 
 _ROOTS: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
-    _object, _array, _tuple, _union, _tagged, _enum_of_500, _references, _chain, _tree, _mutual, _leaf, _all_of,
-)  # fmt: skip
+    _object,
+    _array,
+    _tuple,
+    _union,
+    _tagged,
+    _enum_of_500,
+    _references,
+    _chain,
+    _tree,
+    _mutual,
+    _leaf,
+    _all_of,
+)

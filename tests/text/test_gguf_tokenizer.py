@@ -27,11 +27,23 @@ from .conftest import CORPUS
 
 DEMO = resolve_model_dir("demo")
 TEXTS = [
-    *CORPUS[:4], "", " ", "  two   spaces ", "\n\n\t x\r\n", "I'll DON'T you've", "1234567 x12 ٣٤٥", "a/b//\n/c",
-    "HelloWorld camelCase ABCdef", "<|im_start|>user<|im_end|>", "e\u0301 \ud7a3 \U0001f468",
+    *CORPUS[:4],
+    "",
+    " ",
+    "  two   spaces ",
+    "\n\n\t x\r\n",
+    "I'll DON'T you've",
+    "1234567 x12 ٣٤٥",
+    "a/b//\n/c",
+    "HelloWorld camelCase ABCdef",
+    "<|im_start|>user<|im_end|>",
+    "e\u0301 \ud7a3 \U0001f468",
     "漢字かなカナ abc漢",
-    "!word ?x (y) $5.00 ~~~", "\u00a0\u3000x", "▁ ▁x", "x" * 300,
-]  # fmt: skip
+    "!word ?x (y) $5.00 ~~~",
+    "\u00a0\u3000x",
+    "▁ ▁x",
+    "x" * 300,
+]
 NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
@@ -162,9 +174,14 @@ def sentencepiece() -> dict[str, Any]:
     )
     types += [NORMAL] * (len(merged) + len(letters)) + [UNUSED]
     return {
-        "model": "llama", "tokens": pieces, "scores": scores, "token_type": types, "bos_token_id": 1, "eos_token_id": 2,
+        "model": "llama",
+        "tokens": pieces,
+        "scores": scores,
+        "token_type": types,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
         "unknown_token_id": 0,
-    }  # fmt: skip
+    }
 
 
 def plain_sentencepiece(values: dict[str, Any], text: str, prefix: bool) -> list[int]:

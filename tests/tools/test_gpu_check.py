@@ -178,8 +178,10 @@ def test_a_test_that_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
     tests = tmp_path / "test_them.py"
     kept = []
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{TESTS}")
-    tests.write_text("import time, pytest\ndef test_a(): pass\ndef test_hangs(): time.sleep(60)\n"
-                     "def test_fails(): assert not 'this'\ndef test_skips(): pytest.skip('no GPU')\n")  # fmt: skip
+    tests.write_text(
+        "import time, pytest\ndef test_a(): pass\ndef test_hangs(): time.sleep(60)\n"
+        "def test_fails(): assert not 'this'\ndef test_skips(): pytest.skip('no GPU')\n"
+    )
     run_section([str(script)], 1, 50, {}, kept.append)
     record = {
         key: [name.rpartition("::")[2] for name in kept[-1][key]] for key in ("done", "failed")
@@ -307,7 +309,8 @@ def test_every_command_ends_in_eight_minutes_and_leaves_eight_files() -> None:
 @pytest.mark.parametrize(
     ("name", "short"),
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
-     ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"), ("NVIDIA GH200 480GB", "gh200")],
+     ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
+     ("NVIDIA GH200 480GB", "gh200")],
 )  # fmt: skip
 def test_results_are_named_by_the_card(name: str, short: str) -> None:
     assert gpu_check.short_name(name) == short
@@ -405,8 +408,14 @@ def test_candidates_are_timed_in_turn_after_a_round_for_warmth() -> None:
 
 def test_figures() -> None:
     assert figures([2.0, 1.0, 9.0], num_bytes=4_000_000, flops=6_000_000) == {
-        "us": 2.0, "us_min": 1.0, "us_max": 9.0, "bytes": 4_000_000, "tb_s": 2.0, "flops": 6_000_000, "tflop_s": 3.0,
-    }  # fmt: skip
+        "us": 2.0,
+        "us_min": 1.0,
+        "us_max": 9.0,
+        "bytes": 4_000_000,
+        "tb_s": 2.0,
+        "flops": 6_000_000,
+        "tflop_s": 3.0,
+    }
     assert figures([]) == {"us": None, "us_min": None, "us_max": None}
     assert error_of(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
     assert not error_of(torch.tensor([float("nan")]), torch.ones(1)) <= 1.0

@@ -366,12 +366,14 @@ def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 CHECKS: Mapping[str, Check] = {
     "rms_norm": norms, "add_rms_norm": added_norms, "act_mul": activation, "embedding": embedded,
-    "linear": dense, "route": routed, "align": aligned, "combine": combined, "moe 1": partial(experts, tokens=1),
-    "moe 100": partial(experts, tokens=100), "moe 4096": partial(experts, tokens=4096), "moe w8a8": experts_fp8,
-    "moe int4": experts_int4, "quantise": quantised, "decode": partial(decoded, invariant=True),
+    "linear": dense, "route": routed, "align": aligned, "combine": combined,
+    "moe 1": partial(experts, tokens=1), "moe 100": partial(experts, tokens=100),
+    "moe 4096": partial(experts, tokens=4096), "moe w8a8": experts_fp8, "moe int4": experts_int4,
+    "quantise": quantised, "decode": partial(decoded, invariant=True),
     "decode fast": partial(decoded, invariant=False), "prefill": partial(prefilled, invariant=True),
-    "prefill fast": partial(prefilled, invariant=False), "mla": latent, "qk norm": rotated, "logprobs": logged,
-    "sample": sampled, "penalties": penalised, "staged": staged, "step": filled, **narrow.CHECKS,
+    "prefill fast": partial(prefilled, invariant=False), "mla": latent, "qk norm": rotated,
+    "logprobs": logged, "sample": sampled, "penalties": penalised, "staged": staged, "step": filled,
+    **narrow.CHECKS,
 }  # fmt: skip
 UNFIT_FOR_SMOKE = (
     "moe w8a8",

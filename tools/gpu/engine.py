@@ -35,9 +35,13 @@ def run(bench: Bench, name: str) -> None:
     context, prefill, prompts, batches = (20, 40, 2, (1, 3)) if bench.smoke else (
         CONTEXT, PREFILL, PROMPTS, engine.batches)  # fmt: skip
     settings: dict[str, Any] = {
-        **engine.settings, "load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False,
-        "max_model_len": max(prefill, context + MANY) + 16, "max_num_seqs": max(batches),
-    }  # fmt: skip
+        **engine.settings,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": max(prefill, context + MANY) + 16,
+        "max_num_seqs": max(batches),
+    }
     settings |= {} if bench.smoke else {"max_num_batched_tokens": STEP_TOKENS}
     with tempfile.TemporaryDirectory(prefix="moeserve-model-") as folder:
         Path(folder, "config.json").write_text(json.dumps(config_of(engine, bench.smoke)))

@@ -15,9 +15,13 @@ from tools.gpu.bench import Bench
 PROMPTS = [[3 + (7 * i + j) % 250 for j in range(40 + 30 * i)] for i in range(3)]
 NEW = 32
 SMALL: dict[str, Any] = {
-    "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 4, "dtype": "float32", "determinism": "full",
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "dtype": "float32",
+    "determinism": "full",
     "kv_cache_bytes": 16 << 20,
-}  # fmt: skip
+}
 
 
 def run(bench: Bench) -> None:

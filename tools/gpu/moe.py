@@ -227,10 +227,16 @@ def compared(
         if ours[name] and "moeserve" not in name
     }
     return {
-        "shape": str(shape), "tokens": tokens, "routing": case.routing, "config": dict(config),
-        "distinct_experts": [batch.distinct for batch in batches], "errors": errors, "figures": found, "ratios": ratios,
+        "shape": str(shape),
+        "tokens": tokens,
+        "routing": case.routing,
+        "config": dict(config),
+        "distinct_experts": [batch.distinct for batch in batches],
+        "errors": errors,
+        "figures": found,
+        "ratios": ratios,
         "notes": notes,
-    }  # fmt: skip
+    }
 
 
 def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:

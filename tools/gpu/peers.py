@@ -33,14 +33,38 @@ HEADER = "import triton\nimport triton.language as tl\n\n"
 TILE_KEYS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
 NONE = ("a_desc", "b_desc", "bias_ptr", "b_bias_ptr", "a_scale_ptr", "b_scale_ptr", "add_mask_ptr")
 ZERO = (
-    "stride_asm", "stride_ask", "stride_bse", "stride_bsk", "stride_bsn", "stride_bias_e", "stride_bias_n",
-    "stride_bbe", "stride_bbn", "group_n", "group_k",
-)  # fmt: skip
+    "stride_asm",
+    "stride_ask",
+    "stride_bse",
+    "stride_bsk",
+    "stride_bsn",
+    "stride_bias_e",
+    "stride_bias_n",
+    "stride_bbe",
+    "stride_bbn",
+    "group_n",
+    "group_k",
+)
 OFF = (
-    "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "per_channel_quant", "HAS_BIAS", "SWAP_AB", "swap_ab", "USE_TD",
-    "naive_block_assignment", "c_sorted", "filter_expert", "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT", "FUSE_SUM_ALL_REDUCE",
-    "LORA_PRESERVE_BASE", "FUSE_SWIGLU", "USE_GDC", "GDC_EARLY",
-)  # fmt: skip
+    "use_fp8_w8a8",
+    "use_int8_w8a8",
+    "use_int8_w8a16",
+    "per_channel_quant",
+    "HAS_BIAS",
+    "SWAP_AB",
+    "swap_ab",
+    "USE_TD",
+    "naive_block_assignment",
+    "c_sorted",
+    "filter_expert",
+    "FUSE_ADD_TO_OUTPUT",
+    "MASK_OUTPUT",
+    "FUSE_SUM_ALL_REDUCE",
+    "LORA_PRESERVE_BASE",
+    "FUSE_SWIGLU",
+    "USE_GDC",
+    "GDC_EARLY",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +181,20 @@ class PeerMoe:
         return run
 
     def _arguments(
-        self, x: Tensor, w: Tensor, out: Tensor, shares: Tensor, sorted_ids: Tensor, slots: Tensor, num_padded: Tensor,
-        fan: int, weighted: bool, config: dict[str, int],
+        self, x: Tensor, w: Tensor, out: Tensor, shares: Tensor, sorted_ids: Tensor, slots: Tensor,
+        num_padded: Tensor, fan: int, weighted: bool, config: dict[str, int],
     ) -> dict[str, Any]:  # fmt: skip
         """By the names that the engines' kernels share."""
         known: dict[str, Any] = {
-            "a_ptr": x, "b_ptr": w, "c_ptr": out, "topk_weights_ptr": shares, "sorted_token_ids_ptr": sorted_ids,
-            "expert_ids_ptr": slots, "num_tokens_post_padded_ptr": num_padded, "N": w.shape[1], "K": w.shape[2],
+            "a_ptr": x, "b_ptr": w, "c_ptr": out, "topk_weights_ptr": shares,
+            "sorted_token_ids_ptr": sorted_ids, "expert_ids_ptr": slots,
+            "num_tokens_post_padded_ptr": num_padded, "N": w.shape[1], "K": w.shape[2],
             "EM": len(sorted_ids), "num_valid_tokens": shares.numel(), "stride_am": x.stride(0),
-            "stride_ak": x.stride(1), "stride_be": w.stride(0), "stride_bk": w.stride(2), "stride_bn": w.stride(1),
-            "stride_cm": out.stride(0), "stride_cn": out.stride(1), "MUL_ROUTED_WEIGHT": weighted, "top_k": fan,
-            "ROUTER_TOPK": shares.shape[1], "compute_type": getattr(tl, str(x.dtype).removeprefix("torch.")),
-            "SPLIT_K": 1, "even_Ks": w.shape[2] % config["BLOCK_SIZE_K"] == 0,
+            "stride_ak": x.stride(1), "stride_be": w.stride(0), "stride_bk": w.stride(2),
+            "stride_bn": w.stride(1), "stride_cm": out.stride(0), "stride_cn": out.stride(1),
+            "MUL_ROUTED_WEIGHT": weighted, "top_k": fan, "ROUTER_TOPK": shares.shape[1],
+            "compute_type": getattr(tl, str(x.dtype).removeprefix("torch.")), "SPLIT_K": 1,
+            "even_Ks": w.shape[2] % config["BLOCK_SIZE_K"] == 0,
         }  # fmt: skip
         known |= {name: config[name] for name in TILE_KEYS}
         known |= dict.fromkeys(NONE) | dict.fromkeys(ZERO, 0) | dict.fromkeys(OFF, False)

@@ -106,9 +106,13 @@ class Part:
         environment = {"OMP_NUM_THREADS": threads, **os.environ} if parts > 1 else None
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, *words, *options], cwd=ROOT, stdout=out, stderr=out, env=environment,
+                [sys.executable, *words, *options],
+                cwd=ROOT,
+                stdout=out,
+                stderr=out,
+                env=environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         return cls(number, process, result, log)
 
     def kill(self) -> None:

@@ -47,6 +47,10 @@ def measured(way: str, smoke: bool) -> dict[str, Any]:
         stats = llm.stats.total
     ids = [list(answer.outputs[0].token_ids) for answer in answers]
     return {
-        "way": way, "token_ids": ids, "tokens_per_s": count * new / seconds, "exchange_s": stats.comm_s,
-        "exposed_exchange_s": stats.exposed_comm_s, "overlap": stats.overlap_efficiency,
-    }  # fmt: skip
+        "way": way,
+        "token_ids": ids,
+        "tokens_per_s": count * new / seconds,
+        "exchange_s": stats.comm_s,
+        "exposed_exchange_s": stats.exposed_comm_s,
+        "overlap": stats.overlap_efficiency,
+    }

@@ -72,14 +72,20 @@ def per_token(bench: Bench, tokens: int) -> dict[str, Maker]:
         return partial(embedding, chosen, table), 2 * tokens * dim * size
 
     return {
-        "rms_norm": lambda: (partial(rms_norm, bench.random(tokens, dim), weight, 1e-6), 2 * tokens * dim * size),
+        "rms_norm": lambda: (
+            partial(rms_norm, bench.random(tokens, dim), weight, 1e-6),
+            2 * tokens * dim * size,
+        ),
         "add_rms_norm": adding,
-        "act_mul": lambda: (partial(act_mul, bench.random(pairs, 2 * width), SWIGLU), 3 * pairs * width * size),
+        "act_mul": lambda: (
+            partial(act_mul, bench.random(pairs, 2 * width), SWIGLU),
+            3 * pairs * width * size,
+        ),
         "embedding": embedded,
         "route": routing,
         "align": lambda: (partial(align, ids(), experts, 64), 8 * tokens * top_k),
         "combine": combining,
-    }  # fmt: skip
+    }
 
 
 def sampling(bench: Bench, rows: int) -> dict[str, Maker]:

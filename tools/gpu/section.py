@@ -21,9 +21,13 @@ from tools.gpu.process import read_json
 # Where a section is, unless in the module of its name, and the seconds after which one of its cases
 # hangs.
 MODULES = {
-    "checks": ("correct", 90), "environment": ("ceilings", 60), "tests": ("pytest_cases", 90),
-    "transformers": ("transformers_peer", 150), "families": ("families", 120), "ranks": ("ranks", 70),
-}  # fmt: skip
+    "checks": ("correct", 90),
+    "environment": ("ceilings", 60),
+    "tests": ("pytest_cases", 90),
+    "transformers": ("transformers_peer", 150),
+    "families": ("families", 120),
+    "ranks": ("ranks", 70),
+}
 ENGINES_S = 180
 
 
@@ -54,10 +58,14 @@ def main() -> None:
     args = flags.parse_args()
     number, parts = map(int, args.part.split("/"))
     bench = Bench(
-        torch.device("cpu" if args.smoke else "cuda"), args.smoke, (number, parts), args.name.startswith("compile:"),
-        deadline_s=time.monotonic() + float(args.seconds), result=Path(args.result),
+        torch.device("cpu" if args.smoke else "cuda"),
+        args.smoke,
+        (number, parts),
+        args.name.startswith("compile:"),
+        deadline_s=time.monotonic() + float(args.seconds),
+        result=Path(args.result),
         known=frozenset(read_json(Path(args.known))["names"]),
-    )  # fmt: skip
+    )
     for name in args.name.removeprefix("compile:").split(","):
         try:
             run(name, bench, args.peers)

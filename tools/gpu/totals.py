@@ -18,6 +18,8 @@ def of_tests(record: Mapping[str, Any]) -> dict[str, Any]:
     """As a JUnit file sums tests up."""
     done, failed, skipped = (record.get(key, ()) for key in ("done", "failed", "skipped"))
     return {
-        "tests": len(done) + len(failed), "failures": len(failed), "passed": len(done) - len(skipped),
+        "tests": len(done) + len(failed),
+        "failures": len(failed),
+        "passed": len(done) - len(skipped),
         "reasons": {why: skipped.count(why) for why in sorted(set(skipped))},
-    }  # fmt: skip
+    }

@@ -15,9 +15,10 @@ from tests.cli.fake_openai import FakeOpenAI
 # generating backend.
 VLLM_KEYS = {
     "date", "endpoint_type", "backend", "model_id", "num_prompts", "request_rate",
-    "burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens",
-    "request_throughput", "output_throughput", "total_token_throughput",
-    *(f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")),
+    "burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens",
+    "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",
+    *(f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot",
+                                                                                    "itl", "e2el")),
 }  # fmt: skip
 DETAILED = {
     "input_lens",

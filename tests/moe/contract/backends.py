@@ -32,9 +32,14 @@ def facts_of(
     dtype: torch.dtype, ranks: int = 2, wire: str = "auto", **changes: Any
 ) -> BackendFacts:
     facts = BackendFacts(
-        hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=MAX_TOKENS, experts_per_rank=LOCAL, num_ranks=ranks,
+        hidden_size=WIDTH,
+        dtype=dtype,
+        top_k=TOP_K,
+        max_tokens=MAX_TOKENS,
+        experts_per_rank=LOCAL,
+        num_ranks=ranks,
         wire=wire_of(wire, dtype),
-    )  # fmt: skip
+    )
     return replace(facts, **changes)
 
 

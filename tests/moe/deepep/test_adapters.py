@@ -335,8 +335,14 @@ def test_rows_in_fp8_reach_the_product_as_they_travelled(name: str, width: int) 
         decoded = Fp8Wire().decode(Fp8Wire().encode(x), torch.float32, width)
         ids = routing.ids_TK.tolist()
         shares = routing.weights_TK.double()
-        terms = [[share * defined(row[None], e % LOCAL)[0] for e, share in zip(own, of, strict=True) if e >= 0]
-                 for row, own, of in zip(decoded, ids, shares, strict=True)]  # fmt: skip
+        terms = [
+            [
+                share * defined(row[None], e % LOCAL)[0]
+                for e, share in zip(own, of, strict=True)
+                if e >= 0
+            ]
+            for row, own, of in zip(decoded, ids, shares, strict=True)
+        ]
         expected = torch.stack([sum(own, torch.zeros(width, dtype=torch.float64)) for own in terms])
         assert (out.double() - expected).norm() <= 3e-2 * expected.norm()
 
