@@ -313,7 +313,7 @@ NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has
     "`resume_window`, 60 s where": "a default, RESUME_S of moeserve/server/standby.py",
     "nothing for 10 s": "a limit of moeserve/server/standby.py",
     "silence after 5 s": "a limit, which tests/integration/test_machines.py checks",
-    "take 36.0 ms for a step that decodes": "predicted: what `moeserve plan` prints",
+    "take 36.0 ms for a decode step": "predicted: what `moeserve plan` prints",
     "the goal of 1 s is missed (3.0 s at p99)": "the same",
     "takes 4.7 minutes on one core; its first 40,000 requests take 3 s, and 39 s with"
     " schedulers": "benchmarks/LOG.md",
