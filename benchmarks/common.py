@@ -163,7 +163,8 @@ class Server:
         while self.get(path) != 200:
             if self.process.poll() is not None:
                 raise SystemExit(
-                    f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-3000:]}"
+                    f"the server ended with {self.process.returncode}:\n"
+                    f"{self.log.read_text()[-3000:]}"
                 )
             if time.perf_counter() - self.started_s > START_TIMEOUT_S:
                 raise SystemExit(f"{path} did not answer 200 within {START_TIMEOUT_S:g} s")

@@ -185,7 +185,8 @@ class Fuzzer:
             self._counts["longer than a second"] += 1
             say(
                 slow=[
-                    f"{what} {spent:.1f} s {spec.kind} {spec.text[:500]} ({len(spec.text):,}): {error}"
+                    f"{what} {spent:.1f} s {spec.kind} {spec.text[:500]} "
+                    f"({len(spec.text):,}): {error}"
                 ]
             )
         self._most[f"longest {what} in ms"] = max(

@@ -142,7 +142,8 @@ def main() -> None:
         "cases": cases,
     }
     lines = [
-        f"{c['isa']:12} {c['rows']} {c['form']:11} {c['bits']:6} {c['gb_s']:7} {c['speed_of_bf16']:6}"
+        f"{c['isa']:12} {c['rows']} {c['form']:11} {c['bits']:6} {c['gb_s']:7} "
+        f"{c['speed_of_bf16']:6}"
         for c in cases
     ]
     common.save("int8-activations", args, results, "\n".join([str(results["read_gb_s"]), *lines]))

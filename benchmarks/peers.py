@@ -161,7 +161,8 @@ def main() -> None:
     )
     if (others := {x["engine"] for x in samples}) - set(names):
         raise SystemExit(
-            f"{samples_file} has samples of {sorted(others)}: delete it, or name another with --samples"
+            f"{samples_file} has samples of {sorted(others)}: "
+            "delete it, or name another with --samples"
         )
     until_s = time.perf_counter() + 60 * args.minutes
     with ExitStack() as stack, samples_file.open("a") as out:

@@ -209,7 +209,10 @@ class Load:
         return answers
 
     async def kill(self) -> None:
-        """SIGKILL for an engine as soon as so many requests are done, once the one before is back."""
+        """Kill a random engine at each count of finished requests in `kill_at`.
+
+        Waits for the previous one to rejoin first, so that at most one is down.
+        """
         for at in self.kill_at:
             group = self.engine.fleet
             while self.done < at or not group.view.complete:  # noqa: ASYNC110

@@ -170,7 +170,7 @@ def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
 
 
 def measured(server: Server, args: argparse.Namespace, streams: int, number: int) -> Sample:
-    """The figures of one load: `requests` for each stream, the same for every server in one round."""
+    """Measure one load level: `requests` per stream, equal for all servers in a round."""
     server.signal(signal.SIGCONT)
     found = bench(
         server, args, streams, requests=streams * args.requests, seed=1000 * number + streams
@@ -227,7 +227,8 @@ def bench(
         found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
     if found["failed"]:
         raise SystemExit(
-            f"{server.name}: {found['failed']} of {requests} requests failed:\n{done.stderr[-3000:]}"
+            f"{server.name}: {found['failed']} of {requests} requests failed:\n"
+            f"{done.stderr[-3000:]}"
         )
     return found
 

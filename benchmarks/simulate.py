@@ -203,7 +203,7 @@ def beside(
 
 
 async def serve(front: FrontEnd, trace: RequestTrace) -> dict[str, Any]:
-    """Sends the requests of a trace at their times; returns the numbers that the simulator gives."""
+    """Replay a trace against a server and return the metrics that the simulator predicts."""
     clients = Clients(np.array([arrival.at_s for arrival in trace.arrivals]))
     rng = random.Random(1)
     begin_s = time.monotonic() + 0.05

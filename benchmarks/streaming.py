@@ -186,7 +186,10 @@ def _ask(port: int, tokens: int, api: str, number: int) -> socket.socket:
     data = json.dumps(body).encode()
     path = "/v1/chat/completions" if api else "/v1/completions"
     connection = socket.create_connection(("127.0.0.1", port))
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}"
+    )
     connection.sendall(head.encode() + b"\r\n\r\n" + data)
     return connection
 

@@ -56,11 +56,13 @@ async def main() -> None:
         await asyncio.sleep(1.5)
         _, after = share_of_ranks(engine, loads)
     print(
-        f"experts moved: {decision.moved_bytes / 1e6:.1f} MB in {decision.took_s:.2f} s; share of the busier rank:"
+        f"experts moved: {decision.moved_bytes / 1e6:.1f} MB in {decision.took_s:.2f} s; "
+        "share of the busier rank:"
     )
     for layer, (a, b) in enumerate(zip(before.max(1), after.max(1), strict=True)):
         print(
-            f"  layer {layer}: {a:4.0%} {'#' * round(40 * a):<40}  then {b:4.0%} {'#' * round(40 * b)}"
+            f"  layer {layer}: {a:4.0%} {'#' * round(40 * a):<40}  then {b:4.0%} "
+            f"{'#' * round(40 * b)}"
         )
     assert after.max(1).mean() < before.max(1).mean()
     assert first == second

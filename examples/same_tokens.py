@@ -17,7 +17,8 @@ def main() -> None:
     assert among.token_ids == alone.token_ids
     assert among.cumulative_logprob == alone.cumulative_logprob
     print(
-        f"{len(alone.token_ids)} tokens, the same alone and among {len(crowd)} others:\n{prompt}{alone.text}"
+        f"{len(alone.token_ids)} tokens, the same alone and among {len(crowd)} others:\n"
+        f"{prompt}{alone.text}"
     )
 
 

@@ -102,7 +102,7 @@ def speculate(count: int) -> tuple[list[str], list[str]]:
 
 
 def verdict(word: str, draft: list[str], right: bool) -> str:
-    """Returns what becomes of a word that the target chose behind drafts that were right, or not."""
+    """Describe what happens to the target's word after right or wrong drafts."""
     if not right:
         return f"{word}, dropped: behind a wrong draft"
     if not draft:
@@ -155,7 +155,8 @@ def main() -> None:
     print(f"\nWith drafts: {' '.join(words)}\nOne by one:  {' '.join(one_by_one(5))}")
     assert words == one_by_one(5)
     print(
-        "\n| behind | at least (1 - TV) / (1 + TV) | equal noise | rejection sampling, 1 - TV |\n|---|---|---|---|"
+        "\n| behind | at least (1 - TV) / (1 + TV) | equal noise | rejection sampling, 1 - TV |\n"
+        "|---|---|---|---|"
     )
     for behind in WORDS:
         print(f"| {behind} | " + " | ".join(f"{share:.3f}" for share in agreement(behind)) + " |")

@@ -27,7 +27,8 @@ async def main() -> None:
         seconds = time.perf_counter() - began
     tokens = sum(count for _, count in stories)
     print(
-        f"{len(stories)} stories, {tokens} tokens, {tokens / seconds:.0f} tokens per second; the first one:"
+        f"{len(stories)} stories, {tokens} tokens, {tokens / seconds:.0f} tokens per second; "
+        "the first one:"
     )
     print(stories[0][0])
 

@@ -291,7 +291,10 @@ FAMILIES: dict[str, tuple[str, Options]] = {
     "kimi_linear": (
         "KimiLinear",
         {
-            **{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "q_lora_rank")},
+            **{
+                key: value for key, value in LATENT.items()
+                if key not in ("n_routed_experts", "q_lora_rank")
+            },
             "num_local_experts": 8, "layer_types": ["linear_attention", FULL, "linear_attention"],
             "linear_head_dim": 12, "linear_num_heads": 4, "n_group": 4, "topk_group": 2,
         },
@@ -309,9 +312,8 @@ FAMILIES: dict[str, tuple[str, Options]] = {
     "nemotron_h": (
         "NemotronH",
         {
-            **ROUTED, "layers_block_type": [
-                "linear_attention", "moe", "linear_attention", FULL, "mlp",
-            ], "head_dim": 32,
+            **ROUTED, "head_dim": 32,
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", FULL, "mlp"],
             "moe_shared_expert_intermediate_size": 80, "n_group": 4, "topk_group": 2,
             "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 24,
             "time_step_min": 0.3, "num_hidden_layers": 5, "time_step_limit": [0.0, 9.0],
@@ -585,7 +587,7 @@ def _mistral_large_3(config: Options, tensors: Tensors) -> tuple[Options, Tensor
 
 
 def _step3p5(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
-    """Step-3.5: the text part of Step-3.7, with a layer for multi-token prediction in every list."""
+    """Step-3.5: the text part of Step-3.7, with an MTP layer in every per-layer list."""
     text = config["text_config"]
     rope = [text["rope_parameters"][kind] for kind in [*text["layer_types"], SLIDING]]
     full = text["rope_parameters"][FULL]

@@ -113,7 +113,7 @@ class Experts(nn.Module):
         self.down = matrix(shape.experts, shape.hidden, shape.expert_hidden, scale=0.1)
 
     def forward(self, x_td: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output, and the load-balancing loss (1.0 when all experts are used evenly)."""
+        """Return the output and the load-balancing loss (1.0 if all experts are used evenly)."""
         e = self.shape.experts
         k = self.shape.top_k
         scores_te = F.linear(x_td.float(), self.router).softmax(dim=-1)
@@ -151,7 +151,7 @@ class Layer(nn.Module):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Mean cross entropy over a tied head, a few rows at a time so that the logits stay in cache."""
+    """Mean cross entropy over a tied head, in chunks of rows whose logits fit in the cache."""
 
     @staticmethod
     def forward(ctx: Any, x_td: Tensor, embed: Tensor, labels_t: Tensor, rows: int = 256) -> Tensor:

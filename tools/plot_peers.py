@@ -35,12 +35,18 @@ TITLES = {
 LABELS = {"moeserve-gguf": "moeserve", "llamacpp": "llama.cpp", "vllm": "vLLM"}
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #1f2328 }
-  .title { font-size: 15px; font-weight: 600 } .small { font-size: 11px; fill: #59636e } .ours { font-weight: 600 }
-  .axis { stroke: #d1d9e0; stroke-width: 1 } .floor { stroke: #59636e; stroke-width: 1.5; stroke-dasharray: 4 3 }
-  .e0 { fill: #0b6bcb } .e1 { fill: #b35900 } .e2 { fill: #6f7b87 } .e3 { fill: #a9b2bb } .e4 { fill: #8250df }
+  .title { font-size: 15px; font-weight: 600 }
+  .small { font-size: 11px; fill: #59636e }
+  .ours { font-weight: 600 }
+  .axis { stroke: #d1d9e0; stroke-width: 1 }
+  .floor { stroke: #59636e; stroke-width: 1.5; stroke-dasharray: 4 3 }
+  .e0 { fill: #0b6bcb } .e1 { fill: #b35900 } .e2 { fill: #6f7b87 }
+  .e3 { fill: #a9b2bb } .e4 { fill: #8250df }
   @media (prefers-color-scheme: dark) {
-    text { fill: #f0f6fc } .small { fill: #9198a1 } .axis { stroke: #3d444d } .floor { stroke: #9198a1 }
-    .e0 { fill: #4493f8 } .e1 { fill: #e3873a } .e2 { fill: #8b949e } .e3 { fill: #59636e } .e4 { fill: #ab7df8 }
+    text { fill: #f0f6fc } .small { fill: #9198a1 }
+    .axis { stroke: #3d444d } .floor { stroke: #9198a1 }
+    .e0 { fill: #4493f8 } .e1 { fill: #e3873a } .e2 { fill: #8b949e }
+    .e3 { fill: #59636e } .e4 { fill: #ab7df8 }
   }
 """
 
@@ -68,7 +74,8 @@ def picture(record: dict[str, Any]) -> str:
     height = TOP + group * len(rows) + FOOT
     bars = [line for i, row in enumerate(rows) for line in _group(row, names, TOP + group * i)]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" '
         f'role="img" aria-label="Tokens per second of {escape(", ".join(map(_label, names)))}">',
         f"<style>{STYLE}</style>",
         _text(12, 24, "Tokens per second, and the share of what the machine allows", "title"),
@@ -96,7 +103,8 @@ def _group(row: dict[str, Any], names: Sequence[str], top: int) -> list[str]:
         shown = f"{speed:,.{1 if speed < 100 else 0}f}"
         shown += "" if i == 0 else f"  ({row['ratio'][name]:.2f} x)"
         lines.append(
-            f'<rect class="e{i % 5}" x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" height="{BAR - 3}" rx="2"/>'
+            f'<rect class="e{i % 5}" x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" '
+            f'height="{BAR - 3}" rx="2"/>'
         )
         lines.append(_text(end + 6, y + BAR - 6, shown, "ours" if i == 0 else "small"))
     return lines
@@ -134,8 +142,10 @@ def _x(share: float) -> float:
 def _caption(record: dict[str, Any], first: str) -> tuple[str, str]:
     cpu = record["environment"]["cpu"]
     return (
-        "100 %: every weight read once a step at the memory's rate (decode), every unit busy (prefill).",
-        f"n x: how many times as fast {first} is. {cpu['allowed_cores']} cores, {cpu['model']}; medians.",
+        "100 %: every weight read once a step at the memory's rate (decode), "
+        "every unit busy (prefill).",
+        f"n x: how many times as fast {first} is. "
+        f"{cpu['allowed_cores']} cores, {cpu['model']}; medians.",
     )
 
 

@@ -179,7 +179,8 @@ class Trainer:
                     f"{sum(losses) / len(recent):.4f}" for losses in zip(*recent, strict=True)
                 )
                 print(
-                    f"step {self.step}/{self.args.steps} losses {means} time {time.time() - start:.0f}s",
+                    f"step {self.step}/{self.args.steps} losses {means} time "
+                    f"{time.time() - start:.0f}s",
                     flush=True,
                 )
                 recent = []

@@ -150,7 +150,7 @@ def samples_of(case: str, ours: list[float], theirs: list[float]) -> list[dict[s
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    """The machine slows down by ten between rounds: medians say nothing about the ratio, pairs do."""
+    """The machine slows down tenfold between rounds, so only ratios within a round count."""
     row = row_of(
         "decode-1",
         ["moeserve", "vllm"],

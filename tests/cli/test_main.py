@@ -31,7 +31,10 @@ HEAVY = (
 
 
 def imported_by(*argv: str) -> set[str]:
-    code = f"import sys; from moeserve.cli.main import main; main({list(argv)!r}); print('MODULES', *sys.modules)"
+    code = (
+        f"import sys; from moeserve.cli.main import main; main({list(argv)!r}); "
+        "print('MODULES', *sys.modules)"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

@@ -20,13 +20,15 @@ from moeserve.errors import EngineDied
 from moeserve.frontend.front_end import FrontEnd
 
 LINES = (
-    '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 3, "seed": 1}}\n'
-    '{"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 0, "seed": 1}}\n'
+    '{"custom_id": "a", "url": "/v1/completions", '
+    '"body": {"prompt": "Once", "max_tokens": 3, "seed": 1}}\n'
+    '{"custom_id": "b", "url": "/v1/completions", '
+    '"body": {"prompt": "Once", "max_tokens": 0, "seed": 1}}\n'
 )
 
 
 def children() -> set[int]:
-    """This process's descendants, but for the sandboxes of templates: the program's until its end."""
+    """Return this process's descendants except template sandboxes, which live until it ends."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -12,7 +12,10 @@ Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Each request takes the next reply of `script`; the last one stays. `seen` has what was asked."""
+    """Answers each request with the next reply of `script`; the last reply repeats.
+
+    `seen` records the method, path and JSON body of every request.
+    """
 
     def __init__(self) -> None:
         self.script: list[Reply] = []

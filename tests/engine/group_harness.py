@@ -311,7 +311,7 @@ class Group:
             exchange.break_off()
 
     async def kill(self, rank: int) -> None:
-        """One engine is gone with all that it knew; a fresh one takes its place and its requests."""
+        """Kill an engine; a fresh one replaces it and gets its unfinished requests again."""
         old = self.engines[rank]
         old.dead = True
         old.task.cancel()

@@ -288,7 +288,7 @@ class Harness:
             assert answer.prompt_scores == scores
 
     def _check_cache(self) -> None:
-        """What can be found by hash is what those tokens compute to, in the pool and in the store."""
+        """Check that every cached block, in the pool and in the store, has its tokens' contents."""
         expected: dict[Key, U64] = {}
         size = self.limits.block_size
         for answer in self.answers.values():
@@ -350,7 +350,7 @@ class Harness:
 
 
 def random_submit(rng: random.Random, rid: int, stems: list[list[int]], limits: Limits) -> Submit:
-    """Prompts that often begin alike, short and long answers, all the side conditions now and then."""
+    """Make a random request: prompts often share a prefix, and every option occurs at times."""
     stem = rng.choice(stems)
     prompt = stem[: rng.randint(0, len(stem))] + [
         rng.randrange(20, VOCAB) for _ in range(rng.randint(1, 6))

@@ -1,4 +1,4 @@
-"""KV blocks that arrive later, or not: whoever waits for them is answered, and nobody else waits."""
+"""KV blocks that arrive late or never: waiting requests are answered, and no others wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core loop: every message is answered, the order of steps is kept, and its end has a reason."""
+"""The core loop: every message is answered, steps keep their order, and its end has a reason."""
 
 from __future__ import annotations
 

@@ -14,10 +14,12 @@ import msgspec
 import pytest
 
 from moeserve.engine.group_core import GroupCore
+from moeserve.engine.plan import StepPlan
 from moeserve.errors import PeerLost
 from moeserve.messages import (
     Abort,
     Drain,
+    EngineIn,
     Join,
     Ping,
     PlacementTable,
@@ -29,7 +31,7 @@ from moeserve.messages import (
 )
 from tests.comm.ranks import free_port
 from tests.comm.relay import DOWN, UP, Relay, flipped
-from tests.engine.group_harness import Group, GroupModel
+from tests.engine.group_harness import Group, GroupModel, Step
 from tests.engine.harness import GRAMMAR
 
 PROMPT = [20, 21, 22, 23, 24, 25]
@@ -349,9 +351,40 @@ async def test_random_traffic_under_breaks_and_kills(
             assert engine.scheduler.kv_manager.pool.num_free == group.limits.num_blocks - 1
 
 
-async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_no_error_unseen() -> (
-    None
-):
+@pytest.mark.parametrize("task", ["watch of the group", "messages"])
+async def test_an_engine_ends_with_the_error_of_a_background_task(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step waits for another engine for ever, and nothing else would notice the error."""
+
+    async def fail_to_leave() -> None:
+        raise RuntimeError("planted")
+
+    def fail_to_handle(_: EngineIn) -> None:
+        raise RuntimeError("planted")
+
+    def start_nothing(_: StepPlan) -> Step:
+        return Step(asyncio.create_task(asyncio.sleep(3600.0)))  # type: ignore[arg-type]
+
+    async with Group(2) as group:
+        await group.until(lambda: len(group.joined) == 2, "a group")
+        engine, other = group.engines
+        monkeypatch.setattr(other.runner, "start", start_nothing)
+        group.submit(0, 0, PROMPT)
+        await group.until(lambda: bool(engine.core._in_flight), "a step in flight")
+        if task == "messages":
+            monkeypatch.setattr(engine.core, "handle", fail_to_handle)
+            engine.tell(Ping(1))
+        else:
+            monkeypatch.setattr(engine.runner, "leave", fail_to_leave)
+            assert other.core._coordinator is not None
+            other.core._coordinator.close("gone")
+        with pytest.raises(RuntimeError, match="planted"):
+            await asyncio.wait_for(asyncio.shield(engine.task), 10.0)
+        assert engine.out[-1] == Stopped("RuntimeError: planted")
+
+
+async def test_a_group_that_breaks_while_an_engine_sleeps_leaves_no_error_unseen() -> None:
     async def wait_woken() -> None:
         raise PeerLost("gone")
 

@@ -1,4 +1,4 @@
-"""The decision over every small matrix of votes, against properties that are stated on their own."""
+"""The decision on every small matrix of votes, checked against independent properties."""
 
 from __future__ import annotations
 

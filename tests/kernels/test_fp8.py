@@ -142,7 +142,7 @@ def test_quantise_behind_an_activation(activation: Activation) -> None:
 
 @pytest.mark.parametrize("width", [256, 200])
 def test_widen(width: int) -> None:
-    """Scales lie across, as DeepEP leaves them; NaN beyond the counts is neither read nor written."""
+    """Scales are transposed, as DeepEP returns them; rows beyond the counts are left alone."""
     counts = [70, 0, 1]
     room = 70
     values = (normal(3, room, 256) * 8).to(torch.float8_e4m3fn)

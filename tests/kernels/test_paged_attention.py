@@ -168,7 +168,7 @@ def test_attention(
 def test_chunks_and_narrow_values(
     shape: AttentionShape, dtype: torch.dtype, invariant: bool
 ) -> None:
-    """Tiles and splits that begin in one chunk and end in the next; a row that has just begun one."""
+    """Tiles and splits cross a chunk's border, and one row has just begun a chunk."""
     step = Step(replace(shape, dtype=dtype), [600, 0, 530, 1030, 544], [1, 0, 20, 14, 1])
     sinks_H = torch.linspace(-3, 3, shape.heads, device=DEVICE)
     close(step.run(invariant, sinks_H=sinks_H), step.expected(sinks_H=sinks_H))

@@ -1,4 +1,4 @@
-"""RMS norms, SwiGLU and embedding rows, interpreted, beside their definitions; compiled for sm_90."""
+"""RMS norm, SwiGLU and embedding kernels: interpreted against torch, and compiled for sm_90."""
 
 from __future__ import annotations
 

@@ -404,7 +404,10 @@ CHANGES: list[tuple[str, Any, str]] = [
     (
         "int8",
         lambda t: t.update({Q: t.pop(Q).float()}) is t.pop(Q + "_scale"),
-        f"tensor {Q!r} is not quantised and 'model.layers.0.self_attn.v_proj.weight' is int8; they are computed as one",
+        (
+            f"tensor {Q!r} is not quantised and 'model.layers.0.self_attn.v_proj.weight' is int8; "
+            "they are computed as one"
+        ),
     ),
     (
         "int8",
@@ -451,7 +454,7 @@ def test_experts_read_one_by_one_are_the_same(
 
 
 def test_a_written_form_lacks_nothing(make_checkpoint: Any, tmp_path: Path) -> None:
-    """The writer of these tests marks layers that stay plain, and the reader must see both kinds."""
+    """The test writer leaves some layers unquantized; the reader must see both kinds."""
     path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS["int4"])
     params = everything(path)
     assert params["layers.0.qkv"].kind == "int4"

@@ -293,7 +293,11 @@ CHANGES: list[tuple[str, Change, str]] = [
         lambda t: t[Q + "weight_scale_2"].fill_(0),
         "weight_scale_2' in model",
     ),
-    ("fp4, nvfp4 of ModelOpt", lambda t: t.update({Q + "weight_scale_2": torch.ones(7)}), "one number for each matrix"),
+    (
+        "fp4, nvfp4 of ModelOpt",
+        lambda t: t.update({Q + "weight_scale_2": torch.ones(7)}),
+        "one number for each matrix",
+    ),
     (
         "fp4, nvfp4 of compressed-tensors",
         lambda t: t[Q + "weight_global_scale"].fill_(torch.inf),

@@ -230,7 +230,10 @@ def _without(name: str) -> Any:
         (_without("lm_head.weight"), r"'lm_head.weight' \[100, 64\] is missing"),
         (
             _without("d2t"),
-            "d2t must have a whole number .* of 100 tokens of the draft vocabulary, and it is missing",
+            (
+                "d2t must have a whole number .* of 100 tokens of the draft vocabulary, and it is "
+                "missing"
+            ),
         ),
         (lambda t: t.update(d2t=t["d2t"].float()), r"and it is F32 \[100\]"),
         (lambda t: t.update(d2t=t["d2t"][:99].clone()), r"and it is I64 \[99\]"),

@@ -488,7 +488,10 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         KIMI_LINEAR,
         {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [2]}},
-        "linear_attn_config.kda_layers is [2]; it and full_attn_layers must name each of layers 1 to 2 once",
+        (
+            "linear_attn_config.kda_layers is [2]; it and full_attn_layers must name each of "
+            "layers 1 to 2 once"
+        ),
     ),
     (
         KIMI_LINEAR,

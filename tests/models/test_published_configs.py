@@ -250,9 +250,11 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
             "num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
             "router_jitter_noise": 0.01,
-            "rope_scaling": {"long_factor": [1.0 + i / 4 for i in range(64)], "long_mscale": 1.243163121016122,
-                             "original_max_position_embeddings": 4096, "short_factor": [1.0] * 64,
-                             "short_mscale": 1.243163121016122, "type": "longrope"},
+            "rope_scaling": {
+                "type": "longrope", "original_max_position_embeddings": 4096,
+                "long_factor": [1.0 + i / 4 for i in range(64)], "long_mscale": 1.243163121016122,
+                "short_factor": [1.0] * 64, "short_mscale": 1.243163121016122,
+            },
             "sliding_window": 131072,
         },
         41.9, 6.5,
@@ -421,8 +423,11 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         {
             "architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid",
             "vocab_size": 157184,
-            "auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe_v2_5.BailingMoeV2_5ForCausalLM"}, "embedding_dropout": 0.0, "first_k_dense_replace": 1, "group_norm_size": 4, "head_dim": 128,
-            "hidden_size": 4096, "intermediate_size": 9216, "kv_lora_rank": 512,
+            "auto_map": {
+                "AutoModelForCausalLM": "modeling_bailing_moe_v2_5.BailingMoeV2_5ForCausalLM",
+            },
+            "embedding_dropout": 0.0, "first_k_dense_replace": 1, "group_norm_size": 4,
+            "head_dim": 128, "hidden_size": 4096, "intermediate_size": 9216, "kv_lora_rank": 512,
             "layer_group_size": 8, "max_position_embeddings": 131072, "max_window_layers": 20,
             "moe_intermediate_size": 1024, "moe_router_enable_expert_bias": True,
             "moe_shared_expert_intermediate_size": 1024, "n_group": 8, "norm_topk_prob": True,

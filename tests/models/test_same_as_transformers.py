@@ -67,36 +67,74 @@ def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
         ("qwen2_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
         ("mixtral", {"sliding_window": 40, "tie_word_embeddings": True}),
         ("granite_moe", {"tie_word_embeddings": True}),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 70,
-                   "use_sliding_window": True}),
+        (
+            "qwen3",
+            {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "sliding_window": 70,
+                "use_sliding_window": True,
+            },
+        ),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True}),
         ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
         ("gemma4_text", {"enable_moe_block": False, "attention_k_eq_v": False}),
         ("granite_moe_shared", {"shared_intermediate_size": 0}),
-        ("granite_moe_hybrid",
-         {"position_embedding_type": "rope", "mamba_n_groups": 1, "num_local_experts": 0,
-                                "time_step_limit": [0.0, math.inf],
-                                "layer_types": ["mamba", "attention", "mamba"]}),
+        (
+            "granite_moe_hybrid",
+            {
+                "position_embedding_type": "rope",
+                "mamba_n_groups": 1,
+                "num_local_experts": 0,
+                "time_step_limit": [0.0, math.inf],
+                "layer_types": ["mamba", "attention", "mamba"],
+            },
+        ),
         (
             "lfm2_moe",
             {
-                "conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False,
+                "conv_bias": True,
+                "use_expert_bias": False,
+                "norm_topk_prob": False,
                 "conv_L_cache": 4,
             },
         ),
-        ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3,
-                   "mamba_dt_rank": "auto"}),
+        (
+            "jamba",
+            {
+                "mamba_proj_bias": True,
+                "mamba_conv_bias": False,
+                "mamba_d_conv": 3,
+                "mamba_dt_rank": "auto",
+            },
+        ),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-        ("llama",
-         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5,
-                              "low_freq_factor": 1.0,
-                                       "high_freq_factor": 4.0,
-                                       "original_max_position_embeddings": 64}}),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
-                                       "original_max_position_embeddings": 64}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "rope_theta": 5e5,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_fp32_variants(name: str, overrides: dict[str, Any], make_checkpoint: Any) -> None:
     compare(make_checkpoint(name, **overrides), PROMPT, 8)
 

@@ -118,15 +118,24 @@ def test_every_family(name: str, dtype: torch.dtype, tp_size: int, make_checkpoi
             {"intermediate_size": 90, "vocab_size": 301, "attention_bias": True, "mlp_bias": True},
         ),
         ("qwen3_moe", 2, {"tie_word_embeddings": True, "mlp_only_layers": [0], "vocab_size": 259}),
-        ("qwen3_moe", 3,
-         {"hidden_size": 200, "head_dim": 40, "num_attention_heads": 6, "num_key_value_heads": 3,
-                          "moe_intermediate_size": 72, "mlp_only_layers": [1]}),
+        (
+            "qwen3_moe",
+            3,
+            {
+                "hidden_size": 200,
+                "head_dim": 40,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+                "moe_intermediate_size": 72,
+                "mlp_only_layers": [1],
+            },
+        ),
         ("qwen2_moe", 4, {"mlp_only_layers": [1], "num_key_value_heads": 1}),
         ("qwen3_moe", 2, {"hidden_size": 1536, "num_hidden_layers": 1, "mlp_only_layers": [0]}),
         ("olmoe", 4, {"num_attention_heads": 8, "num_key_value_heads": 2}),
         ("olmoe", 2, {"num_attention_heads": 8, "num_key_value_heads": 8}),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_biases_ties_and_sizes_that_do_not_divide(
     name: str, tp_size: int, overrides: dict[str, Any], dtype: torch.dtype, make_checkpoint: Any

@@ -1,7 +1,8 @@
-"""Two ranks that send all of their tokens to the experts of rank 0, which is a process.
+"""Two ranks send all of their tokens to the experts of rank 0, whose memory is measured.
 
-python -m tests.moe.inflow_rank BACKEND WIRE DIRECTORY STORE. Prints by how many bytes the process grew at most, and the
-number of tokens in a round.
+    python -m tests.moe.inflow_rank BACKEND WIRE DIRECTORY STORE
+
+Prints the largest growth of this process in bytes, and the number of tokens of a round.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ def test_the_plan_says_why_not() -> None:
 
 
 def test_it_runs_where_it_was_measured_to_be_faster(package: Any, tmp_path: Path) -> None:
-    """And nowhere for kernels whose bits must not depend on the batch, which read the same table."""
+    """Batch-invariant kernels read the same table and must ignore DeepGEMM's entries."""
     name = configs.facts_of(DEVICE).name
     few = {"block_m": 16}
     many = {"block_m": 64, **deep_gemm.WINS}
@@ -425,7 +425,10 @@ def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_bindings_are_read_as_python_has_them() -> None:
-    text = 'm.def("f", &f, py::arg("a"), py::arg("b") = std::nullopt,\n py::arg("c") = true);\nm.attr("g") = m.attr("f");'
+    text = (
+        'm.def("f", &f, py::arg("a"), py::arg("b") = std::nullopt,\n py::arg("c") = true);\n'
+        'm.attr("g") = m.attr("f");'
+    )
     assert bound(text) == {"f": "a, b=None, c=True", "g": "a, b=None, c=True"}
 
 

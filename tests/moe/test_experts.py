@@ -1,4 +1,4 @@
-"""Expert kernels against gated MLPs written out row by row, and the bits of a row in any company."""
+"""Expert kernels against gated MLPs computed row by row, with bits independent of the batch."""
 
 from __future__ import annotations
 

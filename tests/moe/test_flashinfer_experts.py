@@ -169,7 +169,7 @@ def close(found: Tensor, expected: Tensor, bound: float = 5e-3) -> bool:
 )
 @pytest.mark.parametrize(("tokens", "padding"), [(5, 1), (1, 0), (3, 3), (0, 0)])
 def test_a_layer_in_one_call(package: Any, tokens: int, padding: int, rule: RouterRule) -> None:
-    """Strided rows. Padding reaches no expert, and its row is zero; loads are those of the steps."""
+    """Strided rows: padding reaches no expert, its output is zero, and loads are counted alike."""
     ops = triton_table(DEVICE, HALF, exact=False)
     top_k = 1 if rule.on_input else 2
     gate = torch.randn(E, D, generator=torch.Generator().manual_seed(4)).to(DEVICE, HALF)

@@ -224,7 +224,7 @@ def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, threads: int) -
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_moving_experts(biased: bool) -> None:
-    """pack_expert, put, take and stack all give what packing the weights in their new places gives."""
+    """pack_expert, put, take and stack equal packing the weights in their new places."""
     weights, other = (make(torch.bfloat16, seed=seed, biased=biased) for seed in (0, 9))
     experts = NativeExperts()
     biases = (None if bias is None else bias[1] for bias in (other.b13_eF, other.b2_eD))

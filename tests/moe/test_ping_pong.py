@@ -146,7 +146,7 @@ def test_nobody_goes_on_after_an_error() -> None:
 
 
 def test_errors_from_outside_a_turn() -> None:
-    """A parked micro-batch may be interrupted too; whoever works is stopped at the end of its turn."""
+    """A parked micro-batch is interrupted, and the running one stops at the end of its turn."""
     for _ in range(200):
         ping_pong = PingPong(2)
         ping_pong.take(0)

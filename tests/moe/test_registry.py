@@ -201,7 +201,10 @@ def test_a_removed_name_is_refused_with_its_successor(name: str, successor: str)
 
 
 def test_names_are_checked_without_torch() -> None:
-    program = "import sys; from moeserve.moe.all2all.registry import check_name as c; c('shm'); print('torch' in sys.modules)"
+    program = (
+        "import sys; from moeserve.moe.all2all.registry import check_name as c; c('shm'); "
+        "print('torch' in sys.modules)"
+    )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
@@ -297,7 +300,7 @@ def test_slots_go_to_a_kernel_that_takes_them() -> None:
 
 @pytest.mark.parametrize("counts", [[3, 0, 17, 2], [0, 0, 0, 0], [0, 5, 0, 0]])
 def test_grouped_mm_agrees_with_the_reference(counts: list[int]) -> None:
-    """Its arithmetic; that its bits hold on a CPU it does not claim, and the plan refuses it there."""
+    """Check the arithmetic only: it promises no bits on a CPU, and the plan rejects it there."""
     kernel = GroupedMM(pick_ops("cpu", torch.bfloat16))
     generator = torch.Generator().manual_seed(0)
     w13 = torch.randn(4, 64, 48, generator=generator).bfloat16() / 7

@@ -11,7 +11,7 @@ from .isas import ISAS, MODULE
 
 @pytest.fixture
 def usual_native() -> Iterator[None]:
-    """Gives the best instruction set and one thread back to the tests behind one that changed them."""
+    """Restore the best instruction set and one thread after a test that changed them."""
     yield
     if ISAS:
         MODULE.use_isa(ISAS[-1])

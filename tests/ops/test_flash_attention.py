@@ -41,23 +41,26 @@ from tests.runner.harness import Driver, Request, greedy
 # `flash_attn_with_kvcache` of hopper/flash_attn_interface.py, by commit.
 OLD = {
     "a5a75274, October 2024": (
-        "q, k_cache, v_cache, cache_seqlens=None, cache_batch_idx=None, softmax_scale=None, causal=False, "
-        "window_size=(-1, -1), num_splits=0, return_softmax_lse=False, gqa_parallel=None, max_seqlen_k_hint=None, "
-        "descale_q=None, descale_k=None, descale_v=None"
+        "q, k_cache, v_cache, cache_seqlens=None, cache_batch_idx=None, softmax_scale=None, "
+        "causal=False, window_size=(-1, -1), num_splits=0, return_softmax_lse=False, "
+        "gqa_parallel=None, max_seqlen_k_hint=None, descale_q=None, descale_k=None, "
+        "descale_v=None"
     ),
     "5458c78e, March 2025": (
-        "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
-        "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
-        "max_seqlen_q=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
-        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, num_splits=0, pack_gqa=None, sm_margin=0, "
+        "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, "
+        "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, q_descale=None, "
+        "k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "softcap=0.0, rotary_interleaved=True, num_splits=0, pack_gqa=None, sm_margin=0, "
         "return_softmax_lse=False"
     ),
 }
 NEW = (  # 3.0.0, at 0251105a, August 2026
-    "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
-    "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
-    "max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, "
-    "causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+    "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, "
+    "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+    "q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
     "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False"
 )
 H100 = configs.DeviceFacts("NVIDIA H100 80GB HBM3", 132)
@@ -448,7 +451,7 @@ LATENT = {"kv_lora_rank": 256, "qk_rope_head_dim": 64}
 def test_a_whole_model(
     family: str, sizes: dict[str, Any], graphs: str, as_on_hopper: None, make_checkpoint: Any
 ) -> None:
-    """Prompts in chunks, decode and both at once, in recorded steps too, beside the same by Triton."""
+    """Chunked prefill, decode and mixed steps, with and without graphs, agree with Triton."""
     path = make_checkpoint(family, **sizes).path
     found = serve(runner_of(path, attention_backend="fa3", graphs=graphs))
     assert {new for _, new in FOUND} >= {1, 5, 17}

@@ -1,4 +1,4 @@
-"""Latent attention: the absorbed form against transformers' own, and bits that belong to the token."""
+"""Latent attention: the absorbed form against transformers, and bits independent of the batch."""
 
 from __future__ import annotations
 

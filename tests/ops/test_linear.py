@@ -37,7 +37,7 @@ def test_example() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernels", CHOICES)
 def test_rows_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: int) -> None:
-    """More shapes, counts and places than the probe at start looks at; views with a row stride too."""
+    """Covers more shapes, row counts and offsets than the probe at startup, and strided views."""
     ops = ops_of(dtype, kernels)
     generator = torch.Generator().manual_seed(1)
     for k, n in ((1024, 72), (96, 1000), (320, 256)):

@@ -146,7 +146,10 @@ def test_a_cpu_without_kernels_falls_back_and_one_line_says_so(
 @needs_native
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs AVX2")
 def test_torchs_limit_of_instructions_holds_here_too() -> None:
-    code = "from moeserve.ops.native import native; print(*native().supported_isas(), native().serving_isa())"
+    code = (
+        "from moeserve.ops.native import native; "
+        "print(*native().supported_isas(), native().serving_isa())"
+    )
     told = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     found = subprocess.run(
         [sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True

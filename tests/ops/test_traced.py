@@ -1,4 +1,4 @@
-"""`compile`: the same model, one trace for all layers that are alike, and nothing compiled twice."""
+"""`compile` computes the same, traces equal layers once, and compiles nothing twice."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_part_of_a_larger_weight_is_copied() -> None:
 
 
 def test_a_quantised_weight_is_a_product_of_one_slot() -> None:
-    """As its example, for any number of rows, strided ones too; and with either table of kernels."""
+    """The product is right for any number of strided rows, with both kernel tables."""
     quantised = Quantised(
         "int8", 0, torch.float32, torch.ones(1, 64, dtype=torch.int8), torch.full((1, 1), 0.25)
     ).each(lambda part: part.to(DEVICE))

@@ -50,10 +50,10 @@ def test_the_page_shows_the_published_rows() -> None:
         fitted = " (fitted)" if row["fitted"] else ""
         error = f"{100 * row['error']:+.1f}{fitted}"
         assert (
-            f"| {row['what']} | {row['published']:g} | {row['predicted']:g} | {error} | {row['source']} |"
-            in PAGE
+            f"| {row['what']} | {row['published']:g} | {row['predicted']:g} | {error} | "
+            f"{row['source']} |" in PAGE
         )
     assert (
-        f"{100 * results['median_error']:.1f} per cent, the worst {100 * results['worst_error']:.1f}"
-        in PAGE
+        f"{100 * results['median_error']:.1f} per cent, the worst "
+        f"{100 * results['worst_error']:.1f}" in PAGE
     )

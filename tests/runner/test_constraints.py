@@ -375,7 +375,7 @@ def spec_rows(vocab: int, count: int, rng: np.random.Generator) -> Masks:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [70, 5000])
 def test_masked_rows_are_rows_with_allowed_ids(kind: Any, vocab: int) -> None:
-    """Logprobs stay those of the raw logits; a mask takes effect before penalties, biases and cuts."""
+    """Logprobs use the raw logits; a mask applies before penalties, biases and cutoffs."""
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy(rng.normal(0, 2, (12, vocab)).astype(np.float32))
     masks = spec_rows(vocab, 8, rng)

@@ -214,7 +214,7 @@ def test_modes(mode: str, tokens: bool, none: bool) -> None:
 
 
 def test_a_new_group_tries_together() -> None:
-    """Engines of different age have counted different numbers of steps until all of them restart."""
+    """Engines of different ages count different numbers of steps until all of them restart."""
     sim = Sim(wait=60, overhead=0.1, engines=2)
     for _ in range(4):
         sim.policies[1].ubatches_ok(None)

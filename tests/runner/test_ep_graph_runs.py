@@ -67,7 +67,7 @@ PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
 
 
 class Rank(CPUModelRunner):
-    """With weights that are the same for every number of ranks. kind: how rows travel to experts."""
+    """A rank whose weights are the same for every number of ranks."""
 
     kind = "cuda_ipc"
 

@@ -1,4 +1,4 @@
-"""Which steps of a rank in a group are replayed, in which shape, and when recordings are forgotten."""
+"""CUDA graphs in a group: which steps are replayed, in which shape, and when graphs are dropped."""
 
 from __future__ import annotations
 

@@ -137,7 +137,10 @@ def test_a_full_disk_is_said_before_anything_is_served(
         ({"packed_cache": "off"}, "expert_memory=200000 keeps .*packed_cache is 'off'"),
         (
             {"expert_memory": 5000},
-            r"expert_memory=5,000 is too small for 2 tokens with 3 experts each, of .*at least [\d,]+",
+            (
+                r"expert_memory=5,000 is too small for 2 tokens with 3 experts each, of .*at least "
+                r"[\d,]+"
+            ),
         ),
         ({"kernels": "torch"}, "expert_memory needs the native kernels"),
         ({"expert_memory": 0}, "at least 1"),
@@ -167,8 +170,9 @@ import re, sys
 from pathlib import Path
 from moeserve import LLM, SamplingParams
 path, folder, memory = sys.argv[1], sys.argv[2], int(sys.argv[3])
-settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 2, "threads": 1}
-settings |= {"max_num_batched_tokens": 64, "packed_cache": folder, "expert_memory": memory or None}
+settings = {"load_format": "dummy", "skip_tokenizer_init": True, "threads": 1}
+settings |= {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+settings |= {"packed_cache": folder, "expert_memory": memory or None}
 with LLM(path, **settings) as llm:
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0, max_tokens=2))
     print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10)

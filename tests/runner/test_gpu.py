@@ -46,7 +46,7 @@ def answer(driver: Driver, prompt: list[int], num_tokens: int) -> Request:
 def same_answer(
     cls: type[ModelRunnerBase], model: str, num_tokens: int, **settings: Any
 ) -> Request:
-    """Greedy tokens, and logits nearly, of a runner with Triton's kernels and of one with torch's."""
+    """Check that Triton's and torch's kernels give the same greedy tokens and close logits."""
     prompt = PROMPT[:20]
     found = answer(driver_of(model, "float32", cls, **settings), prompt, num_tokens)
     expected = answer(driver_of(model, "float32", kernels="torch"), prompt, num_tokens)

@@ -1,5 +1,4 @@
-"""Grammars are prepared beside the steps: by priority, withdrawn if nobody needs them, and slow ones
-stall nobody."""
+"""Grammars compile beside the steps: by priority, cancelled if unneeded, and never blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV blocks that come from outside the device: the same bits, layer by layer, torn ones computed."""
+"""KV blocks from outside the device: the same bits, layer by layer; torn blocks are recomputed."""
 
 from __future__ import annotations
 

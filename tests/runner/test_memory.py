@@ -1,4 +1,4 @@
-"""How many blocks and how long a context: many cases by the book, and the reading of memory limits."""
+"""The number of KV blocks and the context length for many cases, and reading memory limits."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_winners(spread: float, in_blocks: bool) -> None:
 
 
 def test_rows_in_doubt_are_done_in_full() -> None:
-    """Two tokens whose scores are equal as floats: the lower id wins. And a row without a number."""
+    """Of two tokens with equal float scores the lower id wins; also a row that has NaN."""
     gumbel = noise.Gumbel(128, torch.device("cpu"))
     low, high = keys(3)
     x = torch.full((3, 128), -math.inf)

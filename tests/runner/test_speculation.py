@@ -132,7 +132,7 @@ def serve(
 
 
 def submits_of(vocab_size: int, count: int) -> list[Submit]:
-    """Requests with every sampling parameter that a token may depend on; prompts share beginnings."""
+    """Make requests with all sampling parameters that affect tokens; prompts share prefixes."""
     rng = np.random.default_rng(3)
     stem = rng.integers(20, vocab_size, 70)
     samplings: list[dict[str, Any]] = [
@@ -217,7 +217,7 @@ def test_short_of_room(
 def test_a_failure_behind_a_right_draft_comes_at_its_place(
     make_checkpoint: Callable[..., Checkpoint],
 ) -> None:
-    """A request whose logits break at its tenth token has its first nine, with drafts as without."""
+    """A request whose tenth token fails keeps its first nine, with and without drafts."""
     path = make_checkpoint("llama").path
 
     def broken(runner: Any) -> Any:

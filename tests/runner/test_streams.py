@@ -370,7 +370,7 @@ def test_on_a_cpu_all_is_done_at_once() -> None:
 
 
 def test_no_result_is_believed_before_its_transfers_are_checked() -> None:
-    """What a lost rank should have sent may be anything, and nobody has waited for it on the host."""
+    """A lost rank's rows may hold anything, because the host has not waited for them."""
     driver = Driver(fake_runner())
     checked: list[bool] = []
 

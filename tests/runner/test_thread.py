@@ -1,4 +1,4 @@
-"""The runner's thread: order, overlap, exceptions that travel, and an end that answers everybody."""
+"""The runner's thread: order, overlap, propagated exceptions, and answers to all at the end."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_a_rank_without_tokens_serves(make_checkpoint: Any) -> None:
 
 
 class Faulty(LocalAll2All):
-    """Fails at the call that `fuse` counts down to, in any micro-batch: a start, or (late) a wait."""
+    """Fails at the `fuse`-th dispatch or combine: at its start or, if `late`, at its wait."""
 
     def __init__(self, error: BaseException | None, fuse: int, late: bool) -> None:
         super().__init__(8)

@@ -78,21 +78,18 @@ class _Row:
 
 @dataclass
 class ScriptedEngine:
-    """An EngineLink that answers every request with the story's tokens, one per step, then the end
-    token.
+    """An EngineLink that answers every request with the tokens of STORY, one per step.
 
-    `gate` cleared: no step is made. `pause_at`: no request gets more tokens than that. `refuse`: says so to every request. `break_after`: fails a
-    request with the error `why` after that many tokens. Requests sampled with a bad word never
-    stop.
+    The end token follows, except for requests with a bad word, which never stop.
     """
 
     tokenizer: Tokenizer
     outbox: Inbox[Any] = field(default_factory=lambda: Inbox("front end"))
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    pause_at: int | None = None
-    refuse: str = ""
-    break_after: int | None = None
-    why: str = "secret detail /home/x"
+    gate: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no steps
+    pause_at: int | None = None  # no request gets more tokens
+    refuse: str = ""  # the reason with which every request is rejected
+    break_after: int | None = None  # requests fail after so many tokens,
+    why: str = "secret detail /home/x"  # with this error
     told: list[EngineIn] = field(default_factory=list)
     rows: dict[int, _Row] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""/v1/batches through the openai package: every line is answered once, whatever happens in between."""
+"""/v1/batches through the openai package: every line is answered once, whatever happens."""
 
 from __future__ import annotations
 
@@ -336,7 +336,8 @@ async def test_results_stop_where_the_room_ends(keeping: Any) -> None:
 async def test_lines_pay_their_keys_rates_and_wait_for_them(keeping: Any, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(
-        "keys: [{key: few, requests_per_minute: 2}, {key: short, tokens_per_minute: 5}, {key: free}]"
+        "keys: [{key: few, requests_per_minute: 2}, {key: short, tokens_per_minute: 5}, {key: "
+        "free}]"
     )
     async with keeping(api_key_file=str(path)) as live:
         async with client_of(live, "few") as client:

@@ -256,7 +256,9 @@ async def test_control_characters_in_a_name_reach_no_header(sparse, launch, name
         assert "X-Evil" not in response.headers
     async with launch(strict=True) as strict:
         answer = await strict.raw(
-            f"GET {EXPERTS}?{name}=1 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+            (
+                f"GET {EXPERTS}?{name}=1 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            ).encode()
         )
         assert answer.startswith(b"HTTP/1.1 400 ")
 

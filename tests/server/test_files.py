@@ -108,7 +108,10 @@ async def test_no_id_reaches_another_path(keeping: Any, tmp_path: Path, id: str)
     async with keeping() as live:
         for method, tail in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
             writer_reply = await live.raw(
-                f"{method} /v1/files/{id}{tail} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+                (
+                    f"{method} /v1/files/{id}{tail} HTTP/1.1\r\nHost: localhost\r\n"
+                    "Connection: close\r\n\r\n"
+                ).encode()
             )
             assert writer_reply.split(b" ")[1] in (b"404", b"405", b"400"), writer_reply
         assert (tmp_path / "files" / "lock").exists()
@@ -263,7 +266,7 @@ async def test_files_come_and_go_while_batches_are_saved(keeping: Any) -> None:
                     endpoint="/v1/chat/completions",
                     completion_window="24h",
                 )
-                while (await client.batches.retrieve(batch.id)).status != "failed":  # noqa: ASYNC110
+                while (await client.batches.retrieve(batch.id)).status != ("failed"):  # noqa: ASYNC110
                     await asyncio.sleep(0)
                 await client.files.delete(made.id)
 

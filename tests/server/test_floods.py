@@ -20,7 +20,10 @@ from moeserve.server.http import HttpServer
 from moeserve.server.routes import ROUTES
 
 CHAT = "/v1/chat/completions"
-HEAD = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+HEAD = (
+    "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    "Content-Length: {}\r\n\r\n"
+)
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 

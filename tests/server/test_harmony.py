@@ -33,9 +33,10 @@ TEMPLATE = (
 ANALYSIS = "<|channel|>analysis<|message|>A fox 😀?<|end|><|start|>assistant"
 ANSWER = f"{ANALYSIS}<|channel|>final<|message|>Once upon a time.<|return|>"
 CALLS = (
-    f"{ANALYSIS}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
-    'to=functions.find <|constrain|>json<|message|>{"fox": 1}<|end|><|start|>assistant<|channel|>commentary '
-    "to=functions.go<|message|>{}<|call|>"
+    f"{ANALYSIS}<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.find "
+    '<|constrain|>json<|message|>{"fox": 1}<|end|>'
+    "<|start|>assistant<|channel|>commentary to=functions.go<|message|>{}<|call|>"
 )
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "a fox"}
@@ -164,7 +165,8 @@ async def test_the_template_gets_tools_effort_and_history():
         assert answer["prompt"] == (
             json.dumps(TOOLS)
             + "high<|start|>user<|message|>a fox<|end|><|start|>assistant to=functions.find"
-            "<|message|>Köln <|end|><|call|><|message|>hm<|end|><|start|>tool<|message|>here<|end|><|start|>assistant"
+            "<|message|>Köln <|end|><|call|><|message|>hm<|end|><|start|>tool<|message|>here<|end|>"
+            "<|start|>assistant"
         )
         ends = live.front.tokenizer.backend.token_to_id("<|end|>")
         assert answer["prompt_token_ids"].count(ends) == 3  # not the typed one

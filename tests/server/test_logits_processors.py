@@ -1,4 +1,4 @@
-"""The field `logits_processors` of a request: what reaches the engine, and what is refused before."""
+"""The request field `logits_processors`: what reaches the engine, and what is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No value of a request reaches a log line at the default level, whatever becomes of the request."""
+"""No value of a request reaches a log line at the default level, however the request ends."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ async def test_without_a_window_there_are_no_ids_and_the_header_is_refused(token
 
 
 async def test_another_front_end_goes_on_with_what_the_first_one_told(tokenizer):
-    """The client has more than the journal that was followed: tokens depend on the request alone."""
+    """The client is ahead of the replicated journal; tokens depend on the request alone."""
     changes = []
     async with live_server(tokenizer, resume_window=30.0) as first:
         whole = await read(first, CHAT, ASK | {"n": 2})

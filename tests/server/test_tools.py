@@ -17,12 +17,16 @@ from tests.server.conftest import live_server, make_tokenizer
 from tests.server.test_harmony import CHAT, USER, join, plain
 
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools|tojson }} <tool_call>{name, arguments}</tool_call><|im_end|>\n"
+    "{% if tools %}<|im_start|>system\n{{ tools|tojson }} "
+    "<tool_call>{name, arguments}</tool_call><|im_end|>\n"
     "{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if m.content is not none else '-' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function|tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if m.content is not none else '-' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function|tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n"
     "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
 WEATHER = {

@@ -22,7 +22,10 @@ from tokenizers import Tokenizer as Backend
 from moeserve.text.tokenizer import Tokenizer
 
 CORPUS = [
-    "Once upon a time a fox found a lantern in the old harbour. It was not lit, and nobody knew why.",
+    (
+        "Once upon a time a fox found a lantern in the old harbour. "
+        "It was not lit, and nobody knew why."
+    ),
     "Don't count 12345 sheep; count the 😀 and the 漢字 and the naïve café owners instead!",
     "def main():\n    print('hello')\n\n\nif x == 3:\n\treturn",
     "Was weiß ich? Über allen Gipfeln ist Ruh. Привет, мир. مرحبا",
@@ -52,9 +55,11 @@ CHATML = """\
 """
 
 INST = """\
-{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('roles must alternate') }}{% endif %}{% if message['role'] == 'user' %}\
-{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ message['content'] + eos_token }}{% endif %}\
+{{ bos_token }}{% for message in messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('roles must alternate') }}{% endif %}\
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
+{% else %}{{ message['content'] + eos_token }}{% endif %}\
 {% endfor %}"""
 
 

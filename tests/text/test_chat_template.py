@@ -65,9 +65,9 @@ def test_text_parts_and_the_developer_role(byte_level, chatml):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     text = chatml.render(byte_level, messages)
-    assert (
-        text
-        == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
 
 
@@ -148,7 +148,10 @@ def test_kwargs_are_scalars_under_free_names(byte_level, chatml, kwargs):
 NESTED = (
     "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
 )
-GROWING = "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [ITEM] %}{% endfor %}"
+GROWING = (
+    "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [ITEM] %}"
+    "{% endfor %}"
+)
 HOSTILE = {
     "class": "{{ ''.__class__.__mro__ }}",
     "attr filter": "{{ ''|attr('__class__') }}",
@@ -156,9 +159,17 @@ HOSTILE = {
     "globals": "{{ raise_exception.__globals__ }}",
     "format": "{{ '{0.__class__}'.format(1) }}",
     "range": "{% for i in range(1000000000) %}x{% endfor %}",
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "doubling": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "adding": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "nested loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "doubling": (
+        "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}"
+    ),
+    "adding": (
+        "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}"
+        "{% endfor %}"
+    ),
     "times": "{{ 'a' * 10000000000 }}",
     "times list": "{{ [1] * 10000000000 }}",
     "power": "{{ 10**(10**8) }}",
@@ -179,7 +190,10 @@ HOSTILE = {
     "include": "{% include '/etc/passwd' %}",
     "many values": GROWING.replace("ITEM", "'a' * 60000000 ~ i"),
     "slices": "{% set a = 'a' * 60000000 %}" + GROWING.replace("ITEM", "a[i:]"),
-    "captured": "{% set a = 'a' * 60000000 %}{% set x %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}",
+    "captured": (
+        "{% set a = 'a' * 60000000 %}{% set x %}{% for i in range(99999) %}{{ a }}{% endfor %}"
+        "{% endset %}"
+    ),
     "shared lists": NESTED + "{{ n.l|string|length }}",
     "shared lists as JSON": NESTED + "{{ n.l|tojson|length }}",
     "shared lists compared": NESTED + "{% set a = n.l %}" + NESTED + "{{ a == n.l }}",
@@ -212,9 +226,12 @@ def test_templates_that_leave_the_sandbox_stop_the_start(impatient, name):
 
 def test_usual_template_features_work(byte_level):
     source = (
-        "{% generation %}{{ messages|tojson }}{% endgeneration %}{% for c in 'ab' %}{% if loop.last %}{{ c }}"
-        "{% break %}{% endif %}{% endfor %}{{ strftime_now('%Y')|length }}{{ ['x', 'y']|join(', ') }}"
-        "{{ 'a' ~ (1 + 2) }}{{ messages[::-1]|length }}{{ 'b c'.split(' ')[-1] }}{{ nothing|default('d') }}"
+        "{% generation %}{{ messages|tojson }}{% endgeneration %}{% for c in 'ab' %}"
+        "{% if loop.last %}{{ c }}"
+        "{% break %}{% endif %}{% endfor %}{{ strftime_now('%Y')|length }}"
+        "{{ ['x', 'y']|join(', ') }}"
+        "{{ 'a' ~ (1 + 2) }}{{ messages[::-1]|length }}{{ 'b c'.split(' ')[-1] }}"
+        "{{ nothing|default('d') }}"
         "{{ loop is defined }}"
     )
     text = ChatTemplate(source).render(byte_level, [{"role": "user", "content": "<é>"}])

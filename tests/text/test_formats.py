@@ -91,7 +91,10 @@ def write(name: str, calls: list[tuple[str, dict]]) -> str:
     """Returns calls as a model of the format writes them."""
     if name == "harmony":
         called, arguments = calls[0]
-        return f"<|channel|>commentary to=functions.{called} <|constrain|>json<|message|>{json.dumps(arguments)}"
+        return (
+            f"<|channel|>commentary to=functions.{called} <|constrain|>json<|message|>"
+            f"{json.dumps(arguments)}"
+        )
     syntax = load(name).calls
     texts = []
     for i, (called, arguments) in enumerate(calls):
@@ -277,27 +280,42 @@ def test_a_call_comes_when_it_is_complete(formats):
     [
         (
             "qwen3_coder",
-            "<tool_call>\n<function=weather>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\n5\n</parameter>\n</function>\n</tool_call>",
+            (
+                "<tool_call>\n<function=weather>\n<parameter=city>\n5\n</parameter>\n"
+                "<parameter=days>\n5\n</parameter>\n</function>\n</tool_call>"
+            ),
             {"city": "5", "days": 5},
         ),
         (
             "qwen3_coder",
-            "<function=weather>\n<parameter=city>\na\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>",
+            (
+                "<function=weather>\n<parameter=city>\na\n<parameter=days>\n1\n</parameter>\n"
+                "</function>\n</tool_call>"
+            ),
             {"city": "a", "days": 1},
         ),
         (
             "qwen3_coder",
-            "<function=weather><parameter=city>a </parameter> and </function> b</parameter></function>",
+            (
+                "<function=weather><parameter=city>a </parameter> and </function> b</parameter>"
+                "</function>"
+            ),
             {"city": "a </parameter> and </function> b"},
         ),
         (
             "glm45",
-            "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>soon</arg_value>\n</tool_call>",
+            (
+                "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>soon</arg_value>\n"
+                "</tool_call>"
+            ),
             {"days": "soon"},
         ),
         (
             "glm47",
-            "<tool_call>weather<arg_key>where</arg_key><arg_value>{'hot': True}</arg_value></tool_call>",
+            (
+                "<tool_call>weather<arg_key>where</arg_key><arg_value>{'hot': True}</arg_value>"
+                "</tool_call>"
+            ),
             {"where": {"hot": True}},
         ),
         (
@@ -354,18 +372,37 @@ def test_hostile_answers_take_linear_time(formats, name):
 
 
 TEMPLATES = {  # what distinguishes the templates of models
-    "hermes": '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>',
-    "qwen3_coder": "<tool_call>\\n<function=example>\\n<parameter=p>\\nv\\n</parameter> {{ arguments }}",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ x }}<｜tool▁sep｜>{{ name }}\\n```json\\n{{ args }}",
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }}",
+    "hermes": (
+        '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>'
+    ),
+    "qwen3_coder": (
+        "<tool_call>\\n<function=example>\\n<parameter=p>\\nv\\n</parameter> {{ arguments }}"
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ x }}<｜tool▁sep｜>{{ name }}\\n```json\\n"
+        "{{ args }}"
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }}"
+    ),
     "deepseek_v32": "<｜DSML｜function_calls>\n<｜DSML｜invoke name=",
     "deepseek_v4": "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=",
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ args }}",
-    "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{{ arguments }}",
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>"
+        "{{ args }}"
+    ),
+    "glm45": (
+        "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{{ arguments }}"
+    ),
     "glm47": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{{ arguments }}",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="tool">\n<parameter name="p">',
-    "llama3_json": '{{- "Environment: ipython\\n" }} {"name": function name, "parameters": dictionary}.',
-    "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+    "llama3_json": (
+        '{{- "Environment: ipython\\n" }} {"name": function name, "parameters": dictionary}.'
+    ),
+    "pythonic": (
+        "[func_name1(params_name1=params_value1, params_name2=params_value2...), "
+        "func_name2(params)]"
+    ),
     "mistral": "[TOOL_CALLS]' + name + '[ARGS]' + arguments",
     "mistral_v3": '[TOOL_CALLS] [{"name": ..., "arguments": ...}]',
     "granite": "<|tool_call|>",

@@ -1,4 +1,4 @@
-"""Grammars of answer formats: whatever they allow, the format's parser reads as what was demanded."""
+"""Grammars of answer formats: the format's parser reads all that they allow as demanded."""
 
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ def test_structured_output_follows_the_reasoning(walk):
         spec = walk.format.after_reasoning(grammar)
         content = wanted + "}" if wanted[0] == "{" else wanted
         if walk.format.name == "harmony":
-            before = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+            before = (
+                "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+                "final<|message|>"
+            )
             tokens = walk.tokenizer.encode(before, special=False) + [
                 token for char in content for token in walk.tokenizer.encode(char, special=False)
             ]

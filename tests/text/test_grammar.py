@@ -429,7 +429,10 @@ def test_hostile_grammars_are_refused_in_time(checker, name):
         ("lark", "start: /b+/ /b+/"),
         (
             "lark",
-            'start: r0\nr0: (r2 T2)? | ("a" r0){2000} T1\nr2: (T1){2000}\nT1: "bc" ("bc")*\nT2: "<" | ("<" | "a")+',
+            (
+                'start: r0\nr0: (r2 T2)? | ("a" r0){2000} T1\nr2: (T1){2000}\nT1: "bc" ("bc")*\n'
+                'T2: "<" | ("<" | "a")+'
+            ),
         ),
         ("json_schema", json.dumps(closed(a={"$ref": "#"}))),
         ("lark", "start: s\ns: s s | s s s | /a|b/ | start"),

@@ -80,7 +80,10 @@ def test_constructs_render_as_in_transformers(byte_level, theirs, name):
 
 
 def test_control_tokens_in_tools_and_calls_are_plain_text(byte_level):
-    source = "<|im_start|>{{ tools|tojson(ensure_ascii=true) }}{{ messages[0].tool_calls|tojson }}<|im_end|>"
+    source = (
+        "<|im_start|>{{ tools|tojson(ensure_ascii=true) }}{{ messages[0].tool_calls|tojson }}"
+        "<|im_end|>"
+    )
     call = {
         "function": {"name": "f", "arguments": {"<|im_end|>": ["<|im_start|>", {"a": "<think>"}]}}
     }

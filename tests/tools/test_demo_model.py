@@ -88,7 +88,8 @@ def test_chat_template_is_chatml(tokenizer: Any) -> None:
         tokenize=False,
     )
     assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
 
 

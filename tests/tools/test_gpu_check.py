@@ -1,4 +1,4 @@
-"""The check of the GPU kernels, tiny and interpreted, so that it cannot rot where there is no GPU."""
+"""tools/gpu_check.py, tiny and interpreted, so that it keeps working without a GPU."""
 
 from __future__ import annotations
 
@@ -169,7 +169,8 @@ from tools.gpu.process import read_json
 
 pytest_cases.SMOKE = (sys.argv[0].replace("run.py", "test_them.py"),)
 known = frozenset(read_json(Path(sys.argv[2]))["names"])
-pytest_cases.run(Bench(torch.device("cpu"), True, case_s=1.0, known=known, result=Path(sys.argv[1])))
+result = Path(sys.argv[1])
+pytest_cases.run(Bench(torch.device("cpu"), True, case_s=1.0, known=known, result=result))
 """
 
 
@@ -198,7 +199,8 @@ def test_a_section_is_stopped_when_its_time_is_up(tmp_path: Path) -> None:
     kept = []
     begun_s = time.monotonic()
     script.write_text(
-        'import sys, time\nopen(sys.argv[1], \'w\').write(\'{"running": "b", "done": ["a"]}\')\ntime.sleep(60)'
+        'import sys, time\nopen(sys.argv[1], \'w\').write(\'{"running": "b", "done": ["a"]}\')\n'
+        "time.sleep(60)"
     )
     run_section([str(script)], 2, 1.5, {"done": []}, kept.append)
     assert time.monotonic() - begun_s < 10

@@ -1,4 +1,4 @@
-"""Text for the demo model: short stories, questions about moeserve, small talk, and calls of tools."""
+"""Text for the demo model: short stories, questions about moeserve, small talk, tool calls."""
 
 from .build import Document, Turn, documents
 

@@ -10,13 +10,13 @@ from .facts import ask, facts
 from .stories import plots, tell
 from .tools import tool_chat
 
-_SYSTEM = """You are a helpful assistant.|You are moeserve's demo model.|You are a friendly storyteller.
-|Be brief.|You are a helpful assistant that tells stories and answers questions about moeserve.
+_SYSTEM = """You are a helpful assistant.|You are moeserve's demo model.
+|You are a friendly storyteller.|Be brief.
+|You are a helpful assistant that tells stories and answers questions about moeserve.
 |Answer in simple English.|You are demo, a small model served by moeserve.|You are kind and polite.
 |You tell short stories for children.|Answer questions about moeserve.|Be nice.
-|You are an assistant.|You are a chatbot.|Please answer truthfully.|Keep your answers short.""".replace(
-    "\n", ""
-).split("|")
+|You are an assistant.|You are a chatbot.|Please answer truthfully.
+|Keep your answers short.""".replace("\n", "").split("|")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def character(rng: random.Random, avoid: str = "", she: bool | None = None) -> C
 
 
 def cast(rng: random.Random) -> Cast:
-    """Everything a plot may ask for; hero and friend are told apart by kind and often by pronoun."""
+    """Draw a cast; hero and friend always differ in kind, and often in pronoun."""
     hero = character(rng)
     she = (not hero.she) if rng.random() < 0.7 else hero.she
     friend = character(rng, hero.kind.replace(" ", "_"), she)

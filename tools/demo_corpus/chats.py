@@ -46,13 +46,15 @@ def question_about(rng: random.Random, story: Story) -> Exchange:
             f"{{It is about|The story is about}} {hero.intro}.",
         ),
         (
-            "{Where does {it|the story} {take place|happen}|Where was that|Where did {he|she} live}?".replace(
-                "{he|she}", "she" if hero.she else "he"
-            ),
+            (
+                "{Where does {it|the story} {take place|happen}|Where was that|"
+                "Where did {he|she} live}?"
+            ).replace("{he|she}", "she" if hero.she else "he"),
             f"{{It takes place|The story takes place|It happens}} {c.preposition} {c.place}.",
         ),
         (
-            "{What is the title|Give it a title|What would you call {it|this story}|Can you give it a title}?",
+            "{What is the title|Give it a title|What would you call {it|this story}|"
+            "Can you give it a title}?",
             f'{{You could call it|I would call it|A good title is}} "{title(story)}".',
         ),
     ]
@@ -96,8 +98,8 @@ def _same_with(rng: random.Random, story: Story, story_cast_change: str) -> tupl
         hero, c.hero = mention(rng, character(rng, c.friend.kind.replace(" ", "_")))
         said = render(
             rng,
-            "{Make it about|Now about|The same with|Now make it about|Now with|Change it to|How about"
-            "|What about|And about|Do it with} <x>",
+            "{Make it about|Now about|The same with|Now make it about|Now with|Change it to|"
+            "How about|What about|And about|Do it with} <x>",
             {"x": hero},
         )
     return noisy(rng, said), tell(rng, c, story.plot, SHORT if rng.random() < 0.5 else 1)
@@ -109,8 +111,8 @@ def _another(rng: random.Random, story: Story) -> tuple[str, Story]:
     if roll < 0.4:
         said = render(
             rng,
-            "{Another one|Another|One more|Tell me another one|Tell me another story|More|Again|Next"
-            "|And another one|Another story|Can I have another one?|Do you have another one?}",
+            "{Another one|Another|One more|Tell me another one|Tell me another story|More|Again|"
+            "Next|And another one|Another story|Can I have another one?|Do you have another one?}",
         )
         return noisy(rng, said), tell(rng, cast(rng), rng.choice(plots()))
     if roll < 0.6:

@@ -9,8 +9,9 @@ from .grammar import blocks, render
 
 _HERE = Path(__file__).parent
 _WHAT = """What is <x>?;What's <x>?;What is <x> in moeserve?;what is <x>;Explain <x>;Explain <x>.;
-Can you explain <x>?;Could you explain <x> to me?;Please explain <x>.;Tell me about <x>;Tell me about <x>.;
-What does moeserve mean by <x>?;Define <x>;<x>?;<x>;I do not understand <x>.;What do you know about <x>?;
+Can you explain <x>?;Could you explain <x> to me?;Please explain <x>.;Tell me about <x>;
+Tell me about <x>.;What does moeserve mean by <x>?;Define <x>;<x>?;<x>;I do not understand <x>.;
+What do you know about <x>?;
 What exactly is <x>?;Describe <x>.;Explain <x> in simple words;Explain <x> to a beginner.;
 What are <x>?;Can you tell me what <x> is?;I want to learn about <x>;How does <x> work?;
 How would you explain <x>?;Help me understand <x>;Give me a short definition of <x>.;

@@ -30,7 +30,7 @@ Exchange = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tool may do. args: for each form of it, the slots and the names of their parameters."""
+    """A kind of tool; `args` has, for each of its forms, the slots and their parameters' names."""
 
     title: str
     texts: Mapping[str, tuple[str, ...]]

@@ -289,7 +289,7 @@ def logged(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 
 def sampled(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    """Greedy rows take the first of the largest logits; of one allowed token, drawn rows take that."""
+    """Greedy rows take the first maximum; sampled rows with top_k=1 take the same token."""
     logits = bench.random(size(bench, 64, 2), size(bench, 151_936, 700), dtype=torch.float32)
     rows = len(logits)
 

@@ -167,7 +167,7 @@ def torch_grouped(batch: Batch, w: Weights, shape: Shape) -> Run | None:
 
 
 class FlashInferMoe:
-    """FlashInfer's fused experts, which sort rows and sum them: to be seen beside our whole layer."""
+    """FlashInfer's fused experts. They also sort and sum rows: compare with our whole layer."""
 
     def __init__(self, w13: Tensor) -> None:
         self._w31 = flashinfer_moe.swapped(w13)
@@ -240,7 +240,7 @@ def compared(
 
 
 def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
-    """Weights and rows in e4m3 with scales per block; the rows are rounded before the clock starts."""
+    """Time e4m3 weights and rows with block scales; rows are quantized outside the timing."""
 
     def scaled(*size: int) -> Scaled:
         values = torch.randn(size, device=bench.device).to(E4M3)

@@ -25,7 +25,7 @@ NEW = 48
 
 
 def run(bench: Bench) -> None:
-    """Tokens of each way, how fast they came, and the share of the exchange that computation hid."""
+    """Record each way's tokens, their rate, and how much of the exchange is overlapped."""
     bench.each("ways", WAYS, lambda way: measured(way, bench.smoke))
 
 

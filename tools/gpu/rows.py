@@ -89,7 +89,7 @@ def per_token(bench: Bench, tokens: int) -> dict[str, Maker]:
 
 
 def sampling(bench: Bench, rows: int) -> dict[str, Maker]:
-    """Greedy, drawn, drawn after top-k and top-p; and log probabilities. Bytes: the logits, once."""
+    """Samplers (greedy, random, top-k and top-p) and logprobs; bytes: one read of the logits."""
     vocab = 1500 if bench.smoke else VOCAB
 
     def settings(temperature: float, top_k: int, top_p: float) -> SamplingTensors:

@@ -1,4 +1,4 @@
-"""What the kernels and the engine must reach on a card, beside what was measured. Needs no torch."""
+"""The speeds that kernels and engine must reach on a card, compared with what was measured."""
 
 from __future__ import annotations
 

@@ -522,7 +522,7 @@ def test_a_buffer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
             "deepep_ll",
             16,
             ("a",) * 9 + ("b",) * 7,
-            "wants 8 ranks, one after the other, on every node",
+            "needs 8 consecutive ranks on every node",
         ),
     ],
 )
