@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moeserve.text.tokenizer import Tokenizer
-from tests.checkpoints import YARN
+from tests.families import YARN
 
-FAMILIES = {  # a row of tests/checkpoints.py -> GGUF's architecture
+FAMILIES = {  # family of tests/families.py -> GGUF's architecture
     "qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "llama": "llama",
     "qwen2": "qwen2", "qwen3": "qwen3", "olmoe": "olmoe", "granite_moe": "granitemoe",
     "granite_moe_shared": "granitemoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",

@@ -19,15 +19,8 @@ from torch import Tensor
 from moeserve.blocks.weights import MTPNames
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.registry import FAMILIES as OURS
-from tests.checkpoints import (
-    FAMILIES,
-    SLIDING,
-    SMALL,
-    Checkpoint,
-    Options,
-    randomise,
-    write_checkpoint,
-)
+from tests.checkpoints import Checkpoint, randomise, write_checkpoint
+from tests.families import FAMILIES, SLIDING, SMALL, Options
 
 # of a model whose only layer is that of the head, where they are not those of the checkpoint
 LAYER: dict[str, Options] = {

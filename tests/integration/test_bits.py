@@ -19,7 +19,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.native import native
 from moeserve.runner import kv_cache
 from moeserve.runner.base import DTYPES
-from tests.checkpoints import FAMILIES, FEW
+from tests.families import FAMILIES, FEW
 from tests.gguf_files import matrices, write_gguf
 
 PROMPT = np.random.default_rng(11).integers(3, 256, 150).tolist()

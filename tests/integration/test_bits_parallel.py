@@ -23,7 +23,7 @@ from moeserve.messages import UpdatePlacement
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
 from moeserve.sampling import TokenSampling
-from tests.checkpoints import FEW
+from tests.families import FEW
 from tests.integration.parallel_engines import Answer, Engines
 from tests.integration.test_bits import PARAMS, PROMPT, alone, bits, memory_of, prompt_of
 from tests.quantised_checkpoints import FORMS, write_quantised

@@ -35,6 +35,12 @@ QWEN3_MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+GRANITE_HYBRID: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "mamba_n_heads": 4,
+}
 
 WriteConfig = Callable[..., Path]
 

@@ -31,11 +31,11 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, LayerCache, Positions, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.pick import pick_ops
-from moeserve.ops.quantised import Asked
+from moeserve.ops.quantised import QuantizeTo
 from moeserve.ops.table import Choice, Ops
 from moeserve.runner.kv_cache import block_shape
-from tests.checkpoints import FAMILIES as FAMILIES
-from tests.checkpoints import FEW as FEW
+from tests.families import FAMILIES as FAMILIES
+from tests.families import FEW as FEW
 from tests.loader.conftest import write_config as write_config
 from tests.loader.eager import load
 
@@ -91,7 +91,7 @@ class Driver:
         tp: TensorParallel = ALONE,
         placement: Placement | None = None,
         backends: Sequence[All2All] | None = None,
-        asked: Asked | None = None,
+        asked: QuantizeTo | None = None,
         activations: Activations = "auto",
         change: Callable[[dict[str, Any]], None] = lambda params: None,
     ) -> None:

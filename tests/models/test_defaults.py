@@ -16,7 +16,7 @@ from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.registry import FAMILIES as REGISTERED
 from moeserve.models.spec import ModelSpec
-from tests.checkpoints import ARCHITECTURES, FAMILIES, architecture
+from tests.families import ARCHITECTURES, FAMILIES, architecture
 
 FAMILIES_OF_TRANSFORMERS = [name for name in FAMILIES if name not in ARCHITECTURES]
 

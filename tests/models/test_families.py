@@ -23,7 +23,7 @@ from moeserve.models.registry import FAMILIES
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.inputs import GroupInputs, Positions, StepInputs
 from moeserve.ops.table import Choice
-from tests.checkpoints import architecture
+from tests.families import architecture
 from tests.loader.eager import load
 
 from .conftest import FAMILIES as CHECKPOINTS

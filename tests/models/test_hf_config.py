@@ -1,6 +1,4 @@
-"""Every family's config.json, in both spellings, means what transformers says; a bad one is refused
-at once.
-"""
+"""Every family's config.json is read as transformers reads it, in the keys of versions 4 and 5."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec
 from moeserve.ops.rules import RouterRule
-from tests.loader.conftest import LLAMA, QWEN3_MOE, WriteConfig
+from tests.loader.conftest import GRANITE_HYBRID, LLAMA, WriteConfig
 
 SIZES = {
     "vocab_size": 60_001,
@@ -107,14 +104,14 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def new_spelling(architecture: str) -> dict[str, Any]:
-    """What save_pretrained of transformers 5 writes."""
+    """Return the config as save_pretrained of transformers 5 writes it."""
     make, special = FAMILIES[architecture]
     values: dict[str, Any] = make(**SIZES, **special, architectures=[architecture]).to_dict()
     return values
 
 
 def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
-    """What transformers 4 wrote for the same model."""
+    """Return the config as transformers 4 wrote it for the same model."""
     old = dict(values)
     rope = dict(old.pop("rope_parameters"))
     old["rope_theta"] = rope.pop("rope_theta")
@@ -126,9 +123,7 @@ def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def meaning(config: Any) -> dict[str, Any]:
-    """The parts of a ModelSpec that can be read off a transformers configuration by attribute
-    alone.
-    """
+    """Return the fields of a ModelSpec that are plain attributes of a transformers config."""
     heads = config.num_attention_heads
     eos = config.eos_token_id
     parts = {
@@ -172,7 +167,7 @@ def first(spec: ModelSpec) -> Attention:
 
 
 def read(spec: ModelSpec, name: str) -> Any:
-    """A field of the model, of its attention, of its dense MLPs, or of its experts."""
+    """Return a field of the model, its first attention, its dense MLPs or its experts."""
     if name == "mlp_bias":
         return any(
             layer.feed_forward.bias
@@ -209,9 +204,8 @@ def test_an_absent_key_has_the_value_that_transformers_gives_it(
     architecture: str, tmp_path: Path
 ) -> None:
     full = old_spelling(new_spelling(architecture))
-    full.pop(
-        "layer_types", None
-    )  # derived; it would contradict the windows that other keys then imply
+    # layer_types is derived: it would contradict the windows that the other keys imply.
+    full.pop("layer_types", None)
     skipped = {"architectures", "model_type", "torch_dtype", "num_hidden_layers", "hidden_size"}
     for key in full.keys() - skipped:
         values = {name: value for name, value in full.items() if name != key}
@@ -310,240 +304,6 @@ def test_spellings_that_transformers_takes_for_the_same(write_config: WriteConfi
         assert read_model_spec(model_dir).dtype == "float16"
 
 
-HYBRID = {
-    **LLAMA, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
-    "mamba_n_heads": 4,
-}  # fmt: skip
-QWEN3_NEXT = LLAMA | {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-}
-KIMI_LINEAR = LLAMA | {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
-DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"}
-NEMOTRON = {
-    **LLAMA,
-    "architectures": ["NemotronHForCausalLM"],
-    "model_type": "nemotron_h",
-    "hidden_act": "silu",
-}
-BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoe"),
-    (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures"),
-    (LLAMA, {"architectures": []}, "architectures"),
-    (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, "architectures"),
-    (LLAMA, {"architectures": ..., "model_type": "gpt2"}, "'gpt2'"),
-    (LLAMA, {"architectures": ..., "model_type": ...}, "architectures is missing"),
-    (LLAMA, {"model_type": "qwen3"}, "fix one of the two"),
-    (LLAMA, {"model_type": ["llama"]}, "model_type"),
-    (
-        LLAMA,
-        {"quantization_config": {"quant_method": "bitsandbytes"}},
-        "supported: compressed-tensors, fp8",
-    ),
-    (LLAMA, {"compression_config": {"x": 1}}, "config_groups is None; it must have a group"),
-    (LLAMA, {"per_layer_config": {"0": {}}}, "per_layer_config"),
-    (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
-    (LLAMA, {"hidden_act": None}, "hidden_act"),
-    (LLAMA, {"vocab_size": -5}, "vocab_size is -5; it must be an integer from 1"),
-    (LLAMA, {"vocab_size": 2**40}, "vocab_size"),
-    (LLAMA, {"vocab_size": 10**400}, "vocab_size"),
-    (LLAMA, {"vocab_size": "96"}, "vocab_size is '96'"),
-    (LLAMA, {"vocab_size": 96.0}, "vocab_size"),
-    (LLAMA, {"vocab_size": True}, "vocab_size is True"),
-    (LLAMA, {"vocab_size": None}, "vocab_size is None"),
-    (LLAMA, {"vocab_size": "9" * 10_000}, "..."),
-    (LLAMA, {"num_hidden_layers": 10**6}, "num_hidden_layers"),
-    (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers"),
-    (
-        LLAMA,
-        {"num_attention_heads": 5},
-        "num_key_value_heads is 2; it must divide num_attention_heads (5)",
-    ),
-    (LLAMA, {"num_key_value_heads": 3}, "it must divide"),
-    (LLAMA, {"num_key_value_heads": 8}, "num_key_value_heads"),
-    (LLAMA, {"hidden_size": 66}, "num_attention_heads (4) must divide it"),
-    (LLAMA, {"hidden_size": 60}, "must be even"),
-    (LLAMA, {"head_dim": 15}, "must be even"),
-    (LLAMA, {"head_dim": -16}, "head_dim"),
-    (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps"),
-    (LLAMA, {"rms_norm_eps": 1e300}, "rms_norm_eps"),
-    (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
-    (LLAMA, {"max_position_embeddings": 0}, "max_position_embeddings"),
-    (LLAMA, {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
-    (LLAMA, {"attention_bias": "no"}, "attention_bias"),
-    (LLAMA, {"mlp_bias": 0}, "mlp_bias"),
-    (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "supported: float32, bfloat16, float16"),
-    (LLAMA, {"dtype": 16}, "dtype is 16"),
-    (LLAMA, {"sliding_window": 128}, "no sliding window"),
-    (LLAMA, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
-    (LLAMA, {"layer_types": 3}, "layer_types"),
-    (
-        LLAMA,
-        {"eos_token_id": [1, 2.0]},
-        "eos_token_id is [1, 2.0]; it must be one token id, a list of them, or null",
-    ),
-    (LLAMA, {"eos_token_id": True}, "eos_token_id"),
-    (LLAMA, {"eos_token_id": "</s>"}, "eos_token_id"),
-    (LLAMA, {"eos_token_id": list(range(96)) * 10}, "eos_token_id"),
-    (
-        QWEN3_MOE,
-        {"num_experts": 10**9},
-        "num_experts is 1000000000; it must be an integer from 1 to 4096",
-    ),
-    (QWEN3_MOE, {"num_experts": 0}, "num_experts"),
-    (QWEN3_MOE, {"num_local_experts": 16}, "num_experts is 8; but num_local_experts is 16"),
-    (
-        QWEN3_MOE,
-        {"num_experts_per_tok": 9},
-        "num_experts_per_tok is 9; it must be an integer from 1 to 8",
-    ),
-    (QWEN3_MOE, {"moe_intermediate_size": -48}, "moe_intermediate_size"),
-    (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step"),
-    (
-        QWEN3_MOE,
-        {"mlp_only_layers": [2]},
-        "mlp_only_layers is [2]; it must be a list of integers from 0 to 1",
-    ),
-    (QWEN3_MOE, {"mlp_only_layers": [True]}, "mlp_only_layers"),
-    (QWEN3_MOE, {"norm_topk_prob": "no"}, "norm_topk_prob"),
-    (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
-    (QWEN3_MOE, {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
-    (
-        {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
-        {"layer_types": ["sliding_attention", "full_attention"]},
-        "sliding layers need use_sliding_window",
-    ),
-    (
-        {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
-        {"layer_types": ["full_attention"]},
-        "for each of 2 layers",
-    ),
-    (
-        {**LLAMA, "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"},
-        {"logits_scaling": 0},
-        "logits_scaling",
-    ),
-    (
-        {**LLAMA, "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"},
-        {"attention_multiplier": None},
-        "attention_multiplier",
-    ),
-    (HYBRID, {"mamba_n_heads": 7}, "mamba_n_heads is 7; it must divide mamba_expand * hidden_size"),
-    (HYBRID, {"mamba_d_head": 24}, "mamba_d_head is 24; mamba_n_heads and mamba_expand make it"),
-    (HYBRID, {"mamba_n_groups": 3}, "mamba_n_groups is 3; it must divide mamba_n_heads (4)"),
-    (HYBRID, {"mamba_conv_bias": False}, "mamba_conv_bias is False; only True is supported"),
-    (
-        HYBRID,
-        {"time_step_limit": [0.1]},
-        "time_step_limit is [0.1]; it must be a list of two numbers",
-    ),
-    (HYBRID, {"time_step_limit": [2, 1.0]}, "time_step_limit"),
-    (HYBRID, {"time_step_limit": None}, "time_step_limit"),
-    (HYBRID, {"layer_types": ["mamba", "sliding_attention"]}, "layer_types"),
-    (
-        NEMOTRON,
-        {"hybrid_override_pattern": "EM"},
-        "layer 0 (moe) must follow one that reads earlier tokens",
-    ),
-    (
-        NEMOTRON,
-        {"hybrid_override_pattern": "M*E-"},
-        "hybrid_override_pattern is 'M*E-'; layer 3 (mlp)",
-    ),
-    (
-        NEMOTRON,
-        {"hybrid_override_pattern": "MX"},
-        "hybrid_override_pattern is 'MX'; it must list one of",
-    ),
-    (NEMOTRON, {"hybrid_override_pattern": ""}, "hybrid_override_pattern"),
-    (NEMOTRON, {"layers_block_type": ["mamba", "mamba", "attention", 3]}, "layers_block_type"),
-    (NEMOTRON, {"n_groups": 3}, "n_groups is 3; it must divide mamba_num_heads (128)"),
-    (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; supported: relu2"),
-    (NEMOTRON, {"moe_latent_size": 32}, "moe_latent_size"),
-    (NEMOTRON, {"use_conv_bias": False}, "use_conv_bias"),
-    (
-        {**LLAMA, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"},
-        {"clip_qkv": -1},
-        "clip_qkv",
-    ),
-    (
-        QWEN3_NEXT,
-        {"linear_num_value_heads": 6},
-        "linear_num_value_heads is 6; linear_num_key_heads (4) must divide it",
-    ),
-    (
-        QWEN3_NEXT,
-        {"linear_conv_kernel_dim": 1},
-        "linear_conv_kernel_dim is 1; it must be an integer from 2 to 16",
-    ),
-    (
-        QWEN3_NEXT,
-        {"layer_types": ["linear_attention", "sliding_attention"]},
-        "list one of linear_attention, full",
-    ),
-    (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope is False; only True is supported"),
-    (KIMI_LINEAR, {"moe_router_activation_func": "softmax"}, "only 'sigmoid' is supported"),
-    (
-        KIMI_LINEAR,
-        {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [2]}},
-        (
-            "linear_attn_config.kda_layers is [2]; it and full_attn_layers must name each of "
-            "layers 1 to 2 once"
-        ),
-    ),
-    (
-        KIMI_LINEAR,
-        {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [0]}},
-        "linear_attn_config.kda_layers is [0]; it must be a list of integers from 1 to 2",
-    ),
-    (
-        KIMI_LINEAR,
-        {"linear_attn_config": {"head_dim": "128"}},
-        "linear_attn_config.head_dim is '128'",
-    ),
-    (DOTS1, {"max_window_layers": None}, "max_window_layers is None; it must be an integer"),
-    (DOTS1, {"max_window_layers": "1"}, "max_window_layers is '1'"),
-]
-
-
-@pytest.mark.parametrize(
-    ("base", "changes", "says"), BAD, ids=[f"{i}-{next(iter(b[1]))}" for i, b in enumerate(BAD)]
-)
-def test_bad_config_is_refused_with_key_and_remedy(
-    base: dict[str, Any], changes: dict[str, Any], says: str, write_config: WriteConfig
-) -> None:
-    model_dir = write_config(base, **changes)
-    began = time.process_time()
-    with pytest.raises(CheckpointError) as caught:
-        read_model_spec(model_dir)
-    assert time.process_time() - began < 10
-    assert says in str(caught.value)
-    assert str(model_dir / "config.json") in str(caught.value)
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"vocab_size": NaN}',
-        b'{"vocab_size": 1e999}',
-        b"\xff\xfe{}",
-        b"[" * 200_000,
-    ],
-    ids=["empty", "cut", "list", "null", "nan", "infinite", "utf16", "deep"],
-)
-def test_a_file_that_is_no_config_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_model_spec(tmp_path)
-
-
 ANY_JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -605,7 +365,9 @@ def test_any_value_under_any_key_is_read_or_refused(
 def test_infinity_is_read_as_both_versions_of_transformers_write_it(tmp_path: Path) -> None:
     specs = []
     for infinity in ("Infinity", '{"__float__": "Infinity"}'):
-        text = json.dumps(HYBRID | {"time_step_limit": [0.5, "INF"]}).replace('"INF"', infinity)
+        text = json.dumps(GRANITE_HYBRID | {"time_step_limit": [0.5, "INF"]}).replace(
+            '"INF"', infinity
+        )
         (tmp_path / "config.json").write_text(text)
         specs.append(read_model_spec(tmp_path))
     assert specs[0] == specs[1]
@@ -617,11 +379,6 @@ def test_infinity_is_read_as_both_versions_of_transformers_write_it(tmp_path: Pa
         conv=4,
         time_limit=(0.5, math.inf),
     )
-
-
-def test_a_missing_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        read_model_spec(tmp_path)
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers(write_config: WriteConfig) -> None:

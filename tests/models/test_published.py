@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import ARCHITECTURES, FAMILIES
+from tests.families import ARCHITECTURES, FAMILIES
 
 
 @pytest.mark.full("models", keep=4)

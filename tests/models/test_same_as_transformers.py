@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moeserve.models.hf_config import read_model_spec
-from tests.checkpoints import architecture
+from tests.families import architecture
 
 from .conftest import FAMILIES, Driver
 from .test_bits import RECURRENT

@@ -1,10 +1,11 @@
-"""Two small tokenizers in model directories: byte-level BPE as Qwen has it, SentencePiece style as
-Mixtral has it.
+"""Two small tokenizers in model directories (byte-level BPE as Qwen's, SentencePiece as Mixtral's),
+and the grammars and the grammar checker on them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Backend
 
+from moeserve.sampling import GrammarSpec
+from moeserve.text.grammar_check import GrammarChecker
 from moeserve.text.tokenizer import Tokenizer
+from tests.text.grammar_case import EXTRA, Case
 
 CORPUS = [
     (
@@ -163,3 +167,27 @@ def sentencepiece(sentencepiece_dir: Path) -> Tokenizer:
 @pytest.fixture(params=["byte_level", "sentencepiece"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def bytes_case(byte_level: Tokenizer) -> Case:
+    return Case(byte_level, "<|im_end|>")
+
+
+@pytest.fixture(scope="module", params=["byte_level", "sentencepiece"])
+def case(request: pytest.FixtureRequest, bytes_case: Case) -> Case:
+    if request.param == "byte_level":
+        return bytes_case
+    return Case(request.getfixturevalue("sentencepiece"), "</s>")
+
+
+@pytest.fixture(scope="module")
+def checker(byte_level: Tokenizer) -> Iterator[GrammarChecker]:
+    made = GrammarChecker(
+        byte_level,
+        byte_level.backend.get_vocab_size() + EXTRA,
+        [byte_level.backend.token_to_id("<|im_end|>")],
+    )
+    made.check(GrammarSpec("json_object"), "x")  # starts the process
+    yield made
+    made.close()

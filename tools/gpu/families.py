@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moeserve import LLM, SamplingParams
-from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.checkpoints import write_checkpoint
+from tests.families import FAMILIES
 from tools.gpu.bench import Bench
 
 PROMPTS = [[3 + (7 * i + j) % 250 for j in range(40 + 30 * i)] for i in range(3)]

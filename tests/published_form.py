@@ -1,0 +1,230 @@
+"""Rewrite small checkpoints as their authors publish them, where transformers writes another form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests import lightning
+from tests.families import ARCHITECTURES, FULL, LIGHTNING, LLAMA3, SLIDING, SMALL, Options
+
+Tensors = dict[str, Tensor]
+Rewrite = Callable[[Options, Tensors], tuple[Options, Tensors]]
+
+
+def _with_mtp(names: str, *, layer: int | None = None) -> Rewrite:
+    """Return a function that adds tensors of an MTP layer, which a loader must ignore."""
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    return lambda config, tensors: (
+        config,
+        tensors | {prefix + name: torch.ones(2, 2) for name in names.split()},
+    )
+
+
+def _bailing_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Ling and Ring 2.0, which transformers lacks: they compute what GLM-4.5 does."""
+    renamed: Tensors = {}
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        if ".q_proj." in name:
+            others = (tensors[name.replace(".q_proj.", f".{x}_proj.")] for x in "kv")
+            tensor = torch.cat((tensor, *others))
+        for old, new in {
+            "embed_tokens": "word_embeddings", "self_attn.q_proj": "attention.query_key_value",
+            "self_attn.o_proj": "attention.dense", "self_attn.q_norm": "attention.query_layernorm",
+            "self_attn.k_norm": "attention.key_layernorm",
+            "gate.e_score_correction_bias": "gate.expert_bias", "self_attn.": "attention.",
+        }.items():  # fmt: skip
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    kept = (*SMALL, "n_group", "topk_group", "head_dim", "num_experts_per_tok",
+            "moe_intermediate_size", "dtype", "first_k_dense_replace", "norm_topk_prob",
+            "routed_scaling_factor", "rms_norm_eps", "kv_lora_rank", "q_lora_rank",
+            "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
+    rope = config["rope_parameters"]
+    config = {key: config[key] for key in kept if key in config} | {
+        "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "num_experts": 8,
+        "num_shared_experts": 1, "use_qk_norm": True, "use_qkv_bias": False, "use_bias": False,
+        "partial_rotary_factor": 0.5, "rope_theta": rope["rope_theta"],
+        "rope_scaling": None, "moe_router_enable_expert_bias": True, "score_function": "sigmoid",
+        "auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"},
+    }  # fmt: skip
+    return config, renamed
+
+
+def _bailing_lightning(name: str) -> Rewrite:
+    """Ling 2.6 and Ring-linear 2.0."""
+
+    def published(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+        config, tensors = _bailing_moe(config, tensors)
+        return config | {
+            "architectures": [ARCHITECTURES[name]], "head_dim": LIGHTNING[name],
+            "model_type": "bailing_hybrid" if "kv_lora_rank" in config else "bailing_moe_linear",
+            "layer_group_size": lightning.GROUP, "group_norm_size": lightning.NORM_GROUPS,
+            "linear_silu": False,
+        }, tensors  # fmt: skip
+
+    return published
+
+
+def _kimi_k25(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Kimi-K2 as the text part of a multimodal checkpoint."""
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+        "dtype": config["dtype"], "text_config": config | {"model_type": "kimi_k2"},
+        "vision_config": {},
+    }  # fmt: skip
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    return config, tensors | {"vision_tower.patch_embed.proj.weight": torch.ones(2, 2)}
+
+
+def _mistral_large_3(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Mistral's own format: params.json and its names of tensors."""
+    renamed: Tensors = {}
+    names = {
+        "model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.norm": "norm",
+        "model.layers": "layers", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm", "self_attn": "attention", "q_a_proj": "wq_a",
+        "q_a_layernorm": "q_a_norm", "q_b_proj": "wq_b", "kv_a_proj_with_mqa": "wkv_a_with_mqa",
+        "kv_a_layernorm": "kv_a_norm", "kv_b_proj": "wkv_b", "o_proj": "wo",
+        "mlp.shared_experts": "shared_experts", "mlp.gate.weight": "gate.weight", "gate_proj": "w1",
+        "down_proj": "w2", "up_proj": "w3", "mlp": "feed_forward",
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        layer = ".".join(name.split(".")[1:3])
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                renamed |= {
+                    f"{layer}.experts.{expert}.w1.weight": gate,
+                    f"{layer}.experts.{expert}.w3.weight": up,
+                }
+        elif name.endswith("experts.down_proj"):
+            renamed |= {
+                f"{layer}.experts.{expert}.w2.weight": down for expert, down in enumerate(tensor)
+            }
+        else:
+            for old, new in names.items():
+                name = name.replace(old, new)
+            renamed[name] = tensor
+    rope = config["rope_parameters"]
+    length = rope["original_max_position_embeddings"]
+    params = {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
+        "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"],
+        "hidden_dim": config["intermediate_size"], "tied_embeddings": False,
+        "norm_eps": config["rms_norm_eps"], "rope_theta": rope["rope_theta"],
+        "moe": {
+            "expert_hidden_dim": config["moe_intermediate_size"], "expert_parallel": 1,
+            "expert_model_parallel": 1, "first_k_dense_replace": config["first_k_dense_replace"],
+            "num_expert_groups": 1, "num_shared_experts": 1, "num_expert_groups_per_tok": 1,
+            "num_experts": config["n_routed_experts"], "route_every_n": 1,
+            "num_experts_per_tok": config["num_experts_per_tok"],
+            "routed_scale": config["routed_scaling_factor"],
+        },
+        "yarn": {"alpha": 1, "beta": 32, "apply_scale": False, "factor": rope["factor"],
+                 "original_max_position_embeddings": length},
+        "llama_4_scaling": {
+            "beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": length,
+        },
+    } | {key: config[key] for key in ("head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+                                      "vocab_size", "qk_rope_head_dim", "v_head_dim",
+                                      "max_position_embeddings")}  # fmt: skip
+    return params, renamed
+
+
+def _step3p5(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """Step-3.5: the text part of Step-3.7, with an MTP layer in every per-layer list."""
+    text = config["text_config"]
+    rope = [text["rope_parameters"][kind] for kind in [*text["layer_types"], SLIDING]]
+    full = text["rope_parameters"][FULL]
+    kept = (*SMALL, "head_dim", "sliding_window", "moe_intermediate_size", "share_expert_dim",
+            "rms_norm_eps", "moe_router_scaling_factor")  # fmt: skip
+    config = {key: text[key] for key in kept if key in text and key != "num_key_value_heads"} | {
+        "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "dtype": "float32",
+        "num_attention_groups": text["num_key_value_heads"], "moe_num_experts": 8, "moe_top_k": 3,
+        "num_nextn_predict_layers": 1, "layer_types": [*text["layer_types"], SLIDING],
+        "moe_layers_enum": "1,2,3", "swiglu_limits": [*text["swiglu_limits"], 0.0],
+        "swiglu_limits_shared": [*text["swiglu_limits_shared"], 0.0],
+        "rope_theta": [each["rope_theta"] for each in rope],
+        "partial_rotary_factors": [each["partial_rotary_factor"] for each in rope],
+        "rope_scaling": {key: full[key] for key in LLAMA3 if key != "rope_theta"},
+        "yarn_only_types": [FULL], "use_head_wise_attn_gate": True, "use_moe_router_bias": True,
+        "moe_router_activation": "sigmoid", "norm_expert_weight": True, "need_fp32_gate": True,
+        "attention_other_setting": {"attention_type": SLIDING, "num_attention_heads": 6,
+                                    "num_attention_groups": 2, "head_dim": 32},
+    }  # fmt: skip
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("vi")}
+    return config, tensors | {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}
+
+
+def _mimo_v2_flash(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """The hub's keys for kinds of layers, RoPE and sliding windows."""
+    rope = config.pop("rope_parameters")
+    config |= {
+        "hybrid_layer_pattern": [int(kind == SLIDING) for kind in config.pop("layer_types")],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config.pop("mlp_layer_types")],
+        "rope_theta": rope[FULL]["rope_theta"], "swa_rope_theta": rope[SLIDING]["rope_theta"],
+        "partial_rotary_factor": rope[FULL]["partial_rotary_factor"],
+        "layernorm_epsilon": config.pop("rms_norm_eps"), "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "swa_head_dim": 24, "swa_v_head_dim": 16,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+        "routed_scaling_factor": None, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "attention_value_scale": 0.707, "sliding_window": config["sliding_window"] - 1,
+        "sliding_window_size": config["sliding_window"] - 1,
+    }  # fmt: skip
+    return config, tensors | {"model.mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}
+
+
+def _qwen3_vl_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """The hub's experts [E, D, 2I] and [E, I, D], which transformers reads but no longer writes."""
+    return config, {
+        name: tensor.transpose(1, 2) if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _kimi_linear(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """The hub's keys for kinds of layers, and its names of dense MLPs."""
+    kinds = list(enumerate(config.pop("layer_types"), 1))
+    config["linear_attn_config"] = {
+        "full_attn_layers": [layer for layer, kind in kinds if kind == FULL],
+        "kda_layers": [layer for layer, kind in kinds if kind != FULL],
+        "head_dim": config.pop("linear_head_dim"), "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }  # fmt: skip
+    config["first_k_dense_replace"] = config.pop("mlp_layer_types").count("dense")
+    dense = "layers.0.block_sparse_moe."
+    return config, {
+        name.replace(dense, "layers.0.mlp."): tensor for name, tensor in tensors.items()
+    }
+
+
+# Family -> function that rewrites (config, tensors) as transformers writes them into the published
+# form.
+PUBLISHED: dict[str, Rewrite] = {
+    "bailing_moe": _bailing_moe,
+    **{name: _bailing_lightning(name) for name in LIGHTNING},
+    "deepseek_v3": _with_mtp(
+        "eh_proj.weight enorm.weight embed_tokens.weight shared_head.head.weight", layer=3
+    ),
+    "deepseek_v32": _with_mtp("eh_proj.weight enorm.weight self_attn.indexer.wk.weight", layer=3),
+    "glm_moe_dsa": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=3),
+    "glm4_moe": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=2),
+    "ernie4_5_moe": _with_mtp(
+        "model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"
+    ),
+    "kimi_k25": _kimi_k25,
+    "kimi_linear": _kimi_linear,
+    "qwen3_5_moe": _with_mtp("mtp.fc.weight"),
+    "qwen3_next": _with_mtp("mtp.fc.weight"),
+    "exaone_moe": _with_mtp("mtp.fc.weight mtp.layers.0.input_layernorm.weight"),
+    "mellum": _with_mtp("mtp.fc.weight"),
+    "mimo_v2_flash": _mimo_v2_flash,
+    "mistral_large_3": _mistral_large_3,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "step3p5": _step3p5,
+}
