@@ -1,1 +1,1 @@
-"""Routing, all2all backends, expert kernels, micro-batches, and the MoE layer that joins them."""
+"""The MoE layer, and its parts: routing, all-to-all backends, expert kernels, micro-batches."""

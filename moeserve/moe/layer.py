@@ -1,13 +1,12 @@
 """The MoE layer: router, dispatch, experts, combine.
 
-`MoELayer` runs the four steps one after the other. `FusedMoELayer` is the same layer where one
-kernel runs all of them, because no row leaves the rank. `plan_moe` chooses between the two once, at
-start.
+`MoELayer` runs the four steps one after the other. `FusedMoELayer` runs them in one kernel, which
+is possible if no row leaves the rank. `plan_moe` chooses between the two at start.
 
-Under tensor parallelism all ranks of an engine route all of its tokens, and each rank dispatches an
-equal share.
+With tensor parallelism, all ranks of an engine route all of its tokens, and each rank dispatches an
+equal share of them.
 
-T tokens, D model width, K experts per token, P received rows.
+T: tokens. D: model width. K: experts per token. P: received rows.
 """
 
 import sys
@@ -31,39 +30,34 @@ SharedExpert = Callable[[Tensor, RowContext], Tensor]
 
 
 def why_not_recorded(wire: All2AllCaps, compute: ExpertsCaps) -> str | None:
-    """Return why no CUDA graph can record what this backend and this kernel do; None if one can."""
-    needs_host = (
-        None
-        if compute.device_counts
-        else f"{compute.name} must know the counts of rows on the host"
-    )
-    return wire.not_recorded or needs_host
+    """Return why no CUDA graph can record this backend and this kernel; None if one can."""
+    if wire.not_recorded:
+        return wire.not_recorded
+    if not compute.device_counts:
+        return f"{compute.name} must know the counts of rows on the host"
+    return None
 
 
 @dataclass(eq=False)
 class MoELayer:
-    """One layer's experts behind one all2all backend and one expert kernel.
+    """One MoE layer.
 
-    `all2all`, `packed` (the local experts' weights in the kernel's layout) and `to_physical` are
-    replaced between steps when experts move or the group changes. shared: maps x [T, D] to what is
-    added to every token. on_input: the weight of a token's only expert multiplies the row that the
-    expert sees, not the result.
+    `all2all`, `packed` and `to_physical` are replaced between steps when experts are moved or the
+    group of ranks changes.
     """
 
     router: Router
     all2all: All2All
     experts: Experts
-    packed: Any
+    packed: Any  # the local experts' weights, in the layout of `experts`
     to_physical: LogicalToPhysical
-    shared: SharedExpert | None = None
+    shared: SharedExpert | None = None  # its result [T, D] is added for every token
     tp: TensorParallel = ALONE
-    on_input: bool = False
+    on_input: bool = False  # multiply weights with the inputs of experts, not with their results
 
     @property
     def not_recorded(self) -> str | None:
-        """Why no CUDA graph can record a call; None if one can, since a call never waits for the
-        device.
-        """
+        """Why no CUDA graph can record a call; None if one can."""
         if not self.to_physical.counts_on_device:
             return "the router's choices are counted on the host"
         return why_not_recorded(self.all2all.caps, self.experts.caps)
@@ -75,13 +69,13 @@ class MoELayer:
         ubatch: UBatch,
         router_TD: Tensor | None = None,
     ) -> Tensor:
-        """Return the layer's output [T, D]. router_TD: what the router reads, if not x."""
+        """Return the layer's output [T, D]. router_TD: the router's input, if it is not x."""
         num_tokens = context.num_tokens
         routing = self.router(x_TD if router_TD is None else router_TD, context)
         ubatch.note_load(self.to_physical.load(routing))
         routing = self.to_physical(routing)
         tp = self.tp
-        # Padding is shared out as well where only the device knows how much of it there is.
+        # If only the device knows where padding begins, the padding is distributed as well.
         rows = len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens
         if tp.size == 1:
             return self._compute(x_TD, routing, context.part(slice(0, rows)), ubatch)
@@ -93,8 +87,9 @@ class MoELayer:
         return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - rows))
 
     def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
-        """Compute for the other ranks in a step in which this rank has no tokens. like_D: a row's
-        shape and dtype.
+        """Run the local experts for the other ranks, in a step in which this rank has no tokens.
+
+        like_D: a tensor with the shape and dtype of a row.
         """
         self(like_D.new_empty((0, like_D.shape[-1])), RowContext(0, ubatch.index), ubatch)
 
@@ -103,7 +98,7 @@ class MoELayer:
     ) -> Tensor:
         """Return the sum of the routed and the shared experts.
 
-        All ranks make as many rounds as the rank with the most tokens needs.
+        All ranks dispatch in as many rounds as the rank with the most tokens needs.
         """
         num_tokens = context.num_tokens
         assert isinstance(num_tokens, int)
@@ -116,7 +111,7 @@ class MoELayer:
         if (shared := self.shared) is not None and len(x_TD):
             run_shared = lambda: shared_TD.append(shared(x_TD, context))  # noqa: E731
         limit = self.all2all.caps.max_tokens or sys.maxsize
-        if num_tokens < len(x_TD):  # padding does not travel: ranks make room for tokens
+        if num_tokens < len(x_TD):  # padding is not dispatched
             out_TD[num_tokens:] = 0
         for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
             rows = slice(start, min(start + limit, num_tokens))
@@ -132,7 +127,7 @@ class MoELayer:
         ubatch: UBatch,
         run_shared: Callable[[], None] | None,
     ) -> None:
-        """Dispatch, experts, combine; `run_shared` runs while results travel home."""
+        """Dispatch, run the experts, combine. `run_shared` runs during the combine."""
         ticket = ubatch.overlap(
             lambda: self.all2all.dispatch(x_TD, routing, ubatch), name="dispatch"
         )
@@ -154,8 +149,9 @@ class MoELayer:
 
 @dataclass(eq=False)
 class FusedMoELayer(MoELayer):
-    """A layer on one rank whose router, dispatch, experts and combine are one call of the expert
-    kernel. The bits are those of the four steps."""
+    """An MoE layer that runs router, dispatch, experts and combine in one call of the expert
+    kernel, with the same bits as `MoELayer`. Needs a single rank.
+    """
 
     not_recorded = None
 
@@ -170,14 +166,14 @@ class FusedMoELayer(MoELayer):
         ubatch: UBatch,
         router_TD: Tensor | None = None,
     ) -> Tensor:
-        if router_TD is not None:  # the fused router reads what the experts read
+        if router_TD is not None:  # the fused kernel has one input for router and experts
             return super().__call__(x_TD, context, ubatch, router_TD)
         out_TD = ubatch.run_fused(lambda: self._fused(x_TD, self.packed, context.num_tokens))
         return out_TD if self.shared is None else out_TD + self.shared(x_TD, context)
 
     def expect(self, layer: "FusedMoELayer") -> None:
-        """Let experts on disk be read ahead for the next layer, where this one's kernel can guess
-        them.
+        """Let this layer's kernel predict the experts of the next layer, `layer`, so that they are
+        read from disk in advance. Does nothing if the kernel cannot.
         """
         if hasattr(self._fused, "expect"):
             self._fused.expect(layer._fused)

@@ -1,6 +1,5 @@
-"""A transfer in two phases: `start` returns a `Pending`, and `wait` returns its result.
-
-`UBatch.overlap` does other work between the two. Backends (`moe/all2all/`) return these.
+"""Transfers in two phases: `dispatch` and `combine` start one and return a `Pending`; its `wait`
+returns the result. `UBatch.overlap` runs other work between the two.
 """
 
 from collections.abc import Callable
@@ -14,42 +13,38 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """The result of a transfer that was started."""
+    """The future result of a transfer."""
 
     @property
     def arrived_ns(self) -> int:
-        """Return the monotonic time at which the last row arrived; valid after `wait`.
+        """When the last row arrived, in ns of the monotonic clock. Valid after `wait`.
 
-        0: nothing travelled, or the time is unknown. `ON_DEVICE` (comm/gloo.py): `wait` did not
-        wait on the host; it only told the device to wait.
+        0: nothing was transferred, or the time is unknown. `ON_DEVICE` (comm/gloo.py): `wait` only
+        makes the device wait, not the host.
         """
 
     def arrive(self) -> None:
-        """Launch the receiving side early, if there is one.
+        """Launch the receiving kernel now instead of in `wait`, if there is one.
 
-        The other micro-batch calls this before it sends, any number of times.
+        The other micro-batch calls this before it sends. Repeated calls do nothing.
         """
         return
 
     def wait(self) -> T_co:
-        """Return the result, once.
+        """Wait for the transfer and return the result. May be called once.
 
-        Raises PeerLost with the missing ranks: at once when they are gone, after the members'
-        deadline when they are silent. For a `Checked` backend this only makes the current stream
+        Raises PeerLost with the missing ranks: immediately if they are gone, after the members'
+        deadline if they are silent. With a `Checked` backend, this only makes the current stream
         wait.
         """
 
 
 @dataclass(slots=True)
 class Transfer(Pending[T]):
-    """A transfer without a separate receiving side.
+    """A transfer without a receiving kernel."""
 
-    finish: the implementation of `wait`.
-    arrived: the implementation of `arrived_ns`.
-    """
-
-    finish: Callable[[], T]
-    arrived: Callable[[], int] = lambda: ON_DEVICE
+    finish: Callable[[], T]  # implements `wait`
+    arrived: Callable[[], int] = lambda: ON_DEVICE  # implements `arrived_ns`
 
     @property
     def arrived_ns(self) -> int:
@@ -61,7 +56,7 @@ class Transfer(Pending[T]):
 
 @dataclass(slots=True)
 class Completed(Pending[T]):
-    """A result that needed no communication."""
+    """A result that is already there, because nothing had to be transferred."""
 
     value: T
     arrived_ns: ClassVar[int] = 0

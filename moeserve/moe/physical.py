@@ -1,8 +1,8 @@
-"""From logical to physical experts: one table lookup per (token, k) pair, and the count of the
-load.
+"""Map logical experts, which the router chooses, to physical experts, of which ranks may have
+replicas. One table lookup per (token, k) pair. Also counts the load of each logical expert.
 
-T tokens, K experts per token, E logical experts, N replicas of the expert that has most, W turns in
-the table.
+T: tokens. K: experts per token. E: logical experts. N: the most replicas of an expert.
+W: turns in the table.
 """
 
 import math
@@ -14,17 +14,20 @@ from numpy.typing import NDArray
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
 
-MAX_TURNS = 64  # with more replicas than divide it, shares differ by a 64th at most
-_GROW = 1024  # tokens that the table of turns grows by
+MAX_TURNS = 64  # limits the table; if replicas do not divide it, their shares differ by <= 1/64
+_GROW = 1024  # tokens by which `_starts_T1` grows
 
 
 class LogicalToPhysical:
-    """One layer's map. Tokens take an expert's replicas in turn, by token index plus layer. The
-    choice of a replica changes no bit, because all hold the same weights.
+    """The map of one layer.
 
-    Turn w of expert e is entry w * (E + 1) + e + 1 of a flat table, and entry w * (E + 1) is the -1
-    of padding. counts_on_device: the device counts the load, so that the host need not wait for the
-    ids.
+    Tokens use an expert's replicas in turn, by token index plus layer. The choice of a replica does
+    not change results, because all replicas hold the same weights.
+
+    Turn w of expert e is entry w * (E + 1) + e + 1 of a flat table. Entry w * (E + 1) is -1, for
+    padding (e = -1).
+
+    counts_on_device: count the load on the device, so that the host need not wait for the ids.
     """
 
     def __init__(
@@ -52,10 +55,10 @@ class LogicalToPhysical:
         self._table = torch.from_numpy(padded.ravel()).to(self.device)
         self._turns = turns
         self._starts_T1 = torch.empty((0, 1), dtype=torch.int32, device=self.device)
-        self._outgrown: list[torch.Tensor] = []  # recorded steps still read them
+        self._outgrown: list[torch.Tensor] = []  # kept because recorded graphs still read them
 
     def __call__(self, routing: Routing) -> Routing:
-        """Return the routing with physical experts for logical ones; -1 stays -1."""
+        """Replace logical experts by physical experts; -1 stays -1."""
         if self.is_identity:
             return routing
         ids_TK = routing.ids_TK
@@ -66,14 +69,15 @@ class LogicalToPhysical:
         )
 
     def after(self, placement: Placement) -> "LogicalToPhysical":
-        """Return the same layer's map under another placement."""
+        """Return the map of the same layer under another placement."""
         return LogicalToPhysical(
             placement, self.layer, self.device, counts_on_device=self.counts_on_device
         )
 
     def load(self, routing: Routing) -> NDArray[np.int64] | torch.Tensor:
-        """Return the (token, k) pairs of each logical expert [E], without padding; int32 where the
-        device counts.
+        """Count the (token, k) pairs of each logical expert, [E], without padding.
+
+        A tensor of int32 if the device counts.
         """
         if self.counts_on_device:
             ids_N = routing.ids_TK.reshape(-1).long() + 1
@@ -83,14 +87,11 @@ class LogicalToPhysical:
         return np.bincount(ids + 1, minlength=self.num_experts + 1)[1:]
 
     def _starts(self, tokens: int) -> torch.Tensor:
-        """Return where each token's part of the table begins, plus one, so that id -1 finds the
-        entry of padding.
-        """
+        """Return the table entry of expert 0 for each token, w * (E + 1) + 1, [T, 1]."""
         if tokens > self._starts_T1.shape[0]:
-            upto = -(-tokens // _GROW) * _GROW
+            capacity = -(-tokens // _GROW) * _GROW
             self._outgrown.append(self._starts_T1)
-            turn_T = (
-                torch.arange(upto, dtype=torch.int32, device=self.device) + self.layer
-            ) % self._turns
+            token_T = torch.arange(capacity, dtype=torch.int32, device=self.device)
+            turn_T = (token_T + self.layer) % self._turns
             self._starts_T1 = (turn_T * (self.num_experts + 1) + 1)[:, None]
         return self._starts_T1[:tokens]

@@ -1,14 +1,15 @@
-"""Streams for communication beside computation; on CUDA a stream of its own, tied to the computing
-one by events.
+"""Run communication beside computation, on a CUDA stream of its own.
 
-All micro-batches of a process compute on one stream, in the order of their turns, and all its
-transfers run on another, in the order of `launch`. The host only launches: a transfer begins behind
-what was computed before, and what is computed after `join` begins behind the transfer.
+All micro-batches of a process compute on one stream, in the order of their turns. All transfers run
+on a second stream, in the order of `launch`. Events connect the two: a transfer starts after the
+computation that was launched before it, and computation that is launched after `join` starts after
+the transfer. The host never waits.
 
-Memory. torch gives a freed block to the next work on the stream that allocated it. So a tensor that
-a transfer still reads must not be freed: a launch keeps its `work`, and with it all that the
-closure names, until `join`. A tensor that a transfer has made may be freed while it is computed on:
-only the next transfer can be given its memory, and that begins behind the computation.
+Memory: torch reuses a freed block for the next work on the stream that allocated it.
+- A tensor that a transfer still reads must not be freed. So a launch keeps its `work`, and all
+  tensors that the closure refers to, until `join`.
+- A tensor that a transfer made may be freed while computation still reads it. Only the next
+  transfer can get its memory, and that starts after the computation.
 """
 
 from collections.abc import Callable
@@ -19,25 +20,27 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-HIGH = (
-    -1
-)  # priority: a transfer's few blocks come before the many of a product that waits for room as well
+# The stream's priority (lower runs first): a transfer has few blocks, and they should not wait
+# behind the many blocks of a matrix product.
+HIGH = -1
 
 
 class InFlightTransfer:
-    """A transfer in the device's time; `work` is kept until `join`.
+    """The CUDA events that time one transfer.
 
-    A transfer on another library's stream is entered around the call that makes the current stream
-    wait for it: the end of that wait is taken for the transfer's own.
+    For a transfer on another library's stream, use this as a context manager around the call that
+    makes the current stream wait for it. The end of that wait counts as the end of the transfer.
     """
 
     __slots__ = ("awaited", "begun", "ended", "is_joined", "work")
 
     def __init__(self, work: object = None) -> None:
-        self.work = work
+        self.work = work  # keeps its tensors alive until `join`
         self.is_joined = False
-        event: Any = torch.cuda.Event
-        self.begun, self.awaited, self.ended = (event(enable_timing=True) for _ in range(3))
+        new_event: Any = torch.cuda.Event
+        self.begun = new_event(enable_timing=True)
+        self.awaited = new_event(enable_timing=True)
+        self.ended = new_event(enable_timing=True)
 
     def join(self) -> None:
         """Make the current stream wait for the transfer."""
@@ -55,44 +58,51 @@ class InFlightTransfer:
 
     @property
     def times_us(self) -> tuple[int, int]:
-        """The transfer's duration, and the part of it in which computation stood waiting; for a
-        device that has passed `join`."""
+        """The duration of the transfer, and how long computation waited for it.
+
+        Valid once the device has passed `join`.
+        """
         took_ms = self.begun.elapsed_time(self.ended)
-        stood_ms = self.awaited.elapsed_time(self.ended)
-        return int(took_ms * 1000), int(max(0.0, min(took_ms, stood_ms)) * 1000)
+        waited_ms = self.awaited.elapsed_time(self.ended)
+        return int(took_ms * 1000), int(max(0.0, min(took_ms, waited_ms)) * 1000)
 
 
 class CommStream:
-    """Runs work in the order of the calls, each after all that the calling thread's current stream
-    was given before.
+    """Runs transfers in the order of `launch`, each after all earlier work of the calling thread's
+    current stream.
 
-    This one runs it at once on the current stream: for CPUs, and for transfers that computation
-    would have to wait for anyway.
+    This base class runs them immediately on the current stream: for CPUs, and for transfers for
+    which computation would have to wait anyway.
     """
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Run `work`, and returns a `join`: it makes the current stream wait for the work, and
-        returns its value. The work must name all tensors that it uses and did not make: they live
-        until `join`."""
+        """Launch `work`, and return its `join`.
+
+        `join` makes the current stream wait for the work, and returns the work's value. The closure
+        must refer to all tensors that it reads: this keeps them alive until `join`.
+        """
         value = work()
         return lambda: value
 
     def watch(self) -> AbstractContextManager[None]:
-        """Time a transfer that begins here without `launch`; to be entered as an
-        `InFlightTransfer` is.
+        """Start to time a transfer that begins now, on another library's stream.
+
+        Enter the result around the wait for the transfer, as described at `InFlightTransfer`.
         """
         return nullcontext()
 
     def take_transfers(self) -> list[InFlightTransfer]:
-        """Return what was joined since the last call, in the order of launching; to be called
-        after each step.
+        """Return the transfers that were joined since the last call, in the order of launching.
+
+        Call this after each step.
         """
         return []
 
 
 class CudaStream(CommStream):
-    """A stream of its own on a device. Transfers that a recorded graph replays are not among
-    `take_transfers`.
+    """A separate stream on a CUDA device.
+
+    `take_transfers` omits the transfers in recorded graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,11 +115,10 @@ class CudaStream(CommStream):
             self._stream.wait_event(transfer.begun)
             try:
                 value = work()
-            finally:  # of work that fails a part may run
+            finally:  # if `work` raises, a part of it may have been launched
                 transfer.ended.record()
 
         def join() -> T:
-            """Wait once; a second call only returns the value."""
             if not transfer.is_joined:
                 transfer.join()
             return value
@@ -128,7 +137,7 @@ class CudaStream(CommStream):
 
     def take_transfers(self) -> list[InFlightTransfer]:
         joined = [transfer for transfer in self._transfers if transfer.is_joined]
-        # Nobody joins the transfers of a failed step; they keep what they use until they are over.
+        # The transfers of a failed step are never joined. Keep their tensors until they have ended.
         self._transfers = [
             transfer
             for transfer in self._transfers
@@ -138,8 +147,10 @@ class CudaStream(CommStream):
 
 
 def comm_stream(device: torch.device | str) -> CommStream:
-    """Return the device's only stream for transfers: two could wait for each other crosswise, if
-    ranks used them in different order."""
+    """Return the stream for transfers of a device.
+
+    There is one per device, because ranks that used two in different orders could deadlock.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return CommStream()
@@ -152,8 +163,10 @@ def _cuda_stream(index: int) -> CudaStream:
 
 
 def here() -> Callable[[], AbstractContextManager[object]]:
-    """Return a context in which another thread launches on the calling thread's stream: torch's
-    current device and stream are per thread."""
+    """Return a context manager with which another thread uses the calling thread's CUDA stream.
+
+    torch's current device and stream are per thread.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext
     stream = torch.cuda.current_stream()

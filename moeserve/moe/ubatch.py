@@ -1,10 +1,9 @@
-"""A micro-batch: one part of the batch on its way through the model, with its communication, times
-and loads.
+"""A micro-batch: one part of the batch, with its transfers, times and expert loads.
 
-With a single micro-batch nothing overlaps but the work given as `meanwhile`. Dual-batch overlap is
-two micro-batches that take turns: `overlap` sends this micro-batch's rows, lets the other one
-compute while they travel, and then waits for them. Only the MoE layer calls `overlap`, so model
-code stays the same.
+Dual-batch overlap (DBO) splits a step into two micro-batches that take turns. `overlap` starts a
+transfer of this micro-batch, lets the other one compute in the meantime, and then waits for the
+transfer. Only the MoE layer calls it, so model code is the same with and without DBO. With a single
+micro-batch, only the work passed as `meanwhile` overlaps.
 """
 
 import time
@@ -23,33 +22,31 @@ from moeserve.moe.pending import Completed, Pending
 from moeserve.moe.ping_pong import PingPong
 
 T = TypeVar("T")
-Load = NDArray[np.int64] | Tensor  # rows per expert; a tensor where they were counted on a device
-SHORTEST_NS = 1000  # a shorter span of work is no work
-WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}
+Load = NDArray[np.int64] | Tensor  # rows per expert; a tensor if they were counted on a device
+SHORTEST_NS = 1000  # shorter spans of work are omitted from traces
+WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}  # transfer -> work before it
 
 
 @dataclass(slots=True)
 class UBatchMeter:
-    """Times of a micro-batch's transfers in one step, in ns on the monotonic clock.
+    """The times of a micro-batch's transfers in one step, in ns of the monotonic clock.
 
-    comm_ns: from the start of each transfer to the arrival of its last row, summed. exposed_ns: the
-    part of comm_ns in which the micro-batch stood in `wait`, or in `arrive` for its sibling. No
-    other micro-batch computes then, because this one has the turn; work that `wait` does once all
-    rows are here does not count. events: a list in a traced step.
-
-    Transfers that arrive `ON_DEVICE` are left out: the host only launches them (moe/streams.py
-    times those by events), and a trace shows when they were launched.
+    Transfers that end `ON_DEVICE` are omitted, because the host only launches them. moe/streams.py
+    times those with CUDA events.
     """
 
-    index: int
-    comm_ns: int = 0
+    index: int  # of the micro-batch
+    comm_ns: int = 0  # the sum over transfers, from the start to the arrival of the last row
+    # The part of comm_ns that nothing overlaps: this micro-batch has the turn, and is in `wait`, or
+    # in `arrive` for its sibling. Work that `wait` does after the last row has arrived is excluded.
     exposed_ns: int = 0
-    events: list[TraceEvent] | None = None
-    _resumed_ns: int = 0
+    events: list[TraceEvent] | None = None  # None if the step is not traced
+    _resumed_ns: int = 0  # when the current work began
 
     def reset(self, trace: bool) -> None:
         """Begin a step."""
-        self.comm_ns = self.exposed_ns = 0
+        self.comm_ns = 0
+        self.exposed_ns = 0
         self.events = [] if trace else None
 
     def resume(self) -> None:
@@ -58,7 +55,7 @@ class UBatchMeter:
             self._resumed_ns = time.monotonic_ns()
 
     def work(self, name: str, layer: int) -> None:
-        """Name the work since the last mark, and marks the beginning of other work."""
+        """Record the work since the last mark as `name`, and mark the beginning of more work."""
         if self.events is not None:
             now_ns = time.monotonic_ns()
             if now_ns - self._resumed_ns >= SHORTEST_NS:
@@ -70,12 +67,12 @@ class UBatchMeter:
     def transfer(
         self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int
     ) -> None:
-        """Count a transfer from start_ns to arrived_ns, for which the micro-batch waited from
+        """Record a transfer from start_ns to arrived_ns, for which the micro-batch waited from
         wait_ns to end_ns.
         """
         if arrived_ns == ON_DEVICE:
             return
-        arrived_ns = min(arrived_ns or end_ns, end_ns)  # a backend that cannot tell says 0
+        arrived_ns = min(arrived_ns or end_ns, end_ns)  # 0: the backend does not know
         self.comm_ns += max(0, arrived_ns - start_ns)
         self.exposed_ns += max(0, arrived_ns - wait_ns)
         if self.events is not None:
@@ -85,53 +82,55 @@ class UBatchMeter:
 
 
 class UBatch:
-    """One of the step's micro-batches, the one numbered `index`.
-
-    most_tokens: those of the rank that has most in this micro-batch and step; all ranks make as
-    many rounds as that rank needs.
-    """
+    """One micro-batch of a step. The object is reused for every step."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
+        # The tokens of this micro-batch on the rank that has the most, in the current step. All
+        # ranks dispatch as many rounds as that rank needs.
         self.most_tokens = 0
         self.meter = UBatchMeter(index)
         self._loads: list[Load] = []
         self._ping_pong: PingPong | None = None
         self._sibling: UBatch | None = None
-        self._inbox: list[Callable[[], None]] = []  # receives that the sibling wants launched
-        self._early_ns = 0  # when the first part of the next transfer was sent
+        self._receives: list[Callable[[], None]] = []  # to launch for the sibling
+        self._early_ns = 0  # when the first part of the next transfer was sent; 0: not yet
 
     def couple(self, ping_pong: PingPong, sibling: "UBatch") -> None:
-        """Share the next step with `sibling`. To be called for both before either enters."""
+        """Share the next step with `sibling`. Call this for both before either one runs."""
         self._ping_pong = ping_pong
         self._sibling = sibling
-        self._inbox.clear()
+        self._receives.clear()
         self._early_ns = 0
 
     @property
     def in_turns(self) -> bool:
-        """Whether this step has two micro-batches, on every rank."""
+        """Whether this step has two micro-batches. The same on every rank."""
         return self._ping_pong is not None
 
     def run_in_turns(self, work: Callable[[], T]) -> T | None:
-        """Run this micro-batch's part of the step from its first turn on; then the sibling goes on
-        alone. An error ends the step of both and becomes the `PingPong`'s."""
+        """Wait for the first turn, and run this micro-batch's part of the step.
+
+        An error fails the step of both micro-batches. It is kept as the error of the `PingPong`,
+        and this returns None.
+        """
         ping_pong = self._ping_pong
         assert ping_pong is not None
         try:
             ping_pong.take(self.index)
             result = work()
-            self._receive()
+            self._launch_receives()
             if self._sibling is not None:
                 self._sibling._sibling = None
-            ping_pong.give_up(self.index)
+            ping_pong.finish(self.index)
             return result
         except BaseException as error:
             ping_pong.poison(error)
-            self._inbox.clear()
+            self._receives.clear()
             return None
         finally:
-            self._ping_pong = self._sibling = None
+            self._ping_pong = None
+            self._sibling = None
 
     def overlap(
         self,
@@ -139,15 +138,14 @@ class UBatch:
         meanwhile: Callable[[], None] | None = None,
         name: str = "transfer",
     ) -> T:
-        """Start a transfer, runs `meanwhile`, lets the sibling work, and returns the transfer's
-        result.
+        """Start a transfer, run `meanwhile`, let the sibling run, and return the transfer's result.
 
         name: "dispatch" or "combine", for traces.
         """
         meter = self.meter
         layer = len(self._loads) - 1
         meter.work(WORK_BEFORE.get(name, "work"), layer)
-        self._receive()
+        self._launch_receives()
         start_ns = self._early_ns or time.monotonic_ns()
         self._early_ns = 0
         pending = start()
@@ -157,7 +155,7 @@ class UBatch:
             meter.work("shared", layer)
         if self._sibling is not None and self._ping_pong is not None:
             if not isinstance(pending, Completed):
-                self._sibling._inbox.append(pending.arrive)
+                self._sibling._receives.append(pending.arrive)
             self._ping_pong.pass_on(self.index)
             meter.resume()
         wait_ns = time.monotonic_ns()
@@ -167,9 +165,7 @@ class UBatch:
         return value
 
     def run_fused(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
-        """Run a layer whose rows stay on this rank; `compute` returns the output and the rows per
-        expert.
-        """
+        """Run a layer without transfers. `compute` returns the output and the rows per expert."""
         layer = len(self._loads)
         self.meter.work(WORK_BEFORE["dispatch"], layer)
         out_TD, counts_E = compute()
@@ -178,34 +174,36 @@ class UBatch:
         return out_TD
 
     def send_early(self, send: Callable[[], None]) -> None:
-        """Send part of this micro-batch's next transfer, which counts as begun from here on."""
+        """Send part of this micro-batch's next transfer. The transfer's time starts now."""
         self._early_ns = time.monotonic_ns()
         send()
 
-    def _receive(self) -> None:
-        """Launch what the sibling will wait for. This happens right before the own send: a
-        receive may occupy the device or wait for its rows, so it must come behind this
-        micro-batch's work."""
-        if self._inbox:
+    def _launch_receives(self) -> None:
+        """Launch the receives that the sibling will wait for.
+
+        Called right before this micro-batch's own send, and no earlier, because a receive may block
+        the device until its rows arrive.
+        """
+        if self._receives:
             began_ns = time.monotonic_ns()
-            for arrive in self._inbox:
+            for arrive in self._receives:
                 arrive()
-            self._inbox.clear()
+            self._receives.clear()
             self.meter.exposed_ns += time.monotonic_ns() - began_ns
 
     def note_load(self, counts_E: Load) -> None:
-        """Record how many rows of this micro-batch one layer sent to each logical expert, without
-        padding.
-        """
+        """Record how many rows the next layer sends to each logical expert, without padding."""
         self._loads.append(counts_E)
 
     def take_load(self) -> Load:
-        """Return the rows per layer and expert [layers, E] since the last call; an empty array
-        when nothing was routed, a tensor if the device counted them."""
+        """Return the rows per layer and expert since the last call, [layers, E].
+
+        Empty if nothing was routed; a tensor if the device counted.
+        """
         loads = self._loads
         self._loads = []
-        if loads and isinstance(loads[0], Tensor):
+        if not loads:
+            return np.zeros((0, 0), np.int64)
+        if isinstance(loads[0], Tensor):
             return torch.stack([load for load in loads if isinstance(load, Tensor)])
-        return (
-            np.concatenate(loads).reshape(len(loads), -1) if loads else np.zeros((0, 0), np.int64)
-        )
+        return np.concatenate(loads).reshape(len(loads), -1)

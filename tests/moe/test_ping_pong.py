@@ -24,7 +24,7 @@ def run(
         try:
             ping_pong.take(place)
             work(place, ping_pong)
-            ping_pong.give_up(place)
+            ping_pong.finish(place)
         except BaseException as exc:
             raised[place] = exc
             ping_pong.poison(exc)

@@ -104,7 +104,7 @@ def test_one_rank_needs_no_transport(settings: dict[str, Any]) -> None:
 
 def test_what_was_asked_of_one_rank_is_answered() -> None:
     plan = plan_moe(needs(), offered(all2all="torch"), [reference()])
-    assert plan.reasons[0] == ("torch", "reference", "one rank has all experts: nothing travels")
+    assert plan.reasons[0] == ("torch", "reference", "one rank has all experts: nothing is sent")
     assert plan.all2all.caps.name == "local"
 
 

@@ -362,7 +362,7 @@ def test_leaving_wakes_waiters_here_and_there(who: int, tmp_path: Path) -> None:
             wait_for_rows(backends[0])
         assert time.monotonic() - started < 15
         backends[0].leave()
-        with pytest.raises(PeerLost, match="in no group"):
+        with pytest.raises(PeerLost, match="has not joined a group, or has left it"):
             wait_for_rows(backends[0])
 
 

@@ -1,3 +1,3 @@
-"""Backends that carry rows to their experts and back: one file per transport; `local` is the
-specification.
+"""The all-to-all backends, one file per transport: they send token activations to the ranks that
+hold their experts, and the results back. `local` (one rank) is the specification of the others.
 """

@@ -1,8 +1,10 @@
-"""The seam between the MoE layer and a transport: capabilities, receipts, split-phase results,
-layouts.
+"""The interface between the MoE layer and an all-to-all transport.
 
-T tokens of this rank, K experts per token, D model width, e local experts (those of this rank), P
-rows received for them, C rows that one expert has room for.
+A step calls `dispatch`, runs the local experts on `Ticket.inbound`, and passes the ticket and the
+results to `combine`. A row is one token's activation, on its way to one expert.
+
+T: tokens of this rank. K: experts per token. D: model width. e: local experts (of this rank).
+P: rows received for the local experts. C: capacity of one expert, in rows.
 """
 
 from collections.abc import Callable
@@ -23,11 +25,10 @@ from moeserve.moe.ubatch import UBatch
 
 
 class Layout(Enum):
-    """The arrangement of received rows in memory. GROUPED: [P, D], sorted by local expert. SLOTTED:
-    [e, C, D], each expert's rows first in its part."""
+    """The arrangement of received rows in memory."""
 
-    GROUPED = "grouped"
-    SLOTTED = "slotted"
+    GROUPED = "grouped"  # [P, D], sorted by local expert
+    SLOTTED = "slotted"  # [e, C, D], each expert's rows at the beginning of its C slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,64 +37,69 @@ class All2AllCaps:
 
     name: str
     layouts: frozenset[Layout]
-    wires: frozenset[str]  # dtypes that travel, e.g. "bfloat16"
-    # Tokens of one dispatch on one rank, the same on all ranks; None: no limit. A larger step goes
-    # in several rounds. `join` may change it.
+    wires: frozenset[str]  # dtypes of the model that it accepts, e.g. "bfloat16"
+    # The most tokens of one dispatch on one rank, the same on all ranks; None: no limit. A larger
+    # step is dispatched in several rounds. `join` may change it.
     max_tokens: int | None = None
-    copies: int = 3  # of received rows in memory at once, results included
-    # The width that rows are filled up to; None where they are too wide.
+    # How many buffers of all received rows exist at once, results included.
+    copies: int = 3
+    # Return the width to which rows are padded; None if they are too wide.
     pad_hidden: Callable[[int], int | None] = lambda width: width
+    # Return whether a group of this many ranks is supported.
     world_sizes: Callable[[int], bool] = lambda size: size >= 1
-    max_in_flight: int | None = None
+    max_in_flight: int | None = None  # dispatches of one micro-batch; None: no limit
     # Why no CUDA graph can record a dispatch; None if one can.
     not_recorded: str | None = "rows are counted on the host"
-    # Most tokens of each rank in a recorded dispatch; None: no limit. `join` may change it.
+    # The most tokens of each rank in a recorded dispatch; None: no limit. `join` may change it.
     most_recorded: int | None = None
-    recorded_rows: int = 0  # that a recorded dispatch may bring to memory of the graph's own
-    device_counts: bool = False  # counts of rows must stay on the device, see `Inbound`
-    # Rows stay on this rank as they are, so a kernel may sort and sum them itself (`Fusible`).
+    # The most rows that a recorded dispatch receives into the graph's own memory.
+    recorded_rows: int = 0
+    device_counts: bool = False  # row counts stay on the device, see `Inbound.counts_e`
+    # Rows are not moved or rounded, so a kernel may sort and sum them itself (`Fusible`).
     in_place: bool = False
-    # Rows and sums have the order that `Inbound` and `combine` promise, so bits do not depend on
-    # the ranks that have the experts.
+    # Rows and sums have the order that `Inbound` and `combine` promise, so the bits of a result do
+    # not depend on which rank holds an expert.
     exact: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     encrypts: bool = False  # rows between machines can be encrypted
-    obstacle: str | None = None  # why the backend is unavailable here
+    obstacle: str | None = None  # why the backend is unavailable here; None if it is available
 
 
 @dataclass(frozen=True, slots=True)
 class Inbound:
-    """The rows that the experts compute on.
+    """The rows that the local experts compute on.
 
-    Rows of one expert keep the order (source rank, token, k).
+    The rows of one expert are in the order (source rank, token, k).
     """
 
     layout: Layout
-    # GROUPED [P', D] with P' >= P (rows behind the last end hold anything finite), SLOTTED
-    # [e, C, D] (anything behind the counts).
+    # GROUPED: [P', D] with P' >= P; the rows after the last end are undefined, but finite.
+    # SLOTTED: [e, C, D]; the rows after each expert's count are undefined.
     rows: Tensor
-    # Valid rows of each local expert: int64 on the host, or int32 on the device where the host need
-    # not wait for them.
+    # The number of valid rows of each local expert: int64 on the host, or int32 on the device, so
+    # that the host need not wait.
     counts_e: NDArray[np.int64] | Tensor
-    # The ends of the experts' rows. GROUPED: inclusive prefix sums of counts_e. SLOTTED: counts_e.
+    # The end of each expert's rows. GROUPED: inclusive prefix sums of counts_e. SLOTTED: counts_e.
     ends_e: NDArray[np.int64] | Tensor
-    expected: int = 0  # for counts on the device: P with an even load; 0: all rows
-    most: int = 0  # for counts on the device: P at most; 0: all rows
-    # fp32 [..., D / 128] of any strides: rows are e4m3 as they travelled, with a scale for each 128
-    # elements. A kernel that multiplies such rows reads both; any other reads `x`. No exact backend
-    # leaves rows so.
+    expected: int = 0  # P under an even load, if counts are on the device; 0: all rows
+    most: int = 0  # upper bound of P, if counts are on the device; 0: all rows
+    # fp32 [..., D / 128] with any strides, or None. If set, `rows` are still e4m3, as they were
+    # sent, with one scale for each 128 elements. Kernels for fp8 rows read both; others read `x`.
+    # Exact backends leave this None.
     scales: Tensor | None = None
 
     @property
     def x(self) -> Tensor:
-        """The rows as the model has them, which were bfloat16 if they travelled with scales. In
-        slots those beyond the counts stay undefined, and the host waits for nothing."""
+        """The rows in the model's dtype (bfloat16, if there are scales).
+
+        SLOTTED rows after the counts stay undefined. The host does not wait for the device.
+        """
         if self.scales is None:
             return self.rows
         if self.layout is Layout.GROUPED:
             scales_PD = self.scales.repeat_interleave(BLOCK, 1)[:, : self.rows.shape[1]]
             return (self.rows.float() * scales_PD).to(torch.bfloat16)
-        from moeserve.kernels.fp8 import widen  # torch for CUDA brings Triton
+        from moeserve.kernels.fp8 import widen  # needs Triton, which only CUDA builds of torch have
 
         assert isinstance(self.counts_e, Tensor)
         x_eCD = self.rows.new_empty(self.rows.shape, dtype=torch.bfloat16)
@@ -101,55 +107,52 @@ class Inbound:
 
     @property
     def host_counts_e(self) -> NDArray[np.int64]:
-        """The counts for kernels that need them on the host; waits for the device if they are
-        there.
-        """
+        """`counts_e` on the host. Waits for the device if the counts are there."""
         counts_e = self.counts_e
         return counts_e.cpu().numpy().astype(np.int64) if isinstance(counts_e, Tensor) else counts_e
 
     def split(self, num_experts: int) -> "tuple[Inbound, Inbound]":
-        """Return the rows of the first local experts and those of the others, GROUPED. Both name
-        all local experts, some of them without rows."""
+        """Split GROUPED rows into those of the first `num_experts` local experts and the rest.
+
+        Both halves keep all local experts; the experts of the other half have a count of 0.
+        """
         assert self.layout is Layout.GROUPED
         assert self.scales is None
         first_e = self.host_counts_e.copy()
         rest_e = self.host_counts_e.copy()
-        first_e[num_experts:] = rest_e[:num_experts] = 0
-        rows = int(first_e.sum())
-        return (
-            Inbound(self.layout, self.rows, first_e, first_e.cumsum()),
-            Inbound(self.layout, self.rows[rows:], rest_e, rest_e.cumsum()),
-        )
+        first_e[num_experts:] = 0
+        rest_e[:num_experts] = 0
+        first_rows = int(first_e.sum())
+        first = Inbound(self.layout, self.rows, counts_e=first_e, ends_e=first_e.cumsum())
+        rest = Inbound(self.layout, self.rows[first_rows:], counts_e=rest_e, ends_e=rest_e.cumsum())
+        return first, rest
 
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """Permission to send the first `num_experts` local experts' results while the others are
-    computed: `send(y)`, at most once. Results that were not sent early go with `combine`."""
+    """The option to send the results of the first `num_experts` local experts before the others are
+    computed. `combine` sends all results that were not sent early.
+    """
 
     num_experts: int
-    send: Callable[[Tensor], None]
+    send: Callable[[Tensor], None]  # send(y), at most once
 
 
 @dataclass(slots=True)
 class Ticket:
-    """The single-use receipt of one dispatch. `private` belongs to the backend that issued it.
-
-    y: where the experts should write their results, laid out as inbound.rows, to save the backend a
-    copy; None: anywhere. `combine` takes any tensor all the same.
-    """
+    """The state of one dispatch, from `dispatch` to `combine`. It can be combined once."""
 
     inbound: Inbound
     routing: Routing
-    private: Any = None
+    private: Any = None  # the backend's own state
+    # Where the experts should write their results, in the layout of inbound.rows; None: anywhere.
+    # `combine` accepts any tensor, but has to copy one that is not this.
     y: Tensor | None = None
     early: Early | None = None
     _used: bool = field(default=False, repr=False)
 
     def use(self) -> None:
-        """Mark the ticket as used, in `combine`. Raises RuntimeError when this dispatch was
-        combined already.
-        """
+        """Mark the ticket as used; `combine` calls this. Raises RuntimeError on a second call."""
         if self._used:
             raise RuntimeError("this ticket was combined already; dispatch again to get a new one")
         self._used = True
@@ -157,47 +160,54 @@ class Ticket:
 
 @runtime_checkable
 class Checked(Protocol):
-    """A backend whose transfers the host does not wait for: their errors show later."""
+    """A backend whose `wait` only makes the device wait, so that errors of a transfer show later."""
 
     def check(self) -> None:
-        """Raises PeerLost if a transfer has failed. To be called when the host has waited for the
-        device, before it uses what was computed from transfers."""
+        """Raise PeerLost if a transfer has failed. Call this after the host has waited for the
+        device and before it uses results of the step.
+        """
 
 
 class All2All(Protocol):
-    """A transport of rows between ranks. All state of a call lives in its Ticket.
+    """A transport of rows between ranks. All state of a call is in its Ticket.
 
-    Between `join` and `leave` every rank must make the same calls in the same order on each
-    micro-batch. Micro-batches have channels of their own and are used by one thread each. Routing
-    ids are physical experts: physical expert p is local expert p % experts_per_rank of rank p //
-    experts_per_rank.
+    Between `join` and `leave`, every rank must make the same calls in the same order on each
+    micro-batch. Each micro-batch has its own channel and is used by one thread at a time.
+
+    Routing ids are physical experts: physical expert p is local expert p % experts_per_rank of rank
+    p // experts_per_rank.
     """
 
     caps: All2AllCaps
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """Connect to all members, one channel per micro-batch. Blocks. Raises PeerLost naming the
-        ranks that did not come."""
+        """Connect to all members, with one channel per micro-batch. Blocks.
+
+        Raises PeerLost, with the ranks that did not join.
+        """
 
     def leave(self) -> None:
-        """Drop all connections, at any time and from any thread; all waits, here and at peers,
-        raise PeerLost.
+        """Close all connections. May be called at any time and from any thread.
+
+        All waits, on this rank and on its peers, then raise PeerLost.
         """
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
-        """Send every row to the ranks that have its experts. x is not kept beyond `wait`."""
+        """Send every row to the ranks that hold its experts. x is not read after `wait`."""
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
-        """Send results (laid out as the inbound rows) home and writes the weighted sums to out_TD.
+        """Return results to the ranks of their tokens, and write the weighted sums to out_TD.
 
-        A token's rank sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become
-        zero. y is free again, for the next dispatch of this micro-batch, when `wait` has returned.
+        y: the results, in the layout of the inbound rows. After `wait` it may be overwritten, by
+        the next dispatch of this micro-batch. A sum is computed by the token's rank in the order
+        k = 0..K-1, in fp32, and rounded once. Tokens without experts get zeros.
         """
 
 
 class UnavailableBackend:
-    """Stands for a backend that cannot serve, so that the plan can show the reason. Nothing but
-    `caps` is ever used.
+    """A placeholder for a backend that cannot run here, so that the plan can show the reason.
+
+    Only its `caps` are used.
     """
 
     def __init__(self, name: str, why: str) -> None:

@@ -1,21 +1,30 @@
-"""CUDA ranks of one host: rows are pulled from each other's device memory, and the host never
-waits.
+"""All-to-all between GPU ranks of one host, which read rows from each other's device memory.
 
-The kernels are in kernels/exchange.py, and run on a stream per micro-batch beside the one that
-computes. A dispatch has four steps: copy the rows to the own region and send the ids; meet the
-others; sort all ranks' pairs by local expert; pull the rows. A combine has two: meet again; pull
-and add up the results from where the experts wrote them. Counts stay on the device, so the host
-plans for the most rows that there can be.
+The kernels (kernels/exchange.py) run on the device's stream for transfers, beside the compute
+stream. The host never waits.
 
-Why a buffer may be written again without a message. A meeting ends when every rank's stream has
-done the work that it was given before. A buffer has two meetings, D in its dispatch and C in its
-combine. The next dispatch writes rows and ids before its D; peers have read the old ones before
-this C. It writes places and results after its D; all ranks have read the old ones, for the sums of
-this combine, before that D. All ranks make the same calls in the same order, so a number identifies
-a meeting.
+A dispatch has four steps:
+1. Copy this rank's rows to its own region, and write its ids to all regions.
+2. Barrier.
+3. Sort the pairs of all ranks by local expert.
+4. Read the rows from the other regions, and write each row's place to its token's rank.
 
-T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that
-there can be.
+A combine has two steps:
+1. Barrier.
+2. Read the results from where the experts wrote them, and add them up.
+
+Counts stay on the device, so the host plans for the most rows that are possible.
+
+A buffer is reused without further messages. A barrier ends when every rank's stream has finished
+all work that precedes it. Let D be the barrier of a dispatch and C the barrier of its combine.
+- The next dispatch writes rows and ids before its D. The peers have read the previous ones before
+  C, which has ended.
+- It writes places and results after its D. All ranks have read the previous ones, for the sums of
+  the previous combine, before that D.
+All ranks make the same calls in the same order, so a number identifies a barrier.
+
+T: tokens of this rank. M: most tokens of any rank. K: experts per token. D: model width.
+P': the most rows that are possible.
 """
 
 from collections.abc import Callable
@@ -42,10 +51,10 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 
 NUM_BUFFERS = 2  # dispatches of a micro-batch that may be in flight
-PART = 256  # bytes: every part of a region begins at a multiple
+PART_ALIGNMENT = 256  # bytes
 
 
-class _Parts(NamedTuple):
+class _Offsets(NamedTuple):
     """The byte offsets of a buffer's parts in each rank's region."""
 
     ids: int
@@ -56,19 +65,17 @@ class _Parts(NamedTuple):
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory for one dispatch in flight. y [P', D]: this rank's results. rows_PW: the buffer for
-    pulled rows.
-    """
+    """The memory of one dispatch in flight."""
 
-    at: _Parts
-    y: Tensor
-    rows_PW: Tensor
+    at: _Offsets
+    y: Tensor  # [P', D] in this rank's region, for the results of its experts
+    rows_PW: Tensor  # received rows, encoded, as 32-bit words
     busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _IpcChannel:
-    """One micro-batch's end of the exchange."""
+    """This rank's end of the exchange for one micro-batch."""
 
     window: Window
     stream: CommStream
@@ -97,12 +104,13 @@ def make(facts: BackendFacts) -> "CudaIpcAll2All":
 
 
 class CudaIpcAll2All:
-    """Moves rows between ranks on GPUs of one host, or on one GPU. After a failure `wait` returns
-    as always, with undefined results: `check`, called after waiting for the device, raises
-    PeerLost.
+    """The backend for GPU ranks of one host; several ranks may share a GPU.
 
-    All ranks must agree on `ubatch.most_tokens`; each has as many tokens or fewer (0: as many as a
-    round may have).
+    After a failure, `wait` returns undefined results. `check`, called after waiting for the device,
+    raises PeerLost.
+
+    `ubatch.most_tokens` must be the same on all ranks. No rank may have more tokens (0: no more
+    than a round allows).
     """
 
     def __init__(
@@ -130,7 +138,7 @@ class CudaIpcAll2All:
             devices=frozenset({"cuda"}),
         )
         self._num_local = 0
-        self._num_rows = 0  # P' at most
+        self._num_rows = 0  # P' of the largest round
         self._channels: list[_IpcChannel] = []
         self._is_member = False
 
@@ -140,11 +148,14 @@ class CudaIpcAll2All:
         self._num_rows = max(self._facts.planned_rows, members.size * self._facts.top_k)
         parts, ubatch_bytes = self._layout()
         facts = self._facts
-        wire = f"{self._row_words} words of {self._wire.name}"
-        terms = f"{experts_per_rank} experts, {wire}, {facts.hidden_size} {facts.dtype}"
-        terms = f"{terms}, {self.caps.max_tokens} tokens to {facts.top_k} experts"
+        terms = (
+            f"{experts_per_rank} experts, {self._row_words} words of {self._wire.name}, "
+            f"{facts.hidden_size} {facts.dtype}, {self.caps.max_tokens} tokens to {facts.top_k} "
+            "experts"
+        )
         windows = self._memory.join(members, ubatches, ubatch_bytes, terms)
-        self._channels = []  # not before: the device might still have been filling the buffers
+        # Only now free the old buffers: before, the device may still have been writing to them.
+        self._channels = []
         self._channels = [
             _IpcChannel(
                 window,
@@ -155,27 +166,26 @@ class CudaIpcAll2All:
         ]
         self._is_member = True
 
-    def _layout(self) -> tuple[list[_Parts], int]:
-        """Return each buffer's parts of a micro-batch's region, and the region's bytes."""
+    def _layout(self) -> tuple[list[_Offsets], int]:
+        """Return the offsets of each buffer's parts in a micro-batch's region, and its size."""
         tokens = self._facts.round_tokens(1)
-        sizes = (
-            4 * self._num_rows,
-            4 * tokens * self._facts.top_k,
-            4 * self._row_words * tokens,
-            self._y_bytes,
+        sizes = _Offsets(
+            ids=4 * self._num_rows,
+            places=4 * tokens * self._facts.top_k,
+            x=4 * self._row_words * tokens,
+            y=self._y_bytes,
         )
-        starts = list(
-            accumulate(
-                (-(-size // PART) * PART for size in sizes * NUM_BUFFERS), initial=HEAD_BYTES
-            )
-        )
-        return [_Parts(*starts[4 * buffer :][:4]) for buffer in range(NUM_BUFFERS)], starts[-1]
+        aligned = [-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes]
+        starts = list(accumulate(aligned * NUM_BUFFERS, initial=HEAD_BYTES))
+        num_parts = len(aligned)
+        offsets = [_Offsets(*starts[num_parts * i :][:num_parts]) for i in range(NUM_BUFFERS)]
+        return offsets, starts[-1]
 
     @property
     def _y_bytes(self) -> int:
         return self._num_rows * self._facts.row_bytes
 
-    def _make_buffer(self, window: Window, at: _Parts) -> _Buffer:
+    def _make_buffer(self, window: Window, at: _Offsets) -> _Buffer:
         y = (
             window.own_B[at.y :][: self._y_bytes]
             .view(self._facts.dtype)
@@ -195,7 +205,7 @@ class CudaIpcAll2All:
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         if not self._is_member:
-            raise PeerLost("this rank is in no group")
+            raise PeerLost("this rank has not joined a group, or has left it")
         limit = self.caps.max_tokens
         channel = self._channels[ubatch.index]
         assert limit is not None
@@ -206,9 +216,9 @@ class CudaIpcAll2All:
             or x_TD.dtype != self._facts.dtype
             or tokens > most_tokens
         ):
-            asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
+            given = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
             takes = f"[T, {self._facts.hidden_size}] {self._facts.dtype} with T <= {most_tokens}"
-            raise ValueError(f"cannot dispatch {asked}; this backend takes {takes}")
+            raise ValueError(f"cannot dispatch {given}; this backend takes {takes}")
         buffer = next((buffer for buffer in channel.buffers if not buffer.busy), None)
         if buffer is None:
             raise RuntimeError(
@@ -234,11 +244,11 @@ class CudaIpcAll2All:
         num_local = self._num_local
         num_ranks = len(window.bases_R)
         top_k = routing.ids_TK.shape[1]
-        regions = window.bases_R, window.state
         x_TW = self._wire.encode(x_TD).contiguous().view(torch.int32)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         publish(
-            *regions,
+            window.bases_R,
+            window.state,
             window.rank,
             x_TW,
             ids_TK,
@@ -249,15 +259,15 @@ class CudaIpcAll2All:
             programs,
         )
         window.meet(most_tokens)
-        room = num_ranks * most_tokens
-        ids_NK = (
-            window.own_B[buffer.at.ids :][: 4 * room * top_k].view(torch.int32).view(room, top_k)
-        )
+        all_tokens = num_ranks * most_tokens
+        ids_B = window.own_B[buffer.at.ids :][: 4 * all_tokens * top_k]
+        ids_NK = ids_B.view(torch.int32).view(all_tokens, top_k)
         found = align(ids_NK, num_local, 128)
-        rows_PW = buffer.rows_PW[: room * top_k]
+        rows_PW = buffer.rows_PW[: all_tokens * top_k]
         assert found.order_N is not None
         gather(
-            *regions,
+            window.bases_R,
+            window.state,
             found.order_N,
             found.ends_e,
             most_tokens,
@@ -271,9 +281,13 @@ class CudaIpcAll2All:
             rows_PW.view(torch.uint8), self._facts.dtype, self._facts.hidden_size
         )
         inbound = Inbound(
-            Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k
+            Layout.GROUPED,
+            x_PD,
+            counts_e=found.counts_e,
+            ends_e=found.ends_e,
+            expected=most_tokens * top_k,
         )
-        return Ticket(inbound, routing, (channel, buffer), buffer.y[: len(x_PD)])
+        return Ticket(inbound, routing, private=(channel, buffer), y=buffer.y[: len(x_PD)])
 
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
@@ -286,7 +300,8 @@ class CudaIpcAll2All:
         join = channel.stream.launch(
             lambda: self._sum(channel.window, buffer, ticket.routing, out_TD)
         )
-        buffer.busy = False  # for work that this micro-batch's stream is given from now on
+        # Work that is launched from now on may use the buffer: it runs after `_sum`.
+        buffer.busy = False
         return Transfer(join)
 
     def _sum(self, window: Window, buffer: _Buffer, routing: Routing, out_TD: Tensor) -> Tensor:
@@ -294,8 +309,15 @@ class CudaIpcAll2All:
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         weights_TK = routing.weights_TK.float().contiguous()
         collect(
-            window.bases_R, window.state, window.rank, weights_TK, ids_TK, self._num_local,
-            buffer.at.places, buffer.at.y,
-            out_TD, self._facts.comm_sms,
-        )  # fmt: skip
+            window.bases_R,
+            window.state,
+            window.rank,
+            weights_TK,
+            ids_TK,
+            self._num_local,
+            buffer.at.places,
+            buffer.at.y,
+            out_TD,
+            self._facts.comm_sms,
+        )
         return out_TD

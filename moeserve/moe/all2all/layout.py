@@ -1,4 +1,8 @@
-"""Pure functions that backends share: rows sorted by expert, and the weighted sum of results."""
+"""Pure functions that the backends share: sort rows by expert, and sum results with weights.
+
+A pair is one (token, k) choice of the router; its number is t * K + k. P pairs have an expert, of N
+pairs in all.
+"""
 
 from dataclasses import dataclass
 
@@ -10,36 +14,33 @@ from torch import Tensor
 from moeserve.moe.routing import Routing
 from moeserve.ops import native_rows
 
-TERMS = 1 << 20  # fp32 elements that the weighted sum holds at a time
+TERMS = 1 << 20  # the most fp32 elements that `weighted_sum_plainly` has in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The destination of each (token, k) pair. order_P: pair t * K + k of every grouped row.
-    place_N: row of every pair, -1 for one that goes nowhere. counts_e: rows of each expert, on the
-    host."""
+    """The rows of all pairs, sorted by expert."""
 
-    order_P: Tensor
-    place_N: Tensor
-    counts_e: NDArray[np.int64]
+    order_P: Tensor  # the pair of each row
+    place_N: Tensor  # the row of each pair; -1 for pairs without an expert
+    counts_e: NDArray[np.int64]  # the number of rows of each expert
 
 
 def group_rows(ids_TK: Tensor, num_experts: int) -> Grouping:
-    """See `group_rows_plainly`; in native code where possible."""
+    """Do the same as `group_rows_plainly`, in native code if it is available."""
     if native_rows.AVAILABLE and ids_TK.is_cpu:
         return Grouping(*native_rows.group_pairs(ids_TK.int().contiguous(), num_experts))
     return group_rows_plainly(ids_TK, num_experts)
 
 
 def group_rows_plainly(ids_TK: Tensor, num_experts: int) -> Grouping:
-    """Return the stable order that makes each expert's rows contiguous; pairs with id -1 are left
-    out.
+    """Sort pairs by expert. The sort is stable, and pairs with id -1 are omitted.
 
     ids [[1], [0], [-1], [1]], 2 experts -> order [1, 0, 3], place [1, 0, -1, 2], counts [1, 2]
     """
     flat_N = ids_TK.reshape(-1)
-    # NumPy: this is a handful of small integers, and the host needs the counts. Radix sort, as ids
-    # fit 16 bits.
+    # In NumPy, because there are few integers and the host needs the counts. For int16, NumPy's
+    # stable sort is a radix sort.
     ids = flat_N.cpu().numpy().astype(np.int16)
     counts = np.bincount(ids + 1, minlength=num_experts + 1)
     order = ids.argsort(kind="stable")[counts[0] :]
@@ -50,24 +51,24 @@ def group_rows_plainly(ids_TK: Tensor, num_experts: int) -> Grouping:
 
 
 def grouped_rows(x_TD: Tensor, rows: Grouping, top_k: int) -> Tensor:
-    """Return the token's row of each grouped pair, [P, D]."""
+    """Return the activation of each sorted pair's token, [P, D]."""
     if native_rows.AVAILABLE and x_TD.is_cpu:
         return native_rows.rows_of_pairs(x_TD, rows.order_P, top_k)
     return x_TD.index_select(0, rows.order_P // top_k)
 
 
 def weighted_sum(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
-    """See `weighted_sum_plainly`; in native code where possible, with the same bits."""
+    """Do the same as `weighted_sum_plainly`, bit for bit, in native code if it is available."""
     if native_rows.AVAILABLE and y_PD.is_cpu and out_TD.is_contiguous():
         return native_rows.sum_pairs(y_PD, rows.place_N, routing.weights_TK.contiguous(), out_TD)
     return weighted_sum_plainly(y_PD, rows, routing, out_TD)
 
 
 def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
-    """Compute out[t] = sum over k = 0..K-1 of weights[t, k] * y[place of (t, k)]; in order, in
-    fp32, rounded once.
+    """Compute out[t] = sum over k of weights[t, k] * y[place of (t, k)].
 
-    Pairs that went nowhere add zero. y may have more rows than were grouped.
+    The sum is in the order k = 0..K-1, in fp32, and rounded once. Pairs without an expert add zero.
+    y may have more rows than `rows`.
     """
     tokens, top_k = routing.ids_TK.shape
     if not len(rows.order_P):
@@ -83,8 +84,8 @@ def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD:
             found_MD.view(-1, top_k, y_PD.shape[1])
             * routing.weights_TK[start : start + step, :, None]
         )
-        total_TD, *rest = terms_TKD.unbind(1)
-        for term_TD in rest:
+        total_TD, *later_terms = terms_TKD.unbind(1)
+        for term_TD in later_terms:
             total_TD += term_TD
         out_TD[start : start + step] = total_TD
     return out_TD

@@ -1,4 +1,6 @@
-"""One rank, no communication: the specification of every exact backend, bit for bit."""
+"""The backend of a single rank, which needs no communication. It is the specification: every exact
+backend returns the same bits.
+"""
 
 from dataclasses import replace
 
@@ -16,13 +18,15 @@ from moeserve.moe.ubatch import UBatch
 
 
 def make(facts: BackendFacts) -> "LocalAll2All":
-    """Return the backend of one rank."""
+    """Return the backend of a single rank."""
     return LocalAll2All(facts.experts_per_rank, facts.wire)
 
 
 class LocalAll2All:
-    """All experts are on this rank: dispatch is a sort, combine is a sum. A wire that rounds rounds
-    here too, so that one rank has the bits of many."""
+    """The backend of a rank that has all experts: dispatch is a sort, combine is a sum.
+
+    A lossy wire format is applied here too, so that one rank computes the same bits as many.
+    """
 
     caps = All2AllCaps(
         name="local",
@@ -35,22 +39,24 @@ class LocalAll2All:
     def __init__(self, num_experts: int, wire: WireFormat | None = None) -> None:
         self._num_experts = num_experts
         self._wire = wire if wire is not None and wire.lossy else None
-        if self._wire is not None:
+        if self._wire is not None:  # a fused kernel would not round the rows
             self.caps = replace(self.caps, in_place=False)
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         self._num_experts = experts_per_rank
 
     def leave(self) -> None:
-        """See `All2All`; there is no connection."""
+        """Do nothing: there are no connections."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
         rows = group_rows(routing.ids_TK, self._num_experts)
         if self._wire is not None:
             x_TD = self._wire.decode(self._wire.encode(x_TD), x_TD.dtype, x_TD.shape[1])
         x_PD = grouped_rows(x_TD, rows, routing.ids_TK.shape[1])
-        inbound = Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum())
-        return Completed(Ticket(inbound, routing, rows))
+        inbound = Inbound(
+            Layout.GROUPED, x_PD, counts_e=rows.counts_e, ends_e=rows.counts_e.cumsum()
+        )
+        return Completed(Ticket(inbound, routing, private=rows))
 
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
@@ -60,9 +66,10 @@ class LocalAll2All:
 
 
 class OwnExpertsOnly(LocalAll2All):
-    """Local all2all of a rank that warms up before the ranks with the other experts have joined.
+    """The backend with which a rank warms up before the ranks with the other experts have joined.
 
-    Its own experts replace theirs: shapes and kernels are those of a real step, values are not.
+    It sends the rows for their experts to local experts. So kernels and shapes are those of a real
+    step, but results are not.
     """
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:

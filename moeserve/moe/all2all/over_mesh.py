@@ -1,4 +1,4 @@
-"""The base of the backends over a `Mesh`: row format, rounds, joining and leaving."""
+"""The base of the `torch` backends, whose ranks are connected by a `Mesh` (Gloo or NCCL)."""
 
 from abc import abstractmethod
 from dataclasses import replace
@@ -18,9 +18,9 @@ M = TypeVar("M", bound=Mesh)
 
 
 class MeshAll2All(All2All, Generic[M]):
-    """A backend whose messages go over a mesh of connections, one channel per micro-batch.
+    """A backend that sends messages over a mesh of connections, one channel per micro-batch.
 
-    Dispatched rows travel in the wire's format, results in the model's dtype.
+    Rows are dispatched in the wire format; results are returned in the model's dtype.
     """
 
     def __init__(self, facts: BackendFacts, device: str) -> None:
@@ -32,7 +32,7 @@ class MeshAll2All(All2All, Generic[M]):
             layouts=frozenset({Layout.GROUPED}),
             wires=frozenset({wire.name} if wire.name in RAW else RAW),
             max_tokens=facts.max_tokens,
-            copies=5,
+            copies=5,  # received, sorted, decoded, computed and returned rows
             devices=frozenset({device}),
             encrypts=device == "cpu",
         )
@@ -40,14 +40,17 @@ class MeshAll2All(All2All, Generic[M]):
         self._width = width
         self._dtype = dtype
         self._top_k = facts.top_k
-        self._max_tokens = facts.max_tokens  # of one dispatch, from `join` on
+        self._max_tokens = facts.max_tokens  # of one dispatch; `join` may lower it
         self._facts = facts
         self._mesh: M | None = None
         self._num_local = 0
 
     @abstractmethod
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> M:
-        """Return an unconnected mesh; `terms` must be the same on all ranks."""
+        """Return a mesh that is not connected yet.
+
+        terms: a description of the messages, which must be the same on all ranks.
+        """
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         self._num_local = experts_per_rank
@@ -68,13 +71,14 @@ class MeshAll2All(All2All, Generic[M]):
 
     @property
     def mesh(self) -> M:
-        """The connections to the group that was joined. Raises PeerLost before that."""
+        """The connections to the joined group. Raises PeerLost before `join`."""
         if self._mesh is None:
             raise PeerLost("this rank has not joined a group yet")
         return self._mesh
 
     def _check_size(self, x_TD: Tensor, routing: Routing) -> None:
-        (tokens, top_k), limit = routing.ids_TK.shape, self._max_tokens
+        tokens, top_k = routing.ids_TK.shape
+        limit = self._max_tokens
         assert len(x_TD) == tokens <= limit, (
             f"{len(x_TD)} rows with {tokens} rows of ids, at most {limit}"
         )

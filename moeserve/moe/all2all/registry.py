@@ -1,8 +1,9 @@
-"""The all2all backends by name; packages add theirs by entry points of "moeserve.all2all".
+"""The all-to-all backends by name. Packages add theirs with the entry point "moeserve.all2all".
 
 An entry is a callable that takes `BackendFacts` and returns an `All2All`, or raises `Unavailable`
-with the reason why it cannot serve here. Users choose a plugin's backend by name: `auto` considers
-built-in ones only. This module does not import torch, because settings are checked without it.
+with the reason why it is unavailable here. `auto` considers built-in backends only, so a plugin's
+backend must be chosen by name. This module does not import torch, because settings are checked
+without it.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from moeserve.moe.all2all.base import All2All
     from moeserve.moe.all2all.wire_format import WireFormat
 
-# One backend is one file and its entry here.
+# To add a backend, write one file and enter it here.
 BACKENDS: "Registry[Callable[[BackendFacts], All2All]]" = Registry(
     "moeserve.all2all",
     {
@@ -32,73 +33,74 @@ BACKENDS: "Registry[Callable[[BackendFacts], All2All]]" = Registry(
     },
     reserved=("auto",),
 )
-# device -> backends that `auto` offers, best first
+# The backends that `auto` considers on each device, best first.
 AUTO = {"cpu": ("shm", "torch"), "cuda": ("deepep_v2", "deepep_ll", "cuda_ipc", "torch")}
-# In the worst case every token of every rank has all its experts on one rank. The rows that are
-# planned for depend only on what all ranks of all epochs share; the tokens of a round also depend
-# on the size of the group.
-ROUND_BYTES = 128 << 20  # for the rows that one dispatch may bring to a rank
-ON_GPUS = 4  # times as many: each round reads all experts' weights, and there is more memory
-USUAL_RANKS = 8  # planned for where rows are so small that ROUND_BYTES would be far too many
+
+# The memory for the rows that one dispatch may bring to a rank, on CPUs. In the worst case, every
+# token of every rank has all its experts on one rank. A step that could need more is dispatched in
+# rounds. The number of rows depends only on settings, not on the size of the group; the number of
+# tokens in a round depends on both.
+ROUND_BYTES = 128 << 20
+# On GPUs, ROUND_BYTES times this: each round reads all experts' weights, and there is more memory.
+GPU_ROUND_FACTOR = 4
+# A limit for narrow rows, for which ROUND_BYTES would be far too many: the rows of so many ranks.
+USUAL_RANKS = 8
+
 REMOVED = {"allgather": "torch", "deepep_ht": "deepep_v2"}  # name -> successor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """The facts that a backend is made for; they never change.
-
-    max_tokens: rows of one step on one rank. num_ranks: ranks that the experts are sharded over.
-    comm_sms: multiprocessors that moving rows may take. sms_asked: whether the user named that
-    number.
-    """
+    """The facts for which a backend is made. They never change."""
 
     hidden_size: int
     dtype: "torch.dtype"
     top_k: int
-    max_tokens: int
+    max_tokens: int  # of one step on one rank
     experts_per_rank: int
-    num_ranks: int
+    num_ranks: int  # over which the experts are sharded
     num_hosts: int = 1
     device: str = "cpu"
-    comm_sms: int = COMM_SMS
-    sms_asked: bool = False
+    comm_sms: int = COMM_SMS  # multiprocessors for moving rows
+    sms_asked: bool = False  # the user set comm_sms
     encrypt_rows: bool = False
     wire: "WireFormat"
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row as the model has it, not encoded."""
+        """The bytes of a row in the model's dtype, before encoding."""
         return self.hidden_size * self.dtype.itemsize
 
     @property
     def planned_rows(self) -> int:
-        """The rows that one dispatch may bring to a rank."""
+        """The most rows that one dispatch may bring to a rank."""
         return most_rows(self.max_tokens, self.top_k, self.row_bytes, self.device)
 
     def round_tokens(self, num_ranks: int) -> int:
-        """Return the tokens, at least 1, that each of num_ranks ranks may dispatch at once."""
+        """Return how many tokens each of num_ranks ranks may dispatch at once, at least 1."""
         return max(1, min(self.max_tokens, self.planned_rows // (num_ranks * self.top_k)))
 
 
 def most_rows(max_tokens: int, top_k: int, row_bytes: int, device: str) -> int:
-    """Return the rows that one dispatch may bring to a rank. max_tokens: of one rank's step.
-    row_bytes: unencoded.
+    """Return the most rows that one dispatch may bring to a rank.
+
+    max_tokens: of one step on one rank. row_bytes: before encoding.
     """
-    budget = ROUND_BYTES if device == "cpu" else ON_GPUS * ROUND_BYTES
+    budget = ROUND_BYTES if device == "cpu" else GPU_ROUND_FACTOR * ROUND_BYTES
     return max(top_k, min(budget // row_bytes, USUAL_RANKS * max_tokens * top_k))
 
 
 class Unavailable(Exception):
-    """A backend cannot serve here; the message says why, and how to change that."""
+    """A backend is unavailable here. The message says why, and what to change."""
 
 
-def check_name(asked: str) -> None:
+def check_name(name: str) -> None:
     """Raise ConfigError for a backend that does not exist, or no longer exists."""
-    if asked in REMOVED:
+    if name in REMOVED:
         raise ConfigError(
-            f"the all2all backend {asked!r} was removed; use {REMOVED[asked]!r}, or auto"
+            f"the all2all backend {name!r} was removed; use {REMOVED[name]!r}, or auto"
         )
-    BACKENDS.check(asked, "all2all", ("auto", *BACKENDS.built_in))
+    BACKENDS.check(name, "all2all", ("auto", *BACKENDS.built_in))
 
 
 def make_backends(
@@ -112,10 +114,11 @@ def make_backends(
     num_ranks: int | None = None,
     device: str = "cpu",
 ) -> "list[All2All]":
-    """Return what `plan_moe` may choose from, best first; all but one may be `UnavailableBackend`.
+    """Return the backends that `plan_moe` may choose from, best first.
 
-    num_ranks: ranks that the experts are sharded over; by default as `config` has them. Raises
-    ConfigError for an unknown name.
+    Backends that are unavailable here are included as `UnavailableBackend`. num_ranks: the number
+    of ranks over which the experts are sharded; None: as `config` says. Raises ConfigError for an
+    unknown name.
     """
     from moeserve.moe.all2all.base import UnavailableBackend
     from moeserve.moe.all2all.wire_format import wire_of
@@ -134,17 +137,15 @@ def make_backends(
         encrypt_rows=config.encrypt_rows,
         wire=wire_of(config.wire, dtype),
     )
-    asked = config.all2all
-    check_name(asked)
+    name = config.all2all
+    check_name(name)
     if facts.num_ranks == 1:
-        unused = (
-            []
-            if asked in ("auto", "local")
-            else [UnavailableBackend(asked, "one rank has all experts: nothing travels")]
-        )
-        return [*unused, _make("local", facts)]
-    names = AUTO.get(device, ()) if asked == "auto" else (asked,)
-    return [_make(name, facts) for name in names]
+        local = _make("local", facts)
+        if name in ("auto", "local"):
+            return [local]
+        return [UnavailableBackend(name, "one rank has all experts: nothing is sent"), local]
+    names = AUTO.get(device, ()) if name == "auto" else (name,)
+    return [_make(each, facts) for each in names]
 
 
 def _make(name: str, facts: BackendFacts) -> "All2All":
@@ -161,7 +162,7 @@ def _make(name: str, facts: BackendFacts) -> "All2All":
     if facts.encrypt_rows and not backend.caps.encrypts:
         return UnavailableBackend(
             name,
-            "it does not encrypt rows; without --encrypt-rows it needs a private "
-            "network of the machines",
+            "it does not encrypt rows; to use it, remove --encrypt-rows and connect the machines "
+            "by a private network",
         )
     return backend

@@ -1,6 +1,12 @@
-"""Ranks of one host: rows are pulled from the senders' shared memory (csrc/shm/exchange.hpp).
+"""All-to-all between CPU ranks of one host, through shared memory (csrc/shm/exchange.hpp).
 
-T tokens of this rank, K experts per token, D model width, P rows received, e experts of this rank.
+`dispatch` writes this rank's activations to its own region of shared memory. Each rank then copies
+the rows for its experts out of the other ranks' regions. `combine` does the same with the results:
+each rank adds up its tokens' results while it reads them from the other ranks' regions.
+
+A region holds two buffers per micro-batch, so two dispatches may be in flight.
+
+T: tokens of this rank. K: experts per token. D: model width. P: rows received. e: local experts.
 """
 
 from dataclasses import dataclass, replace
@@ -27,20 +33,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _ShmChannel:
-    """One micro-batch's end of the exchange.
+class _RowBuffer:
+    """The memory of one dispatch in flight."""
 
-    For each buffer: where rows are gathered, how many fit there, its address (asking a tensor takes
-    a microsecond), and shared memory for results.
-    """
+    y: Tensor  # shared memory for results, [most rows of a dispatch, D]
+    rows: Tensor  # private memory for received rows; replaced by a larger one when it is full
+    capacity: int = 0  # of `rows`
+    address: int = 0  # of `rows`; cached, because Tensor.data_ptr takes a microsecond
+
+    def replace_rows(self, rows: Tensor) -> None:
+        self.rows = rows
+        self.capacity = len(rows)
+        self.address = rows.data_ptr()
+
+
+@dataclass(slots=True)
+class _ShmChannel:
+    """This rank's end of the exchange for one micro-batch."""
 
     exchange: "Exchange"
     num_local: int
     deadline_s: float
-    rows: list[Tensor]
-    room: list[int]
-    address: list[int]
-    y: list[Tensor]
+    buffers: list[_RowBuffer]
 
 
 def make(facts: BackendFacts) -> "ShmAll2All":
@@ -57,9 +71,9 @@ def make(facts: BackendFacts) -> "ShmAll2All":
 
 
 class ShmAll2All:
-    """Moves rows between any number of CPU ranks on one host.
+    """The backend for any number of CPU ranks on one host.
 
-    Up to two dispatches of a micro-batch may be in flight; all ranks must wait for their results in
+    Up to two dispatches of a micro-batch may be in flight. All ranks must wait for their results in
     the same order.
     """
 
@@ -67,9 +81,8 @@ class ShmAll2All:
         self._facts = facts
         self._hidden = facts.hidden_size
         self._dtype = facts.dtype
-        self._wire = (
-            facts.wire if facts.wire.lossy else None
-        )  # None: rows travel as they lie in memory
+        # The encoding of dispatched rows; None: rows are sent as they are, as results always are.
+        self._wire = facts.wire if facts.wire.lossy else None
         self._element = getattr(module().Element, str(facts.dtype).removeprefix("torch."))
         self._group: ShmGroup | None = None
         self._channels: list[_ShmChannel] = []
@@ -78,7 +91,7 @@ class ShmAll2All:
             layouts=frozenset({Layout.GROUPED}),
             wires=frozenset(RAW),
             max_tokens=facts.max_tokens,
-            copies=2 if self._wire is None else 3,
+            copies=2 if self._wire is None else 3,  # received rows, results, and decoded rows
             devices=frozenset({"cpu"}),
             max_in_flight=module().Exchange.TURNS,
         )
@@ -109,75 +122,65 @@ class ShmAll2All:
     def _channel(
         self, exchange: "Exchange", region: "Region", num_local: int, deadline_s: float
     ) -> _ShmChannel:
-        buffers = range(exchange.TURNS)
         elements = exchange.y_capacity * self._hidden
-        y = [
-            torch.frombuffer(
-                region, dtype=self._dtype, count=elements, offset=exchange.y_offset(buffer)
+        buffers = []
+        for index in range(exchange.TURNS):
+            y = torch.frombuffer(
+                region, dtype=self._dtype, count=elements, offset=exchange.y_offset(index)
             )
-            for buffer in buffers
-        ]
-        rows = [self._row_buffer(0) for _ in buffers]
-        nothing = [0 for _ in buffers]
-        return _ShmChannel(
-            exchange,
-            num_local,
-            deadline_s,
-            rows,
-            nothing,
-            [*nothing],
-            [f.view(-1, self._hidden) for f in y],
-        )
+            buffers.append(_RowBuffer(y=y.view(-1, self._hidden), rows=self._empty_rows(0)))
+        return _ShmChannel(exchange, num_local, deadline_s, buffers)
 
     def leave(self) -> None:
         group = self._group
         self._group = None
         if group is not None:
             group.leave()
-        self._channels = []  # memory goes with the last call and the last tensor that use it
+        self._channels = []  # the memory is freed with the last call or tensor that uses it
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         channels = self._channels
         if not channels:
-            raise PeerLost("this rank is in no group")
+            raise PeerLost("this rank has not joined a group, or has left it")
         tokens, top_k = routing.ids_TK.shape
         if x_TD.shape != (tokens, self._hidden) or x_TD.dtype != self._dtype:
-            asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
+            given = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
             raise ValueError(
-                f"cannot dispatch {asked}; this backend takes [T, {self._hidden}] {self._dtype}"
+                f"cannot dispatch {given}; this backend takes [T, {self._hidden}] {self._dtype}"
             )
         ids_TK = _plain(routing.ids_TK, torch.int32)
         rows = (
             _plain(x_TD, x_TD.dtype) if self._wire is None else self._wire.encode(x_TD).contiguous()
         )
         channel = channels[ubatch.index]
-        buffer = channel.exchange.dispatch(ids_TK.data_ptr(), tokens, top_k, rows.data_ptr())
+        index = channel.exchange.dispatch(ids_TK.data_ptr(), tokens, top_k, rows.data_ptr())
         return Transfer(
-            partial(self._receive, channel, buffer, routing),
-            partial(channel.exchange.arrived_ns, buffer),
+            finish=partial(self._receive, channel, index, routing),
+            arrived=partial(channel.exchange.arrived_ns, index),
         )
 
-    def _receive(self, channel: _ShmChannel, buffer: int, routing: Routing) -> Ticket:
-        """Pull the rows x_PD of all ranks; they are valid until the micro-batch's buffer is
-        dispatched again.
+    def _receive(self, channel: _ShmChannel, index: int, routing: Routing) -> Ticket:
+        """Copy the rows of all ranks to the buffer `index`. They are valid until the micro-batch's
+        next dispatch to the same buffer.
         """
-        counts_e, ends_e = counts_and_ends = np.empty((2, channel.num_local), np.int64)
-        room = channel.room[buffer]
-        timeout_s = channel.deadline_s
+        buffer = channel.buffers[index]
+        counts_and_ends = np.empty((2, channel.num_local), np.int64)
+        # This copies the rows only if all of them fit in the buffer; otherwise, it only counts.
         num_rows = channel.exchange.await_rows(
-            buffer, timeout_s, counts_and_ends, channel.address[buffer], room
+            index, channel.deadline_s, counts_and_ends, buffer.address, buffer.capacity
         )
-        if num_rows > room:
-            grown = channel.rows[buffer] = self._row_buffer(num_rows)
-            channel.room[buffer], channel.address[buffer] = num_rows, grown.data_ptr()
-            channel.exchange.take_rows(buffer, channel.address[buffer])
-        x_PD = channel.rows[buffer].narrow(0, 0, num_rows)
+        if num_rows > buffer.capacity:
+            buffer.replace_rows(self._empty_rows(num_rows))
+            channel.exchange.take_rows(index, buffer.address)
+        x_PD = buffer.rows.narrow(0, 0, num_rows)
         if self._wire is not None:
             x_PD = self._wire.decode(x_PD, self._dtype, self._hidden)
-        inbound = Inbound(Layout.GROUPED, x_PD, counts_e, ends_e)
-        return Ticket(inbound, routing, (channel, buffer), channel.y[buffer].narrow(0, 0, num_rows))
+        counts_e, ends_e = counts_and_ends
+        inbound = Inbound(Layout.GROUPED, x_PD, counts_e=counts_e, ends_e=ends_e)
+        y_PD = buffer.y.narrow(0, 0, num_rows)
+        return Ticket(inbound, routing, private=(channel, index), y=y_PD)
 
-    def _row_buffer(self, num_rows: int) -> Tensor:
+    def _empty_rows(self, num_rows: int) -> Tensor:
         if self._wire is None:
             return torch.empty((num_rows, self._hidden), dtype=self._dtype)
         return torch.empty((num_rows, self._wire.row_bytes(self._hidden)), dtype=torch.uint8)
@@ -186,28 +189,29 @@ class ShmAll2All:
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
     ) -> Transfer[Tensor]:
         ticket.use()
-        channel, buffer = ticket.private
+        channel, index = ticket.private
         assert ticket.y is not None
         if y is not ticket.y and y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: ticket.y.shape[0]])
         exchange = channel.exchange
         weights_TK = _plain(ticket.routing.weights_TK, torch.float32)
-        exchange.combine(buffer)
+        exchange.combine(index)
 
         def add_up() -> Tensor:
-            """Add the results up where they lie in the other ranks' memory."""
             plain_TD = out_TD if out_TD.is_contiguous() else out_TD.new_empty(out_TD.shape)
             weights = weights_TK.data_ptr()
             width = plain_TD.shape[1]
             out = plain_TD.data_ptr()
-            exchange.await_sums(buffer, channel.deadline_s, weights, self._element, width, out)
+            # Reads the results directly from the other ranks' regions.
+            exchange.await_sums(index, channel.deadline_s, weights, self._element, width, out)
             return out_TD if plain_TD is out_TD else out_TD.copy_(plain_TD)
 
-        return Transfer(add_up, partial(exchange.arrived_ns, buffer))
+        return Transfer(finish=add_up, arrived=partial(exchange.arrived_ns, index))
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x as the native code reads it, without a torch call (a microsecond each) where
-    nothing has to change.
+    """Return x contiguous and in `dtype`, as the native code reads it.
+
+    Makes no torch call (about a microsecond each) if x is so already.
     """
     return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()

@@ -1,12 +1,12 @@
-"""All-to-all over torch's Gloo: one message per pair of ranks and direction, of any size, so no
-counts travel ahead.
+"""All-to-all between CPU ranks over Gloo, and the entry of the backend `torch` (GPUs: nccl.py).
 
-A row travels once to each rank that has experts for it, behind an index that names them. The
-results come back one per (token, k) pair, because the token's rank has to add them up in order of
-k.
+Each rank sends one message to each other rank and direction. Messages may have any size, so counts
+need not be sent first. A dispatch message is an index of the experts, followed by each token's row,
+once. A combine message has one result per (token, k) pair, because the token's rank must add them
+up in the order of k.
 
-T tokens of this rank, K experts per token, D model width, R ranks, e experts of one rank, P rows
-for this rank's experts, B bytes of a row on the wire, n pairs of one message.
+T: tokens of this rank. K: experts per token. D: model width. R: ranks. e: local experts. P: rows
+for the local experts. B: bytes of an encoded row. n: pairs of one message.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ I64 = NDArray[np.int64]
 
 
 def make(facts: BackendFacts) -> All2All:
-    """Return the backend for these ranks: by Gloo on CPUs, by NCCL between GPUs."""
+    """Return the backend for these ranks: over Gloo on CPUs, over NCCL on GPUs."""
     if facts.device == "cpu":
         return TorchAll2All(facts)
     if (why := why_not(-(-facts.num_ranks // facts.num_hosts))) is not None:
@@ -43,8 +43,8 @@ def make(facts: BackendFacts) -> All2All:
 
 
 class TorchAll2All(MeshAll2All[Mesh]):
-    """Sends one message to each rank and direction; the first half of the local experts' results
-    may go early.
+    """The backend over Gloo. It can send the results of the first half of the local experts early,
+    while the other half are computed.
     """
 
     def __init__(self, facts: BackendFacts) -> None:
@@ -53,7 +53,6 @@ class TorchAll2All(MeshAll2All[Mesh]):
         self._pools: list[Pool] = []
 
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> Mesh:
-        """Return connections over Gloo."""
         self._pools = [Pool() for _ in range(ubatches)]
         return Mesh(members, ubatches, "torch", terms, sealed=self._facts.encrypt_rows)
 
@@ -68,11 +67,10 @@ class TorchAll2All(MeshAll2All[Mesh]):
         encoded_TB = self._wire.encode(x_TD)
         send_buffers = self._send_buffers(rows, counts_Re, routing.ids_TK)
         limit = self._max_tokens
-        region = (
-            self._index_rows(limit * self._top_k) + limit
-        )  # rows of B bytes that any message fits in
-        taken = pool.take(size * region * self._row_bytes)
-        taken_RNB = taken[: size * region * self._row_bytes].view(size, region, self._row_bytes)
+        # The longest possible message, in rows of B bytes.
+        region = self._index_rows(limit * self._top_k) + limit
+        inbox = pool.take(size * region * self._row_bytes)
+        inbox_RNB = inbox[: size * region * self._row_bytes].view(size, region, self._row_bytes)
         outbox = pool.take(
             sum(send_buffer.num_rows for send_buffer in send_buffers) * self._row_bytes
         )
@@ -80,39 +78,39 @@ class TorchAll2All(MeshAll2All[Mesh]):
         start = 0
         for rank, send_buffer in enumerate(send_buffers):
             if rank == me:
-                send_buffer.write(encoded_TB, taken_RNB[me])
+                send_buffer.write(encoded_TB, inbox_RNB[me])
                 continue
             end = start + send_buffer.num_rows * self._row_bytes
             send_buffer.write(encoded_TB, outbox[start:end].view(-1, self._row_bytes))
             send[rank] = outbox[start:end]
             start = end
-        receive = {rank: taken_RNB[rank].view(-1) for rank in range(size) if rank != me}
+        receive = {rank: inbox_RNB[rank].view(-1) for rank in range(size) if rank != me}
         channel = mesh.channel(ubatch.index)
         exchange = channel.post(receive, send, lambda: pool.give(outbox))
-        # With one micro-batch no result could go early: that one waits for its rows as soon as all
-        # are sent.
+        # A single micro-batch gains nothing from early results: other ranks wait for all of their
+        # rows before they compute.
         num_early = self._num_local // 2 if ubatch.in_turns else 0
 
-        def sorted_rows() -> Ticket:
-            """Sort the rows of all messages by expert, and posts the receives of their results."""
+        def receive_rows() -> Ticket:
             exchange.wait()
-            counts_Re, place_M = self._read(taken_RNB)
+            counts_Re, place_M = self._read(inbox_RNB)
             order_P, place_P = _by_expert(counts_Re)
-            rows_NB = taken_RNB.view(-1, self._row_bytes).view(torch.int64)
-            taken_PB = rows_NB.index_select(0, place_M[order_P]).view(torch.uint8)
-            x_PD = self._wire.decode(taken_PB, self._dtype, self._width)
-            pool.give(taken)
+            rows_NB = inbox_RNB.view(-1, self._row_bytes).view(torch.int64)
+            encoded_PB = rows_NB.index_select(0, place_M[order_P]).view(torch.uint8)
+            x_PD = self._wire.decode(encoded_PB, self._dtype, self._width)
+            pool.give(inbox)
             counts_e = counts_Re.sum(0)
-            handle = _TorchHandle(channel, pool, rows, counts_Re, place_P, x_PD, num_early)
-            early = Early(num_early, handle.send) if num_early else None
+            handle = _TorchHandle(
+                channel, pool, rows, counts_Re, place_P, like=x_PD, num_early=num_early
+            )
             return Ticket(
-                Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()),
+                Inbound(Layout.GROUPED, x_PD, counts_e=counts_e, ends_e=counts_e.cumsum()),
                 routing,
-                handle,
-                early=early,
+                private=handle,
+                early=Early(num_early, handle.send) if num_early else None,
             )
 
-        return Transfer(sorted_rows, lambda: exchange.arrived_ns)
+        return Transfer(receive_rows, lambda: exchange.arrived_ns)
 
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
@@ -122,44 +120,51 @@ class TorchAll2All(MeshAll2All[Mesh]):
         handle.send_all(y)
 
         def add_up() -> Tensor:
-            """Add up the results of the own rows."""
             handle.exchange.wait()
             weighted_sum(handle.home_ND, handle.rows, ticket.routing, out_TD)
-            handle.give()
+            handle.release()
             return out_TD
 
         return Transfer(add_up, lambda: handle.exchange.arrived_ns)
 
     def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> "list[_SendBuffer]":
-        """Return the message to each rank."""
+        """Return the dispatch message for each rank.
+
+        rows: this rank's pairs, by physical expert. counts_Re: the pairs of each expert.
+        """
         tokens, top_k = ids_TK.shape
         token_P = rows.order_P.numpy() // top_k
         ends = counts_Re.sum(1).cumsum()
         send_buffers = []
         for rank, counts_e in enumerate(counts_Re):
             token_n = token_P[_part(ends, rank)]
-            chosen_T = np.zeros(tokens, bool)
-            chosen_T[token_n] = True
-            index = np.concatenate((counts_e, (chosen_T.cumsum() - 1)[token_n])).astype(np.int32)
+            is_sent_T = np.zeros(tokens, bool)
+            is_sent_T[token_n] = True
+            row_n = (is_sent_T.cumsum() - 1)[token_n]
             send_buffers.append(
                 _SendBuffer(
-                    index, torch.from_numpy(chosen_T.nonzero()[0]), self._index_rows(len(token_n))
+                    index=np.concatenate((counts_e, row_n)).astype(np.int32),
+                    token_n=torch.from_numpy(is_sent_T.nonzero()[0]),
+                    index_rows=self._index_rows(len(token_n)),
                 )
             )
         return send_buffers
 
     def _index_rows(self, pairs: int) -> int:
-        """Return how many rows of B bytes the index of so many pairs takes."""
+        """Return the length of the index of `pairs` pairs, in rows of B bytes."""
         return -(-4 * (self._num_local + pairs) // self._row_bytes)
 
-    def _read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
-        """Return the rows from each rank for each local expert [R, e], and where in the memory [R
-        * N, B] the rows of all messages are, in order [P]."""
-        size, region, _ = taken_RNB.shape
+    def _read(self, inbox_RNB: Tensor) -> tuple[I64, Tensor]:
+        """Read the indexes of all messages.
+
+        Return how many pairs each rank sent for each local expert, [R, e], and the row of each pair
+        in the inbox viewed as [R * N, B], in the order of the messages.
+        """
+        size, region, _ = inbox_RNB.shape
         counts_Re = np.empty((size, self._num_local), np.int64)
         places = []
         for rank in range(size):
-            head = taken_RNB[rank].view(-1).numpy().view(np.int32)
+            head = inbox_RNB[rank].view(-1).numpy().view(np.int32)
             counts_Re[rank] = head[: self._num_local]
             pairs = int(counts_Re[rank].sum())
             first = rank * region + self._index_rows(pairs)
@@ -169,34 +174,36 @@ class TorchAll2All(MeshAll2All[Mesh]):
 
 @dataclass(frozen=True, slots=True)
 class _SendBuffer:
-    """One message: an int32 index (pairs of each local expert, each pair's row) padded to whole
-    rows, then the rows.
-    """
+    """One dispatch message: an index, padded to whole rows, followed by the rows."""
 
+    # The number of pairs of each of the receiver's experts, then the row of each pair.
     index: NDArray[np.int32]
-    token_n: Tensor
-    index_rows: int
+    token_n: Tensor  # the tokens whose rows are sent
+    index_rows: int  # length of the index in rows of B bytes
 
     @property
     def num_rows(self) -> int:
-        """The message's length in rows of B bytes."""
+        """The length of the message in rows of B bytes."""
         return self.index_rows + len(self.token_n)
 
     def write(self, encoded_TB: Tensor, into_NB: Tensor) -> None:
-        """Write the message, gathered from the encoded rows of all tokens."""
+        """Write the message to into_NB. encoded_TB: the rows of all tokens."""
         into_NB.view(-1)[: self.index.nbytes].numpy().view(np.int32)[:] = self.index
         rows_nB = into_NB[self.index_rows : self.num_rows].view(torch.int64)
         torch.index_select(encoded_TB.view(torch.int64), 0, self.token_n, out=rows_nB)
 
 
 class _TorchHandle:
-    """The way back of one dispatch. Its receives are posted before the experts compute, so that
-    results travel as soon as they are sent. The results of every rank's first `num_early` experts
-    are a message of their own.
+    """The state of one dispatch until its combine.
 
-    rows: own pairs by physical expert. counts_Re: rows from each rank for each local expert.
-    place_P: where the inbound rows hold each pair of the messages, in order. like: has the width
-    and dtype of results.
+    Receives of results are posted before the experts compute, so that results are transferred as
+    soon as they are sent. If `num_early` is not 0, each rank returns results in two messages: those
+    of its first `num_early` experts, and the rest.
+
+    rows: this rank's pairs, by physical expert.
+    counts_Re: the rows that each rank sent for each local expert.
+    place_P: the inbound row of each received pair, in the order of the messages.
+    like: a tensor with the width and dtype of results.
     """
 
     def __init__(
@@ -230,7 +237,7 @@ class _TorchHandle:
         )
 
     def send(self, y: Tensor) -> None:
-        """Send the next message to each rank; y holds its results."""
+        """Send the next message to each rank. y: the results of its experts."""
         messages = list(self._messages(self._counts_Re, self._parts.pop(0)))
         buffer, outbox_ND = self._pool.take_rows(
             sum(rows.stop - rows.start for _, rows in messages), y
@@ -242,11 +249,11 @@ class _TorchHandle:
             into_ND = outbox_ND[start : start + len(place)]
             torch.index_select(y, 0, place, out=into_ND)
             send[rank] = _bytes(into_ND)
-            start = start + len(place)
+            start += len(place)
         self.exchange.send(send, lambda: self._pool.give(buffer))
 
     def send_all(self, y: Tensor) -> None:
-        """Send all messages that are left, and copies the results of the own rows."""
+        """Send all remaining messages, and copy the results for this rank's own tokens."""
         while self._parts:
             self.send(y)
         self.exchange.watch()
@@ -254,15 +261,16 @@ class _TorchHandle:
         mine_ND = self.home_ND[_part(self._ends_R, self._me)]
         torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
 
-    def give(self) -> None:
-        """Give back the memory of home_ND, which holds the results of the own pairs, by physical
-        expert.
-        """
+    def release(self) -> None:
+        """Free the memory of home_ND."""
         self._pool.give(self._buffer)
 
     def _messages(self, counts_Re: I64, part: slice) -> Iterator[tuple[int, slice]]:
-        """Yield (rank, rows of its message about these local experts) for each other rank that has
-        any; rows are in order of rank, then expert."""
+        """Yield each other rank and the rows of its message, unless it is empty.
+
+        counts_Re: rows by rank and expert; rows are sorted by rank, then expert. part: the experts
+        of the message.
+        """
         starts_R = counts_Re.sum(1).cumsum() - counts_Re.sum(1) + counts_Re[:, : part.start].sum(1)
         ends_R = starts_R + counts_Re[:, part].sum(1)
         for rank, (start, end) in enumerate(zip(starts_R.tolist(), ends_R.tolist(), strict=True)):
@@ -275,7 +283,7 @@ def _bytes(rows_ND: Tensor) -> Tensor:
 
 
 def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:
-    """Return (order, place): from pairs sorted by (rank, expert) to (expert, rank), and back.
+    """Return the permutation of pairs from (rank, expert) order to (expert, rank), and its inverse.
 
     [[1, 1], [2, 0]] -> [0, 2, 3, 1], [0, 3, 1, 2]
     """
@@ -292,19 +300,18 @@ def _part(ends: I64, index: int) -> slice:
 
 
 class Pool:
-    """Byte buffers of one micro-batch, lent to one exchange at a time. Used by one thread at a
-    time.
+    """Reusable byte buffers of one micro-batch. Not thread-safe.
 
-    Fresh memory for every exchange would cost more than the copy into it: the kernel has to clear
-    each page first.
+    Buffers are reused because allocating memory for every exchange would cost more than filling it:
+    the kernel has to clear each new page.
     """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return uint8 [at least num_bytes], the smallest free buffer that fits; its contents are
-        undefined.
+        """Return an uninitialized uint8 buffer of at least num_bytes: the smallest free one that
+        fits, or a new one.
         """
         fits = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
         if not fits:
@@ -314,11 +321,11 @@ class Pool:
         return best
 
     def take_rows(self, num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a buffer, and in it so many rows of like's width and dtype."""
+        """Return a buffer, and a view of it as `num_rows` rows with the width and dtype of `like`."""
         num_bytes = num_rows * like.shape[1] * like.itemsize
         buffer = self.take(num_bytes)
         return buffer, buffer[:num_bytes].view(like.dtype).view(num_rows, like.shape[1])
 
     def give(self, buffer: Tensor) -> None:
-        """Take back a buffer that `take` returned."""
+        """Return a buffer to the pool."""
         self._free.append(buffer)

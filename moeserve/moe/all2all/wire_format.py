@@ -1,8 +1,9 @@
-"""The format of a row while it travels: its own dtype, or fp8 with a scale for every 128 elements.
+"""Formats of dispatched rows: the model's own dtype, or fp8 with a scale for every 128 elements.
 
-T rows of D elements; B bytes of one row on the wire. Whatever the format, the bytes of a row depend
-on that row alone. A format that rounds applies to every row, also to those that stay on their rank:
-otherwise the bits of a request would depend on where its experts are.
+The bytes of a row depend on that row alone. A lossy format is also applied to rows that stay on
+their rank; otherwise, the bits of a result would depend on which rank has an expert.
+
+T: rows. D: elements of a row. B: bytes of an encoded row.
 """
 
 from collections.abc import Iterator
@@ -12,19 +13,21 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 
-# bytes that a row's length is a multiple of, so that rows can be moved and viewed in wide elements
+# The length of an encoded row is a multiple of so many bytes, so that rows can be copied, and
+# viewed as tensors, in wide elements.
 ALIGNMENT = 16
 BLOCK = 128  # elements that share a scale
 E4M3_MAX = 448.0
-LEAST_AMAX = 1e-4
-CHUNK = 1 << 20  # elements that are converted at once
+LEAST_AMAX = 1e-4  # lower bound of a block's largest magnitude, against division by zero
+CHUNK = 1 << 20  # elements that are converted at a time
 RAW = ("float32", "bfloat16", "float16")
 FP8 = "fp8_b128"
 
 
 def wire_of(name: str, dtype: torch.dtype) -> "WireFormat":
-    """Return the format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an
-    unknown name.
+    """Return the format called `name`; "auto" is `dtype` itself.
+
+    Raises ConfigError for an unknown name.
     """
     own = str(dtype).removeprefix("torch.")
     if name in ("auto", own) and own in RAW:
@@ -35,22 +38,20 @@ def wire_of(name: str, dtype: torch.dtype) -> "WireFormat":
 
 
 class RawWire:
-    """The elements as they are. name: the dtype, or the name of a format that rounds. lossy:
-    whether it rounds.
-    """
+    """Rows in the model's dtype, without encoding."""
 
-    lossy = False
+    lossy = False  # whether the format rounds
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = str(dtype).removeprefix("torch.")
         self._dtype = dtype
 
     def row_bytes(self, width: int) -> int:
-        """Return B for rows of `width` elements."""
+        """Return the bytes of an encoded row of `width` elements."""
         return _aligned(width * self._dtype.itemsize)
 
     def encode(self, x_TD: Tensor) -> Tensor:
-        """Return uint8 [T, B], which may share x's memory."""
+        """Encode rows as uint8 [T, B]. The result may share memory with x."""
         assert x_TD.dtype == self._dtype, (x_TD.dtype, self._dtype)
         rows_TB = bytes_of(x_TD)
         missing = self.row_bytes(x_TD.shape[1]) - rows_TB.shape[1]
@@ -59,15 +60,15 @@ class RawWire:
         return rows_TB.clone() if rows_TB.storage_offset() % ALIGNMENT else rows_TB
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """Return [T, D] in `dtype`, contiguous, which may share the rows' memory."""
+        """Decode rows to a contiguous [T, D] in `dtype`. The result may share their memory."""
         return rows_TB.view(self._dtype)[:, :width].to(dtype).contiguous()
 
 
 class Fp8Wire:
-    """e4m3 elements, then one fp32 scale per block of 128: max(largest magnitude, 1e-4) / 448.
+    """Rows in fp8 (e4m3), followed by one fp32 scale per block of 128 elements.
 
-    The width is filled up to whole blocks with zeros. An element that is not finite arrives as NaN
-    and leaves its neighbours unharmed.
+    scale = max(largest magnitude of the block, 1e-4) / 448. Rows are padded with zeros to whole
+    blocks. Infinities and NaNs become NaN and do not affect the scale of their block.
     """
 
     name = FP8
@@ -95,11 +96,11 @@ class Fp8Wire:
         x_TbB = torch.nn.functional.pad(x_TD.float(), (0, blocks * BLOCK - width)).view(
             rows, blocks, BLOCK
         )
-        odd_TbB = ~x_TbB.isfinite()
-        scale_Tb = x_TbB.abs().masked_fill_(odd_TbB, 0).amax(2).clamp_(min=LEAST_AMAX) / E4M3_MAX
-        x_TbB = x_TbB.masked_fill(
-            odd_TbB, torch.nan
-        )  # some versions of torch make infinities finite
+        not_finite_TbB = ~x_TbB.isfinite()
+        amax_Tb = x_TbB.abs().masked_fill_(not_finite_TbB, 0).amax(2).clamp_(min=LEAST_AMAX)
+        scale_Tb = amax_Tb / E4M3_MAX
+        # Some versions of torch convert infinities to finite fp8 values.
+        x_TbB = x_TbB.masked_fill(not_finite_TbB, torch.nan)
         data_TbB = (x_TbB / scale_Tb[:, :, None]).to(torch.float8_e4m3fn)
         out_TB[:, : blocks * BLOCK] = data_TbB.view(torch.uint8).flatten(1)
         out_TB[:, blocks * BLOCK : blocks * (BLOCK + 4)] = scale_Tb.view(torch.uint8)
@@ -123,14 +124,14 @@ WireFormat = RawWire | Fp8Wire
 
 
 def _chunks(rows: int, width: int) -> Iterator[slice]:
-    """Few rows at a time: in fp32 all of them would take several times their memory."""
-    each = max(1, CHUNK // width)
-    return (slice(start, min(start + each, rows)) for start in range(0, rows, each))
+    """Split rows into slices of about CHUNK elements, to bound the memory of fp32 copies."""
+    step = max(1, CHUNK // width)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def bytes_of(x_TN: Tensor) -> Tensor:
-    """Return uint8 [T, N * itemsize]; shares x's memory where that is possible."""
-    if not x_TN.numel():  # its strides may be anything
+    """View x as uint8 [T, N * itemsize]; copies x only if it is not contiguous."""
+    if not x_TN.numel():  # an empty tensor may have strides that cannot be viewed
         return x_TN.new_empty((x_TN.shape[0], x_TN.shape[1] * x_TN.itemsize), dtype=torch.uint8)
     return x_TN.contiguous().view(torch.uint8)
 

@@ -1,1 +1,1 @@
-"""Expert kernels: they compute on the rows that reached a rank. One file per kernel family."""
+"""The expert kernels, one file per kernel family. They compute on the rows that a rank received."""

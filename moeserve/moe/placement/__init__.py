@@ -1,3 +1,1 @@
-"""The map of experts to ranks, how it follows the load, and when that is worth moving weights. No
-torch.
-"""
+"""The placement of experts on ranks, and its rebalancing by measured load. Without torch."""

@@ -88,7 +88,7 @@ def test_with_the_package(name: str, terms: str) -> None:
     assert picked.reasons[-2] == (
         "graphs",
         name,
-        eager.get(name, "deepep_v2 tells the host how many rows come"),
+        eager.get(name, "deepep_v2 counts the received rows on the host"),
     )
     assert plan(offer(name, wire="fp8_b128")).all2all.caps.name == name
 
@@ -128,7 +128,7 @@ def test_what_it_cannot_do(name: str, changes: dict[str, Any], why: str) -> None
 @pytest.mark.usefixtures("installed")
 def test_more_experts_per_token_than_there_are_kernels_for() -> None:
     with pytest.raises(
-        ConfigError, match="deepep_ll takes 11 experts per token at most, the model has 12"
+        ConfigError, match="deepep_ll supports at most 11 experts per token, the model has 12"
     ):
         plan(offer("deepep_ll", top_k=12))
 
@@ -137,11 +137,11 @@ def test_more_experts_per_token_than_there_are_kernels_for() -> None:
 @pytest.mark.parametrize(
     ("name", "sms", "why"),
     [
-        ("deepep_v2", 21, "takes an even number of multiprocessors, parallel.comm_sms is 21"),
+        ("deepep_v2", 21, "needs an even number of multiprocessors; parallel.comm_sms is 21"),
         (
             "deepep_ll",
             20,
-            "kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out",
+            "kernels use all multiprocessors, for microseconds at a time; remove parallel.comm_sms",
         ),
     ],
 )

@@ -1,8 +1,8 @@
-"""All2all by DeepEP's kernels: adapters for the package `deep_ep`
+"""All-to-all backends that use DeepEP's kernels, from the package `deep_ep`
 (https://github.com/deepseek-ai/DeepEP).
 
-ll: `Buffer` in its low-latency mode. v2: `ElasticBuffer`. Each adapter is given the imported
-package.
+`ll.py` adapts `Buffer` in low-latency mode, `v2.py` adapts `ElasticBuffer`. This file imports the
+package, checks its version and passes it to the adapter.
 """
 
 import importlib
@@ -22,7 +22,9 @@ ADAPTERS: dict[str, type[DeepEP]] = {
 
 
 def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
-    """Raises Unavailable when the package is missing, does not load, or cannot serve this model."""
+    """Return the adapter. Raises Unavailable if the package is missing, does not load, or cannot
+    serve this model.
+    """
     name = adapter.name
     if find_spec("deep_ep") is None:
         raise Unavailable(
@@ -31,7 +33,8 @@ def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
         )
     try:
         lib: Any = importlib.import_module("deep_ep")
-    except Exception as error:  # it checks drivers, compilers and NCCL, each with errors of its own
+    # The package checks drivers, compilers and NCCL on import, and raises errors of many types.
+    except Exception as error:
         raise Unavailable(
             f"{name}: the package deep_ep is installed but does not load: {error}"
         ) from error
@@ -43,19 +46,20 @@ def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
         )
     if facts.top_k > adapter.max_top_k:
         raise Unavailable(
-            f"{name} takes {adapter.max_top_k} experts per token at most, the model "
+            f"{name} supports at most {adapter.max_top_k} experts per token, the model "
             f"has {facts.top_k}"
         )
     if facts.comm_sms % 2:
         raise Unavailable(
-            f"{name} takes an even number of multiprocessors, parallel.comm_sms is {facts.comm_sms}"
+            f"{name} needs an even number of multiprocessors; parallel.comm_sms is {facts.comm_sms}"
         )
     if facts.sms_asked and not adapter.takes_sms:
         raise Unavailable(
-            f"{name}'s kernels take all multiprocessors, for microseconds; leave "
-            "parallel.comm_sms out"
+            f"{name}'s kernels use all multiprocessors, for microseconds at a time; remove "
+            "parallel.comm_sms"
         )
     return adapter(lib, facts)
 
 
-make_v2, make_ll = partial(_make, DeepEPElastic), partial(_make, DeepEPLowLatency)
+make_v2 = partial(_make, DeepEPElastic)
+make_ll = partial(_make, DeepEPLowLatency)

@@ -1,11 +1,13 @@
-"""The base of the adapters: a buffer per epoch, and how errors are reported.
+"""The base of the DeepEP adapters: one buffer per group of ranks, and the mapping of errors.
 
-No adapter is `exact`: the kernels add the results of a token up by rank, or with fused multiplies,
-in bfloat16. DeepEP's "experts" are physical experts here. A rank that dies cannot take part in
-tearing a buffer down, so the survivors keep theirs until the process ends; a rank that waits for
-the dead one gets PeerLost after deep_ep's own limit (100 s; v2: the members' deadline).
+No adapter is `exact`, because the kernels add up a token's results in bfloat16, by rank or with
+fused multiplies. DeepEP's "experts" are physical experts here.
 
-T tokens of D elements, W >= D elements that travel, b = W / 128 blocks.
+Freeing a buffer needs all of its ranks. If a rank dies, the survivors therefore keep the memory of
+their buffers until their processes end. A rank that waits for the dead one gets PeerLost after
+deep_ep's own timeout (`ll`: 100 s; `v2`: the members' deadline).
+
+T: tokens. D: model width. W: width of a sent row, padded; W >= D.
 """
 
 import logging
@@ -29,22 +31,25 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, comm_stream
 
 log = logging.getLogger(__name__)
-SentRows = Tensor | tuple[Tensor, Tensor]  # bfloat16 [T, W]; or fp8 with fp32 scales [T, W / 128]
+# Either bfloat16 [T, W], or (fp8 [T, W], fp32 scales [T, W / 128]).
+SentRows = Tensor | tuple[Tensor, Tensor]
 
-SILENCE = ("timeout", "CPU wait")  # in deep_ep's errors: a peer did not answer in time
+TIMEOUT_WORDS = ("timeout", "CPU wait")  # in the messages of deep_ep's timeout errors
 FAREWELL_S = 2.0  # how long a rank that leaves waits for the others to leave too
-RANKS_OF_NODE = 8  # that NVLink connects; beyond, ranks come in whole nodes
+RANKS_PER_NODE = 8  # connected by NVLink; larger groups must consist of whole nodes
 
 
 class BufferMesh(Mesh):
-    """A mesh of one channel over which deep_ep's buffers exchange their addresses."""
+    """A mesh with one channel, over which deep_ep's buffers exchange their addresses."""
 
     _nccl: Any | None = None
 
     def process_group(self, nccl: bool) -> Any:
-        """Connect, and returns a `ProcessGroup` without process-wide state, with NCCL for this
-        rank's GPU if asked. Raises PeerLost naming the ranks that did not come, ConfigError when
-        terms differ."""
+        """Connect, and return a `ProcessGroup` that is not registered with torch.distributed.
+
+        nccl: also open an NCCL communicator for this rank's GPU. Raises PeerLost with the ranks
+        that did not join, and ConfigError if terms differ.
+        """
         self.connect()
         store = self.store
         gloo = self.group
@@ -64,7 +69,7 @@ class BufferMesh(Mesh):
         return group
 
     def farewell(self) -> bool:
-        """Return whether all other ranks leave, too, so that all can free their buffers."""
+        """Return whether all other ranks are leaving too, so that the buffers can be freed."""
         mine = torch.ones(1, dtype=torch.uint8)
         others = [rank for rank in range(self.members.size) if rank != self.members.rank]
         try:
@@ -75,7 +80,6 @@ class BufferMesh(Mesh):
         return True
 
     def close(self) -> None:
-        """Drop the connections."""
         nccl = self._nccl
         self._nccl = None
         if nccl is not None:
@@ -84,17 +88,17 @@ class BufferMesh(Mesh):
 
 
 class DeepEP(All2All):
-    """An adapter for one of deep_ep's buffers, which `join` makes. lib: the package."""
+    """An adapter for one of deep_ep's buffer classes. `join` makes the buffer."""
 
     name: ClassVar[str]
-    needs: ClassVar[str]  # class of the package
+    needs: ClassVar[str]  # the buffer class's name in deep_ep
     max_top_k: ClassVar[int]
-    whole_nodes: ClassVar[bool]  # whether every 8 ranks must share a machine
-    takes_sms: ClassVar[bool]  # whether the number of multiprocessors can be limited
-    nccl: ClassVar[bool]  # whether the buffer works on an NCCL communicator
+    whole_nodes: ClassVar[bool]  # every 8 consecutive ranks must be on one machine
+    takes_sms: ClassVar[bool]  # the number of multiprocessors can be limited
+    nccl: ClassVar[bool]  # the buffer needs an NCCL communicator
 
     def __init__(self, lib: Any, facts: BackendFacts) -> None:
-        self.lib = lib
+        self.lib = lib  # the imported package
         self.facts = facts
         self.fp8 = facts.wire.name == FP8
         self.caps = self.caps_of(facts)
@@ -104,7 +108,7 @@ class DeepEP(All2All):
         self.num_experts = 0  # physical experts of all ranks
         self.num_local = 0  # of this rank
         self.deadline_s = 0.0  # of the members
-        self.comm = CommStream()  # deep_ep has streams of its own; this one times them
+        self.comm = CommStream()  # only times transfers: deep_ep runs them on its own streams
         self._ids_dtype = getattr(lib, "topk_idx_t", torch.int64)
         self._mesh: BufferMesh | None = None
         self._buffer: Any | None = None
@@ -112,14 +116,14 @@ class DeepEP(All2All):
 
     @abstractmethod
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
-        """Return what the kernels can do for this model."""
+        """Return the kernels' capabilities for this model."""
 
     @abstractmethod
     def open(self, group: Any) -> Any:
         """Return a buffer over a process group."""
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """See `All2All`. Raises ConfigError for a group that there are no kernels for."""
+        """See `All2All`. Raises ConfigError if the kernels do not support the group."""
         self._check(members)
         self.num_local = experts_per_rank
         self.num_experts = members.size * experts_per_rank
@@ -134,11 +138,12 @@ class DeepEP(All2All):
             members, 1, self.name, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches"
         )
         try:
-            buffer = self.open(mesh.process_group(self.nccl and facts.device == "cuda"))
+            buffer = self.open(mesh.process_group(nccl=self.nccl and facts.device == "cuda"))
         except BaseException as error:
             mesh.close()
             if not isinstance(error, RuntimeError | AssertionError):
                 raise
+            # A failed assertion of the C++ code is a RuntimeError whose message says so.
             if isinstance(error, AssertionError) or "ssert" in str(error):
                 raise ConfigError(
                     f"{self.name} cannot make its buffer: {error}; choose another all2all"
@@ -159,7 +164,7 @@ class DeepEP(All2All):
             buffer.destroy()
         else:
             log.warning(
-                "%s: other ranks are gone; the memory of its buffer is lost until this "
+                "%s: other ranks are gone, so the memory of its buffer stays allocated until this "
                 "process ends",
                 self.name,
             )
@@ -167,16 +172,16 @@ class DeepEP(All2All):
 
     @property
     def buffer(self) -> Any:
-        """The buffer of the group that was joined. Raises PeerLost when there is none."""
+        """The buffer of the current group. Raises PeerLost if there is none."""
         buffer = self._buffer
         if buffer is None:
-            raise PeerLost("this rank is in no group")
+            raise PeerLost("this rank has not joined a group, or has left it")
         return buffer
 
     @contextmanager
     def calling(self, buffer: Any) -> Iterator[None]:
-        """Wrap every call of `buffer`: raises PeerLost for an epoch that is over and for peers
-        that are silent.
+        """Wrap a call of `buffer`. Raises PeerLost if this rank has left the buffer's group, and
+        if a peer does not answer in time.
         """
         mesh = self._mesh
         if mesh is None or buffer is not self._buffer:
@@ -184,7 +189,7 @@ class DeepEP(All2All):
         try:
             yield
         except RuntimeError as error:
-            if any(word in str(error) for word in SILENCE):
+            if any(word in str(error) for word in TIMEOUT_WORDS):
                 raise mesh.lost(f"a rank was silent: {error}") from None
             raise
 
@@ -199,21 +204,22 @@ class DeepEP(All2All):
             )
         hosts = members.host_of
         nodes = [
-            hosts[start : start + RANKS_OF_NODE] for start in range(0, members.size, RANKS_OF_NODE)
+            hosts[start : start + RANKS_PER_NODE]
+            for start in range(0, members.size, RANKS_PER_NODE)
         ]
         if (
             self.whole_nodes
-            and members.size > RANKS_OF_NODE
+            and members.size > RANKS_PER_NODE
             and any(len(set(node)) > 1 for node in nodes)
         ):
             raise ConfigError(
-                f"{self.name} wants {RANKS_OF_NODE} ranks, one after the other, on every "
-                f"node: {hosts}"
+                f"{self.name} needs {RANKS_PER_NODE} consecutive ranks on every node; the ranks "
+                f"are on {hosts}"
             )
 
 
 def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
-    """Return the capabilities that all adapters share, and `more`."""
+    """Return the capabilities that all adapters share, with the fields in `more`."""
     return All2AllCaps(
         name=name,
         layouts=frozenset({layout}),
@@ -225,12 +231,14 @@ def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
 
 
 def widen(x_TD: Tensor, width: int) -> Tensor:
-    """Return x contiguous with zeros behind every row, [T, W]; any number of leading dimensions."""
+    """Return x padded with zeros to `width` and contiguous, [..., D] -> [..., W]."""
     missing = width - x_TD.shape[-1]
     return torch.nn.functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
 
 
 def cut(rows: SentRows, width: int) -> tuple[Tensor, Tensor | None]:
-    """Return rows of the model's width, and their scales if they have some, as views."""
-    data, scales = (rows, None) if isinstance(rows, Tensor) else rows
-    return data[..., :width], None if scales is None else scales[..., : -(-width // BLOCK)]
+    """Return the rows without padding, and their scales if there are any. Both are views."""
+    if isinstance(rows, Tensor):
+        return rows[..., :width], None
+    data, scales = rows
+    return data[..., :width], scales[..., : -(-width // BLOCK)]

@@ -1,14 +1,26 @@
-"""DeepEP's low-latency kernels: every (token, expert) pair is written straight into the expert's
-rows on its rank.
+"""The adapter for DeepEP's low-latency kernels, which write each token's activation directly into
+the slots of its experts on their ranks.
 
-Two buffers take turns from operation to operation, and each send wipes the counters of the
-operation before, which must have been received by then. The micro-batches' order sees to that; for
-any other order the adapter does. Every step has an even number of operations, so a graph finds the
-buffers' turns as it has recorded them. The receiving kernel occupies the caller's stream, so
-`arrive` launches it, as late as possible. Rows of one sender reach an expert in any order.
+Each operation (a dispatch or a combine) is a send and a receive:
 
-T tokens of this rank, K experts per token, D model width, W width that travels, e experts of one
-rank, C rows that an expert has room for: the most tokens of a dispatch times the number of ranks.
+    micro-batch 0: send  .  .  .  .  .  receive, send next  ...
+    micro-batch 1: .  .  . compute  .  .
+
+1. The call of `dispatch` or `combine` launches the sending kernel, and deep_ep returns a hook that
+   launches the receiving kernel.
+2. The other micro-batch computes. The receiving kernel would occupy the stream until the rows are
+   here, so its launch is delayed.
+3. `arrive` or `wait` launches it, once.
+
+deep_ep alternates between two buffers, and each send clears the counters of the previous operation.
+So the previous operation must be received before the next send. The order of the micro-batches
+ensures that; `_receive_last` does in all other cases. Every step has an even number of operations,
+so a CUDA graph always starts with the buffer with which it was recorded.
+
+The rows of one sender reach an expert in any order.
+
+T: tokens of this rank. K: experts per token. D: model width. W: width of a sent row, padded.
+e: local experts. C: capacity of an expert: the most tokens of a dispatch times the number of ranks.
 """
 
 from collections.abc import Callable
@@ -27,15 +39,16 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
 T = TypeVar("T")
-WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # that there are kernels for
-MAX_TOKENS = 128  # of one dispatch: every expert has room for that many of each rank
-TOKEN_ALIGNMENT = 4
-IN_FLIGHT = 2
+WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # supported by the kernels
+MAX_TOKENS = 128  # of one dispatch; every expert has slots for that many tokens of each rank
+TOKEN_ALIGNMENT = 4  # the most tokens of a dispatch must be a multiple
+IN_FLIGHT = 2  # dispatches that may wait for their combine: one for each of deep_ep's buffers
 
 
 class DeepEPLowLatency(DeepEP):
-    """One buffer for all micro-batches. The kernels round to fp8 themselves, rows are handed over
-    as bfloat16.
+    """The adapter of `Buffer` in low-latency mode, with one buffer for all micro-batches.
+
+    The kernels take bfloat16 and quantize to fp8 themselves.
     """
 
     name = "deepep_ll"
@@ -81,8 +94,8 @@ class DeepEPLowLatency(DeepEP):
         ids_TK = self.ids_of(routing)
         tokens, width = x_TD.shape
         assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
-        assert self._in_flight < IN_FLIGHT, f"{IN_FLIGHT} dispatches wait to be combined already"
-        collective = self.comm.watch()
+        assert self._in_flight < IN_FLIGHT, f"{IN_FLIGHT} dispatches are not combined yet"
+        timer = self.comm.watch()
         with self.calling(buffer):
             self._receive_last()
             rows, counts_e, handle, _, hook = buffer.low_latency_dispatch(
@@ -99,15 +112,21 @@ class DeepEPLowLatency(DeepEP):
         top_k = ids_TK.shape[1]
 
         def unpacked() -> Ticket:
-            """Return the rows in the model's width. The host waits for nothing."""
             rows_eCD, scales = cut(rows, width)
-            most = rows_eCD.shape[1] * min(top_k, len(rows_eCD))
+            num_local, capacity = rows_eCD.shape[:2]
             inbound = Inbound(
-                Layout.SLOTTED, rows_eCD, counts_e, counts_e, most_tokens * top_k, most, scales
+                Layout.SLOTTED,
+                rows_eCD,
+                counts_e=counts_e,
+                ends_e=counts_e,
+                expected=most_tokens * top_k,
+                most=capacity * min(top_k, num_local),
+                scales=scales,
             )
-            return Ticket(inbound, routing, (buffer, handle, ids_TK))
+            return Ticket(inbound, routing, private=(buffer, handle, ids_TK))
 
-        self._last = pending = _Received(self, buffer, hook, collective, unpacked)
+        pending = _Received(self, buffer, hook, timer, finish=unpacked)
+        self._last = pending
         return pending
 
     def combine(
@@ -115,7 +134,7 @@ class DeepEPLowLatency(DeepEP):
     ) -> "_Received[Tensor]":
         ticket.use()
         buffer, handle, ids_TK = ticket.private
-        collective = self.comm.watch()
+        timer = self.comm.watch()
         in_place = out_TD.shape[1] == self.width and out_TD.is_contiguous()
         with self.calling(buffer):
             self._receive_last()
@@ -130,17 +149,16 @@ class DeepEPLowLatency(DeepEP):
         self._in_flight -= 1
 
         def narrowed() -> Tensor:
-            """Return the sums, copied where they are wider than the model."""
-            return (
-                out_TD
-                if home_TW.data_ptr() == out_TD.data_ptr()
-                else out_TD.copy_(home_TW[:, : out_TD.shape[1]])
-            )
+            if home_TW.data_ptr() == out_TD.data_ptr():  # the kernel wrote to out_TD
+                return out_TD
+            return out_TD.copy_(home_TW[:, : out_TD.shape[1]])
 
-        self._last = pending = _Received(self, buffer, hook, collective, narrowed)
+        pending = _Received(self, buffer, hook, timer, finish=narrowed)
+        self._last = pending
         return pending
 
     def _receive_last(self) -> None:
+        """Launch the last operation's receiving kernel, if that has not happened yet."""
         if self._last is not None:
             self._last.arrive()
 
@@ -151,8 +169,8 @@ class _Received(Pending[T]):
 
     owner: DeepEPLowLatency
     buffer: Any
-    hook: Callable[[], None] | None
-    collective: AbstractContextManager[None]
+    hook: Callable[[], None] | None  # launches the receiving kernel; None: it was launched
+    timer: AbstractContextManager[None]  # measures from the send to the end of the `with` block
     finish: Callable[[], T]
     arrived_ns: int = ON_DEVICE
 
@@ -160,7 +178,7 @@ class _Received(Pending[T]):
         hook = self.hook
         self.hook = None
         if hook is not None:
-            with self.owner.calling(self.buffer), self.collective:
+            with self.owner.calling(self.buffer), self.timer:
                 hook()
 
     def wait(self) -> T:

@@ -1,10 +1,11 @@
-"""DeepEP's `ElasticBuffer` in its expanding form: the kernels make a row per (token, expert) pair,
-by expert.
+"""The adapter for DeepEP's `ElasticBuffer` with `do_expand`: it receives one row for each (token,
+expert) pair, sorted by expert.
 
-Its `combine` adds rows up as they are, so each row is multiplied by its weight before, which rounds
-once more.
+Its `combine` adds up rows without weights, so the adapter multiplies each row by its weight first.
+That rounds once more.
 
-T tokens of this rank, K experts per token, D model width, W width that travels, P rows received.
+T: tokens of this rank. K: experts per token. D: model width. W: width of a sent row, padded.
+P: rows received.
 """
 
 import math
@@ -22,14 +23,14 @@ from moeserve.moe.pending import Transfer
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
-ROW_BYTES = 512  # that a row's length must be a multiple of
-MAX_WIDTH = 8192
-MAX_TOKENS = 4096  # of one dispatch; the buffer has room for that many of each rank
+ROW_BYTES = 512  # the length of a row must be a multiple
+MAX_WIDTH = 8192  # supported by the kernels
+MAX_TOKENS = 4096  # of one dispatch; the buffer has space for that many tokens of each rank
 
 
 class DeepEPElastic(DeepEP):
-    """The adapter of `ElasticBuffer`; deterministic: an expert's rows come in the order of (rank,
-    token).
+    """The adapter of `ElasticBuffer`, in deterministic mode: the rows of an expert are in the order
+    (rank, token).
     """
 
     name = "deepep_v2"
@@ -38,12 +39,11 @@ class DeepEPElastic(DeepEP):
     whole_nodes = False
     takes_sms = True
     nccl = True
-    _sms = 0  # what the buffer asks for, within the limit; `combine` takes as many
+    _sms = 0  # multiprocessors of a dispatch (and its combine): the buffer's wish, or our limit
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
-        power = (
-            1 << max(0, facts.max_tokens - 1).bit_length()
-        )  # a kernel is compiled for every number there is
+        # The kernels are compiled for each value of max_tokens, so round up to a power of two.
+        power = 1 << max(0, facts.max_tokens - 1).bit_length()
         return caps_with(
             self.name,
             Layout.GROUPED,
@@ -52,7 +52,7 @@ class DeepEPElastic(DeepEP):
                 width, ROW_BYTES // (1 if facts.wire.name == FP8 else 2)
             ),
             world_sizes=lambda size: size >= 2,
-            not_recorded="deepep_v2 tells the host how many rows come",
+            not_recorded="deepep_v2 counts the received rows on the host",
         )
 
     def open(self, group: Any) -> Any:
@@ -73,17 +73,17 @@ class DeepEPElastic(DeepEP):
 
     def leave(self) -> None:
         super().leave()
-        # it would keep the group, and so rank 0's store, for ever
+        # deep_ep's communicators would keep the process group, and rank 0's store, alive for ever.
         self.lib.utils.comm.destroy_all_managed_nccl_comm()
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         buffer = self.buffer
-        x_TD, ids_TK, weights_TK = _something(
+        x_TD, ids_TK, weights_TK = _at_least_one_row(
             x_TD, self.ids_of(routing), routing.weights_TK.contiguous()
         )
         assert len(x_TD) <= self.max_tokens, f"{len(x_TD)} tokens of at most {self.max_tokens}"
         x_TW = widen(x_TD, self.width)
-        collective = self.comm.watch()
+        timer = self.comm.watch()
         with self.calling(buffer):
             rows, _, weights_P, handle, event = buffer.dispatch(
                 _pack_fp8(x_TW) if self.fp8 else x_TW,
@@ -95,19 +95,22 @@ class DeepEPElastic(DeepEP):
                 do_cpu_sync=True,
                 do_expand=True,
                 num_sms=self._sms,
-                **_overlapping(buffer.capture()),
+                **_after(buffer.capture()),
             )
 
         def receive() -> Ticket:
-            """Make the current stream wait for the rows, whose counts the host knows."""
-            with self.calling(buffer), collective:
+            with self.calling(buffer), timer:
                 event.current_stream_wait()
             counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
             rows_PD, scales = cut(rows, x_TD.shape[1])
             inbound = Inbound(
-                Layout.GROUPED, rows_PD.contiguous(), counts_e, counts_e.cumsum(), scales=scales
+                Layout.GROUPED,
+                rows_PD.contiguous(),
+                counts_e=counts_e,
+                ends_e=counts_e.cumsum(),
+                scales=scales,
             )
-            return Ticket(inbound, routing, (buffer, handle, weights_P))
+            return Ticket(inbound, routing, private=(buffer, handle, weights_P))
 
         return Transfer(receive)
 
@@ -119,25 +122,24 @@ class DeepEPElastic(DeepEP):
         rows = weights_P.shape[0]
         weighted_PD = y.new_empty((rows, y.shape[1]))
         torch.mul(y[:rows], weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
-        collective = self.comm.watch()
+        timer = self.comm.watch()
         with self.calling(buffer):
             home_TW, _, event = buffer.combine(
-                widen(weighted_PD, self.width), handle, **_overlapping(buffer.capture())
+                widen(weighted_PD, self.width), handle, **_after(buffer.capture())
             )
 
         def receive() -> Tensor:
-            """Make the current stream wait for the sums. A rank without tokens has sent one row
-            that went nowhere, so what comes back is cut to what was asked for."""
-            with self.calling(buffer), collective:
+            with self.calling(buffer), timer:
                 event.current_stream_wait()
             tokens, width = out_TD.shape
+            # Drops the padding, and the placeholder row of a rank without tokens.
             return out_TD.copy_(home_TW[:tokens, :width])
 
         return Transfer(receive)
 
 
 def _pack_fp8(x_TW: Tensor) -> SentRows:
-    """Return elements and scales, with the bits of `Fp8Wire`."""
+    """Return (elements, scales) with the same bits as `Fp8Wire`."""
     width = x_TW.shape[1]
     rows_TB = Fp8Wire().encode(x_TW)
     data_TW = rows_TB[:, :width].contiguous().view(torch.float8_e4m3fn)
@@ -146,15 +148,16 @@ def _pack_fp8(x_TW: Tensor) -> SentRows:
 
 
 def _padded(width: int, step: int) -> int | None:
-    """Return `width` rounded up to a multiple of `step`, None beyond what there are kernels for:
-    2880 becomes 3072.
+    """Return `width` rounded up to a multiple of `step`, or None if that is more than MAX_WIDTH.
+
+    2880, 256 -> 3072
     """
     wide = -(-width // step) * step
     return wide if wide <= MAX_WIDTH else None
 
 
-def _overlapping(event: Any) -> dict[str, Any]:
-    """Return the arguments that make a call run on the buffer's stream behind `event`."""
+def _after(event: Any) -> dict[str, Any]:
+    """Return the arguments that make a call run on the buffer's own stream, after `event`."""
     return {
         "previous_event": event,
         "async_with_compute_stream": True,
@@ -162,9 +165,13 @@ def _overlapping(event: Any) -> dict[str, Any]:
     }
 
 
-def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments, or for a rank without tokens a row that goes nowhere: the host waits
-    for counts, and those come with rows."""
+def _at_least_one_row(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments, or a placeholder row without experts for a rank without tokens.
+
+    The other ranks wait for this rank's counts, which are sent only together with rows.
+    """
     if x_TD.shape[0]:
         return x_TD, ids_TK, weights_TK
     width = x_TD.shape[1]
