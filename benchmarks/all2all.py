@@ -1,10 +1,15 @@
-"""Dispatch plus combine of every backend for ranks of one machine: microseconds per layer, by size.
+"""Time of dispatch plus combine for each all-to-all backend among the ranks of one machine.
 
     python -m benchmarks.all2all [--backends shm torch] [--ranks 2] [--samples 2000]
 
-Target: shm, 64 tokens x 1,024 x bf16, top 8, 2 ranks: <= 150 us at the median on two cores. Ranks
-are processes, each on a core of its own while there are cores. Between the two calls each rank
-writes its experts' results, which is not counted; waiting for a rank that is late with that is.
+Target: at most 150 us at the median for shm with 64 tokens x 1,024 x bf16, top 8, 2 ranks, on two
+cores.
+
+Ranks are processes, each pinned to its own core while there are enough cores. Between dispatch and
+combine each rank writes its experts' results. That write is not counted, but waiting for a rank
+that is late with it is.
+
+Prints and saves microseconds per layer for each backend and size.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from moeserve.moe.all2all.registry import AUTO, make_backends
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
-WARM_UP = 0.1  # share of the samples that is thrown away
+WARM_UP = 0.1  # share of the samples that is discarded
 EXPERTS = 16  # per rank
 
 
@@ -58,9 +63,9 @@ def main() -> None:
         "--backends",
         nargs="+",
         default=list(AUTO["cpu"]),
-        help="which ones [%(default)s]",
+        help="backends to measure [%(default)s]",
     )
-    flags.add_argument("--ranks", type=int, default=2, help="processes [2]")
+    flags.add_argument("--ranks", type=int, default=2, help="number of processes [2]")
     flags.add_argument(
         "--samples", type=int, default=500, help="round trips of the small sizes [500]"
     )
@@ -81,7 +86,7 @@ def main() -> None:
 
 
 def measure(backend: str, ranks: int, size: Size, samples: int) -> dict[str, Any]:
-    """Runs all ranks; per phase the median and 90th percentile of the slowest rank."""
+    """Run all ranks and return the figures of the slowest one: median, p90 and minimum by phase."""
     with tempfile.TemporaryDirectory(prefix="moeserve-") as directory:
         common = {"backend": backend, "ranks": ranks, "size": asdict(size), "samples": samples}
         meeting = {"directory": directory, "store": f"127.0.0.1:{free_port()}"}
@@ -115,7 +120,7 @@ def one_rank(
     directory: str,
     store: str,
 ) -> dict[str, Any]:
-    """Measures one case on one rank, pinned to a core, and returns its times."""
+    """Measure one case on one rank, pinned to a core, and return its times."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -152,7 +157,7 @@ def one_rank(
 
 
 def inputs(rank: int, num_experts: int, size: Size) -> tuple[Tensor, Routing]:
-    """Every token goes to top_k slots, all equally likely."""
+    """Return random tokens and their routes: top_k experts per token, all equally likely."""
     generator = torch.Generator().manual_seed(rank)
     x_TD = torch.randn(size.tokens, size.hidden, generator=generator).bfloat16()
     ids = [
@@ -164,7 +169,7 @@ def inputs(rank: int, num_experts: int, size: Size) -> tuple[Tensor, Routing]:
 
 
 def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) -> dict[str, Any]:
-    """Returns the times of dispatch and combine on this rank, without warm-up."""
+    """Return this rank's times of dispatch and combine, without warm-up."""
     ubatch = UBatch()
     out_TD = torch.empty_like(x_TD)
     marks_ns = []
@@ -175,7 +180,7 @@ def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) 
         ticket = rows.wait()
         arrived = time.perf_counter_ns()
         y = x_TD.new_empty(ticket.inbound.rows.shape) if ticket.y is None else ticket.y
-        y.copy_(ticket.inbound.x)  # stands for the experts
+        y.copy_(ticket.inbound.x)  # in place of the experts
         written = time.perf_counter_ns()
         sums = backend.combine(ticket, y, out_TD, ubatch)
         returned = time.perf_counter_ns()
@@ -192,7 +197,7 @@ def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) 
 
 
 def spread(times_ns: Any) -> dict[str, float]:
-    """Median, 90th percentile and least, in microseconds."""
+    """Return median, p90 and minimum in microseconds."""
     ordered = sorted(times_ns)
     picks = {"median": len(ordered) // 2, "p90": len(ordered) * 9 // 10, "min": 0}
     return {name: round(ordered[index] / 1e3, 1) for name, index in picks.items()}

@@ -1,13 +1,18 @@
-"""The native attention kernel: bytes of KV per second at decode, arithmetic at prefill,
-microseconds of a plan.
+"""Speed of the native attention kernel: KV bytes/s in decode, FLOP/s in prefill, time of a plan.
 
     python -m benchmarks.attention [--cores 0 1] [--int8]
 
-Targets: decode at 16k tokens of context within 1.3 times its byte floor, prefill of 1 x 1,024
-tokens at half of what sgemm reaches or more, a plan for 32 rows within 30 us. The floor is the rate
-at which torch sums a large tensor with as many threads. Each layer has a cache of its own, so that
-nothing is still in the processor's cache. Best of several rounds; each rate is probed right beside
-what it is compared with.
+Targets:
+
+    decode     at 16k tokens of context, at most 1.3 x the time to read the cache
+    prefill    1 x 1,024 tokens at half of sgemm's rate or more
+    plan       at most 30 us for 32 rows
+
+The read rate is that of torch summing a large tensor with as many threads. Both rates are measured
+right beside the case that they are compared with. Each layer has its own KV cache, so that nothing
+is left in the processor's caches. Figures are the best of several rounds.
+
+Prints and saves one entry for each case.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ DECODES = [  # requests, context, heads, KV heads, head width
     (8, 2_048, 16, 8, 64),
     (32, 128, 16, 8, 64),
 ]
-LATENT = 576, 512  # widths of DeepSeek's latent keys, and of their part that is the values
+LATENT = 576, 512  # widths of DeepSeek's latent keys and of the part that holds the values
 DECODES += [
     (r, c, h, 1, 576)
     for h in (16, 128)
@@ -124,9 +129,8 @@ def prefill(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     q = torch.randn(requests * tokens, heads, dim).bfloat16() * dim**-0.5
     plan = plan_attention(*make_step(size, tokens))
     seconds = best(lambda: attention(q, k, v, plan))
-    rate = (
-        requests * tokens * (tokens + 1) * heads * (dim + v_width(dim)) / seconds / 1e9
-    )  # of what queries see
+    # Only positions that queries see are counted: half of the square.
+    rate = requests * tokens * (tokens + 1) * heads * (dim + v_width(dim)) / seconds / 1e9
     peak = probe_sgemm()
     return {
         "case": "prefill",
@@ -151,8 +155,9 @@ def make_cache(
 
 
 def make_step(size: Size, queries: int) -> tuple[Any, ...]:
-    """What plans take, for the last `queries` positions of each request, whose blocks are
-    scattered.
+    """Return the arguments of a plan for the last `queries` positions of each request.
+
+    The requests' blocks are scattered over the cache.
     """
     requests, context, heads, kv_heads, dim = size
     blocks = -(-context // BLOCK)

@@ -1,7 +1,9 @@
-"""CPU time that a client needs per streamed chunk: ours beside the `openai` package, on the same
-bytes.
+"""CPU time per streamed chunk in a client: moeserve's beside the `openai` package.
 
-python -m benchmarks.client
+    python -m benchmarks.client
+
+Both clients read the same bytes from a local server, in turns. Prints and saves microseconds of CPU
+time per chunk.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--chunks", type=int, default=20_000, help="chunks of a stream [20,000]")
-    flags.add_argument("--repeat", type=int, default=5, help="rounds, the two in turns [5]")
+    flags.add_argument("--chunks", type=int, default=20_000, help="chunks per stream [20,000]")
+    flags.add_argument("--repeat", type=int, default=5, help="rounds of both clients [5]")
     args = flags.parse_args()
     listener = socket.create_server(("127.0.0.1", 0))
     server = multiprocessing.get_context("fork").Process(
@@ -45,7 +47,7 @@ def main() -> None:
 
 
 def answer(listener: socket.socket, chunks: int) -> None:
-    """The same bytes to every request, one connection after another."""
+    """Send the same bytes to every request, one connection after another."""
     body = CHUNK * chunks + b"data: [DONE]\n\n"
     while True:
         connection, _ = listener.accept()
@@ -55,7 +57,7 @@ def answer(listener: socket.socket, chunks: int) -> None:
 
 
 async def measure(url: str, chunks: int, repeat: int) -> dict[str, list[float]]:
-    """Returns microseconds of CPU time per chunk, by client, a sample per repetition."""
+    """Return microseconds of CPU time per chunk for each client, one sample per round."""
     from openai import AsyncOpenAI
 
     rounds: dict[str, list[float]] = {"moeserve": [], "openai": []}
@@ -74,7 +76,7 @@ async def measure(url: str, chunks: int, repeat: int) -> dict[str, list[float]]:
         rounds["openai"].append(1e6 * (time.process_time() - begun_s) / count)
         assert count == chunks
         if number == 0:
-            rounds = {name: [] for name in rounds}  # the first imports and warms up
+            rounds = {name: [] for name in rounds}  # discard the first round: imports, warm-up
     return rounds
 
 

@@ -1,6 +1,4 @@
-"""What the benchmark scripts share: servers to measure, process trees, and one form of record for
-every result.
-"""
+"""Shared by the benchmark scripts: servers to measure, their processes, and files of results."""
 
 from __future__ import annotations
 
@@ -30,29 +28,28 @@ from moeserve.cli import collect_env
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 START_TIMEOUT_S = 600.0
-AT_MOST_AVX2 = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"  # as torch's kernels and ours obey
+AT_MOST_AVX2 = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"  # both torch and moeserve obey it
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the flags that every script has."""
+    """Return a parser with the flags that every script has."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
         "--hardware",
         default=hardware_name(),
-        help="name of this machine in the file name [%(default)s]",
+        help="this machine's name in the file's name [%(default)s]",
     )
-    made.add_argument(
-        "--note", default="", help="what a reader must know, such as what else ran meanwhile"
-    )
+    made.add_argument("--note", default="", help="facts that readers need, such as what else ran")
     made.add_argument("--no-save", action="store_true", help="print only")
     return made
 
 
 def save(what: str, args: argparse.Namespace, results: Any, shown: str | None = None) -> None:
-    """Prints the results, or `shown`; writes results/<what>_<hardware_name()>_<yyyymm>.json unless
-    --no-save.
+    """Print the results, or `shown`, and write them to a file unless --no-save is given.
+
+    The file is results/<what>_<hardware>_<yyyymm>.json, with the command and the environment.
     """
     now = datetime.now(UTC)
     record = {
@@ -75,14 +72,15 @@ def save(what: str, args: argparse.Namespace, results: Any, shown: str | None = 
 
 
 def end_as_asked() -> None:
-    """Lets SIGTERM end this process as Ctrl-C does, so that nothing it started and stopped stays
-    behind.
+    """Let SIGTERM end this process as Ctrl-C does.
+
+    Otherwise processes that it has started and stopped by SIGSTOP would stay behind.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware, without names and paths of this machine."""
+    """Return versions and hardware, without this machine's names and paths."""
     found = collect_env.collect()
     found["platform"] = (
         f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"
@@ -94,17 +92,13 @@ def environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as a reader would type it: absolute paths, also behind NAME=, are cut to their
-    last part.
-    """
+    """Return the command as a reader would type it, with absolute paths cut to their last part."""
     words = [re.sub(r"^(\w+=)?/.*/", r"\1", word) for word in sys.argv[1:]]
     return " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
 
 
 def hardware_name() -> str:
-    """Returns CPU, allowed cores and instruction set, such as amd-epyc-2c-avx512bf16: the part of a
-    file's name.
-    """
+    """Return CPU, allowed cores and instruction set, such as amd-epyc-2c-avx512bf16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = may_use(collect_env.cpu())
     model = re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", "", cpu["model"].lower())
@@ -112,24 +106,24 @@ def hardware_name() -> str:
 
 
 def may_use(cpu: dict[str, Any]) -> dict[str, Any]:
-    """Returns facts of a processor with the instructions that kernels may use of it."""
+    """Return `cpu` with only those flags whose instructions kernels may use."""
     return cpu | {"flags": [flag for flag in cpu["flags"] if not AT_MOST_AVX2 or flag == "avx2"]}
 
 
 def instruction_set(flags: Sequence[str]) -> str:
-    """Returns the widest vector instructions that decide how fast the native kernels are."""
+    """Return the widest vector instructions, which decide the native kernels' speed."""
     sets = {"avx512_bf16": "avx512bf16", "avx512f": "avx512", "avx2": "avx2"}
     return next((name for flag, name in sets.items() if flag in flags), platform.machine().lower())
 
 
 def git(*words: str) -> str:
-    """Returns what a git command prints."""
+    """Return the output of a git command."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median, range and all samples."""
+    """Return median, range and all samples."""
     ordered = sorted(samples)
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -138,7 +132,7 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Server:
-    """A `moeserve serve` process on a loopback port. Times in seconds since it was started."""
+    """A `moeserve serve` process on a loopback port. Times are seconds since its start."""
 
     process: psutil.Popen
     port: int
@@ -146,7 +140,7 @@ class Server:
     started_s: float
 
     def get(self, path: str, timeout_s: float = 5.0) -> int | None:
-        """The status of a GET, or None if nobody answers."""
+        """Return the status of a GET, or None if nobody answers."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             connection.request("GET", path)
@@ -157,8 +151,9 @@ class Server:
             connection.close()
 
     def wait(self, path: str, pause_s: float = 0.002) -> float:
-        """Seconds from process start until `path` answers 200. Raises if the process dies or takes
-        too long.
+        """Return the seconds from process start until `path` answers 200.
+
+        Raises SystemExit if the process dies or takes longer than START_TIMEOUT_S.
         """
         while self.get(path) != 200:
             if self.process.poll() is not None:
@@ -172,7 +167,7 @@ class Server:
         return time.perf_counter() - self.started_s
 
     def post(self, path: str, body: Any) -> Any:
-        """The decoded answer to a JSON POST; raises if it is no success."""
+        """Return the decoded answer to a JSON POST; raise SystemExit unless its status is 200."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
@@ -185,7 +180,7 @@ class Server:
             connection.close()
 
     def tree(self) -> dict[str, psutil.Process]:
-        """The processes of this server by role: front_end, engine, and others by number."""
+        """Return the server's processes by role: front_end, engine, other_<number>."""
         roles = {"front_end": psutil.Process(self.process.pid)}
         for child in roles["front_end"].children(recursive=True):
             is_engine = child.name() == "moeserve-engine" or any(
@@ -197,7 +192,7 @@ class Server:
         return roles
 
 
-# else the file is written while the first requests are measured
+# Otherwise packed weights would be written to disk while the first requests are measured.
 NO_CACHE = 'model:\n  packed_cache: "off"\n'
 
 
@@ -209,10 +204,10 @@ def running_server(
     cores: set[int] | None = None,
     root: Path = ROOT,
 ) -> Iterator[Server]:
-    """`moeserve serve MODEL flags`, with a YAML config and pinned to `cores` (its children too);
-    stopped at the end.
+    """Run `moeserve serve MODEL flags` and stop it at the end.
 
-    root: the checkout whose code serves.
+    The server gets a YAML config, is pinned to `cores` (its children too), and runs the code of the
+    checkout `root`.
     """
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
         log = Path(folder, "log")
@@ -242,7 +237,7 @@ def running_server(
                 env=env,
             )
         if cores is not None:
-            process.cpu_affinity(list(cores))  # before it starts a child; children inherit it
+            process.cpu_affinity(list(cores))  # inherited by the children that it starts later
         try:
             yield Server(process, port, log, started_s)
         finally:
@@ -250,7 +245,7 @@ def running_server(
 
 
 def stop(process: psutil.Popen, within_s: float = 40.0) -> None:
-    """Ends a process by SIGTERM, and by SIGKILL after `within_s` seconds."""
+    """End a process by SIGTERM, and by SIGKILL after `within_s` seconds."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -261,7 +256,7 @@ def stop(process: psutil.Popen, within_s: float = 40.0) -> None:
 
 
 def free_port() -> int:
-    """Returns a TCP port of 127.0.0.1 that nobody uses."""
+    """Return an unused TCP port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -269,8 +264,9 @@ def free_port() -> int:
 
 
 def cpu_seconds(tree: Mapping[str, psutil.Process]) -> dict[str, float]:
-    """CPU time that each process has used, user and kernel, of all threads that live; in nanosecond
-    steps on Linux.
+    """Return the CPU time (user and kernel) of each process, summed over its live threads.
+
+    On Linux it is exact to nanoseconds.
     """
     used = {}
     for role, process in tree.items():
@@ -280,9 +276,7 @@ def cpu_seconds(tree: Mapping[str, psutil.Process]) -> dict[str, float]:
 
 
 def peak_rss_bytes(process: psutil.Process) -> int:
-    """The most memory that the process ever had resident (Linux), file pages that it mapped
-    included.
-    """
+    """Return the process's peak resident memory (Linux), mapped file pages included."""
     status = Path(f"/proc/{process.pid}/status").read_text("utf-8")
     match = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert match is not None, status
@@ -290,6 +284,6 @@ def peak_rss_bytes(process: psutil.Process) -> int:
 
 
 def weight_bytes(model: str) -> int:
-    """Bytes of a model directory's safetensors files ("demo": the one in the package)."""
+    """Return the size of a model directory's safetensors files ("demo": the one in the package)."""
     folder = ROOT / "moeserve/assets/demo" if model == "demo" else Path(model)
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,17 +1,25 @@
-"""What the model of kernels/cost.py predicts for experts' products, beside measured times of vLLM's
-Triton kernels; the predicted tables of `kernels/configs/`; and attention, see cost_attention.py.
+"""Predictions of the kernel cost model (kernels/cost.py) beside times measured on H100 and H200.
 
-    python -m benchmarks.cost --tables FOLDER             # systems/data of aiconfigurator-core; without: the package
-    python -m benchmarks.cost --vllm FOLDER               # its unpacked wheel: also the order, see below
-    python -m benchmarks.cost --write                     # writes the predicted tables, too
+    python -m benchmarks.cost                    # against the package aiconfigurator-core
+    python -m benchmarks.cost --tables FOLDER    # against systems/data of a checkout of it
+    python -m benchmarks.cost --vllm FOLDER      # also the order of vLLM's configurations
+    python -m benchmarks.cost --write            # also write the predicted tables
 
-Needs no GPU: Triton compiles for Hopper. The measured rows are spread evenly over all experts, so
-the predicted ones are, too. vLLM's kernels are not ours, and are followed by an activation and a
-sum of their own: levels compare roughly.
+No GPU is needed: Triton compiles for Hopper without one.
 
-The order: vLLM's wheel has launch parameters that were found by measuring hundreds of them, for
-each shape and number of tokens. Its kernel is compiled with all that won anywhere; the model should
-think those fast that won for a shape.
+Level: the tables have times of vLLM's Triton kernels for experts. Their rows are spread evenly over
+all experts, and so are the predicted ones. vLLM's times include an activation and a sum that are
+not in the prediction, so levels compare only roughly. cost_attention.py does the same for
+attention.
+
+Order: vLLM's wheel (--vllm: the folder where it is unpacked) has launch parameters that were found
+by measuring hundreds of them for each shape and number of tokens. Its kernel is compiled with every
+set of parameters that won anywhere. The model should predict that those which won for a shape are
+fast for it.
+
+Tables: --write stores the parameters that are predicted to be best in kernels/configs/.
+
+Prints and saves all ratios, rank correlations and predicted gains.
 """
 
 from __future__ import annotations
@@ -57,10 +65,9 @@ TUNED = {
 }
 PARAMETERS = (*TILE_KEYS[:3], "num_warps", "num_stages", TILE_KEYS[3])
 FACTS = cost_attention.FACTS
-# weights, and tokens from which on the order is like a card's
-CHECKED = ("plain",)
-FROM = 256
-GAIN = 1.05  # predicted, from which on an entry of a table differs from the defaults
+CHECKED = ("plain",)  # formats of weights for which the predicted order matches a card's,
+FROM = 256  # with so many tokens or more
+GAIN = 1.05  # least predicted gain for which a table's entry differs from the defaults
 
 
 class Balanced(Product):
@@ -68,18 +75,21 @@ class Balanced(Product):
 
     @property
     def busy(self) -> float:
-        """All experts, or one for each row."""
+        """Number of experts with rows: all, or one for each row."""
         return min(self.experts, self.rows)
 
     def tiles(self, block_m: int) -> float:
-        """As many for each busy expert."""
+        """Number of tiles, equal for each busy expert."""
         return self.busy * math.ceil(self.rows / self.busy / block_m)
 
 
 @cache
 def facts_of(weights: str) -> Mapping[tuning.Key, Facts]:
-    """Facts about the kernels of such weights, which are the same for all shapes whose sizes are
-    multiples of 16; kept in FACTS, as they take minutes."""
+    """Return facts about the compiled kernels for a format of weights.
+
+    They are the same for all shapes whose sizes are multiples of 16. They are cached in FACTS,
+    because compiling takes minutes.
+    """
     file = FACTS / f"{weights}-triton-{triton.__version__}.pickle"
     if not file.exists():
         FACTS.mkdir(parents=True, exist_ok=True)
@@ -94,7 +104,7 @@ def _compiled(weights: str) -> Mapping[tuning.Key, Facts]:
 
 
 def jobs(shape: ExpertShapes, weights: str, balanced: bool) -> list[tuning.Job]:
-    """The entries of a shape; their products spread evenly if `balanced`."""
+    """Return the tuning jobs of a shape, with rows spread evenly over experts if `balanced`."""
     made = list(tuning.grouped_jobs(*shape, torch.bfloat16, torch.device("meta"), weights))
     if not balanced:
         return made
@@ -112,8 +122,9 @@ def jobs(shape: ExpertShapes, weights: str, balanced: bool) -> list[tuning.Job]:
 
 
 def beside_tables(source: str, device: str) -> dict[str, Any]:
-    """Predicted over measured, for every shape of the tables, with the configuration that is
-    predicted to be best.
+    """Return predicted over measured time for every shape in the tables.
+
+    The prediction is for the configuration that is predicted to be best.
     """
     card = CARDS[next(name for name in CARDS if device.upper() in name)]
     measured = read_tables(source, DEVICES[device]).experts
@@ -155,8 +166,9 @@ def beside_tables(source: str, device: str) -> dict[str, Any]:
 
 
 def compile_peer(kernel_file: Path, config: tuple[int, ...]) -> Facts | None:
-    """Facts about vLLM's kernel for 16-bit weights, after `cost.compile_only`; None if it cannot be
-    compiled.
+    """Return facts about vLLM's kernel for 16-bit weights, or None if it cannot be compiled.
+
+    Runs in a process that called `cost.compile_only`.
     """
     block_m, block_n, block_k, warps, stages = config
     x = torch.empty((64, 2048), dtype=torch.bfloat16, device="meta")
@@ -194,8 +206,9 @@ def compile_peer(kernel_file: Path, config: tuple[int, ...]) -> Facts | None:
 
 
 def order(folder: Path) -> dict[str, Any]:
-    """Where the model puts what won on a card, among all that won anywhere, for each of vLLM's
-    tables of TUNED.
+    """Return where the model ranks each measured winner among all winners.
+
+    Every table of vLLM that TUNED names is compared.
     """
     [kernel_file] = folder.rglob("fused_moe/fused_moe.py")
     won: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
@@ -250,9 +263,11 @@ def order(folder: Path) -> dict[str, Any]:
 
 
 def tables(write: bool) -> dict[str, Any]:
-    """Predicted gains over the defaults, for the shapes of `moeserve tune --all`. Written are, of
-    each shape with a gain of GAIN at any size where the order is known, the best parameters; other
-    sizes keep the defaults."""
+    """Return the predicted gains over the defaults for the shapes of `moeserve tune --all`.
+
+    If `write`, store the best parameters of each shape that gains GAIN or more at any size. Sizes
+    with less gain, or with fewer tokens than FROM, keep the defaults.
+    """
     found: dict[str, Any] = {}
     for device, card in CARDS.items():
         for model, (shape, weights) in COMMON.items():
@@ -279,7 +294,7 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write the predicted tables of kernels/configs/"
     )
-    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="its unpacked wheel")
+    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="vLLM's unpacked wheel")
     args = parser.parse_args()
     results: dict[str, Any] = {"predicted_gain_over_defaults": tables(args.write)}
     attention: dict[str, Any] = {"predicted_gain_over_defaults": cost_attention.gains()}

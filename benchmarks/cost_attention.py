@@ -1,9 +1,9 @@
-"""What the model of kernels/cost.py says of attention: part of `python -m benchmarks.cost`.
+"""Predictions of kernels/cost.py for attention, beside measured times; part of benchmarks.cost.
 
-Its loop is over tiles of positions, and programs take work items from a list
-(kernels/attention_plan.py): here it is counted how many items a step has, how many tiles each of
-them, and which bytes come from DRAM. Of the measured kernels beside it most are FlashAttention-3,
-whose exponentials overlap products; SGLang's for heads of 512 are Triton's.
+The attention kernel loops over tiles of positions, and its programs take work items from a list
+(kernels/attention_plan.py). This module counts the items of a step, the tiles of each item, and the
+bytes that come from DRAM. Most of the measured kernels are FlashAttention-3, which overlaps
+exponentials with products; SGLang's for heads of 512 are Triton's.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from moeserve.kernels.cost import CARDS, Card, Facts
 from moeserve.kernels.paged_attention import AttentionShape
 from moeserve.plan.tables import PACKAGE
 
-Kernel = tuple[int, int]  # query rows of a program, stages
+Kernel = tuple[int, int]  # (query rows of a program, stages)
 FACTS = configs.cache_folder("kernel-facts")
 
 
 class Step(NamedTuple):
-    """Requests that have so many new tokens each, the last of so many positions."""
+    """A batch of `rows` requests with `new` new tokens each, which end at position `context`."""
 
     rows: int
     new: int
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 def shape(heads: int, kv_heads: int, dim: int, v_dim: int = 0) -> AttentionShape:
-    """In bf16, with blocks of 16 positions."""
+    """Return a shape in bf16 with blocks of 16 positions."""
     return AttentionShape(heads, kv_heads, dim, v_dim or dim, 16, torch.bfloat16)
 
 
@@ -56,7 +56,7 @@ WIDE = tuple(shape(*heads) for heads in ((16, 2, 512), (8, 1, 512), (4, 1, 512))
 LATENT = tuple(shape(heads, 1, 576, 512) for heads in (128, 64, 16))
 FA3 = ("kernel_source", "=", "vllm_flash_attn_fa3")
 TRITON = ("kernel_source", "=", "triton")
-TABLES = {  # a table, which of its rows, and shapes
+TABLES = {  # title -> table, filter of its rows, shapes
     "decode, FlashAttention-3": ("attention/vllm/*/generation_attention", [FA3], USUAL),
     "prefill, FlashAttention-3": ("attention/vllm/*/context_attention", [FA3], USUAL),
     "decode, Triton (SGLang)": ("attention/sglang/*/generation_attention", [TRITON], WIDE),
@@ -71,7 +71,10 @@ PREFILL = [Step(rows, new, new) for rows in (1, 8) for new in (512, 1024, 2048, 
 
 @cache
 def facts_of(dim: int, v_dim: int) -> Mapping[Kernel, Facts]:
-    """Facts about the kernels for heads of these widths, however many there are; kept in FACTS."""
+    """Return facts about the kernels for heads of these widths, cached in FACTS.
+
+    They do not depend on the number of heads.
+    """
     file = FACTS / f"attention-{dim}-{v_dim}-triton-{triton.__version__}.pickle"
     if not file.exists():
         FACTS.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,7 @@ def facts_of(dim: int, v_dim: int) -> Mapping[Kernel, Facts]:
 
 
 def compile_kernels(of: AttentionShape, stages: int) -> dict[Kernel, Facts]:
-    """Facts about the kernels of all sizes, after `cost.compile_only`."""
+    """Return facts about the kernels of all sizes, in a process that called `cost.compile_only`."""
     found: dict[Kernel, Facts] = {}
     for job in tuning.attention_jobs(of, torch.device("meta")):
         try:
@@ -108,16 +111,15 @@ def seconds(
     config: Mapping[str, int],
     card: Card,
 ) -> float:
-    """The predicted time of a step's attention in one layer; infinity if it cannot run."""
+    """Return the predicted time of one layer's attention; infinity if it cannot run."""
     resident = min(cost.occupancy(facts), config["programs"])
     if not resident:
         return math.inf
     rows, new, context = step
     positions = paged_attention.tile_positions(of, block_m)
     tile = block_m // of.group
-    ends = (
-        context - new + np.minimum(tile * np.arange(1, -(-new // tile) + 1), new)
-    )  # of what each tile sees
+    # Positions that each tile of queries sees.
+    ends = context - new + np.minimum(tile * np.arange(1, -(-new // tile) + 1), new)
     cut = len(ends) <= SPLIT_TILES and context > SPLIT
     splits = -(-context // SPLIT) if cut else 1
     items = rows * of.groups * len(ends) * splits
@@ -130,10 +132,9 @@ def seconds(
     each = items / card.multiprocessors
     beside = min(resident, math.ceil(each))
     cycles = max(
-        cost.round_cycles(facts, 1, longest, loaded, wait),
-        cost.round_cycles(facts, beside, mean, loaded, wait)
-        * each
-        / beside,  # the longest items come first
+        cost.wave_cycles(facts, 1, longest, loaded, wait),
+        # The longest items come first, so that programs finish at about the same time.
+        cost.wave_cycles(facts, beside, mean, loaded, wait) * each / beside,
     )
     sums = rows * new * of.heads * splits * (of.v_dim + 2) * 4.0 if cut else 0.0
     num_bytes = (
@@ -145,7 +146,7 @@ def seconds(
 
 
 def predicted(of: AttentionShape, step: Step, block_m: int, card: Card) -> dict[int, float]:
-    """Predicted times by stages, those of the defaults first."""
+    """Return predicted seconds by number of stages, the default number first."""
     default = paged_attention.launch_of(of, of.dtype, block_m, "")
     facts = facts_of(of.dim, of.v_dim)
     return {
@@ -160,7 +161,7 @@ def predicted(of: AttentionShape, step: Step, block_m: int, card: Card) -> dict[
 def measured(
     folder: Path, device: str, table: str, rows: list[Any], of: AttentionShape
 ) -> dict[Step, float]:
-    """Seconds of one shape in the newest version of a table."""
+    """Return the seconds of one shape in the newest version of a table."""
     from pyarrow import parquet
 
     [*_, newest] = sorted(folder.glob(f"{device}_sxm/{table}_perf.parquet"))
@@ -181,8 +182,10 @@ def measured(
 
 
 def beside_tables(source: str, device: str) -> dict[str, Any]:
-    """Predicted, of the defaults without `batch`, over measured, by what was measured. source: as
-    of `read_tables`.
+    """Return predicted over measured time for each table of TABLES.
+
+    Predicted is the default configuration of the kernels that need not be batch-invariant. `source`
+    is that of `read_tables`.
     """
     package = find_spec("aiconfigurator_core") if source == PACKAGE else None
     places = package.submodule_search_locations if package else None
@@ -212,12 +215,12 @@ def beside_tables(source: str, device: str) -> dict[str, Any]:
 
 
 def spearman(a: Any, b: Any) -> float:
-    """Rank correlation."""
+    """Return the rank correlation."""
     return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
 
 
 def agreement(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Rank correlation and errors of predicted beside measured times."""
+    """Return the rank correlation and the errors of (predicted, measured) pairs."""
     predicted, measured = np.array(pairs).T
     errors = np.abs(np.log(predicted / measured))
     return {
@@ -230,8 +233,9 @@ def agreement(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def gains() -> dict[str, Any]:
-    """Predicted times of the defaults over those of the best kernel, for steps as `moeserve tune`
-    times them.
+    """Return the predicted gain of the best kernel over the default, by card and kernel.
+
+    The steps are those that `moeserve tune` times.
     """
     found: dict[str, Any] = {}
     for device, card in CARDS.items():
