@@ -1,25 +1,33 @@
-"""Dual-batch overlap on a slow link: two ranks in two network namespaces, joined by a veth pair
-behind token buckets.
+"""Gain of dual-batch overlap (DBO) on a slow link between two ranks, for prefill and decode.
 
     python -m benchmarks.dbo
 
-Prefill steps of a model with random weights, a narrow Mixtral whose experts are as wide as the
-model, so that attention has a third of the work; one thread and one core per rank, rows by the
-`torch` backend (Gloo). The link's rate is chosen so that communication takes `--ratio` of the time
-that computing takes. DBO off, on, auto, and on with rows encrypted run in turns. Then decode steps
-on the unlimited link, where overlap does not pay.
+Needs root and two cores, and exits with the reason otherwise.
 
-Computing is what the slower rank's step took in one micro-batch without standing still for rows;
-communication is the rest. The ideal is their sum over the longer of them.
+Setup: two ranks run in two network namespaces, joined by a veth pair with a token bucket. Each has
+one thread and one core, and the `torch` backend (Gloo) sends the tokens. The model has random
+weights: a narrow Mixtral whose experts are as wide as the model, so that attention does a third of
+the work.
 
-What can be reached depends on the model: of each layer's two transfers one is hidden by the other
-micro-batch's experts, one by its attention. The last transfer of a step hides behind nothing.
-Whatever moves the rows takes time of the same core, more of it the faster the link is beside the
-core.
+Prefill: the link's rate is set so that communication takes `--ratio` of the compute time. DBO off,
+on, auto, and on with encryption take turns.
 
-Targets: on >= 1.3 x off and >= 0.85 x ideal; auto loses <= 2 % where two micro-batches do not pay;
-encryption costs <= 10 % of what overlap gains. Needs root and two cores; says so and ends
-otherwise.
+Decode: the link is unlimited. Overlap does not pay there, and auto must notice.
+
+Terms: compute time is what the slower rank's step takes with one micro-batch, less its waiting for
+tokens; communication is the rest. The ideal speedup is their sum divided by the longer of the two.
+
+Limits: of the two transfers of a layer, one hides behind the experts of the other micro-batch and
+one behind its attention. The last transfer of a step hides behind nothing. Sending takes time of
+the same core, and the faster the link is in proportion to the core, the more of it.
+
+Targets:
+
+    prefill       on: 1.3 x off and 0.85 x ideal
+    decode        auto: at most 2 % slower than off
+    encryption    costs at most 10 % of the gain
+
+Prints and saves step times and ratios, and the spans of one traced step.
 """
 
 from __future__ import annotations
@@ -42,8 +50,8 @@ from benchmarks.dbo_rank import MODES, Mode, Order, Phase, Setup, Step
 from benchmarks.specs import Sizes
 from moeserve.messages import TraceEvent
 
-LEARNING = 8  # prefill steps in which auto makes up its mind
-CHUNK = 20  # decode steps of a mode at a time
+LEARNING = 8  # prefill steps in which auto learns whether overlap pays
+CHUNK = 20  # decode steps of one mode in a row
 LENGTHS: dict[Mode, int] = {"off": CHUNK, "auto": CHUNK, "on": 4}
 
 
@@ -55,19 +63,19 @@ def main() -> None:
         "--heads",
         type=int,
         default=8,
-        help="of 128, a quarter as many of keys and values [%(default)s]",
+        help="heads of width 128, with a quarter as many KV heads [%(default)s]",
     )
     made.add_argument("--experts", type=int, default=8)
     made.add_argument("--top-k", type=int, default=2)
     made.add_argument("--expert-size", type=int, default=1024)
     made.add_argument(
-        "--tokens", type=int, default=1024, help="of each rank's prefill step [%(default)s]"
+        "--tokens", type=int, default=1024, help="tokens of a rank's prefill step [%(default)s]"
     )
     made.add_argument(
-        "--prompt", type=int, default=256, help="tokens of each request in it [%(default)s]"
+        "--prompt", type=int, default=256, help="tokens of each request in that step [%(default)s]"
     )
     made.add_argument(
-        "--batch", type=int, default=16, help="requests of each rank's decode step [%(default)s]"
+        "--batch", type=int, default=16, help="requests of a rank's decode step [%(default)s]"
     )
     made.add_argument(
         "--ratio", type=float, default=0.6, help="communication time / compute time [%(default)s]"
@@ -76,13 +84,13 @@ def main() -> None:
         "--rounds", type=int, default=12, help="prefill steps of each mode [%(default)s]"
     )
     made.add_argument(
-        "--auto-rounds", type=int, default=24, help=f"times {CHUNK} decode steps [%(default)s]"
+        "--auto-rounds", type=int, default=24, help=f"rounds of {CHUNK} decode steps [%(default)s]"
     )
     args = made.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("this needs two cores: each rank computes on one")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the namespaces go as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # also removes the namespaces
     sizes = _sizes(args)
     with slow_link() as link, contextlib.ExitStack() as stack:
         pair = _Pair(
@@ -128,7 +136,7 @@ def _started(setup: Setup, link: Link, core: int) -> Iterator[subprocess.Popen[s
 
 
 class _Pair:
-    """Both ranks, which always get the same order."""
+    """Both ranks. They always execute the same order."""
 
     def __init__(self, ranks: Iterator[subprocess.Popen[str]]) -> None:
         self._ranks = tuple(ranks)
@@ -142,7 +150,7 @@ class _Pair:
         trace: bool = False,
         encrypted: bool = False,
     ) -> list[tuple[Step, Step]]:
-        """Each step on rank 0 and on rank 1."""
+        """Return (rank 0, rank 1) for each step."""
         line = msgspec.json.encode(Order(phase, mode, steps, trace, encrypted)).decode()
         answers = []
         for rank in self._ranks:
@@ -220,16 +228,15 @@ def _decode(pair: _Pair, link: Link, rounds: int) -> dict[str, Any]:
     for mode in MODES:
         pair.run("decode", mode, CHUNK)
     for number in range(rounds):
-        for mode in MODES[
-            :: 1 if number % 2 else -1
-        ]:  # contexts grow: each mode comes first as often as last
+        # Contexts grow, so each mode comes first as often as last.
+        for mode in MODES[:: 1 if number % 2 else -1]:
             found[mode] += pair.run("decode", mode, LENGTHS[mode])
     sums = {
         mode: np.array([*map(_took_s, found[mode])]).reshape(rounds, CHUNK).sum(1)
         for mode in ("off", "auto")
     }
-    # Of neighbouring rounds: what else the machine does cancels out. Sums, so that trials count in
-    # full.
+    # Ratios of neighbouring rounds cancel out other load on the machine. Rounds are summed so that
+    # steps in which auto tries two micro-batches count in full.
     return {
         **{mode: _summary(found[mode], found["off"]) for mode in MODES},
         "auto_loss_percent": 100 * float(np.median(sums["auto"] / sums["off"]) - 1),
@@ -238,8 +245,9 @@ def _decode(pair: _Pair, link: Link, rounds: int) -> dict[str, Any]:
 
 
 def overlapped_us(events: Sequence[TraceEvent]) -> dict[str, int]:
-    """How long one micro-batch's rows travelled while the other micro-batch worked, by the work's
-    name.
+    """Return how long one micro-batch's transfers ran beside the other's work.
+
+    The keys are the names of that work: attention, experts.
     """
     total: dict[str, int] = {"attention": 0, "experts": 0}
     for travel in events:
@@ -254,7 +262,7 @@ def overlapped_us(events: Sequence[TraceEvent]) -> dict[str, int]:
 
 
 def _summary(steps: Steps, off: Steps) -> dict[str, Any]:
-    """speedup: over one micro-batch, the median over rounds."""
+    """Return the figures of one mode. `speedup` is over DBO off: the median of the rounds."""
     took_s = [*map(_took_s, steps)]
     off_s = [*map(_took_s, off)]
     both = [rank for step in steps for rank in step]

@@ -1,6 +1,4 @@
-"""Two network namespaces joined by a veth pair whose rate can be changed any time: two machines on
-a slow network.
-"""
+"""Two network namespaces joined by a veth pair of variable rate, in place of two machines."""
 
 from __future__ import annotations
 
@@ -17,25 +15,25 @@ ADDRESSES = "10.213.7.1", "10.213.7.2"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Its ends, one in each namespace."""
+    """A veth pair: `names` are the namespaces, `devices` the pair's end in each of them."""
 
     names: tuple[str, str]
     devices: tuple[str, str]
 
     def limit(self, bits_per_s: int) -> None:
-        """In each direction; 0 lifts the limit. Connections stay."""
+        """Limit the rate in each direction; 0 removes the limit. Connections stay open."""
         for name, device in zip(self.names, self.devices, strict=True):
-            # A burst is what TCP hands down at once (64 KiB); more would be sent for nothing after
-            # every pause.
+            # TCP hands down up to 64 KiB at once. A larger bucket would send that much more for
+            # free after every pause.
             what = ["root", "tbf", "rate", f"{bits_per_s}bit", "burst", "72kb", "latency", "50ms"]
             if bits_per_s:
                 _ip("netns", "exec", name, "tc", "qdisc", "replace", "dev", device, *what)
             else:
-                with contextlib.suppress(subprocess.CalledProcessError):  # there is none yet
+                with contextlib.suppress(subprocess.CalledProcessError):  # no limit is set
                     _ip("netns", "exec", name, "tc", "qdisc", "del", "dev", device, "root")
 
     def bytes_sent(self) -> tuple[int, int]:
-        """By either end since the beginning, with all headers."""
+        """Return the bytes that each end has sent so far, headers included."""
         sent = []
         for name, device in zip(self.names, self.devices, strict=True):
             words = ["netns", "exec", name, "cat", f"/sys/class/net/{device}/statistics/tx_bytes"]
@@ -45,8 +43,9 @@ class Link:
 
 @contextlib.contextmanager
 def slow_link() -> Iterator[Link]:
-    """An unlimited link to begin with, gone at the end. Exits with the reason where none can be
-    made.
+    """Yield a link without a limit, and remove it at the end.
+
+    Exits with the reason if namespaces cannot be made here.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         sys.exit("this needs root and the commands ip and tc: two namespaces play two machines")
@@ -64,8 +63,8 @@ def slow_link() -> Iterator[Link]:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
             _ip("-n", name, "link", "set", device, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            # Known everywhere. Some defaults send at the rate that they believe the link has, and
-            # that changes here.
+            # Some default algorithms pace by the rate that they estimate for the link, which
+            # changes here. Every kernel has reno.
             _ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
         yield link
     finally:

@@ -1,9 +1,8 @@
-"""One of the two ranks that `benchmarks.dbo` drives: makes the steps that it is told to, and says
-how long they took.
+"""One of the two ranks of benchmarks.dbo: runs the steps that it is ordered to and times them.
 
     python -m benchmarks.dbo_rank SETUP
 
-SETUP and every line of standard input are JSON, and so is the answer to each line.
+SETUP is JSON (Setup). Each line of standard input is an Order; the answer is a line with its Steps.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.ubatches import UBatchRunner
 
 BLOCK = 64
-CONTEXT = 256  # of each decoding request
+CONTEXT = 256  # tokens before each decoding request
 DTYPE = torch.float32
 
 Phase = Literal["prefill", "decode"]
@@ -51,19 +50,17 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """tokens: of a rank's prefill step, in requests of `prompt`. batch: requests of its decode
-    step.
-    """
+    """What a rank is started with."""
 
     rank: int
     sizes: Sizes
-    tokens: int
-    prompt: int
-    batch: int
+    tokens: int  # per rank in a prefill step
+    prompt: int  # tokens of each request in it
+    batch: int  # requests per rank in a decode step
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Make so many steps."""
+    """Run `steps` steps."""
 
     phase: Phase
     mode: Mode
@@ -73,17 +70,17 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What one took. events: if it was traced."""
+    """The times of one step."""
 
     took_us: int
     ubatches: int
     comm_us: int
     exposed_us: int
-    events: tuple[TraceEvent, ...] = ()
+    events: tuple[TraceEvent, ...] = ()  # if the step was traced
 
 
 class Rank:
-    """Before each step both ranks vote over a socket, as engines do."""
+    """A rank's model and inputs. Before each step both ranks vote over a socket, as engines do."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -204,9 +201,7 @@ def _patiently(address: tuple[str, int]) -> socket.socket:
 
 
 def _build(setup: Setup) -> tuple[Decoder, Mesh]:
-    """The rank's part of a model with random weights, its experts joined with the other rank's, and
-    what joins them.
-    """
+    """Return this rank's model with random weights, and the mesh that joins both ranks."""
     spec = setup.sizes.spec()
     world = World(setup.rank, 2)
     placement = Placement.initial(spec.num_layers, spec.num_experts, 2)
@@ -253,7 +248,7 @@ def _build(setup: Setup) -> tuple[Decoder, Mesh]:
 
 
 def step_inputs(counts: I32, start: int) -> StepInputs:
-    """A step of requests with so many tokens each, `start` more of each in the cache."""
+    """Return a step with counts[i] tokens of request i, after `start` cached tokens of each."""
     starts = np.full(len(counts), start, np.int32)
     rows = np.repeat(np.arange(len(counts)), counts)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

@@ -1,14 +1,17 @@
-"""Two engines with one thread each beside one engine with two threads: decoding a batch of 32.
+"""Two engines with one thread each beside one engine with two threads, decoding a batch of 32.
 
     python -m benchmarks.dp --model DIR
 
-Both are loaded, and asked in turns for the same work, so that the ratio holds on a machine with
-other users. A round counts tokens from the moment when all streams have begun until the first one
-ends. all2all: share of a step's time in the model for which it stood still for rows. vote: time
-from a vote to the decision, as a share of the time from step to step; it passes while the step
-before still runs, so the sum of both is an upper bound.
+Both are loaded at the same time and get the same work in turns, so that the ratio holds on a shared
+machine. A round counts tokens from the time when all streams have started until the first one ends.
 
-Targets with a model of about 1e9 parameters: ratio >= 0.85, all2all and vote together <= 0.12.
+    ratio     tokens/s of two engines over those of one
+    all2all   time that the model waited for tokens, as a share of its step time
+    vote      time from a vote to the decision, as a share of the time per step; it overlaps the
+              previous step, so the sum with all2all is an upper bound
+
+Targets for a model of about 1e9 parameters: ratio 0.85 or more, all2all and vote together at most
+0.12. Prints and saves all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def main() -> None:
     args.add_argument("--model", default="demo")
     args.add_argument("--dtype", default="auto", help="[auto]")
     args.add_argument("--batch", type=int, default=32)
-    args.add_argument("--tokens", type=int, default=40, help="of each answer [40]")
+    args.add_argument("--tokens", type=int, default=40, help="tokens of each answer [40]")
     args.add_argument("--rounds", type=int, default=5)
     args.add_argument("--kv-cache-bytes", type=int, default=2**29)
     asked = args.parse_args()
@@ -84,7 +87,7 @@ async def compare(
 
 
 async def one_round(front: FrontEnd, batch: int, num_tokens: int) -> tuple[float, list[StepRecord]]:
-    """Tokens per second while all streams decode, and the records of that time."""
+    """Return tokens per second while all streams decode, and the step records of that time."""
     counts = [0] * batch
     began_s = ended_s = 0.0
     num_before = 0
@@ -109,12 +112,12 @@ async def one_round(front: FrontEnd, batch: int, num_tokens: int) -> tuple[float
     stats.seen.clear()
     await asyncio.gather(*(read(i) for i in range(batch)))
     if not rate:
-        raise SystemExit("the streams did not overlap: more --tokens")
+        raise SystemExit("the streams did not overlap: use more --tokens")
     return rate[0], [record for record in stats.seen if began_s <= record.at_s <= ended_s]
 
 
 def shares_of(records: list[StepRecord]) -> dict[str, float]:
-    """Of steps that decode only, over both engines."""
+    """Return all2all's and the vote's shares, over both engines. All steps must be decodes."""
     device_us = exposed_us = vote_us = step_us = 0.0
     for rank in {record.dp_rank for record in records}:
         steps = [record for record in records if record.dp_rank == rank]

@@ -1,19 +1,23 @@
-"""Decoding with a part of the experts in memory, beside the same model with all of them, and beside
-llama.cpp.
+"""Decoding with part of the experts in memory, beside all in memory and beside llama.cpp.
 
     python -m benchmarks.expert_memory --llamacpp PYTHON
-    python -m benchmarks.expert_memory --layers 4 --tokens 64    a trial
+    python -m benchmarks.expert_memory --layers 4 --tokens 64    # a trial
 
-One request, on a file of benchmarks.skewed_gguf. `skew`: the share of all choices that went to each
-layer's most chosen experts, as many as fit into the smaller memory, beside `zipf_skew`, what it
-should be. Each case is a process of its own; the first start of the smaller memory writes packed
-weights (`first`), so that the figures are those of a later one. As root, the smaller memory and
-llama.cpp, which maps its file, get a cgroup with `limit_bytes` for everything, the system's cache
-of their files included, of which nothing is there when they start.
+One request decodes on a file of benchmarks.skewed_gguf. Each case is a process of its own. The
+first start with less memory writes packed weights; its figures are kept apart (`first`), and the
+compared ones are those of later starts. llama.cpp, which maps its file, decodes the tokens that
+moeserve sampled.
 
-tokens_per_s: of the tokens behind the first --warm ones, which fill caches. llama.cpp is given the
-tokens that moeserve chose. disk_gb_s: what O_DIRECT reads of 1 MiB, four at a time, get from the
-packed file.
+As root, the case with less memory and llama.cpp run in a cgroup of `limit_bytes`. The limit
+includes the page cache, which holds nothing of their files when they start.
+
+Prints and saves, among others:
+
+    tokens_per_s   without the first --warm tokens, which fill caches
+    skew           share of all routing choices that went to the most chosen experts of each layer,
+                   counting as many experts as fit into the smaller memory
+    zipf_skew      the skew that the file was made for
+    disk_gb_s      O_DIRECT reads of 1 MiB, four at a time, from the packed file
 """
 
 from __future__ import annotations
@@ -39,20 +43,25 @@ import psutil
 from benchmarks import common, skewed_gguf
 from moeserve import LLM, SamplingParams
 
-BESIDE_EXPERTS = 9 * 2**28  # bytes of the limit for all that is not an expert
+BESIDE_EXPERTS = 9 * 2**28  # bytes of the limit for everything but experts
 CGROUPS = (
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-    ("/sys/fs/cgroup", "memory.max"),
-)  # of v1, v2
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),  # cgroup v1
+    ("/sys/fs/cgroup", "memory.max"),  # v2
+)
 
 
 def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[str, Any]:
-    """One case, in this process."""
+    """Run one case in this process."""
     began = time.perf_counter()
     with LLM(
-        model, max_num_seqs=4, max_model_len=2048, kv_cache_bytes=2**28, threads=args.threads,
-        expert_memory=memory, packed_cache=str(model.parent / "packed") if memory else "off",
-    ) as llm:  # fmt: skip
+        model,
+        max_num_seqs=4,
+        max_model_len=2048,
+        kv_cache_bytes=2**28,
+        threads=args.threads,
+        expert_memory=memory,
+        packed_cache=str(model.parent / "packed") if memory else "off",
+    ) as llm:
         started = time.perf_counter()
         prompt = [Random(7).randrange(1000) for _ in range(32)]
 
@@ -84,7 +93,7 @@ def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[s
 
 
 def skew(llm: LLM, share: float) -> float:
-    """The share of all choices that each layer's most chosen experts had, `share` of them."""
+    """Return the share of all choices that went to each layer's `share` most chosen experts."""
     front = llm._front
     shown = front.monitor.view(front.state, front.ready).experts
     assert shown is not None
@@ -94,7 +103,7 @@ def skew(llm: LLM, share: float) -> float:
 
 
 def disk_gb_s(file: Path) -> float:
-    """Reads of 1 MiB past the system's cache, four at a time, in any order."""
+    """Return GB/s of random 1 MiB reads past the page cache, four at a time."""
     descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
     size = 1 << 20
     places = list(range(0, file.stat().st_size - size, size))
@@ -115,8 +124,9 @@ def disk_gb_s(file: Path) -> float:
 
 @contextmanager
 def cgroup(limit: int | None) -> Iterator[Path | None]:
-    """The file to which a process writes its number to have no more memory than `limit`; None
-    without one.
+    """Yield the cgroup.procs file of a group with `limit` bytes of memory; None without a limit.
+
+    A process that writes its id to the file joins the group.
     """
     if limit is None:
         yield None
@@ -136,8 +146,9 @@ def cgroup(limit: int | None) -> Iterator[Path | None]:
 def run(
     words: Sequence[str], files: Sequence[Path], limit: int | None, asked: Any = None
 ) -> dict[str, Any]:
-    """What a case's process prints last, as JSON. files: those to be forgotten by the system's
-    cache before.
+    """Run a case's process and return the last line that it prints, decoded from JSON.
+
+    `files` are dropped from the page cache first.
     """
     os.sync()
     for file in files:
@@ -159,7 +170,7 @@ def run(
 
 
 def cases(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All cases in turns."""
+    """Run all cases in turns."""
     model = folder / "model.gguf"
     total = skewed_gguf.expert_bytes(args.layers, args.experts)
     skewed_gguf.write(model, args.layers, args.experts, args.zipf)
@@ -216,24 +227,27 @@ def cases(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     flags = common.parser(__doc__)
     flags.add_argument(
-        "--layers", type=int, default=24, help="[24, of 0.3 GiB each: 15 billion weights]"
+        "--layers", type=int, default=24, help="[24, each 0.3 GiB: 15 billion weights]"
     )
-    flags.add_argument("--experts", type=int, default=128, help="of a layer [128]")
+    flags.add_argument("--experts", type=int, default=128, help="experts per layer [128]")
     flags.add_argument(
-        "--share", type=float, default=0.5, help="of the experts' bytes in the smaller memory [0.5]"
+        "--share",
+        type=float,
+        default=0.5,
+        help="share of experts in the smaller memory [0.5]",
     )
-    flags.add_argument("--zipf", type=float, default=1.0, help="[1.0]")
-    flags.add_argument("--tokens", type=int, default=128, help="[128]")
-    flags.add_argument("--warm", type=int, default=64, help="[64]")
+    flags.add_argument("--zipf", type=float, default=1.0, help="Zipf exponent of the routing [1.0]")
+    flags.add_argument("--tokens", type=int, default=128, help="measured tokens [128]")
+    flags.add_argument("--warm", type=int, default=64, help="tokens before them [64]")
     flags.add_argument("--rounds", type=int, default=3, help="[3]")
     flags.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
     )
-    flags.add_argument("--folder", type=Path, help="on the disk to measure [a temporary folder]")
+    flags.add_argument("--folder", type=Path, help="where to write files [a temporary folder]")
     flags.add_argument(
         "--llamacpp",
         metavar="PYTHON",
-        help="an interpreter with llama-cpp-python, to be measured too",
+        help="also measure llama.cpp, by an interpreter with llama-cpp-python",
     )
     flags.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     flags.add_argument("--memory", type=int, help=argparse.SUPPRESS)

@@ -1,16 +1,24 @@
-"""GGUF files served beside llama.cpp: the same greedy tokens, and how far log-probabilities lie
-apart.
+"""Accuracy of served GGUF files beside llama.cpp: greedy tokens and log probabilities.
 
     python -m benchmarks.gguf_beside_llama_cpp DIR --llamacpp PYTHON
 
-DIR gets the demo model as GGUF in F32 (experts filled up with zeros to the 256s that K-quants
-take), what llama.cpp quantises it to, and what each of these means, in F32 again. llama.cpp runs
-that meaning: with floats for rows there is only the rounding of fp32 in it. PYTHON has
-llama-cpp-python, whose rows become int8 before quantised weights, as ours.
+PYTHON is an interpreter with llama-cpp-python; this one needs the package gguf. Three kinds of
+files are written to DIR:
 
-Differences are of the log-probabilities of the meaning's 5 most likely tokens, at every place of
-the prompts and of the meaning's greedy answers. greedy: answers of which all tokens are the
-meaning's. Needs the package gguf.
+1. the demo model as GGUF in F32, its experts padded with zeros to a multiple of 256 as K-quants
+   require;
+2. that model as llama.cpp quantizes it to each type; 3. each of those dequantized to F32.
+
+The reference is llama.cpp on the dequantized file, where only fp32 rounding is left. It is compared
+with llama.cpp and moeserve on the quantized file. With quantized weights llama.cpp rounds
+activations to int8, as moeserve can.
+
+Prints and saves for each type:
+
+    logprob_*    differences of the reference's 5 most likely tokens' log probabilities, at every
+                 position of the prompts and of the reference's greedy answers
+    same_first   share of positions with the same most likely token
+    greedy       answers whose tokens all equal the reference's
 """
 
 from __future__ import annotations
@@ -70,15 +78,15 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for kind in asked.types:
         file = asked.dir / f"{kind}.gguf"
-        meaning = asked.dir / f"{kind}-meaning.gguf"
+        dequantized = asked.dir / f"{kind}-f32.gguf"
         if not file.exists():
             llama_cpp(asked.llamacpp, "quantise", plain, file, kind)
-        if not meaning.exists():
-            write_meaning(file, meaning)
+        if not dequantized.exists():
+            write_dequantized(file, dequantized)
         case = {"prompts": prompts, "texts": prompts, "max_tokens": MAX_TOKENS, "top": TOP}
-        answers = llama_cpp(asked.llamacpp, "run", meaning, case=case)["greedy"]
+        answers = llama_cpp(asked.llamacpp, "run", dequantized, case=case)["greedy"]
         case["texts"] = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        exact = llama_cpp(asked.llamacpp, "run", meaning, case=case)
+        exact = llama_cpp(asked.llamacpp, "run", dequantized, case=case)
         found = {"llama.cpp": llama_cpp(asked.llamacpp, "run", file, case=case)}
         for dtype in asked.dtypes:
             for activations in ("int8", "float"):
@@ -90,11 +98,14 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def llama_cpp(python: str, *words: Any, case: dict[str, Any] | None = None) -> Any:
-    """Runs the script beside this one by the interpreter that has llama.cpp."""
+    """Run llama_cpp_logits.py by the interpreter that has llama.cpp."""
     done = subprocess.run(
         [python, str(ROOT / "benchmarks" / "llama_cpp_logits.py"), *map(str, words)],
-        input=json.dumps(case), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        input=json.dumps(case),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(
             f"{' '.join(map(str, words))}: exit status {done.returncode}\n{done.stderr[-2000:]}"
@@ -103,7 +114,7 @@ def llama_cpp(python: str, *words: Any, case: dict[str, Any] | None = None) -> A
 
 
 def moeserve(file: Path, case: dict[str, Any], dtype: str, activations: str) -> dict[str, Any]:
-    """What `llama_cpp` returns, of moeserve."""
+    """Return moeserve's greedy tokens and top log probabilities, as `llama_cpp` does."""
     greedy = SamplingParams(temperature=0, max_tokens=case["max_tokens"], ignore_eos=True)
     score = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP, prompt_logprobs=TOP)
     with LLM(str(file), dtype=dtype, activations=activations, max_model_len=512, threads=2) as llm:
@@ -117,7 +128,7 @@ def moeserve(file: Path, case: dict[str, Any], dtype: str, activations: str) -> 
 
 
 def compared(exact: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Differences from the meaning."""
+    """Return the differences from the reference."""
     differences = []
     first = 0
     places = 0
@@ -142,7 +153,7 @@ def compared(exact: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_demo(path: Path) -> None:
-    """Writes the demo model, without its head for drafts."""
+    """Write the demo model without its MTP head."""
     folder = resolve_model_dir("demo")
     config = json.loads((folder / "config.json").read_text())
     wide = -(-config["moe_intermediate_size"] // 256) * 256
@@ -163,8 +174,8 @@ def write_demo(path: Path) -> None:
         write_gguf("qwen3_moe", Path(padded), path, tokenizer=folder)
 
 
-def write_meaning(source: Path, out: Path) -> None:
-    """Writes a file with all weights in F32."""
+def write_dequantized(source: Path, out: Path) -> None:
+    """Write `source` with all weights dequantized to F32."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(out, "qwen3moe")
     for field in reader.fields.values():

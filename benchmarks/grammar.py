@@ -1,12 +1,18 @@
-"""Cost of structured output: compiling grammars, and filling the mask of one row of a large
-vocabulary.
+"""Cost of structured output: compiling grammars, and filling masks of a large vocabulary.
 
     python -m benchmarks.grammar [--tokenizer DIR]
 
-Targets: a mask in 50 us (median over the steps of random answers), 32 tools compiled in 20 ms.
-Without a tokenizer the vocabulary is synthetic: 128,256 tokens of random words, signs and
-characters. "check" is what the front end spends on a grammar that it has not seen, "drafts" one
-call for a row and three drafts after it.
+Targets: a row's mask in 50 us (median over the steps of random answers), 32 tools compiled in 20
+ms. Without a tokenizer the vocabulary is synthetic: 128,256 tokens of random words, signs and
+characters.
+
+Prints and saves microseconds for each grammar:
+
+    check     the front end's check of a grammar that it has not seen
+    compile   compiling it
+    fill      the mask of one row
+    accept    advancing the matcher by a token
+    drafts    one call for a row and three drafts after it
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ def main() -> None:
     grammars = Grammars(tokenizer, size, [end], 2)
     checker = GrammarChecker(tokenizer, size, [end])
     vocabulary_s = perf_counter() - began
-    checker.check(GrammarSpec("json_object"), "")  # starts its process
+    checker.check(GrammarSpec("json_object"), "")  # starts the sandbox process
     results = {
         name: measure(spec, grammars, checker, end, asked.answers) for name, spec in specs().items()
     }
@@ -107,7 +113,7 @@ def timed(spent: list[float], call: Any) -> None:
 
 
 def percentiles(times: list[float]) -> dict[str, float]:
-    """Returns median, p90 and the largest in microseconds."""
+    """Return median, p90 and maximum in microseconds."""
     ordered = sorted(times)
     named = {
         "p50": ordered[len(ordered) // 2],
@@ -118,7 +124,7 @@ def percentiles(times: list[float]) -> dict[str, float]:
 
 
 def specs() -> dict[str, GrammarSpec]:
-    """Returns the grammars that are measured, by name."""
+    """Return the grammars to measure, by name."""
     text = {"type": "string"}
     integer = {"type": "integer"}
     person = record(name=text, age=integer, tags={"type": "array", "items": text})
@@ -160,9 +166,7 @@ def record(**properties: Any) -> dict[str, Any]:
 
 
 def synthetic() -> Backend:
-    """Returns a byte-level tokenizer of random tokens with the lengths and signs that real ones
-    have.
-    """
+    """Return a byte-level tokenizer of random tokens, with the lengths and signs of real ones."""
     rng = random.Random(0)
     tokens = [bytes([byte]) for byte in range(256)]
     letters = "etaoinshrdlucmfwypvbgkjqxz"

@@ -1,11 +1,14 @@
-"""Hostile schemas, regexes and grammars: crashes, hangs, memory.
+"""Fuzzes structured output with hostile schemas, regexes and grammars: crashes, hangs, memory.
 
     python -m benchmarks.grammar_fuzz [--seconds 300]
 
-Targets: no crash, nothing that takes longer than a second, bounded memory. Each grammar is checked
-as a server does; one that is accepted is followed for some random tokens as an engine does, with
-drafts. hypothesis makes most of them, and mixes in pieces of ones that were written by hand. A
-worker process does the work, so that its death is a result.
+Targets: no crash, nothing that takes longer than a second, bounded memory.
+
+Each grammar is checked as a server checks it. If it is accepted, it is followed for some random
+tokens as an engine would follow it, with drafts. hypothesis makes most grammars and mixes in pieces
+of handwritten ones. A worker process does the work, so that a crash is a result.
+
+Prints and saves counts, the longest times and the peak memory.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ from moeserve.text.tokenizer import Tokenizer
 from tests.text.schemas import generated
 
 HANG_S = 1.0
-STEPS = 24  # tokens that an accepted grammar is followed for
-BATCH = 200  # grammars of one run of hypothesis
+STEPS = 24  # tokens for which an accepted grammar is followed
+BATCH = 200  # grammars per run of hypothesis
 KEYWORDS = (
     "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems",
     "maxItems", "enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "pattern", "format",
@@ -116,7 +119,7 @@ def main() -> None:
 
 
 def work(seconds: float, seed: int) -> None:
-    """Fuzzes until the time is over; says what it does in JSON lines."""
+    """Fuzz until the time is over; report in JSON lines on standard output."""
     tokenizer = Tokenizer.load(resolve_model_dir("demo"))
     size = tokenizer.backend.get_vocab_size()
     end = tokenizer.encode("<|im_end|>", special=False)[0]
@@ -140,7 +143,7 @@ def work(seconds: float, seed: int) -> None:
 
 
 class Fuzzer:
-    """Tries grammars, and counts."""
+    """Tries grammars and counts the outcomes."""
 
     def __init__(self, grammars: Grammars, checker: GrammarChecker, rng: random.Random) -> None:
         self._grammars = grammars
@@ -172,7 +175,7 @@ class Fuzzer:
                 break
 
     def _timed(self, what: str, spec: GrammarSpec, call: Callable[..., object], *args: Any) -> bool:
-        """Returns whether a call succeeded."""
+        """Time a call; return whether it succeeded."""
         began = perf_counter()
         error = ""
         try:
@@ -195,7 +198,7 @@ class Fuzzer:
         return not error
 
     def tell(self) -> None:
-        """Says what has been found since the last time, and how much memory there is."""
+        """Report the counts since the last report, and the memory in use."""
         mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         children = [child.memory_info().rss >> 20 for child in psutil.Process().children()]
         say(

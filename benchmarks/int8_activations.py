@@ -1,11 +1,15 @@
-"""Products of few rows and weights of 16, 8 and 4 bits, with rows as they are or rounded to int8;
-by instruction set.
+"""Speed of native matrix products by weight format, with bf16 or int8 activations, for few rows.
 
     python -m benchmarks.int8_activations
 
-All forms in turn, round by round: between two runs of one, the others pass through the caches.
-speed_of_bf16: the median of bfloat16's time in a round, divided by the form's. read: bytes that
-torch sums on every thread.
+All instruction sets and formats take turns within a round, so that the matrices of one format pass
+through the caches between two runs of another.
+
+Prints and saves for each case:
+
+    gb_s            packed weights read per second
+    speed_of_bf16   median over the rounds of bf16's time divided by the format's
+    read_gb_s       the rate at which torch sums the same bytes on every thread (once, not by case)
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear, new_room
 from moeserve.ops.quantised import Quantised
 
-SIZE = 4096  # inputs and outputs
+SIZE = 4096  # inputs and outputs of each matrix
 ROWS = (1, 8)
 
 
 def weights() -> dict[str, Any]:
-    """One matrix of each form."""
+    """Return one matrix of each format."""
     bf16 = torch.bfloat16
     fp16 = torch.float16
     shape = (SIZE, SIZE)
@@ -70,7 +74,7 @@ def weights() -> dict[str, Any]:
 
 
 def copies(linear: NativeLinear, weight: Any, num_bytes: int) -> list[NativeLinear]:
-    """The same matrix again and again, each in memory of its own."""
+    """Return copies of one matrix, each in its own memory, of `num_bytes` in all."""
 
     def room(size: int) -> tuple[torch.Tensor, bool]:
         memory, _ = new_room(size)
@@ -81,8 +85,8 @@ def copies(linear: NativeLinear, weight: Any, num_bytes: int) -> list[NativeLine
 
 def main() -> None:
     flags = common.parser(__doc__)
-    flags.add_argument("--rounds", type=int, default=5, help="[5]")
-    flags.add_argument("--megabytes", type=int, default=500, help="of each form [500]")
+    flags.add_argument("--rounds", type=int, default=5, help="number of rounds [5]")
+    flags.add_argument("--megabytes", type=int, default=500, help="weights per format [500]")
     flags.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
     )
@@ -90,9 +94,9 @@ def main() -> None:
     cpus = sorted(os.sched_getaffinity(0))[: args.threads]
     module: Any = native()
     torch.set_num_threads(len(cpus))
-    torch.ones(2**24).sum()  # torch starts its threads before this one is pinned
+    torch.ones(2**24).sum()  # starts torch's threads, which would inherit the pin below
     module.set_threads(cpus)
-    os.sched_setaffinity(0, cpus[:1])  # left alone, it may share a CPU with one of them
+    os.sched_setaffinity(0, cpus[:1])  # unpinned, it may share a CPU with a worker
     torch.manual_seed(0)
     made = {
         name: copies(NativeLinear(weight), weight, args.megabytes * 10**6)

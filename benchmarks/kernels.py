@@ -1,11 +1,11 @@
-"""Native matrix products: bytes of weights and floating-point operations per second, by shape; the
-best of some rounds.
+"""Speed of native matrix products by shape: weight bytes and floating-point operations per second.
 
     python -m benchmarks.kernels                  # all CPUs that this process may use
     python -m benchmarks.kernels --threads 1
 
-Weights of a shape take more memory than caches hold. The calling thread is pinned like the others:
-left alone it may share a CPU with one of them.
+The weights of a shape are larger than the caches. The calling thread is pinned like the workers;
+unpinned, it may share a CPU with one of them. Prints the best of some rounds as JSON; nothing is
+saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moeserve.ops.native_layer import NativeLinear
 WIDTH = 1024
 HIDDEN = 512
 SLOTS = 32
-EXPERTS = (
+EXPERTS = (  # (busy experts, rows per expert)
     (1, 1),
     (8, 1),
     (32, 1),
@@ -39,8 +39,8 @@ EXPERTS = (
     (32, 32),
     (32, 128),
     (32, 256),
-)  # experts, rows of each
-LINEAR = ((1024, 2048), (1024, 4096))  # inputs, outputs
+)
+LINEAR = ((1024, 2048), (1024, 4096))  # (inputs, outputs)
 ROWS = (1, 8, 32, 128, 1024)
 
 
@@ -67,9 +67,8 @@ def expert_cases(rounds: int) -> list[dict[str, Any]]:
     kernel = NativeExperts()
     w13 = torch.randn(SLOTS, 2 * HIDDEN, WIDTH).bfloat16()
     w2 = torch.randn(SLOTS, WIDTH, HIDDEN).bfloat16()
-    layers = [
-        kernel.pack(ExpertWeights(w13, w2)) for _ in range(4)
-    ]  # 400 MB: no layer is still in a cache
+    # 400 MB, so that no layer is still in a cache when its turn comes again.
+    layers = [kernel.pack(ExpertWeights(w13, w2)) for _ in range(4)]
     cases = []
     for experts, rows in EXPERTS:
         counts = np.zeros(SLOTS, np.int64)

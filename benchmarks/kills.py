@@ -1,11 +1,12 @@
-"""kill -9 of ranks under many streams: how soon it is noticed, how soon all streams move again, and
-what it cost.
+"""Recovery when a rank is killed (kill -9) under many streams: time and lost work.
 
     python -m benchmarks.kills
 
-Targets with the demo model: noticed within 0.2 s, all streams moving 3 s after the kill, no request
-lost, no token different, over 20 kills at random moments: idle, at the start of the prompts, while
-tokens come, while experts move.
+Targets with the demo model over 20 kills: noticed within 0.2 s, all streams move again within 3 s
+of the kill, no request lost, no token different. The kills come at random moments while the engines
+are idle, prefill, decode, or move experts.
+
+Prints and saves the timeline of each kill, and medians and maxima.
 """
 
 from __future__ import annotations
@@ -37,15 +38,13 @@ def main() -> None:
     args.add_argument("--dp", type=int, default=2)
     args.add_argument("--tp", type=int, default=1)
     args.add_argument("--fork-server", choices=("on", "off"), default="on")
-    args.add_argument(
-        "--rest-s", type=float, default=4.0, help="between kills, at random around this"
-    )
+    args.add_argument("--rest-s", type=float, default=4.0, help="mean seconds between kills [4]")
     args.add_argument("--streams", type=int, default=32)
     args.add_argument("--tokens", type=int, default=150)
     args.add_argument("--kills", type=int, default=20)
     args.add_argument("--seed", type=int, default=1)
     asked = args.parse_args()
-    # So many deaths are no crash loop, because we cause them.
+    # The deaths are intended, so they must not count as a crash loop.
     fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
     parallel: dict[str, Any] = {
         "dp": asked.dp,
@@ -67,9 +66,8 @@ async def run(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
             await until(lambda: complete(front))
             await asyncio.sleep(rng.uniform(0, 2 * asked.rest_s))
             kills.append(await kill(front, MOMENTS[number % 4], undisturbed, asked.tokens, rng))
-            print(
-                kills[-1], file=sys.stderr, flush=True
-            )  # a run that is cut short leaves something
+            # Printed at once, so that an interrupted run leaves results.
+            print(kills[-1], file=sys.stderr, flush=True)
     marks = ("noticed", "process", "ready", "joined", "half of the streams", "moving")
     reached = {name: [kill["at_s"][name] for kill in kills] for name in marks}
     return {
@@ -88,7 +86,7 @@ async def run(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 class Streams:
-    """So many requests at once; `seen` grows with their tokens."""
+    """`count` concurrent requests; `seen` collects their tokens."""
 
     def __init__(self, front: FrontEnd, count: int, num_tokens: int) -> None:
         self.seen: list[list[int]] = [[] for _ in range(count)]
@@ -101,14 +99,14 @@ class Streams:
                 self.seen[i] += delta.token_ids
 
     def going(self, counts: list[int]) -> list[bool]:
-        """Of each, whether it has more tokens than that, or is over."""
+        """Return for each stream whether it has more than counts[i] tokens or is over."""
         return [
             len(seen) > n or task.done()
             for seen, n, task in zip(self.seen, counts, self.tasks, strict=True)
         ]
 
     async def end(self) -> list[list[int] | str]:
-        """Tokens of each, or the error that ended it."""
+        """Return the tokens of each stream, or the error that ended it."""
         ends = await asyncio.gather(*self.tasks, return_exceptions=True)
         return [
             str(end) if isinstance(end, MoeserveError) else seen
@@ -155,8 +153,11 @@ async def kill(
 
 
 class Timeline:
-    """What happens after a kill, in seconds since then: noticed, the new process and the phases of
-    its start, ready, joined, half of the streams, moving (all of them have a new token)."""
+    """Records what happens after a kill, in seconds since then.
+
+    The marks are: noticed, process (the new one), the phases of its start, ready, joined, half of
+    the streams, moving (every stream has a new token).
+    """
 
     def __init__(
         self, front: FrontEnd, victim: int, streams: Streams, rank: psutil.Process

@@ -1,15 +1,15 @@
-"""What llama.cpp computes: run by an interpreter with llama-cpp-python, for gguf_beside_llama_cpp
-and expert_memory.
+"""Runs llama.cpp for gguf_beside_llama_cpp and expert_memory, in an interpreter that has it.
 
     PYTHON benchmarks/llama_cpp_logits.py quantise IN OUT TYPE
     PYTHON benchmarks/llama_cpp_logits.py run MODEL
     PYTHON benchmarks/llama_cpp_logits.py decode MODEL
 
-run reads {"prompts": [[5, 6]], "texts": [[5, 6, 7]], "max_tokens": 2, "top": 20} and prints JSON:
-the greedy tokens after each prompt, and at each place of each text the most likely tokens with
-their log-probabilities. Keys and values are fp32. decode reads {"tokens": [5, 6, 7], "timed": 2,
-"threads": 2} and prints the seconds of each of the last ones, decoded one by one from a file that
-is mapped.
+`run` reads {"prompts": [[5, 6]], "texts": [[5, 6, 7]], "max_tokens": 2, "top": 20} and prints JSON:
+the greedy tokens after each prompt, and the most likely tokens with their log probabilities at each
+position of each text. The KV cache is fp32.
+
+`decode` reads {"tokens": [5, 6, 7], "timed": 2, "threads": 2}, decodes the tokens one by one from a
+mapped file, and prints the seconds of each of the last `timed` ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def quantise(source: str, out: str, kind: str) -> None:
 
 
 def plain_buffers() -> None:
-    """No copies of weights, nor AMX, which some virtual machines promise and do not have."""
+    """Keep llama.cpp from copying weights and from using AMX.
+
+    Some virtual machines advertise AMX and do not have it.
+    """
     import llama_cpp
 
     defaults = llama_cpp.llama_cpp.llama_model_default_params

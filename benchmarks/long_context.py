@@ -1,16 +1,20 @@
-"""Long prompts: decoding with a long context, and what a long prefill costs the streams beside it.
+"""Long prompts: decoding after a long context, and the cost of a long prefill for other streams.
 
-    python -m benchmarks.long_context MODEL                       # decode at 16,384; 8,192 tokens beside 16 streams
-    python -m benchmarks.long_context MODEL --short 1024 --context 32768 --decode-only --what hybrid-context
+    python -m benchmarks.long_context MODEL    # decode after 16,384; prefill of 8,192
+    python -m benchmarks.long_context MODEL --short 1024 --context 32768 --decode-only \\
+        --what hybrid-context
 
-decode: tokens per second of one request after a short and after a long prompt, with the floor of
-the machine for each; how many times as long a step takes after the long one, how many times as long
-the floor (the bytes) says, and the ratio of the two. Target for a recurrent hybrid, 32,768 tokens
-beside 1,024: 1.2. beside: 16 requests decode; a long prompt joins. Times from token to token of the
-16: alone, from the prompt's arrival to its first token, and both together. Target, with
---itl-target-ms: p99 from the prompt's arrival to its first token within 4 times the median alone. A
-model whose positions end sooner is served with more of them: what it says is then worthless, its
-speed is not.
+decode: one request's tokens per second after a short and after a long prompt, each beside the
+machine's floor. decode_step_ratio is the step time after the long prompt over that after the short
+one; ..._of_floor is the same ratio of the floors (the bytes), and decode_step_over_floor_ratio is
+the first divided by the second. Target for a recurrent hybrid, 32,768 tokens beside 1,024: 1.2.
+
+beside: a long prompt joins 16 decoding requests. Inter-token latencies of the 16 are given before
+the prompt arrives (alone), from its arrival to its first token (during), and for both together
+(all). Target with --itl-target-ms: p99 during at most 4 times the median alone.
+
+A model with fewer positions is served with as many as are needed: its answers are then meaningless,
+but its speed is not. Prints and saves medians, ranges and samples over the rounds.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec
 
 NEW_TOKENS = 33
-BESIDE_TOKENS = 32  # of the prompt of each stream
-ALONE_TOKENS = 32  # that each stream gives before the long prompt comes
+BESIDE_TOKENS = 32  # prompt tokens of each stream
+ALONE_TOKENS = 32  # tokens of each stream before the long prompt comes
 
 
 def main() -> None:
@@ -47,12 +51,12 @@ def main() -> None:
     flags.add_argument(
         "--context", type=int, default=16_384, help="prompt tokens before the decode [16384]"
     )
-    flags.add_argument("--short", type=int, default=32, help="of the short prompt [32]")
+    flags.add_argument("--short", type=int, default=32, help="tokens of the short prompt [32]")
     flags.add_argument(
         "--prefill", type=int, default=8_192, help="prompt tokens beside the streams [8192]"
     )
-    flags.add_argument("--streams", type=int, default=16, help="[16]")
-    flags.add_argument("--rounds", type=int, default=3, help="[3]")
+    flags.add_argument("--streams", type=int, default=16, help="decoding requests [16]")
+    flags.add_argument("--rounds", type=int, default=3, help="number of rounds [3]")
     flags.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
     )
@@ -81,8 +85,10 @@ def main() -> None:
 
 @contextmanager
 def long_enough(model: Path, positions: int) -> Iterator[Path]:
-    """The model's folder, or one beside it of hard links to its files whose configuration has so
-    many positions.
+    """Yield a model folder with at least so many positions.
+
+    If the model has fewer, this is a temporary folder beside it, with hard links to its files and
+    another config.json.
     """
     config = json.loads((model / "config.json").read_text())
     if config["max_position_embeddings"] >= positions:
@@ -112,15 +118,14 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     width = next(
         layer.mixer.cache(1)[0].width for layer in spec.layers if not layer.mixer.rule.tile
     )
-    kv_bytes = (
-        1 + 4 / width if args.kv_cache_dtype == "int8" else 2
-    )  # int8 entries of a head share a scale
+    # Each head's int8 entry has an fp32 scale.
+    kv_bytes = 1 + 4 / width if args.kv_cache_dtype == "int8" else 2
     rounds: dict[str, list[float]] = {}
     with compiled_machine(args.threads) as machine:
         async with AsyncEngine(model, **settings) as engine:
             prompts = {n: random_prompt(rng, spec, n) for n in (args.short, args.context)}
             for prompt in prompts.values():
-                await decode(engine, prompt)  # the rounds find it in the prefix cache
+                await decode(engine, prompt)  # puts the prompt into the prefix cache
             for _ in range(args.rounds):
                 rates = machine.rates()
                 both = []
@@ -148,11 +153,11 @@ def random_prompt(rng: random.Random, spec: ModelSpec, length: int) -> list[int]
 
 
 class Stream:
-    """A request's tokens as they arrive. under_way: set once there are ALONE_TOKENS."""
+    """Collects the times at which a request's tokens arrive."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
-        self.under_way = asyncio.Event()
+        self.under_way = asyncio.Event()  # set after ALONE_TOKENS tokens
 
     async def run(self, engine: AsyncEngine, prompt: list[int], max_tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -163,7 +168,7 @@ class Stream:
 
 
 async def decode(engine: AsyncEngine, prompt: list[int]) -> float:
-    """Tokens per second after the first token."""
+    """Return tokens per second after the first token."""
     stream = Stream()
     await stream.run(engine, prompt, NEW_TOKENS)
     return (NEW_TOKENS - 1) / (stream.times_s[-1] - stream.times_s[0])
@@ -172,9 +177,7 @@ async def decode(engine: AsyncEngine, prompt: list[int]) -> float:
 async def beside(
     engine: AsyncEngine, args: argparse.Namespace, spec: ModelSpec, rng: random.Random
 ) -> dict[str, float]:
-    """Milliseconds from token to token of the streams, and how long the long prompt took to its
-    first token.
-    """
+    """Return the streams' inter-token latencies and the long prompt's time to first token."""
     others = [Stream() for _ in range(args.streams)]
     joining = Stream()
     tasks = [
@@ -189,9 +192,8 @@ async def beside(
     await asyncio.gather(*tasks, return_exceptions=True)
     begun_s = max(stream.times_s[0] for stream in others)
     ended_s = joining.times_s[0]
-    streams = [
-        [t for t in stream.times_s if begun_s <= t <= ended_s] for stream in others
-    ]  # without their prefills
+    # From the time when every stream is past its prefill.
+    streams = [[t for t in stream.times_s if begun_s <= t <= ended_s] for stream in others]
     gaps = {
         "alone": gaps_ms(streams, begun_s, joined_s),
         "during": gaps_ms(streams, joined_s, ended_s),
@@ -211,7 +213,7 @@ async def beside(
 
 
 def gaps_ms(streams: list[list[float]], after_s: float, until_s: float) -> list[float]:
-    """Times from token to token, of those tokens that came in between."""
+    """Return the inter-token latencies of tokens that came after after_s and until until_s."""
     pairs = [pair for times_s in streams for pair in itertools.pairwise(times_s)]
     return [1e3 * (b - a) for a, b in pairs if after_s < b <= until_s]
 

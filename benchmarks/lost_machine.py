@@ -1,12 +1,14 @@
-"""A machine of several is lost under load and comes back: requests lost, tokens that differ, and
-how long it took.
+"""Loss and return of one of several machines under load: lost requests, different tokens, outage.
 
-    python -m benchmarks.lost_machine --start ./start.sh --lose ./lose.sh --back ./back.sh --url http://10.77.0.1:8000
+    python -m benchmarks.lost_machine --start ./start.sh --lose ./lose.sh --back ./back.sh \\
+        --url http://10.77.0.1:8000
 
-start.sh starts the server by any launcher and stays (SIGTERM ends it), lose.sh kills everything on
-one machine, and back.sh makes it reachable again. The reference is what the same server says while
-nothing is lost. `outage_s` is from the kill, and `return_s` from the end of back.sh, until every
-stream goes on.
+start.sh starts the server by any launcher and stays in the foreground (SIGTERM ends it). lose.sh
+kills everything on one machine, and back.sh makes the machine reachable again. The reference is
+what the same server answers while nothing is lost.
+
+Prints and saves each round: `outage_s` is the time from the kill, and `return_s` that from the end
+of back.sh, until every stream continues.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ READY_S = 180.0
 
 
 def bodies(streams: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Requests that sample, each with a seed of its own."""
+    """Return sampling requests, each with its own seed."""
     common = {
         "max_tokens": max_tokens,
         "temperature": 0.8,
@@ -42,7 +44,7 @@ def bodies(streams: int, max_tokens: int) -> list[dict[str, Any]]:
 
 
 class Stream:
-    """One request: its tokens, when the last one came, and why it failed, if it did."""
+    """One request: its tokens, the times at which they came, and its error, if any."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
@@ -51,7 +53,7 @@ class Stream:
         self.error = ""
 
     async def run(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Reads the stream to its end."""
+        """Read the stream to its end."""
         try:
             async with session.post(f"{url}/v1/completions", json=self.body) as answer:
                 if answer.status != 200:
@@ -71,7 +73,7 @@ class Stream:
 
 
 async def ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Waits until the server takes requests."""
+    """Wait until the server accepts requests."""
     deadline = time.monotonic() + READY_S
     async with aiohttp.ClientSession() as session:
         while time.monotonic() < deadline and server.poll() is None:
@@ -86,13 +88,13 @@ async def ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 async def answers(url: str, streams: list[Stream]) -> None:
-    """Reads all streams at once."""
+    """Read all streams at once."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(READY_S)) as session:
         await asyncio.gather(*(stream.run(session, url) for stream in streams))
 
 
 async def lose_once(args: argparse.Namespace, expected: list[Stream]) -> dict[str, Any]:
-    """One loss under load."""
+    """Lose and return the machine once under load."""
     streams = [Stream(stream.body) for stream in expected]
     running = asyncio.create_task(answers(args.url, streams))
     while any(len(stream.tokens) < 10 for stream in streams) and not running.done():  # noqa: ASYNC110
@@ -107,9 +109,7 @@ async def lose_once(args: argparse.Namespace, expected: list[Stream]) -> dict[st
     resumed = [min((at for at in stream.times if at > back_at), default=None) for stream in streams]
     late = [at for at in resumed if at is not None]
     if not late:
-        raise SystemExit(
-            "all streams had ended before the machine was back: give more --max-tokens"
-        )
+        raise SystemExit("all streams had ended before the machine was back: use more --max-tokens")
     return {
         "lost_requests": sum(bool(stream.error) for stream in streams),
         "different": sum(
@@ -124,7 +124,7 @@ async def lose_once(args: argparse.Namespace, expected: list[Stream]) -> dict[st
 
 
 async def measure(args: argparse.Namespace, server: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """All rounds, on a server that runs."""
+    """Run all rounds on a running server."""
     await ready(args.url, server)
     expected = [Stream(body) for body in bodies(args.streams, args.max_tokens)]
     await answers(args.url, expected)

@@ -1,16 +1,23 @@
 """Ten times overload: goodput, time to first token and memory, beside a server that is just full.
 
-python -m benchmarks.overload             # the demo on one core, the clients on another
-python -m benchmarks.overload --url http://127.0.0.1:8000 --places 8 --pid PID
+    python -m benchmarks.overload             # the demo on one core, the clients on another
+    python -m benchmarks.overload --url http://127.0.0.1:8000 --places 8 --pid PID
 
-The first form pins the server's processes to one core and the clients to another in every phase, so
-that what clients cost is never taken from the server. places: its --max-num-seqs. First as many
-clients as places ask without a pause, so that nothing waits: that is its capacity. Then requests
-come a tenth faster than that, whether or not earlier ones are answered: that is saturation, with
-the queue that the server allows. Then they come at ten times that rate; a tenth is malformed, a
-tenth leaves after a tenth of a second. At the end the first two once more, since machines change
-their speed by the minute. pid: of the server; of its processes, in the order of their starts, the
-memory is read before and after, and the CPU time. Goodput: tokens of answers that came to an end.
+The first form pins the server to one core and the clients to another in every phase, so that the
+clients never take CPU time from the server. Phases:
+
+    capacity     as many clients as the server's --max-num-seqs (--places) send one request after
+                 another, so that nothing queues
+    saturation   requests arrive 10 % faster than that, whether or not earlier ones are answered,
+                 so that the queue fills
+    overload     requests arrive ten times as fast; a tenth is malformed, and a tenth disconnects
+                 after 0.1 s
+
+Capacity and saturation are repeated at the end, because a machine's speed changes by the minute.
+
+Prints and saves the figures of each phase. Goodput counts the tokens of completed answers. Memory
+and CPU time are those of the server's processes (--pid), in the order of their start; memory is
+read before and after each phase.
 """
 
 from __future__ import annotations
@@ -50,19 +57,19 @@ WORDS = [
 
 @dataclass
 class Phase:
-    """What the requests of one phase came to."""
+    """The outcomes of one phase's requests."""
 
     seconds: float
     sent: int = 0
     ends: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0  # of whole answers
+    tokens: int = 0  # of completed answers
     ttft_s: list[float] = field(default_factory=list)
     retry_after_s: list[float] = field(default_factory=list)
-    rss_mib: list[list[int]] = field(default_factory=list)  # of each process, before and after
+    rss_mib: list[list[int]] = field(default_factory=list)  # by process: before, after
     cpu_s: list[list[float]] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Returns the numbers to print."""
+        """Return the numbers to print."""
         ordered = sorted(self.ttft_s)
         percentile = {
             f"ttft_p{p}_ms": round(1e3 * ordered[len(ordered) * p // 100], 1) for p in (50, 99)
@@ -86,15 +93,15 @@ class Phase:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument(
-        "--url", default="", help="of a server that runs already; as it is, not pinned [start one]"
+        "--url", default="", help="a running server, which is not pinned [start one]"
     )
     flags.add_argument("--places", type=int, default=8, help="the server's --max-num-seqs [8]")
-    flags.add_argument("--pid", type=int, default=0, help="the process of --url, for its memory")
+    flags.add_argument("--pid", type=int, default=0, help="process id of that server")
     flags.add_argument(
         "--seconds",
         type=float,
         default=60.0,
-        help="of overload; the others take an eighth each [60]",
+        help="length of the overload; other phases take an eighth of it [60]",
     )
     flags.add_argument("--times", type=float, default=10.0, help="overload over saturation [10]")
     args = flags.parse_args()
@@ -124,12 +131,13 @@ def main() -> None:
 async def measure(
     url: str, places: int, seconds: float, times: float, pid: int
 ) -> dict[str, Phase]:
-    """Returns the phases by name."""
+    """Return the phases by name."""
     random.seed(1)
     process = psutil.Process(pid) if pid else None
     phases: dict[str, Phase] = {}
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
-        await closed(session, Phase(3.0), places, process)  # the server has measured nothing before
+        # Warm-up: until it has served requests, the server has no measurements to plan with.
+        await closed(session, Phase(3.0), places, process)
         rate = 0.0
         for again in ("", " again"):
             full = phases["capacity" + again] = Phase(seconds / 8)
@@ -155,7 +163,7 @@ async def measure(
 async def closed(
     session: aiohttp.ClientSession, phase: Phase, places: int, process: psutil.Process | None
 ) -> None:
-    """Keeps every place taken, and no more."""
+    """Keep all places busy without queueing."""
     note(phase, process)
     end_s = time.monotonic() + phase.seconds
 
@@ -174,7 +182,7 @@ async def opened(
     process: psutil.Process | None,
     good: int = 10,
 ) -> None:
-    """Sends requests at a rate, at random times; `good` of ten want their whole answer."""
+    """Send requests at a mean rate; `good` of ten are whole, the others malformed or aborted."""
     note(phase, process)
     begun_s = time.monotonic()
     due_s = 0.0
@@ -190,14 +198,14 @@ async def opened(
 
 
 def note(phase: Phase, process: psutil.Process | None) -> None:
-    """Notes the memory and the CPU time of a process and its children."""
+    """Record the memory and the CPU time of a process and its children."""
     found = [] if process is None else [process, *process.children(recursive=True)]
     phase.rss_mib.append([round(one.memory_info().rss / 2**20) for one in found])
     phase.cpu_s.append([sum(one.cpu_times()[:2]) for one in found])
 
 
 async def ask(session: aiohttp.ClientSession, phase: Phase, kind: str, end_s: float) -> None:
-    """Sends one request and notes how it ended."""
+    """Send one request and record how it ended."""
     phase.sent += 1
     prompt = " ".join(random.choices(WORDS, k=random.randint(20, 200)))
     num_tokens = random.randint(64, 192)

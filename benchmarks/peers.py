@@ -1,15 +1,20 @@
-"""Tokens per second beside other engines: same checkpoint, same prompts, same cores, in turns.
+"""Tokens per second beside other engines: same checkpoint, prompts and cores, in turns.
 
-    python -m benchmarks.peers MODEL --engine moeserve --engine vllm=PYTHON --engine llamacpp=PYTHON --gguf FILE
-    python -m benchmarks.peers MODEL --engine moeserve --engine moeserve-int8 --case decode-1 --what quantized
+    python -m benchmarks.peers MODEL --engine moeserve --engine vllm=PYTHON \\
+        --engine llamacpp=PYTHON --gguf FILE
+    python -m benchmarks.peers MODEL --engine moeserve --engine moeserve-int8 \\
+        --case decode-1 --what quantized
 
-PYTHON is the interpreter of an environment that has the engine (peers.md says how to make one);
-without it, this one. Each engine loads once and is stopped (SIGSTOP) while another one runs. Every
-case and round begins with the machine's read and flop rates, which give the floor. A decode rate is
-that of the tokens after the first: the time of the same prompts with one token is subtracted.
-Samples go to a file as they come; the same command again goes on where the last one ended
-(--minutes ends it early). Nothing else may run: engines whose threads spin collapse beside other
-work.
+PYTHON is the interpreter of an environment that has the engine (peers.md says how to make one); the
+default is this one. Each engine loads once and is stopped by SIGSTOP while another one runs.
+Nothing else may run: engines with spinning threads collapse beside other work.
+
+Every case and round begins with the machine's read and FLOP rates, which give the floor. A decode
+rate counts the tokens after the first, because the time of the same prompts with one token is
+subtracted.
+
+Samples are appended to a file as they come, and the same command resumes where the last one ended
+(--minutes ends it early). At the end a table is printed, and all samples are saved.
 """
 
 from __future__ import annotations
@@ -50,11 +55,10 @@ CASES = {
 }
 USUAL = list(CASES)[:5]
 OF_GGUF = ("llamacpp", "moeserve-gguf")
-START = "start"  # the case of the seconds from a new process to its first answer
-WARM_UP = Case("warm-up", 4, 512, 8)  # touches every weight: mapped files, buffers that grow
-# how long to look for others' work before a case, and how much of it matters
-BUSY_S = 0.3
-BUSY_PERCENT = 10.0
+START = "start"  # case: seconds from a process's start to its first answer
+WARM_UP = Case("warm-up", 4, 512, 8)  # touches every weight: maps files, grows buffers
+BUSY_S = 0.3  # how long to watch for other programs before a case
+BUSY_PERCENT = 10.0  # of the CPUs: warn above this
 Sample = dict[str, Any]
 
 
@@ -67,7 +71,7 @@ class Engine:
     version: str = ""
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of each prompt."""
+        """Return the seconds and the tokens of each prompt."""
         self.signal(signal.SIGCONT)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
@@ -88,7 +92,7 @@ class Engine:
 
 
 def environment_of(name: str, python: str, threads: int) -> dict[str, str]:
-    """The environment in which an engine is fastest on so many CPUs."""
+    """Return the environment in which an engine is fastest on so many CPUs."""
     if name != "vllm":
         return os.environ | {"OMP_NUM_THREADS": str(threads)}
     preload = [
@@ -96,8 +100,8 @@ def environment_of(name: str, python: str, threads: int) -> dict[str, str]:
         *Path(python).parents[1].rglob("libiomp5.so"),
     ]
     own = {
-        "LD_PRELOAD": ":".join(map(str, preload)),  # its own advice for CPUs
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",  # left alone it keeps a core for itself
+        "LD_PRELOAD": ":".join(map(str, preload)),  # as vLLM's documentation advises for CPUs
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",  # by default it reserves a core
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "HF_HUB_OFFLINE": "1",
     }
@@ -112,9 +116,7 @@ def environment_of(name: str, python: str, threads: int) -> dict[str, str]:
 def started(
     name: str, python: str, model: Path, threads: int, log: Path, **env: str
 ) -> Iterator[tuple[Engine, float]]:
-    """An engine that has given a first answer, and the seconds that this took from the start of its
-    process.
-    """
+    """Yield an engine after its first answer, and the seconds from its start to that answer."""
     command = [
         python,
         str(ROOT / "benchmarks/peers_engine.py"),
@@ -178,7 +180,7 @@ def main() -> None:
     shown = table(rows, starts, names)
     if len(of(samples, args.case[-1], names[-1])) < args.rounds:
         print(shown)
-        raise SystemExit(f"not finished: the same command goes on ({samples_file})")
+        raise SystemExit(f"not finished: the same command resumes ({samples_file})")
     versions = {x["engine"]: x["version"] for x in samples if x["case"] == START}
     found = {
         "model": args.model.name,
@@ -193,7 +195,6 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the parsed flags."""
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
     flags.add_argument(
@@ -201,12 +202,12 @@ def arguments() -> argparse.Namespace:
     )
     flags.add_argument("--gguf", type=Path, help="the same weights for llamacpp and moeserve-gguf")
     flags.add_argument(
-        "--weight-bytes", type=float, default=2, help="of a parameter, for the floor [2]"
+        "--weight-bytes", type=float, default=2, help="bytes per parameter, for the floor [2]"
     )
     flags.add_argument(
         "--case", action="append", choices=CASES, help=f"{', '.join(CASES)} [the first five]"
     )
-    flags.add_argument("--rounds", type=int, default=3, help="of each case [3]")
+    flags.add_argument("--rounds", type=int, default=3, help="rounds of each case [3]")
     flags.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
     )
@@ -214,7 +215,9 @@ def arguments() -> argparse.Namespace:
     flags.add_argument(
         "--samples", type=Path, help="samples so far, a line each [results/WHAT.jsonl]"
     )
-    flags.add_argument("--minutes", type=float, default=1e9, help="begin no case after that")
+    flags.add_argument(
+        "--minutes", type=float, default=1e9, help="start no case after so many minutes"
+    )
     args = flags.parse_args()
     args.case = args.case or USUAL
     for pair in args.engine:
@@ -228,8 +231,9 @@ def arguments() -> argparse.Namespace:
 def measure(
     args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample], until_s: float
 ) -> Iterator[Sample]:
-    """The samples that are not there yet. Engines are started once there is something to do, and
-    stopped by `stack`.
+    """Yield the samples that are still missing.
+
+    Engines are started only if there are any, and `stack` stops them.
     """
     known = {(x["case"], x["round"]) for x in samples}
     todo = [
@@ -272,11 +276,17 @@ def measure(
 def one_case(
     case: Case, number: int, engines: Sequence[Engine], rates: Rates, floor: float, vocab_size: int
 ) -> list[Sample]:
-    """A sample of each engine, all with the same prompts. Nothing is kept if one of them fails."""
+    """Return a sample of each engine with the same prompts.
+
+    If one engine fails, no sample of the round is kept.
+    """
     prompts = prompts_of(case, vocab_size, number)
     busy = psutil.cpu_percent(BUSY_S)
     if busy > BUSY_PERCENT:
-        print(f"others use {busy:.0f} % of the CPUs: this round says little", file=sys.stderr)
+        print(
+            f"other programs use {busy:.0f} % of the CPUs: this round is unreliable",
+            file=sys.stderr,
+        )
     samples = []
     for engine in engines:
         speed, _ = speed_of(engine, case, prompts)
@@ -296,7 +306,7 @@ def one_case(
 
 
 def speed_of(engine: Engine, case: Case, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
-    """Tokens per second, of the prompts or of decoding alone, and the tokens of each answer."""
+    """Return tokens per second, of the prompts or of decoding alone, and each answer's tokens."""
     first_s, tokens = engine.ask(prompts, 1)
     if case.is_prefill:
         return case.batch * case.prompt_tokens / first_s, tokens
@@ -305,7 +315,7 @@ def speed_of(engine: Engine, case: Case, prompts: list[list[int]]) -> tuple[floa
 
 
 def prompts_of(case: Case, vocab_size: int, number: int) -> list[list[int]]:
-    """Random ids, others in every round."""
+    """Return random token ids, different in every round."""
     rng = random.Random(f"{case.name} {number}")
     return [
         [rng.randrange(3, vocab_size) for _ in range(case.prompt_tokens)] for _ in range(case.batch)
@@ -313,14 +323,14 @@ def prompts_of(case: Case, vocab_size: int, number: int) -> list[list[int]]:
 
 
 def of(samples: Sequence[Sample], case: str, engine: str) -> list[Sample]:
-    """In the order of rounds."""
+    """Return the samples of an engine in a case, in the order of rounds."""
     return sorted(
         (x for x in samples if (x["case"], x["engine"]) == (case, engine)), key=lambda x: x["round"]
     )
 
 
 def row_of(case: str, names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
-    """Medians over the rounds. ratio: of the first engine to each, round by round."""
+    """Return medians over the rounds. `ratio` is the first engine's speed over each one's."""
     each = {name: of(samples, case, name) for name in names}
     ours = each[names[0]]
     return {
@@ -343,8 +353,10 @@ def row_of(case: str, names: Sequence[str], samples: Sequence[Sample]) -> dict[s
 
 
 def table(rows: Sequence[dict[str, Any]], starts: dict[str, float], names: Sequence[str]) -> str:
-    """Markdown: tokens per second, what the first engine is times each other one, and its share of
-    the floor.
+    """Return the results as a Markdown table.
+
+    Columns are tokens/s by engine, the first engine's ratio to each other one, the floor, and the
+    first engine's share of it.
     """
     heads = [
         "tokens per second",

@@ -1,12 +1,15 @@
-"""One engine in a process of its own: cases come as JSON lines on stdin, each is answered by a line
-on stdout.
+"""One engine in a process of its own, driven by benchmarks.peers over standard input and output.
 
-    PYTHON benchmarks/peers_engine.py ENGINE MODEL --threads 2      run by the interpreter that has the engine
+    PYTHON benchmarks/peers_engine.py ENGINE MODEL --threads 2
 
-{"prompts": [[5, 6], [7, 8]], "max_tokens": 2} -> {"seconds": 0.07, "tokens": [[9, 9], [4, 1]]}
+PYTHON is an interpreter that has the engine. The first line of output, {"version": ...}, comes
+after a first answer. Then each line of input is a case, answered by a line:
 
-Greedy, no end of sequence, no prefix cache. The first line, {"version": ...}, comes after a first answer. Nothing of
-moeserve's own is imported here except by its adapter.
+    {"prompts": [[5, 6], [7, 8]], "max_tokens": 2}
+    {"seconds": 0.07, "tokens": [[9, 9], [4, 1]]}
+
+Decoding is greedy and ignores the end of sequence; prefix caches are off. Only the adapter of
+moeserve imports moeserve.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ def moeserve(model: str, threads: int, **options: Any) -> Run:
     return run
 
 
-def vllm(model: str, threads: int) -> Run:  # its environment says how many threads
+def vllm(model: str, threads: int) -> Run:  # takes the number of threads from the environment
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
@@ -84,7 +87,7 @@ def transformers(model: str, threads: int) -> Run:
     lm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
 
     def run(prompts: Prompts, max_tokens: int) -> Prompts:
-        ids = torch.tensor(prompts)  # the prompts of a case are of one length
+        ids = torch.tensor(prompts)  # the prompts of a case have equal lengths
         with torch.inference_mode():
             out = lm.generate(
                 ids,
@@ -116,8 +119,9 @@ def llamacpp(model: str, threads: int) -> Run:
     vocab_size = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(lm))
 
     def forward(rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Rows (token, position, sequence, wanted); the likeliest next token of those that are
-        wanted.
+        """Decode rows of (token, position, sequence, wanted).
+
+        Returns the most likely next token of each wanted row.
         """
         batch = cpp.llama_batch_init(len(rows), 0, 1)
         batch.n_tokens = len(rows)
@@ -151,9 +155,8 @@ def llamacpp(model: str, threads: int) -> Run:
     return run
 
 
-ENGINES: dict[
-    str, tuple[str, Callable[[str, int], Run]]
-] = {  # by name: the module, and what starts it
+# Name -> (module that has the version, function that loads the engine).
+ENGINES: dict[str, tuple[str, Callable[[str, int], Run]]] = {
     "moeserve": ("moeserve", moeserve),
     "moeserve-int8": (
         "moeserve",
@@ -190,9 +193,9 @@ def main() -> None:
     flags.add_argument("model")
     flags.add_argument("--threads", type=int, required=True)
     args = flags.parse_args()
-    del sys.path[0]  # this folder: its kernels.py is not the package of that name
+    del sys.path[0]  # this folder, whose kernels.py would hide the package of that name
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an engine prints goes with its errors
+    os.dup2(2, 1)  # engines print to standard error instead
     module, start = ENGINES[args.engine]
     run = start(args.model, args.threads)
     run([[5] * 16], 4)

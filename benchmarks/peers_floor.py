@@ -1,8 +1,8 @@
-"""The most tokens per second that this machine allows at this moment: every weight read once a
-step, every unit busy.
+"""The floor: the most tokens per second that this machine's memory and cores allow.
 
-A decode step takes at least the longer of bytes / read rate and operations / their rate, a prefill
-the latter. Both rates are measured by machine.cpp beside each case: on a shared machine they move.
+A decode step takes at least bytes / read rate or operations / FLOP rate, whichever is longer,
+because it reads every weight once; a prefill takes the latter. machine.cpp measures both rates
+beside each case, because they change on a shared machine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from moeserve.models.spec import ModelSpec, model_size
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """batch prompts of prompt_tokens each, new_tokens answers; one with a single new token measures
-    the prefill.
+    """A batch of `batch` prompts of prompt_tokens each with new_tokens answers.
+
+    With one new token it measures the prefill.
     """
 
     name: str
@@ -42,14 +43,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine's memory and cores deliver at this moment."""
+    """The current rates of the machine's memory and cores."""
 
     read_gb_s: float
     gflop_s: float
 
 
 class Machine:
-    """Measures the rates, about 0.3 s each time."""
+    """Measures the rates, in about 0.3 s."""
 
     def __init__(self, program: Path, threads: int) -> None:
         self._command = [str(program), str(threads)]
@@ -62,7 +63,7 @@ class Machine:
 
 @contextmanager
 def compiled_machine(threads: int) -> Iterator[Machine]:
-    """machine.cpp, compiled for what may be used of this processor by $CXX (default: c++)."""
+    """Compile machine.cpp by $CXX (default: c++) for the instructions that kernels may use."""
     source = Path(__file__).with_name("machine.cpp")
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
         program = Path(folder, "machine")
@@ -77,11 +78,11 @@ def compiled_machine(threads: int) -> Iterator[Machine]:
 def floor_tokens_per_s(
     spec: ModelSpec, case: Case, rates: Rates, weight_bytes: float = 2, kv_bytes: float = 2
 ) -> float:
-    """Tokens per second that `rates` allow for a model with any mixers and feed-forward blocks.
+    """Return the tokens per second that `rates` allow for a model.
 
-    Experts are taken as chosen evenly: a step of `batch` tokens reads E (1 - (1 - k/E)^batch) of a
-    layer's E experts. weight_bytes: of one parameter; kv_bytes: of one element of the cache. Not
-    counted: operations of recurrences and of index selectors, and states that are written.
+    weight_bytes are those of a parameter, and kv_bytes those of an element of the KV cache. Routing
+    is taken to be even: a step of `batch` tokens reads E (1 - (1 - k/E)^batch) of a layer's E
+    experts. Not counted are operations of recurrences and of index selectors, and writing states.
     """
     size = model_size(spec)
     head = spec.vocab_size * spec.hidden_size
@@ -108,21 +109,23 @@ def floor_tokens_per_s(
 
 
 def seen(mixer: Mixer, position: int) -> int:
-    """Tokens that the query at `position` may attend to."""
+    """Return the number of tokens that the query at `position` may attend to."""
     return position + 1 - int(mixer.rule.first_live(position))
 
 
 def attended_to(mixer: Mixer, position: int) -> int:
-    """Tokens that the query at `position` attends to; an index selector chooses some of those that
-    it sees.
+    """Return the number of tokens that the query at `position` attends to.
+
+    With an index selector these are some of those that it may attend to.
     """
     indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
     return min(seen(mixer, position), indexer.top_k) if indexer else seen(mixer, position)
 
 
 def cache_bytes(mixer: Mixer, position: int, kv_bytes: float) -> float:
-    """Bytes that a decode step must read of a layer's cache; of recurrent layers the fp32 state at
-    one border.
+    """Return the bytes of a layer's cache that a decode step must read.
+
+    For recurrent layers this is one fp32 state.
     """
     tensors = mixer.cache(1)
     if mixer.rule.tile:
@@ -136,14 +139,16 @@ def cache_bytes(mixer: Mixer, position: int, kv_bytes: float) -> float:
 
 
 def decode_operations(mixer: Mixer) -> int:
-    """Operations of all heads per query and token that it sees."""
+    """Return the operations of all heads per pair of query and attended token."""
     heads = mixer.head_shape(1)
     return 2 * heads.num_heads * (heads.dim + heads.v_dim) if heads else 0
 
 
 def prefill_operations(mixer: Mixer) -> int:
-    """As decode_operations; keys and values of latents are made once for all queries, by no
-    absorbed weights.
+    """Return the same for prefill.
+
+    Latents are expanded to keys and values once for all queries, so the absorbed weights do not
+    count.
     """
     if isinstance(mixer, LatentAttention):
         return 2 * mixer.num_heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)

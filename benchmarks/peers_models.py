@@ -1,12 +1,12 @@
-"""Checkpoints with random weights, about a billion parameters each, for benchmarks.peers.
+"""Writes checkpoints with about a billion random weights for benchmarks.peers.
 
     python -m benchmarks.peers_models DIR --shape deepseek-v2-lite
     python -m benchmarks.peers_models DIR --shape gpt-oss --gguf FILE --llamacpp SOURCES
 
-DIR becomes a Hugging Face directory in bf16 as transformers saves it, without a tokenizer and with
-the published words for the kinds of layers: llama.cpp's converter knows no others. With --gguf that
+DIR becomes a Hugging Face directory in bf16 as transformers saves it, without a tokenizer. Kinds of
+layers have the published names, because llama.cpp's converter knows no others. With --gguf that
 converter writes the same weights; SOURCES is a folder with its convert_hf_to_gguf.py and
-conversion/, and the package gguf has to be there.
+conversion/, and the package gguf must be installed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 
 from benchmarks.common import parser
 
-# The published widths of heads and latents, choices of experts and kinds of layers; half as wide or
-# less, fewer heads in proportion, fewer experts.
+# Widths of heads and latents, experts per token and kinds of layers are the published ones. Hidden
+# sizes are half or less, with fewer heads in proportion, and there are fewer experts.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-lite": (
         "DeepseekV2",
         {
             "hidden_size": 1024,
-            "num_hidden_layers": 27,  # by which llama.cpp knows that queries are not compressed
+            "num_hidden_layers": 27,  # llama.cpp infers from it that queries are not compressed
             "num_attention_heads": 8,
             "num_key_value_heads": 8,
             "kv_lora_rank": 512,
@@ -102,7 +102,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-CONVERTER_FLAGS = {"qwen3-next": ["--no-mtp"]}  # which it expects in the checkpoint otherwise
+CONVERTER_FLAGS = {"qwen3-next": ["--no-mtp"]}  # by default it expects an MTP head
 COMMON = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def write_checkpoint(shape: str, out: Path) -> int:
-    """Writes random bf16 weights; returns their number."""
+    """Write random bf16 weights; return the number of parameters."""
     import transformers
 
     family, options = SHAPES[shape]
@@ -148,8 +148,9 @@ def write_checkpoint(shape: str, out: Path) -> int:
 
 
 def write_gguf(checkpoint: Path, out: Path, sources: Path, flags: Sequence[str] = ()) -> None:
-    """Runs llama.cpp's converter, with a vocabulary that has a size and no strings. flags: more of
-    its own.
+    """Run llama.cpp's converter with a vocabulary that has a size but no strings.
+
+    `flags` are passed on to the converter.
     """
     sys.path.insert(0, str(sources))
     from conversion.base import TextModel  # type: ignore[import-not-found]

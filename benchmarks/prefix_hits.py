@@ -1,14 +1,16 @@
-"""Prefix hits of models with recurrent layers: how much of the prompts is found in the cache,
-beside full attention alone, in a trace of conversations.
+"""Prefix cache hits of models with recurrent layers in a trace of conversations.
 
     python -m benchmarks.prefix_hits
 
-Conversations begin with one of a few system prompts, go on for several turns, and branch: an answer
-is asked for again, or a message is replaced. A null runner makes up the answers, so only the
-scheduler's choices are measured. "states" is the number of blocks of states as a multiple of those
-that running requests need at once.
+Conversations start with one of a few system prompts, take several turns, and branch: an answer is
+requested again, or a message is replaced. A null runner makes up the answers, so that only the
+scheduler's choices are measured.
 
-Target: within 1 % of full attention alone with 16 times the blocks that running requests need.
+Target: within 1 % of full attention alone, with 16 times the state blocks that running requests
+need.
+
+Prints and saves the share of prompt tokens found in the cache: with full attention alone, and for
+each number of state blocks (`states`, a multiple of what running requests need at once).
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ WITH_STATES = groups_of([KVRule(), KVRule(tile=TILE)], BLOCK)
 
 @dataclass
 class Conversation:
-    """The tokens so far, the newest answer included; `asked` is the newest prompt."""
+    """A conversation so far."""
 
-    tokens: list[int]
+    tokens: list[int]  # includes the newest answer
     turns_left: int = TURNS
-    asked: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)  # the newest prompt
 
 
 def main() -> None:
@@ -60,9 +62,7 @@ def main() -> None:
 
 
 def measure(conversations: int, multiples: list[int]) -> dict[str, Any]:
-    """Returns the share of prompt tokens that were found, with full attention alone and beside
-    states.
-    """
+    """Return the shares of prompt tokens that were found."""
     alone = asyncio.run(share_found(FULL, 0, conversations))
     rows = []
     for multiple in multiples:
@@ -80,7 +80,7 @@ def measure(conversations: int, multiples: list[int]) -> dict[str, Any]:
 
 
 async def share_found(groups: tuple[KVGroup, ...], num_states: int, count: int) -> float:
-    """Plays the trace; returns the share of prompt tokens that were found in the prefix cache."""
+    """Play the trace; return the share of prompt tokens found in the prefix cache."""
     limits = Limits(
         max_num_seqs=SLOTS,
         max_num_batched_tokens=2048,
@@ -100,8 +100,7 @@ async def share_found(groups: tuple[KVGroup, ...], num_states: int, count: int) 
     waiting: dict[int, Conversation] = {}
     rid = prompt_tokens = cached_tokens = 0
     while idle or waiting:
-        # Most turns follow soon on the answer before: conversations are taken from the first few in
-        # line.
+        # Most turns follow soon after the previous answer, so only the first few are candidates.
         while idle and len(waiting) < SLOTS + 4:
             talk = idle.pop(rng.randrange(min(len(idle), 2 * SLOTS)))
             talk.asked = talk.tokens.copy()
@@ -124,16 +123,15 @@ async def share_found(groups: tuple[KVGroup, ...], num_states: int, count: int) 
 
 
 def go_on(rng: random.Random, talk: Conversation, idle: list[Conversation]) -> None:
-    """Lets a conversation take its next turn, if it has one: mostly a message after the answer."""
+    """Give a conversation its next turn, if any is left: mostly a message after the answer."""
     talk.turns_left -= 1
     if not talk.turns_left:
         return
     if rng.random() < 0.2:
-        talk.tokens = talk.asked.copy()  # asks again
+        talk.tokens = talk.asked.copy()  # request another answer
         if rng.random() < 0.5:
-            talk.tokens[-rng.randint(1, 20) :] = words(
-                rng, rng.randint(20, 200)
-            )  # says it otherwise
+            # ... to another message
+            talk.tokens[-rng.randint(1, 20) :] = words(rng, rng.randint(20, 200))
     else:
         talk.tokens += words(rng, rng.randint(20, 300))
     idle.insert(rng.randint(0, min(len(idle), 2 * SLOTS)), talk)
