@@ -1,7 +1,7 @@
-"""The settings: a frozen tree of dataclasses whose fields carry flag, help and range.
+"""All settings, as a frozen tree of dataclasses. Each field carries its flag, help text and range.
 
-`runner/limits.py` computes numbers that are None. Precedence: flag, then MOESERVE_* environment
-variable (--help names it), then --config YAML, then the default here.
+Precedence, highest first: command-line flag, MOESERVE_* environment variable (listed by --help),
+--config YAML file, the default here. `runner/limits.py` computes the numbers that are left None.
 """
 
 import math
@@ -19,24 +19,25 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["auto", "float", "int8"]
 Lossless = Literal["off", "experts", "all"]
 DEMO = "demo"
-# as in DeepEP's published bandwidths; leaves computation four fifths of an H100's or H200's 132 SMs
+# The number of SMs in DeepEP's published bandwidths. It leaves four fifths of the 132 SMs of an
+# H100 or H200 to computation.
 COMM_SMS = 24
-INT4_GROUPS = (
-    128,
-    64,
-    32,
-)  # inputs that share a scale: the first number that divides a layer's inputs
+# Group sizes of int4 weights (inputs per scale). A layer uses the first that divides its inputs.
+INT4_GROUPS = (128, 64, 32)
 
 
 def _opt(
     default: Any, help: str, *, flag: str | None = "", low: float = 0, high: float = math.inf
 ) -> Any:
-    """Returns a dataclass field with its help text. flag: "" derives --the-name, None makes the
-    field YAML-only. low, high: the range of a number, both ends included."""
+    """Return a dataclass field for a setting.
+
+    flag: "" derives --the-name from the field's name; None makes the setting YAML-only.
+    low, high: the allowed range of a number, inclusive.
+    """
     return field(default=default, metadata={"help": help, "flag": flag, "low": low, "high": high})
 
 
-_yaml = partial(_opt, flag=None)  # a field that only YAML can set
+_yaml = partial(_opt, flag=None)  # a setting without a flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,68 +46,70 @@ class ModelConfig:
 
     model: str = _yaml(
         DEMO,
-        "Hugging Face model directory, GGUF file (the first of several), or 'demo' for the "
-        "built-in one",
+        "Hugging Face model directory, GGUF file (the first file of a split model), or 'demo' for "
+        "the built-in model",
     )
     served_model_name: str | None = _opt(
         None,
-        "name in the API, and aliases behind commas (default: the directory's or file's name)",
+        "model name in the API; comma-separated aliases may follow (default: the directory's or "
+        "file's name)",
     )
     load_format: Literal["auto", "dummy"] = _yaml(
-        "auto", "auto: safetensors; dummy: random weights, from config.json alone, to measure with"
+        "auto",
+        "auto: load the model's files; dummy: random weights from config.json alone, for "
+        "benchmarks",
     )
-    dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
+    dtype: Dtype = _opt("auto", "dtype of weights and activations; auto: the checkpoint's")
     quantization: Literal["none", "int8", "int4"] = _opt(
         "none",
-        "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 "
-        "or 32 bits)",
+        "weight-only quantization of the linear layers at load time (16- and 32-bit checkpoints)",
     )
     activations: Activations = _yaml(
         "auto",
-        "rows before weights of 4 and 8 bits (CPU); int8: rounded in blocks of 32; auto: if the "
-        "checkpoint asks for "
-        "it, as GGUF files do",
+        "activations that 4- and 8-bit weights are multiplied with (CPU); int8: rounded in blocks "
+        "of 32; auto: int8 if the checkpoint format does so, as GGUF does",
     )
     lossless_compression: Lossless = _yaml(
         "off",
-        "whose bf16 weights are kept in 12 bits (CPU with AVX512-BF16): experts' or all linear "
-        "layers'; the same "
-        "tokens, and faster decoding of few requests",
+        "which bf16 weights to compress to 12 bits (CPU with AVX512-BF16): experts or all linear "
+        "layers; tokens are unchanged, and small batches decode faster",
     )
     packed_cache: str | None = _yaml(
         None,
-        "folder for packed weights, which later starts map into memory (CPU; default: the "
-        "user's cache folder, for "
-        'models of 256 MiB or more), or "off"',
+        "directory that caches packed weights, which later starts map into memory (CPU; default: "
+        'the user\'s cache directory, for models of 256 MiB or more), or "off"',
     )
     packed_cache_bytes: int | None = _yaml(
         None,
-        "bytes in that folder (default: half of what it and the free disk have, at most 64 GiB)",
+        "size limit of the packed cache (default: half of its size plus the free disk space, at "
+        "most 64 GiB)",
         low=1,
     )
     expert_memory: int | None = _yaml(
         None,
-        "bytes of experts that each rank has in memory, e.g. 6GiB; the others are read from "
-        "packed_cache's file when "
-        "needed (CPU; default: all are in memory)",
+        "bytes of experts that each rank keeps in memory, e.g. 6GiB; other experts are read from "
+        "the packed cache on demand (CPU; default: all experts are in memory)",
         low=1,
     )
     max_model_len: int | None = _opt(
-        None, "longest prompt plus answer in tokens (default: as much as fits)", low=1
+        None, "maximum length of prompt plus answer in tokens (default: as much as fits)", low=1
     )
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(
         None,
-        "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat "
-        "template shows)",
+        "format of tool calls and reasoning in answers (docs/tool-calls.md; default: detected "
+        "from the chat template)",
     )
     generation_config: Literal["auto", "none"] = _yaml(
-        "auto", "auto: the model's sampling defaults apply; none: moeserve's"
+        "auto",
+        "sampling defaults; auto: from the model's generation_config.json; none: moeserve's own",
     )
-    skip_tokenizer_init: bool = _yaml(False, "token ids in, token ids out; no text")
+    skip_tokenizer_init: bool = _yaml(
+        False, "do not load a tokenizer: token ids in, token ids out, no text"
+    )
     logits_processors: tuple[str, ...] = _yaml(
         (),
-        "NAME=package.module:attribute of functions that requests may name "
+        "NAME=package.module:attribute of each logits processor that requests may use "
         "(docs/logits-processors.md)",
     )
 
@@ -115,86 +118,89 @@ class ModelConfig:
 class CacheConfig:
     """The KV cache and the prefix cache."""
 
-    block_size: int = _yaml(16, "tokens per KV block; divides or is a multiple of 64", low=1)
+    block_size: int = _yaml(16, "tokens per KV block; must divide 64 or be a multiple of it", low=1)
     kv_cache_dtype: Literal["auto", "int8"] = _yaml(
-        "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded"
+        "auto",
+        "dtype of the KV cache; auto: that of activations; int8: quantized, half the bytes of bf16",
     )
     kv_cache_bytes: int | None = _opt(
-        None, "bytes for KV blocks (default: from free memory), e.g. 2GiB", low=1
+        None, "size of the KV cache, e.g. 2GiB (default: from free memory)", low=1
     )
     memory_utilization: float = _opt(
-        0.9, "share of the memory limit that weights, work space and KV may use", low=0.01, high=1
+        0.9,
+        "fraction of the memory limit for weights, workspace and KV cache",
+        low=0.01,
+        high=1,
     )
-    enable_prefix_caching: bool = _opt(True, "reuse the KV blocks of equal prompt beginnings")
+    enable_prefix_caching: bool = _opt(True, "share KV blocks among prompts with a common prefix")
     state_share: float = _yaml(
         0.5,
-        "share of the memory for KV blocks that states of recurrent layers may take",
+        "maximum fraction of the KV cache's memory for states of recurrent layers",
         low=0.01,
         high=0.99,
     )
-    host_store_bytes: int = _yaml(
-        0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off"
-    )
+    host_store_bytes: int = _yaml(0, "host memory for evicted prefix blocks, e.g. 1GiB; 0: off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of requests and tokens per step."""
+    """Limits of the scheduler, and speculative decoding."""
 
-    max_num_seqs: int = _opt(256, "requests that run at once", low=1)
+    max_num_seqs: int = _opt(256, "maximum number of running requests", low=1)
     max_num_batched_tokens: int | None = _opt(
         None,
-        "tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)",
+        "maximum tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)",
         low=1,
     )
     prefill_chunk: int | None = _yaml(
-        None, "most tokens of one request per step (default: the step's budget)", low=1
+        None,
+        "maximum prompt tokens of one request per step (default: max_num_batched_tokens)",
+        low=1,
     )
     itl_target_ms: float = _yaml(
         0.0,
-        "milliseconds that a step with both prompts and decodes may take, by fewer tokens of "
-        "prompts; 0: any",
+        "target duration in milliseconds of steps that mix prefill and decode; prefill chunks are "
+        "shortened to meet it; 0: no target",
     )
     depth: int = _yaml(2, "steps in flight; 1 is for debugging", low=1, high=2)
     speculate: str | None = _opt(
         None,
-        "guess tokens ahead and verify them together; no token changes: ngram:K, suffix[:K], "
-        "mtp:K, model:DIR:K, "
-        "eagle:DIR:K, or auto[:ONE OF THESE], which guesses less where it does not pay",
+        "speculative decoding, which changes no token: ngram:K, suffix[:K], mtp:K, model:DIR:K, "
+        "eagle:DIR:K, or auto[:ONE OF THESE], which drafts fewer tokens when drafts do not pay",
     )
-    watermark: float = _yaml(0.01, "share of KV blocks kept free when admitting", high=0.5)
+    watermark: float = _yaml(
+        0.01, "fraction of KV blocks that admission of requests leaves free", high=0.5
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     """The device, its kernels, and determinism."""
 
-    device: str = _opt("auto", "where the model runs: auto, cpu, cuda, or a plugin's device")
+    device: str = _opt("auto", "device of the model: auto, cpu, cuda, or a plugin's device")
     threads: int | None = _opt(
-        None, "CPU threads of the model runner (default: the cores that the model can use)", low=1
+        None, "CPU threads of the model runner (default: all cores that the model can use)", low=1
     )
     determinism: Literal["auto", "fast", "batch", "full"] = _opt(
         "auto",
-        "batch: a request's results do not depend on other requests (always so on CPU; slower "
-        "on CUDA); full: nor on "
-        "the number of ranks, with the same kernels today",
+        "batch: a request's results do not depend on other requests (always so on CPU; slower on "
+        "CUDA); full: nor on the number of ranks (the same kernels as batch today)",
     )
     kernels: str = _yaml(
         "auto",
-        "what computes: auto; native or torch on CPUs; triton or torch on CUDA; deep_gemm or "
-        "flashinfer: triton, but experts by that package; a plugin's name: auto, but experts by it",
+        "kernel backend: auto; native or torch on CPUs; triton or torch on CUDA; deep_gemm or "
+        "flashinfer: triton, with experts from that package; a plugin's name: auto, with experts "
+        "from the plugin",
     )
     attention_backend: Literal["auto", "triton", "fa3"] = _yaml(
         "auto",
-        "what computes attention beside Triton's kernels (CUDA); fa3: FlashAttention-3; auto: "
-        "that, in steps in which "
-        "`moeserve tune` found it faster",
+        "attention kernels (CUDA); triton; fa3: FlashAttention-3 where it supports the step; "
+        "auto: fa3 for steps in which `moeserve tune` measured it faster",
     )
     graphs: Literal["auto", "full", "piecewise", "off"] = _yaml(
         "auto",
-        "CUDA graphs for steps of few tokens; full: steps with one token per request; "
-        "piecewise: graphs without "
-        "attention; auto: the faster one for each step",
+        "CUDA graphs for small steps; full: for steps with one token per request; piecewise: "
+        "graphs without attention; auto: the faster of both for each step",
     )
     compile: bool = _yaml(
         False, "fuse the operations between attention and experts with torch.compile (CUDA)"
@@ -204,7 +210,7 @@ class DeviceConfig:
 
     @property
     def exact(self) -> bool:
-        """Whether results depend on the request alone, bit by bit, even where that costs speed."""
+        """Whether results must be bitwise independent of other requests, even at a cost."""
         return self.determinism in ("batch", "full")
 
 
@@ -212,20 +218,22 @@ class DeviceConfig:
 class ParallelConfig:
     """Processes, machines, expert parallelism and communication."""
 
-    dp: int = _opt(1, "engines that share the requests (data parallel)", low=1, high=1024)
-    tp: int = _opt(1, "processes per engine that share attention (tensor parallel)", low=1, high=64)
+    dp: int = _opt(
+        1, "data-parallel size: engines among which requests are shared", low=1, high=1024
+    )
+    tp: int = _opt(1, "tensor-parallel size: ranks per engine that share attention", low=1, high=64)
     ep: Literal["on", "off"] = _opt(
-        "on", "on: experts are sharded over all dp x tp ranks; off: every rank has all"
+        "on", "on: experts are sharded over all dp x tp ranks; off: every rank has all experts"
     )
     all2all: str = _opt(
         "auto",
-        "transport of tokens to experts: auto, or a backend's name (see "
-        "docs/expert-parallelism.md)",
+        "all-to-all backend that sends tokens to their experts: auto, or a backend's name "
+        "(docs/expert-parallelism.md)",
     )
     wire: Literal["auto", "fp8_b128"] = _yaml(
         "auto",
-        "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, "
-        "rounded",
+        "dtype of dispatched activations; auto: the model's; fp8_b128: FP8 with a scale per 128 "
+        "values, half the bytes of bf16",
     )
     dbo: Literal["auto", "on", "off"] = _opt(
         "auto",
@@ -233,8 +241,7 @@ class ParallelConfig:
     )
     comm_sms: int | None = _yaml(
         None,
-        "GPU multiprocessors (SMs) that communication may use beside computation (CUDA; "
-        "default: 24)",
+        "GPU multiprocessors (SMs) for communication that overlaps computation (CUDA; default: 24)",
         low=1,
         high=132,
     )
@@ -242,15 +249,14 @@ class ParallelConfig:
         0, "physical experts beyond one per logical expert, for replicas of busy experts"
     )
     rebalance: Literal["auto", "off"] = _opt(
-        "auto", "move experts between ranks when the load is uneven and it pays"
+        "auto", "auto: move experts between ranks when their load is uneven and the move pays"
     )
     fork_server: Literal["on", "off"] = _yaml(
         "on",
-        "on: fork engines from a process that has imported everything, so that restarts are "
-        "fast (Linux)",
+        "on: fork engines from a process that has imported everything, for fast restarts (Linux)",
     )
     nnodes: int = _opt(1, "machines that serve together and share the dp engines", low=1, high=1024)
-    node_rank: int = _opt(0, "number of this machine, from 0; machine 0 answers HTTP", high=1023)
+    node_rank: int = _opt(0, "number of this machine, from 0; machine 0 serves HTTP", high=1023)
     rendezvous: str | None = _opt(
         None, "HOST:PORT on machine 0 to which the other machines connect"
     )
@@ -258,109 +264,114 @@ class ParallelConfig:
         None, "file with the secret that all machines share (nnodes > 1)"
     )
     standby: bool = _opt(
-        False, "a second front end stands by: if the first one dies, engines and requests go on"
+        False,
+        "run a standby front end: if the first one dies, engines keep running and requests resume",
     )
-    encrypt_rows: bool = _opt(False, "encrypt tokens' rows between machines (AES-256-GCM; CPU)")
+    encrypt_rows: bool = _opt(False, "encrypt activations sent between machines (AES-256-GCM; CPU)")
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that run the model."""
+        """The number of processes that run the model, over all engines."""
         return self.dp * self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP server: address, keys, limits and logs."""
+    """The HTTP server: address, API keys, limits and logs."""
 
     host: str = _opt("127.0.0.1", "address to listen on")
     port: int = _opt(8000, "port to listen on; 0: any free one", high=65535)
     api_key: tuple[str, ...] = _opt((), "require one of these keys (better: --api-key-file)")
     api_key_file: str | None = _opt(
-        None, "file with a key per line, or YAML with names and rates (docs/operations.md)"
+        None, "file with one key per line, or YAML with names and rates (docs/operations.md)"
     )
     ssl_certfile: str | None = _opt(
-        None, "PEM certificate chain: serve HTTPS; read again when it changes"
+        None, "PEM certificate chain; enables HTTPS; reloaded when it changes"
     )
-    ssl_keyfile: str | None = _opt(None, "its PEM key (default: in --ssl-certfile)")
+    ssl_keyfile: str | None = _opt(
+        None, "PEM key of the certificate (default: read from --ssl-certfile)"
+    )
     allowed_origins: tuple[str, ...] = _opt(
-        (), "origins whose web pages may call the server (CORS), or *"
+        (), "origins whose web pages may call the server (CORS), or * for any"
     )
     allowed_hosts: tuple[str, ...] = _yaml(
         (),
-        "host names under which clients may call the server, beside localhost; * for any "
-        "(default: any, but localhost alone on a local address without keys)",
+        "host names accepted in the Host header, in addition to localhost; * for any (default: "
+        "any; but only localhost if the server has a local address and no keys)",
     )
     admin_key_file: str | None = _opt(
         None, "file with the keys for administrative routes (default: those routes are off)"
     )
-    max_queued_requests: int = _yaml(512, "requests that may wait before 503; 0: none may")
+    max_queued_requests: int = _yaml(
+        512, "requests that may wait in the queue; further ones get status 503; 0: no queue"
+    )
     max_queue_wait: float = _yaml(
         2.0,
-        "seconds that a request may be expected to wait where every place is taken, else 503; "
-        "0: any",
+        "when all slots are in use: expected wait in seconds above which a request gets status "
+        "503; 0: no limit",
     )
     keepalive_timeout: float = _yaml(
         120.0,
-        "seconds that an idle connection stays open; above that of clients and proxies",
+        "seconds that an idle connection stays open; should exceed that of clients and proxies",
         low=1,
         high=86_400,
     )
     request_timeout: float | None = _yaml(
         None,
-        "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no "
-        "limit)",
+        "seconds until a request ends with status 504; the header X-Request-Timeout can lower it "
+        "(default: no limit)",
         low=0.001,
     )
     resume_window: float = _yaml(
         0.0,
-        "seconds for which a stream that lost its reader can be gone on with "
-        "(docs/http-api.md); 0: off",
+        "seconds during which a disconnected client can resume its stream (docs/http-api.md); "
+        "0: off",
     )
     receipt_key: str | None = _yaml(
         None, "file with the key that signs receipts (docs/receipts.md)"
     )
     request_log: str | None = _yaml(
         None,
-        "file for finished requests, prompts and answers included, for `moeserve replay` "
+        "log file of finished requests, with prompts and answers, for `moeserve replay` "
         "(default: none)",
     )
-    max_request_bytes: int = _yaml(32 * 2**20, "largest request body", low=1)
+    max_request_bytes: int = _yaml(32 * 2**20, "maximum size of a request body", low=1)
     max_stored_responses: int = _yaml(
         0,
-        "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; "
+        "responses of /v1/responses kept in memory, for retrieval and previous_response_id; "
         "0: none",
     )
-    max_stored_bytes: int = _yaml(256 * 2**20, "memory for stored responses")
+    max_stored_bytes: int = _yaml(256 * 2**20, "maximum memory for stored responses")
     files_dir: str | None = _yaml(
         None,
-        "folder for /v1/files and /v1/batches, of this server alone (default: those routes are "
-        "off)",
+        "directory for /v1/files and /v1/batches, not shared with another server (default: those "
+        "routes are off)",
     )
-    files_bytes: int = _yaml(4 * 2**30, "bytes that all files together may have", low=1)
-    shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
-    strict: bool = _yaml(False, "refuse unknown request fields instead of warning")
+    files_bytes: int = _yaml(4 * 2**30, "maximum total size of the files", low=1)
+    shutdown_timeout: float = _opt(
+        30.0, "seconds after SIGTERM in which running requests may finish"
+    )
+    strict: bool = _yaml(False, "reject unknown request fields instead of warning")
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
-    log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
+    log_format: Literal["text", "json"] = _opt("text", "format of log lines")
     metrics_names: Literal["moeserve", "vllm"] = _opt(
-        "moeserve", "names in /metrics; vllm: as vLLM's dashboards and routers expect them"
+        "moeserve", "metric names in /metrics; vllm: the names that vLLM's dashboards expect"
     )
     metrics_port: int | None = _yaml(
         None,
-        "port that serves /metrics and the probes without a key (default: /metrics on --port "
-        "alone)",
+        "extra port that serves /metrics and the probes without a key (default: none, /metrics "
+        "is on --port)",
         low=1,
         high=65535,
     )
-    access_log: str | None = _yaml(
-        None, "file that gets a JSON line per finished request; '-': stdout"
-    )
+    access_log: str | None = _yaml(None, "file for a JSON line per finished request; '-': stdout")
     otel_endpoint: str | None = _yaml(
-        None, "OTLP collector that gets a span per request, e.g. http://HOST:4318"
+        None, "OTLP collector for a span per request, e.g. http://HOST:4318"
     )
-    ui: bool = _yaml(True, "serve a page for people at /")
+    ui: bool = _yaml(True, "serve a web page at /")
     sse_ping_s: float = _yaml(
         15.0,
-        "seconds of silence before an SSE comment keeps the connection open",
+        "seconds without an event after which a stream sends an SSE comment as keep-alive",
         low=0.1,
         high=3600,
     )
@@ -382,22 +393,24 @@ SECTIONS: dict[str, type[Any]] = {f.name: type(f.default) for f in fields(Config
 
 
 def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Config:
-    """Returns a Config from the keyword arguments of `LLM` and `AsyncEngine`, each named like its
-    field.
+    """Return the Config for the keyword arguments of `LLM` and `AsyncEngine`.
 
-    Raises ConfigError for an unknown name, with the nearest known one.
+    Each keyword is the name of a field in one of the sections. Raises ConfigError for an unknown
+    name (with the closest known one), a wrong type, and a value out of range.
     """
-    home = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind)}
+    section_of = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind)}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     if model is not None:
         settings["model"] = fspath(model)
     for name, value in settings.items():
-        if name not in home:
-            near = get_close_matches(name, home, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(home))}"
-            raise ConfigError(f"unknown setting {name!r}{hint}")
-        values[home[name]][name] = value
-    config = _checked(
+        if name not in section_of:
+            if close := get_close_matches(name, section_of, 1):
+                hint = f"did you mean {close[0]!r}?"
+            else:
+                hint = f"known: {', '.join(sorted(section_of))}"
+            raise ConfigError(f"unknown setting {name!r}; {hint}")
+        values[section_of[name]][name] = value
+    config = _with_checked_types(
         Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
     )
     for section in SECTIONS:
@@ -406,10 +419,10 @@ def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Conf
     return config
 
 
-def _checked(config: Config) -> Config:
-    """Raises ConfigError for a wrong type or choice; `check_range` follows."""
+def _with_checked_types(config: Config) -> Config:
+    """Return the config with converted values. Raises ConfigError for a wrong type or choice."""
     if str(config.device.kernels) == "onednn":
-        raise ConfigError("kernels: onednn no longer exists; its successor is kernels: torch")
+        raise ConfigError("kernels: onednn no longer exists; use kernels: torch instead")
     try:
         return msgspec.convert(msgspec.to_builtins(config), Config)
     except (msgspec.ValidationError, TypeError) as error:
@@ -417,7 +430,10 @@ def _checked(config: Config) -> Config:
 
 
 def check_range(setting: Field[Any], value: Any, origin: str) -> None:
-    """Raises ConfigError if a number is outside of its field's range."""
+    """Raise ConfigError if `value` is a number outside of the range of its field.
+
+    origin: the name of the setting in the error message.
+    """
     low = setting.metadata["low"]
     high = setting.metadata["high"]
     if isinstance(value, int | float) and not low <= value <= high:
@@ -427,21 +443,21 @@ def check_range(setting: Field[Any], value: Any, origin: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The scheduler's limits, every number resolved. Counts of tokens, blocks and requests."""
+    """The limits of the scheduler, with every number resolved (`runner/limits.py`)."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int  # null block included
-    watermark_blocks: int = 0
-    depth: int = 2
-    itl_target_us: float = 0.0  # of a step that both decodes and reads prompts; 0: any
+    max_num_seqs: int  # running requests
+    max_num_batched_tokens: int  # tokens per step
+    prefill_chunk: int  # prompt tokens of one request per step
+    max_model_len: int  # tokens of prompt plus answer
+    block_size: int  # tokens per KV block
+    num_blocks: int  # KV blocks, including the null block
+    watermark_blocks: int = 0  # KV blocks that admission leaves free
+    depth: int = 2  # steps in flight
+    itl_target_us: float = 0.0  # target duration of steps with prefill and decode; 0: none
     enable_prefix_caching: bool = True
-    num_store_blocks: int = 0  # KV blocks that the host store can hold
-    num_states: int = 0  # blocks of recurrent layers' states, the null block included
-    num_store_states: int = 0  # those that the host store can hold
-    num_drafts: int = 0  # most drafts of a row; 0: no speculation
-    auto_drafts: bool = False  # fewer drafts where they do not pay
-    draft_model: bool = False  # whether it takes the device's time to have drafts
+    num_store_blocks: int = 0  # capacity of the host store in KV blocks
+    num_states: int = 0  # slots for states of recurrent layers, including the null slot
+    num_store_states: int = 0  # capacity of the host store in states of recurrent layers
+    num_drafts: int = 0  # maximum draft tokens per request and step; 0: no speculative decoding
+    auto_drafts: bool = False  # draft fewer tokens when drafts do not pay
+    draft_model: bool = False  # proposing drafts takes device time

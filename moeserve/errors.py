@@ -1,10 +1,11 @@
-"""The errors: each branch of the tree says who is affected.
+"""The exceptions of moeserve. The branch of an error says what it ends:
 
-RequestError: one request fails, the engine lives (HTTP status, OpenAI-shaped body). ConfigError:
-start-up stops at once with cause, remedy and exit code. ActorStopped, EngineDied, PeerLost,
-StepSkew: a part of the system is gone.
+- RequestError: one request. The engine keeps running; the client gets an HTTP status and a body in
+  OpenAI's format.
+- ConfigError: the start of the process, with an exit code.
+- ActorStopped, EngineDied, PeerLost, StepSkew: a process or a connection between processes.
 
-Messages carry the offending values and the remedy. `assert` is only for our own bugs.
+Messages contain the wrong value and a remedy. `assert` is only for bugs of moeserve itself.
 """
 
 import re
@@ -15,9 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-_FAULT = re.compile(
-    r"(.*?)(?: - at `(?:key` in `)?\$\.?([^`]*)`)?", re.DOTALL
-)  # a msgspec.ValidationError
+# The text of a msgspec.ValidationError: message, path of the field
+_VALIDATION_ERROR = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$\.?([^`]*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _TYPES = re.compile(r"`([a-z |]+)`")
 ErrorKinds = type[Exception] | tuple[type[Exception], ...]
@@ -32,17 +32,19 @@ _JSON_TYPES = {
 
 
 class MoeserveError(Exception):
-    """Root of every error that moeserve raises on purpose."""
+    """Base class of the errors that moeserve raises."""
 
 
 class RequestError(MoeserveError):
-    """One request fails, and nothing else. http_status, type, code: as in OpenAI's API, those of
-    the base if a subclass does not give its own."""
+    """An error that ends one request.
+
+    Subclasses set the HTTP status, and `type` and `code` of OpenAI's error body, or inherit them.
+    """
 
     http_status = 400
     type = "invalid_request_error"
     code: str | None = None
-    request_id: str | None = None  # the client sets it from X-Request-Id
+    request_id: str | None = None  # set by the client from the header X-Request-Id
 
     def __init_subclass__(
         cls, *, http_status: int | None = None, type: str = "", code: str = ""
@@ -60,17 +62,18 @@ class RequestError(MoeserveError):
 
 
 class InvalidRequest(RequestError, code="invalid_value"):
-    """A field of the request is missing, of the wrong type, or out of its range."""
+    """A field of the request is missing, has a wrong type, or is out of range."""
 
 
 def invalid_request(error: msgspec.ValidationError) -> InvalidRequest:
-    """Returns "Expected `int | null`, got `str` - at `$.n`" as "n must be an integer or null, got a
-    string".
+    """Return a validation error in the words of the API.
+
+    "Expected `int | null`, got `str` - at `$.n`" -> "n must be an integer or null, got a string"
     """
-    fault = _FAULT.fullmatch(str(error))
-    assert fault is not None
-    message = fault[1]
-    param = (fault[2] or "").removesuffix("[...]")
+    match = _VALIDATION_ERROR.fullmatch(str(error))
+    assert match is not None
+    message = match[1]
+    param = (match[2] or "").removesuffix("[...]")
     if missing := _MISSING.match(message):
         param = f"{param}.{missing[1]}" if param else missing[1]
         message = "is required"
@@ -86,21 +89,22 @@ def invalid_request(error: msgspec.ValidationError) -> InvalidRequest:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns what an exception is and where it was raised, on one line, without its text: that may
-    quote a request.
+    """Return the type of an exception and its stack, innermost frame first, on one line for logs.
+
+    Without the message, which may quote a request.
     """
     frames = traceback.extract_tb(error.__traceback__)[-8:]
-    places = [
+    calls = [
         f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames)
     ]
-    return " < ".join([type(error).__name__, *places])
+    return " < ".join([type(error).__name__, *calls])
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """The prompt alone does not fit into the model's context."""
 
     num_tokens = 0  # of the prompt
-    max_tokens = 0  # of the longest prompt that fits, with an answer of one token
+    max_tokens = 0  # tokens of the longest prompt that leaves one token for the answer
     exact = True  # False: num_tokens is a lower bound
 
 
@@ -113,11 +117,11 @@ class Unauthorized(
 class Forbidden(
     RequestError, http_status=403, type="permission_error", code="insufficient_permissions"
 ):
-    """The API key does not allow this."""
+    """The API key does not permit the request."""
 
 
 class NotFound(RequestError, http_status=404, code="not_found"):
-    """There is no such route or object."""
+    """The route or object does not exist."""
 
 
 class ModelNotFound(NotFound, code="model_not_found"):
@@ -125,7 +129,7 @@ class ModelNotFound(NotFound, code="model_not_found"):
 
 
 class Conflict(RequestError, http_status=409, code="conflict"):
-    """The server's present state does not allow this; the message says why."""
+    """The server's current state does not permit the request."""
 
 
 class PayloadTooLarge(RequestError, http_status=413, code="payload_too_large"):
@@ -137,7 +141,7 @@ class UnsupportedMedia(RequestError, http_status=415, code="unsupported_media_ty
 
 
 class Overloaded(RequestError, http_status=503, type="server_error", code="server_overloaded"):
-    """The server takes no more requests now. retry_after_s: estimated seconds until it does."""
+    """The server's queue is full. retry_after_s: estimated seconds until it has room again."""
 
     def __init__(
         self, message: str, *, retry_after_s: float = 1.0, code: str | None = None
@@ -147,7 +151,7 @@ class Overloaded(RequestError, http_status=503, type="server_error", code="serve
 
 
 class RateLimited(Overloaded, http_status=429, code="rate_limit_exceeded"):
-    """The caller's key has used up its rate. kind: what of, requests or tokens."""
+    """The API key has reached its rate limit. kind: of which, "requests" or "tokens"."""
 
     def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
@@ -157,55 +161,50 @@ class RateLimited(Overloaded, http_status=429, code="rate_limit_exceeded"):
 class DeadlineExceeded(
     RequestError, http_status=504, type="server_error", code="deadline_exceeded"
 ):
-    """The request did not finish within the time that its sender, or the server's settings, gave
-    it.
-    """
+    """The request did not finish before its deadline, set by the client or by the server."""
 
 
 class RequestFailed(RequestError, http_status=500, type="server_error", code="internal_error"):
-    """A fault inside this one request."""
+    """An internal error that affected this request alone."""
 
 
 class ConstraintFailed(
     RequestFailed, http_status=400, type="invalid_request_error", code="constraint_failed"
 ):
-    """What the request allows its answer to be left no token to choose, or costs too much to
-    enforce.
-    """
+    """The answer's constraints leave no token to choose, or cost too much to enforce."""
 
 
 class EngineLost(RequestError, http_status=503, type="server_error", code="engine_lost"):
-    """The engine process died while the request ran. Sending it again is safe."""
+    """The engine process died while the request ran. It is safe to send the request again."""
 
 
 class Unreachable(RequestError, http_status=0, type="connection_error", code="connection_error"):
-    """The server sent no complete answer: the connection was refused, broke, or was silent for too
-    long.
-    """
+    """The client got no complete answer: the connection was refused, broke or timed out."""
 
 
 class ConfigError(MoeserveError):
-    """Start-up cannot go on; the message says what to change."""
+    """The process cannot start. The message says what to change."""
 
     exit_code = 2
 
     @classmethod
     @contextmanager
     def instead_of(cls, kinds: ErrorKinds, what: object, remedy: str = "") -> Iterator[None]:
-        """Raises this error in place of those in the block: what failed, why, and the remedy."""
+        """Convert exceptions of `kinds` in the block to this error.
+
+        The message is "`what`: cause" and `remedy`.
+        """
         try:
             yield
         except kinds as error:
-            why = (
-                error.strerror
-                if isinstance(error, OSError) and str(error.filename or "") in str(what)
-                else None
-            )
-            raise cls(f"{what}: {why or error}{remedy}") from None
+            cause: object = error
+            if isinstance(error, OSError) and str(error.filename or "") in str(what):
+                cause = error.strerror or error  # `what` names the file already
+            raise cls(f"{what}: {cause}{remedy}") from None
 
 
 class CheckpointError(ConfigError):
-    """A model file is missing, damaged, or not what its config says."""
+    """A model file is missing, damaged, unsupported, or does not match its config."""
 
     exit_code = 3
 
@@ -217,24 +216,24 @@ class AddressInUse(ConfigError):
 
 
 class DoesNotFit(ConfigError):
-    """Not enough memory; the message gives the number that would fit."""
+    """There is not enough memory. The message has the number that would fit."""
 
     exit_code = 5
 
 
 class ActorStopped(MoeserveError):
-    """The actor ended before it answered; the message names it and the cause."""
+    """The actor ended before it answered. The message has its name and the cause."""
 
 
 class EngineDied(MoeserveError):
-    """The engine has ended and serves no request any more."""
+    """The engine has ended, with all of its requests."""
 
 
 class PeerLost(MoeserveError):
-    """Other ranks of the group are gone, or this rank has to leave: the step failed, the engine did
-    not.
+    """The step failed, because other ranks are gone or this rank has to leave its group.
 
-    missing: the expert-parallel ranks that did not answer; empty if unknown.
+    The engine itself keeps running. missing: the expert-parallel ranks that did not answer; empty
+    if unknown.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
@@ -243,9 +242,7 @@ class PeerLost(MoeserveError):
 
 
 class StepSkew(MoeserveError):
-    """The engines of a group do not vote on the same step: a bug, after which the group is formed
-    again.
-    """
+    """The engines of a group vote on different steps. This is a bug; the group is formed again."""
 
     def __init__(self, positions: Sequence[tuple[int, int]]) -> None:
         where = ", ".join(

@@ -1,7 +1,8 @@
-"""Logits processors: Python functions of the user that change a request's logits before sampling.
+"""Logits processors: user-defined Python functions that change a request's logits before sampling.
 
-A request names factories. They come from plugins (entry points of `moeserve.logits_processors`)
-and from settings, never from a request. The front end knows their names; only engines import them.
+A request names the factory of a processor. Factories come from plugins (entry points of
+`moeserve.logits_processors`) and from settings, never from a request. The front end checks names;
+only engines import the factories.
 """
 
 import weakref
@@ -23,40 +24,42 @@ if TYPE_CHECKING:
 
 MAX_ARGS = 16 * 1024  # bytes of JSON per processor
 
-# (prompt_ids, output_ids, logits) -> logits: float32 [vocabulary] on the device, a copy that may be
-# changed. It must be a pure function: a step may be repeated, run on several ranks, and try drafts,
-# which are in output_ids as if chosen.
+# (prompt_ids, output_ids, logits) -> logits. `logits` is float32 [vocabulary] on the device, a copy
+# that may be changed in place. It must be a pure function, because a step may be repeated, may run
+# on several ranks, and may verify drafts, which are in output_ids as if they were chosen.
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], "Tensor"], "Tensor"]
-# makes a processor from the args of a request
+# Makes a processor from the `args` of a request.
 LogitsProcessorFactory = Callable[[dict[str, Any]], LogitsProcessor]
 
 PLUGINS: Registry[LogitsProcessorFactory] = Registry("moeserve.logits_processors", {})
-_local: dict[str, LogitsProcessorFactory] = {}  # functions of this process, as settings call them
+# Functions given to `with_processors` in this process, by their source in the settings: "local:0"
+_local: dict[str, LogitsProcessorFactory] = {}
 _numbers = count()
 
 
 def with_processors(
     config: Config, given: Mapping[str, LogitsProcessorFactory | str], owner: object
 ) -> Config:
-    """Returns the settings with factories by name: functions, which live as long as `owner`, or
-    "package.module:name".
+    """Return the config with additional factories, by name.
 
-    Raises ConfigError for a function if engines are other processes."""
-    found = list(config.model.logits_processors)
+    given: functions, which are kept as long as `owner` lives, or "package.module:name" to import.
+
+    Raises ConfigError for a function if engines are separate processes, which must import it.
+    """
+    settings = list(config.model.logits_processors)
     for name, source in given.items():
         if not isinstance(source, str):
             if config.parallel.num_ranks > 1:
-                what = (
-                    "must be 'package.module:name', which engines of dp or tp above 1 can "
-                    f"import, got {source!r}"
+                raise ConfigError(
+                    f"logits_processors: {name!r} must be 'package.module:name', which engine "
+                    f"processes can import (dp or tp is above 1), got {source!r}"
                 )
-                raise ConfigError(f"logits_processors: {name!r} {what}")
             function = source
             source = f"local:{next(_numbers)}"
             _local[source] = function
             weakref.finalize(owner, _local.pop, source, None)
-        found.append(f"{name}={source}")
-    return replace(config, model=replace(config.model, logits_processors=tuple(found)))
+        settings.append(f"{name}={source}")
+    return replace(config, model=replace(config.model, logits_processors=tuple(settings)))
 
 
 def entries_of(settings: Sequence[str]) -> dict[str, EntryPoint]:
@@ -73,41 +76,41 @@ def entries_of(settings: Sequence[str]) -> dict[str, EntryPoint]:
 
 
 def known_names(settings: Sequence[str]) -> Collection[str]:
-    """Return the names of all processors, of settings and of plugins."""
+    """Return the names of all processors, from settings and from plugins."""
     return {*entries_of(settings), *PLUGINS}
 
 
 def checked_processors(
-    asked: LogitsProcessors, known: Collection[str]
+    requested: LogitsProcessors, known: Collection[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Returns (name, args as JSON) of each processor that a request asks for. Raises
-    InvalidRequest.
-    """
-    found = []
+    """Return name and args (as JSON) of each requested processor. Raises InvalidRequest."""
+    checked = []
     try:
-        for item in asked:
+        for item in requested:
             spec = msgspec.convert(
                 {"name": item} if isinstance(item, str) else item, LogitsProcessorSpec
             )
             args = msgspec.json.encode(spec.args).decode()
             if spec.name not in known:
                 raise ValueError(
-                    f"there is no {spec.name!r} here; known: {', '.join(sorted(known)) or 'none'}"
+                    f"{spec.name!r} is unknown; known: {', '.join(sorted(known)) or 'none'}"
                 )
             if len(args) > MAX_ARGS:
                 raise ValueError(
-                    f"args of {spec.name!r} have {len(args)} bytes of JSON; {MAX_ARGS} may be"
+                    f"args of {spec.name!r} have {len(args)} bytes of JSON; at most {MAX_ARGS} are "
+                    "allowed"
                 )
-            found.append((spec.name, args))
+            checked.append((spec.name, args))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"logits_processors: {error}", param="logits_processors") from error
-    return tuple(found)
+    return tuple(checked)
 
 
 class ProcessorFactories:
-    """The factories of an engine, imported at start. Settings precede plugins of the same name.
+    """The factories of an engine, imported when it starts.
 
-    Raises ConfigError for one that cannot be imported.
+    A factory from settings replaces a plugin of the same name. Raises ConfigError for a factory
+    that cannot be imported.
     """
 
     def __init__(self, settings: Sequence[str] = ()) -> None:
@@ -117,10 +120,15 @@ class ProcessorFactories:
             try:
                 self._factories[name] = _local.get(entry.value) or entry.load()
             except Exception as error:
-                what = f"{entry.value} cannot be imported: {type(error).__name__}: {error}"
-                raise ConfigError(f"logits_processors: {name}={what}") from error
+                raise ConfigError(
+                    f"logits_processors: {name}={entry.value} cannot be imported: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
     def make(self, name: str, args: str) -> LogitsProcessor:
-        """Return a processor that `checked_processors` accepted. Raises what its factory raises."""
+        """Create a processor that `checked_processors` accepted.
+
+        Any exception of its factory is passed on.
+        """
         factory = self._factories.get(name) or PLUGINS[name]
         return factory(msgspec.json.decode(args))

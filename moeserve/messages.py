@@ -1,12 +1,12 @@
-"""The messages between front end and engine: msgspec structs, in msgpack where they cross a process
-boundary.
+"""The messages between front end and engine: msgspec structs, sent as msgpack between processes.
 
-    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Join, UpdatePlacement, TraceNext
-    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, Stopped,
-                                           Joined, LeftGroup, ExpertLoad, PlacementResult, Traced
+    front end -> engine (EngineIn)     Submit, Abort, AbortAll, Drain, Ping, Join,
+                                       UpdatePlacement, TraceNext
+    engine -> front end (EngineOut)    Phase, Ready, StepOutput, Refused, Pong, Stopped, Joined,
+                                       LeftGroup, ExpertLoad, PlacementResult, Traced
 
-Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per step, because decoding
-one struct per request costs a hundred times more.
+The results of a step are one message with arrays as little-endian bytes (`int32`, `int64`,
+`uint8`), because decoding one struct per request would cost a hundred times more.
 """
 
 from typing import Any
@@ -16,120 +16,111 @@ import msgspec
 from moeserve.sampling import TokenSampling
 
 PROTOCOL_VERSION = 2
-# What a request's rows produce: the name of a `RowTask` (runner/tasks.py).
+# Names of `RowTask`s (runner/tasks.py), which turn a request's hidden states into results.
 SAMPLE = "sample"
 TASKS = (SAMPLE,)
 
 
 class FinishReason:
-    """The values of `StepOutput.finish`: one byte per row."""
+    """The values of `StepOutput.finish`."""
 
     NONE, STOP, LENGTH, ABORT, ERROR = range(5)
     NAMES = ("", "stop", "length", "abort", "error")
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Starts a request. tokens: its prompt and, for a replay, the tokens already generated.
-
-    num_prompt: length of the prompt part of `tokens`. priority: lower values go first, ties by
-    arrival. salt: only requests with the same salt share prefix-cache blocks. task: one of `TASKS`.
-    """
+    """Start a request."""
 
     rid: int
-    tokens: bytes  # int32
-    num_prompt: int
+    tokens: bytes  # int32: the prompt; for a resumed request also the tokens generated so far
+    num_prompt: int  # length of the prompt in `tokens`
     sampling: TokenSampling
-    priority: int = 0
-    salt: str = ""
-    task: str = SAMPLE
+    priority: int = 0  # lower values run first; ties by arrival
+    salt: str = ""  # only requests with the same salt share prefix-cache blocks
+    task: str = SAMPLE  # one of `TASKS`
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Ends these requests at once. Unknown ids are ignored."""
+    """End these requests at once. Unknown ids are ignored."""
 
     rids: list[int]
 
 
 class AbortAll(msgspec.Struct, frozen=True, tag=True):
-    """Ends all requests at once: their front end is gone, and the next one submits again what it
-    knows of.
+    """End all requests at once, because their front end is gone.
+
+    The next front end submits the requests that it knows again.
     """
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Refuses new requests, finishes the others, then stops the engine. Aborts the rest after
-    deadline_s seconds.
-    """
+    """Refuse new requests, finish the running ones, then stop the engine."""
 
-    deadline_s: float
+    deadline_s: float  # seconds after which the remaining requests are aborted
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a Pong with the same seq."""
+    """Request a Pong with the same seq."""
 
     seq: int
 
 
 class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A `moeserve.moe.placement.Placement` as a message.
-
-    experts: int32 [layers, num_ranks * experts_per_rank], row-major: the logical expert of each
-    physical expert.
-    """
+    """A `moeserve.moe.placement.Placement` as a message."""
 
     version: int
     num_ranks: int
     experts_per_rank: int
     num_experts: int
+    # int32 [layers, num_ranks * experts_per_rank], row-major: each physical expert's logical expert
     experts: bytes
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Connects the engine with the other ranks: the membership of one epoch, as one engine sees it.
+    """Connect the engine with the other ranks of its group, for one epoch of membership.
 
-    A later Join replaces this one, and drops its connections first. hosts: the machine of each
-    engine, by data-parallel rank (equal names share memory). directory: private folder for this
-    epoch's Unix sockets, the same for all engines of a machine. store, vote: host:port at which
-    data-parallel rank 0 listens for those who ask for addresses, and for the step vote, if there
-    are several machines; on one the store's is the path of a Unix socket.
+    It replaces an earlier Join, whose connections the engine drops first.
     """
 
     epoch: int
     dp_rank: int
     tp_size: int
-    hosts: tuple[str, ...]
-    directory: str
+    hosts: tuple[str, ...]  # the machine of each engine, by dp_rank; equal names share memory
+    directory: str  # private directory for Unix sockets, the same for all engines of a machine
+    # Where dp_rank 0 serves the store of the ranks' addresses: host:port, or on a single machine
+    # the path of a Unix socket.
     store: str
     token: str
     placement: PlacementTable | None = None  # None: a model without experts, or ep off
-    vote: str = ""
+    vote: str = ""  # host:port where dp_rank 0 serves the step vote, if there are several machines
 
 
 class UpdatePlacement(msgspec.Struct, frozen=True, tag=True):
-    """Prepares a placement in the background, layer by layer; the vote commits each layer on all
-    ranks at once.
+    """Prepare a placement in the background, layer by layer.
+
+    The step vote activates each layer on all ranks at the same step.
     """
 
     placement: PlacementTable
 
 
 class TraceNext(msgspec.Struct, frozen=True, tag=True):
-    """Records the next step that all ranks run; each rank sends a Traced."""
+    """Record the next step that all ranks run. Each rank answers with a Traced."""
 
 
 EngineIn = Submit | Abort | AbortAll | Drain | Ping | Join | UpdatePlacement | TraceNext
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """Progress of start-up. name: for people; percent: of the whole start."""
+    """The progress of the engine's start."""
 
-    name: str
-    percent: int
+    name: str  # for people
+    percent: int  # of the whole start
     elapsed_s: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine serves. Carries the facts that the front end needs to check requests."""
+    """The engine is ready to serve, with the facts that the front end needs to check requests."""
 
     version: int = PROTOCOL_VERSION
     pid: int
@@ -146,25 +137,22 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_active_params: int
     weight_bytes: int
     startup_s: float
-    step_s: float = 0.0  # the longest step to expect; 0: short
+    step_s: float = 0.0  # expected duration of the longest step; 0: short
     num_moe_layers: int = 0
     num_experts: int = 0
     expert_bytes: int = 0  # of one expert in one layer
-    checkpoint: str = ""  # fingerprint of what was loaded; "": nothing was
-    numerics: dict[
-        str, str
-    ] = {}  # all that decides the bits of a request's logits and tokens; empty: they vary
+    checkpoint: str = ""  # fingerprint of the loaded checkpoint; "": none was loaded
+    # Everything that decides the bits of a request's logits; empty: they depend on other requests
+    numerics: dict[str, str] = {}
     notes: tuple[str, ...] = ()
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Logprobs at one position: the chosen (or prompt) token first, then the most likely tokens in
-    order.
-    """
+    """Logprobs at one position: of the chosen (or prompt) token, then of the most likely tokens."""
 
     ids: list[int]
     values: list[float]
-    rank: int  # of the first id by probability; 1 is the most likely
+    rank: int  # of the first id, by probability; 1 is the most likely
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -175,13 +163,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
-    """The work and the cost of one engine step, for metrics, dashboards and benchmarks.
-
-    Times in microseconds; at_s: the step's start on the monotonic clock.
-    """
+    """The work and the cost of one engine step, for metrics, dashboards and benchmarks."""
 
     step: int
-    at_s: float = 0.0
+    at_s: float = 0.0  # start of the step on the monotonic clock
     num_tokens: int
     num_requests: int
     num_running: int
@@ -193,58 +178,54 @@ class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
     cached_tokens: int = 0
     plan_us: int = 0
     device_us: int = 0
-    comm_us: int = 0  # from the start of each transfer to its last row, summed
+    comm_us: int = 0  # duration of transfers between ranks, summed
     exposed_comm_us: int = 0  # the part of comm_us during which the model waited
     ubatches: int = 1
     vote_us: int = 0
     dp_rank: int = 0
-    num_states: int = (
-        0  # blocks of recurrent layers' states, the null block included; 0: the model has none
-    )
+    # Slots for states of recurrent layers, including the null slot; 0: the model has none
+    num_states: int = 0
     num_free_states: int = 0
-    num_cached_states: int = 0  # held ones included
-    num_drafts: list[int] = []  # verified drafts, by their place behind the last known token
-    num_accepted: list[int] = []  # those of them that were right
-    # Of experts on disk: wanted ones that were in memory and that were not, microseconds of
-    # waiting, bytes read.
+    num_cached_states: int = 0  # including those in use
+    num_drafts: list[int] = []  # verified draft tokens, by position after the last sampled token
+    num_accepted: list[int] = []  # accepted draft tokens, likewise
+    # With experts on disk: hits, misses, microseconds of waiting, bytes read
     expert_cache: tuple[int, ...] = ()
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The tokens of one step, in columns: row i belongs to request rids[i], whose rows follow each
-    other.
+    """The tokens of one step, as columns.
 
-    A row with token -1 has no token: an abort or an error ended the request. logprobs: of each of
-    its rows. digests: of the logits of each of its rows; behind the row that ends the request there
-    may be more.
+    Row i is a token of request rids[i]. A request may have several rows, one after another. A row
+    with token -1 has no token: an abort or an error ended the request.
     """
 
     rids: bytes  # int64
     tokens: bytes  # int32
     finish: bytes  # uint8, FinishReason
-    started: list[int] = []  # the requests (rids) that this was the first step of
-    cached: dict[
-        int, int
-    ] = {}  # rid -> prompt tokens found in the prefix cache, sent once, with its first token
+    started: list[int] = []  # rids of the requests whose first step this was
+    # rid -> prompt tokens found in the prefix cache; sent once, with the first token
+    cached: dict[int, int] = {}
     stop_ids: dict[int, int] = {}  # rid -> the stop token that ended it (not an end-of-text token)
-    logprobs: dict[int, list[Logprobs]] = {}
+    logprobs: dict[int, list[Logprobs]] = {}  # rid -> logprobs of each of its rows
     prompt_logprobs: dict[int, PromptLogprobs] = {}
+    # rid -> digest of the logits of each of its rows; may have more entries than the request has
+    # rows if it ends in this step
     digests: dict[int, list[bytes]] = {}
-    drafts: dict[
-        int, tuple[int, int]
-    ] = {}  # rid -> drafts that were verified, and how many of them were right
-    kv_params: dict[int, dict[str, Any]] = {}  # rid -> a connector's words for whoever continues it
+    drafts: dict[int, tuple[int, int]] = {}  # rid -> verified draft tokens, accepted ones
+    # rid -> parameters of the KV connector for the engine that continues the request
+    kv_params: dict[int, dict[str, Any]] = {}
     errors: dict[int, str] = {}
     record: StepRecord | None = None
 
 
-# How errors of a step begin that are the request's own doing.
+# Prefixes of errors in `StepOutput.errors` that a request itself caused
 NO_TOKEN_LEFT = "no token is left to choose"
 GRAMMAR_FAILED = "structured output"
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The engine does not take this request. Never sent after its first token."""
+    """The engine rejects this request. Never sent after its first token."""
 
     rid: int
     message: str
@@ -252,17 +233,17 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """Answers a Ping. steps grows while the engine makes progress; busy: whether it should."""
+    """The answer to a Ping."""
 
     seq: int
-    steps: int
-    busy: bool
+    steps: int  # grows while the engine makes progress
+    busy: bool  # the engine has work, so `steps` should grow
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """The engine's last message. cause: empty after an ordered stop."""
+    """The engine's last message."""
 
-    cause: str
+    cause: str  # empty after a requested stop
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
@@ -273,30 +254,33 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeftGroup(msgspec.Struct, frozen=True, tag=True):
-    """This engine left its group, or could not form it. It keeps weights, K/V and requests and
-    waits for a Join.
+    """This engine left its group, or could not form it.
 
-    missing: data-parallel ranks that seem to be gone; empty if unknown.
+    It keeps its weights, KV cache and requests, and waits for a Join.
     """
 
     epoch: int
     cause: str
-    missing: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()  # data-parallel ranks that seem to be gone; empty if unknown
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Tokens that this engine's requests sent to each logical expert since the last report, without
-    padding.
+    """Tokens of this engine's requests per logical expert since the last report.
+
+    Padding tokens are not counted.
     """
 
     counts: bytes  # int64 [layers, experts], row-major
     num_layers: int
-    version: int  # of the placement in force
+    version: int  # of the active placement
 
 
 class PlacementResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A placement is in force on this engine, or was given up (error) after its first `layers`
-    layers, on all ranks alike: these layers are in force, and the others stay as they were."""
+    """A placement is active on this engine, or failed after its first `layers` layers (error).
+
+    After a failure all ranks have the same state: these layers are active, and the others are
+    unchanged.
+    """
 
     version: int
     layers: int = 0
@@ -306,15 +290,13 @@ class PlacementResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
-    """One span of a step, in ns of the monotonic clock. track: "micro-batch 0", "transfer 0",
-    "engine", ...
-    """
+    """One span of a step. Times in ns of the monotonic clock."""
 
     name: str
-    track: str
+    track: str  # "micro-batch 0", "transfer 0", "engine", ...
     start_ns: int
     end_ns: int
-    layer: int = -1
+    layer: int = -1  # -1: outside of layers
 
 
 class Traced(msgspec.Struct, frozen=True, tag=True):

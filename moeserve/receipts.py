@@ -1,10 +1,12 @@
-"""Receipts: what a server says about one answer, so that anybody who has the model can compute it
-again.
+"""Receipts: signed records of answers, which anybody who has the model can verify by recomputation.
 
-A receipt has a chain of digests, hexadecimal SHA-256. The first link is of all that the answer
-follows from: weights, numerics and request. Each further link is of the link before, the next
-LINK_TOKENS token ids (little-endian int32), and the digests of the raw logits that each of them was
-sampled from. docs/receipts.md says what that proves.
+A receipt has a chain of SHA-256 digests in hexadecimal:
+
+- link 0 covers everything that determines the answer: weights, numerics and request;
+- each further link covers the previous link, the next LINK_TOKENS token ids (little-endian int32),
+  and the digests of the raw logits from which these tokens were sampled.
+
+docs/receipts.md explains what a receipt proves.
 """
 
 import hashlib
@@ -21,8 +23,8 @@ from moeserve.messages import Logprobs
 from moeserve.sampling import GrammarSpec, SamplingParams
 
 LINK_TOKENS = 64
-# digits of a digest: enough to say at which token logits begin to differ; the links prove that they
-# do not
+# Hexadecimal digits of a mark, the beginning of a token's digest. Marks show at which token logits
+# begin to differ; the proof that they do not is in the links.
 MARK = 8
 VERSION = 1
 _LINK = re.compile("[0-9a-f]{64}")
@@ -30,13 +32,9 @@ _SEED = re.compile("-?[0-9]{1,19}")
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence of a request. A line of the log of requests is one, too, without links if none
-    were asked for.
+    """The receipt of one sequence of a request.
 
-    numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in
-    JavaScript. sampling: as the server resolved it, for this one sequence. grammar: what the answer
-    had to match, in place of structured_outputs there. marked: see `FrontEnd.generate`. marks: the
-    first MARK digits of each token's digest. public_key, signature: Ed25519, hexadecimal.
+    Lines of the request log have the same format, without links unless a receipt was requested.
     """
 
     version: int = VERSION
@@ -45,34 +43,34 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     created: int
     weights: str
-    numerics: dict[str, str]
+    numerics: dict[str, str]  # see `messages.Ready`
     prompt_token_ids: list[int]
-    seed: str
-    sampling: SamplingParams
-    grammar: GrammarSpec | None = None
-    marked: bool = False
+    seed: str  # decimal, because it may have more bits than a number in JavaScript
+    sampling: SamplingParams  # of this sequence, resolved by the server
+    grammar: GrammarSpec | None = None  # replaces structured_outputs in `sampling`
+    marked: bool = False  # see `FrontEnd.generate`
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None = None
     links: list[str] = []
-    marks: str = ""
-    public_key: str = ""
+    marks: str = ""  # the first MARK digits of each token's digest
+    public_key: str = ""  # Ed25519, hexadecimal
     signature: str = ""
 
 
 class Computed(NamedTuple):
-    """An answer that was computed again."""
+    """A recomputed answer."""
 
     token_ids: list[int]
     digests: list[bytes]  # of each token's logits
     finish_reason: str | None
     stop_reason: int | str | None
     text: str = ""
-    logprobs: Sequence[Logprobs] = ()  # of each token, if they were asked for
+    logprobs: Sequence[Logprobs] = ()  # of each token, if requested
 
 
 def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:
-    """Return the receipt with its chain. digests: of each token's logits."""
+    """Return the receipt with its links and marks. digests: of each token's logits."""
     links = [first_link(receipt)]
     for start in range(0, len(receipt.token_ids), LINK_TOKENS):
         links.append(_next_link(links[-1], receipt.token_ids, digests, start))
@@ -80,11 +78,11 @@ def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:
 
 
 def first_link(receipt: Receipt) -> str:
-    """Return the digest of all that the answer follows from."""
-    question = replace(
+    """Return link 0, the digest of everything that determines the answer."""
+    request = replace(
         receipt, token_ids=[], finish_reason="", stop_reason=None, links=[], marks="", public_key=""
     )
-    return hashlib.sha256(signed_bytes(question)).hexdigest()
+    return hashlib.sha256(signed_bytes(request)).hexdigest()
 
 
 def _next_link(link: str, token_ids: Sequence[int], digests: Sequence[bytes], start: int) -> str:
@@ -96,57 +94,55 @@ def _next_link(link: str, token_ids: Sequence[int], digests: Sequence[bytes], st
 
 
 def signed_bytes(receipt: Receipt) -> bytes:
-    """Return what a signature is of: the receipt's JSON without the signature, with the keys of
-    objects in order.
-    """
+    """Return the bytes to sign: the receipt without its signature, as JSON with sorted keys."""
     return b"moeserve receipt\n" + msgspec.json.encode(
         replace(receipt, signature=""), order="deterministic"
     )
 
 
 def check_form(receipt: Receipt) -> str:
-    """Return what is wrong with the receipt as it stands; empty if it can be computed again. Links
-    are optional.
+    """Return what is wrong with the receipt by itself; empty if the answer can be recomputed.
+
+    Links are optional.
     """
     num_tokens = len(receipt.token_ids)
     num_links = len(receipt.links)
-    most = receipt.sampling.max_tokens
+    max_tokens = receipt.sampling.max_tokens
     if not num_tokens or not _SEED.fullmatch(receipt.seed):
         return f"it has {num_tokens} tokens, and its seed is {receipt.seed[:80]!r}"
-    if receipt.finish_reason == "length" and most != num_tokens:
-        return f"it ends by length with {num_tokens} tokens, but max_tokens is {most}"
-    if num_links and num_links != (wanted := 1 + -(-num_tokens // LINK_TOKENS)):
-        return f"it has {num_links} links; {num_tokens} tokens have {wanted}"
+    if receipt.finish_reason == "length" and max_tokens != num_tokens:
+        return f"it ends by length with {num_tokens} tokens, but max_tokens is {max_tokens}"
+    if num_links and num_links != (expected := 1 + -(-num_tokens // LINK_TOKENS)):
+        return f"it has {num_links} links; {num_tokens} tokens have {expected}"
     if wrong := [number for number, link in enumerate(receipt.links) if not _LINK.fullmatch(link)]:
-        return f"link {wrong[0]} is no SHA-256 in hexadecimal"
-    if len(receipt.marks) != (wanted := MARK * num_tokens * bool(num_links)):
+        return f"link {wrong[0]} is not a SHA-256 digest in hexadecimal"
+    if len(receipt.marks) != (expected := MARK * num_tokens * bool(num_links)):
         return (
             f"its marks have {len(receipt.marks)} digits; those of {num_tokens} tokens have "
-            f"{wanted}"
+            f"{expected}"
         )
     return ""
 
 
 def difference(receipt: Receipt, found: Computed) -> str:
-    """Return the first respect in which a computed answer is not that of a receipt of good form;
-    empty if none.
+    """Return the first difference between a receipt and the recomputed answer; empty if none.
+
+    The receipt must have passed `check_form`.
     """
-    for i, (said, computed) in enumerate(zip_longest(receipt.token_ids, found.token_ids)):
+    for i, (recorded, computed) in enumerate(zip_longest(receipt.token_ids, found.token_ids)):
         if computed is None:
-            return f"token {i} is {said} in the receipt; the computed answer ends before it"
-        moved = (
-            bool(receipt.links)
-            and receipt.marks[MARK * i : MARK * (i + 1)] != found.digests[i].hex()[:MARK]
-        )
-        if said != computed:
+            return f"token {i} is {recorded} in the receipt; the computed answer ends before it"
+        mark = receipt.marks[MARK * i : MARK * (i + 1)]
+        other_logits = bool(receipt.links) and mark != found.digests[i].hex()[:MARK]
+        if recorded != computed:
             return (
-                f"token {i} is {said} in the receipt, {computed} "
-                f"computed{' from other logits' * moved}"
+                f"token {i} is {recorded} in the receipt, {computed} "
+                f"computed{' from other logits' * other_logits}"
             )
-        if moved and _holds(receipt, found, 1 + i // LINK_TOKENS):
+        if other_logits and _holds(receipt, found, 1 + i // LINK_TOKENS):
             return f"token {i} and its logits are equal; its mark was changed"
-        if moved:
-            return f"token {i} is {said} in both, but sampled from other logits"
+        if other_logits:
+            return f"token {i} is {recorded} in both, but sampled from other logits"
     for number in range(1, len(receipt.links)):
         if not _holds(receipt, found, number):
             last = min(number * LINK_TOKENS, len(found.token_ids)) - 1
@@ -161,7 +157,7 @@ def difference(receipt: Receipt, found: Computed) -> str:
 
 
 def _holds(receipt: Receipt, found: Computed, number: int) -> bool:
-    """Whether a link follows from the one before and what was computed."""
+    """Return whether link `number` matches the previous link and the recomputed tokens."""
     start = (number - 1) * LINK_TOKENS
     return receipt.links[number] == _next_link(
         receipt.links[number - 1], found.token_ids, found.digests, start

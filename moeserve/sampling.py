@@ -1,8 +1,7 @@
-"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`); and what
-constrains answers.
+"""Sampling parameters of users (`SamplingParams`) and of the engine (`TokenSampling`).
 
-The engine sees only integers: the front end turns bad words into token ids and finds stop strings
-itself.
+The engine works on token ids only: the front end converts bad words to token ids, and searches the
+text for stop strings itself.
 """
 
 from collections.abc import Sequence
@@ -16,23 +15,22 @@ from moeserve.errors import InvalidRequest, invalid_request
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_INT = 2**31 - 1
-RANDOM_SEED = -1  # means "draw a seed", as in vLLM, llama.cpp and Ollama
-GREEDY_BELOW = 1e-5  # a temperature below this means argmax
+RANDOM_SEED = -1  # draw a seed, as in vLLM, llama.cpp and Ollama
+GREEDY_BELOW = 1e-5  # temperatures below this mean argmax
 MAX_CHOICES = 5_000
-MAX_STOP_CHARS = 4_096  # of all stop strings: each token is compared with them
-TOKEN_ID = (
-    "token-id"  # the format of such integers in /openapi.json, where the vocabulary bounds them
-)
+MAX_STOP_CHARS = 4_096  # in all stop strings together, because every token is compared with them
+# The format of token ids in schemas. /openapi.json replaces it by the bounds of the vocabulary.
+TOKEN_ID = "token-id"
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT, extra_json_schema={"format": TOKEN_ID})]
 NumSequences = Annotated[int, Meta(ge=1, le=MAX_N)]
-Temperature = Annotated[float, Meta(ge=0, le=2)]  # of a request, as OpenAI's
+Temperature = Annotated[float, Meta(ge=0, le=2)]  # in HTTP requests, as in OpenAI's API
 AnyTemperature = Annotated[float, Meta(ge=0, le=1000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFraction = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]  # of a request
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]  # in HTTP requests
 AnyRepetitionPenalty = Annotated[float, Meta(gt=0, le=1000)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -50,8 +48,9 @@ BadWords = Annotated[Sequence[NonEmpty], Meta(max_length=128)]
 
 
 class LogitsProcessorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A logits processor by name, and the arguments that its factory gets; see
-    docs/logits-processors.md.
+    """The name of a logits processor, and the arguments for its factory.
+
+    See docs/logits-processors.md.
     """
 
     name: NonEmpty
@@ -62,7 +61,7 @@ LogitsProcessors = Annotated[Sequence[NonEmpty | LogitsProcessorSpec], Meta(max_
 
 
 class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The parameters that users and the engine give the same names and meaning."""
+    """The parameters that `SamplingParams` and `TokenSampling` have in common."""
 
     temperature: AnyTemperature = 1.0
     top_p: PositiveFraction = 1.0
@@ -82,27 +81,22 @@ class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What an answer must match: one of the first six, with vLLM's names. JSON may be given as a
-    value or as text.
+    """A constraint on an answer, with vLLM's names. One of the first six fields must be given."""
 
-    json: a schema. grammar: Lark, or GBNF if it has `::=`. structural_tag: {"structures":
-    [{"begin", "schema", "end"}], "triggers": [...]}. disable_any_whitespace, whitespace_pattern:
-    which whitespace JSON may have.
-    """
-
-    json: dict[str, Any] | str | None = None
+    json: dict[str, Any] | str | None = None  # a JSON schema, as a value or as text
     regex: NonEmpty | None = None
     choice: Choices | None = None
-    grammar: NonEmpty | None = None
+    grammar: NonEmpty | None = None  # in Lark syntax, or in GBNF if it contains `::=`
     json_object: bool | None = None
+    # {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a value or as text
     structural_tag: dict[str, Any] | str | None = None
-    disable_any_whitespace: bool | None = None
-    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None  # no whitespace between JSON tokens
+    whitespace_pattern: str | None = None  # a regex for the whitespace between JSON tokens
 
     @property
     def given(self) -> dict[str, Any]:
-        """The constraints that are not None or false, by name."""
-        names = self.__struct_fields__[:6]
+        """The constraints that are set, by name."""
+        names = self.__struct_fields__[:6]  # the others are options
         return {
             name: value for name in names if (value := getattr(self, name)) not in (None, False)
         }
@@ -111,14 +105,22 @@ class StructuredOutputsParams(
 class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request, with vLLM's names and defaults.
 
-    temperature in [0, 1000] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p
-    in [0, 1], presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 1000], n in 1..128.
-    `seed` None or -1: one is drawn. `logprobs`/`prompt_logprobs`: how many alternatives besides the
-    token itself, 0..20. `max_tokens` None: up to the end of the context. `stop` strings are cut
-    from the text unless `include_stop_str_in_output`. `structured_outputs`: what the text must
-    match. `speculate`: whether drafts may be verified for this request, where the engine has some;
-    they change no token. `receipt`: whether the answer comes with one (docs/receipts.md).
-    `logits_processors`: functions that change the logits first, by name.
+    temperature: in [0, 1000]; below 1e-5: greedy.
+    top_p: in (0, 1].
+    top_k: at least 1; 0 or -1: off.
+    min_p: in [0, 1].
+    presence_penalty, frequency_penalty: in [-2, 2].
+    repetition_penalty: in (0, 1000].
+    n: number of sequences, 1 to 128.
+    seed: None or -1: draw one.
+    max_tokens: None: up to the end of the context.
+    logprobs, prompt_logprobs: alternatives in addition to the token itself, 0 to 20.
+    stop: strings that end the answer. They are cut from the text unless
+        `include_stop_str_in_output` is set.
+    structured_outputs: a constraint on the text.
+    logits_processors: functions that change the logits before sampling, by name.
+    speculate: allow speculative decoding, if the engine has it. It changes no token.
+    receipt: add a receipt to the answer (docs/receipts.md).
     """
 
     n: NumSequences = 1
@@ -141,29 +143,31 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
+        """Whether sampling always chooses the most likely token."""
         return self.temperature < GREEDY_BELOW
 
     def check(self, vocab_size: int) -> None:
-        """Raise InvalidRequest naming the first field that is out of its range."""
+        """Raise InvalidRequest with the name of the first field that is out of range."""
         try:
             msgspec.convert(_plain(self), SamplingParams)
         except msgspec.ValidationError as error:
             raise invalid_request(error) from error
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            what = (
+            raise InvalidRequest(
                 "structured_outputs must be StructuredOutputsParams, not "
-                f"{type(self.structured_outputs).__name__}"
+                f"{type(self.structured_outputs).__name__}",
+                param="structured_outputs",
             )
-            raise InvalidRequest(what, param="structured_outputs")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            what = f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
-            raise InvalidRequest(what, param="min_tokens")
-        if (num_chars := sum(map(len, self.stop_strings))) > MAX_STOP_CHARS:
-            what = (
-                f"stop has {num_chars:,} characters in all; at most {MAX_STOP_CHARS:,} are allowed"
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
+                param="min_tokens",
             )
-            raise InvalidRequest(what, param="stop")
+        if (num_chars := sum(map(len, self.stop_strings))) > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"stop has {num_chars:,} characters in all; at most {MAX_STOP_CHARS:,} are allowed",
+                param="stop",
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             ids = getattr(self, name) or ()
             if len(ids) > vocab_size:
@@ -177,43 +181,37 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the text of an answer must match, for the engine. `moeserve.text.grammar_source` says
-    what each kind is.
+    """A constraint on the text of an answer, for the engine.
 
-    text: JSON for json_schema (the schema), choice (a list of strings) and structural_tag, "" for
-    json_object, else the expression or grammar itself. any_whitespace: whether JSON may have
-    whitespace between its tokens, or only what matches the regex whitespace_pattern, if there is
-    one.
+    `moeserve.text.grammar_source` describes the kinds.
     """
 
     kind: Literal[
         "json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag", "answer"
     ]
+    # JSON for json_schema (the schema), choice (a list of strings) and structural_tag; "" for
+    # json_object; otherwise the regular expression or grammar itself
     text: str = ""
-    any_whitespace: bool = True
-    whitespace_pattern: str = ""
+    any_whitespace: bool = True  # allow any whitespace between JSON tokens
+    whitespace_pattern: str = ""  # otherwise the regex for it; "": no whitespace
 
 
 class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
-    """`SamplingParams` of one sequence, resolved by the front end to integers and floats.
-
-    stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences
-    that must not be completed. grammar: what the answer must match. processors: (name, arguments as
-    JSON) of logits processors.
-    """
+    """The sampling parameters of one sequence, resolved by the front end to token ids."""
 
     seed: int
     max_tokens: int
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()  # the model's end tokens (unless ignore_eos) and the user's
     allowed_ids: tuple[int, ...] | None = None
-    bad_seqs: tuple[tuple[int, ...], ...] = ()
+    bad_seqs: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     grammar: GrammarSpec | None = None
-    processors: tuple[tuple[str, str], ...] = ()
+    processors: tuple[tuple[str, str], ...] = ()  # name and args (as JSON) of logits processors
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with Python's own floats: NumPy's are subclasses, which msgspec refuses.
-    Structs are dicts.
+    """Return the value with structs as dicts, and floats as Python's own.
+
+    msgspec rejects NumPy's floats, which are subclasses.
     """
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)

@@ -24,33 +24,37 @@ PROPOSERS: Registry[Callable[[Any], Any]] = Registry(
     },
     reserved=("auto",),
 )
-MAX_DRAFTS = 15  # and the last known token: 16 rows meet two blocks of 16 tokens at most
-_NUM_DRAFTS = {"ngram": 4, "suffix": 8, "model": 3, "mtp": 1, "eagle": 3}  # per kind, unless stated
+# Drafts and the last sampled token are 16 tokens per request and step, in two KV blocks of 16 at
+# most.
+MAX_DRAFTS = 15
+# Drafts per step by default
+_NUM_DRAFTS = {"ngram": 4, "suffix": 8, "model": 3, "mtp": 1, "eagle": 3}
 _NUM_PLUGIN_DRAFTS = 4
-_NUM_AUTO_DRAFTS = _NUM_DRAFTS | {"ngram": 8, "mtp": 3}  # only as many as pay are verified
-_WITH_PATH = ("model", "eagle")
-_COUNT = re.compile(r"(?:(.*):)?([+-]?[0-9]+)", re.DOTALL)  # of "/a:b:3": "/a:b" and 3
+# With "auto:" only as many drafts as pay are verified, so the limit may be higher.
+_NUM_AUTO_DRAFTS = _NUM_DRAFTS | {"ngram": 8, "mtp": 3}
+_WITH_PATH = ("model", "eagle")  # kinds that need the path of a checkpoint
+_COUNT = re.compile(r"(?:(.*):)?([+-]?[0-9]+)", re.DOTALL)  # "/a:b:3" -> "/a:b" and "3"
 _FORMS = (
-    "ngram[:4], suffix[:8], mtp[:1], model:PATH[:3], eagle:PATH[:3], auto or auto: before one "
-    "of these "
-    "(auto:ngram[:8], auto:mtp[:3])"
+    "ngram[:4], suffix[:8], mtp[:1], model:PATH[:3], eagle:PATH[:3], auto, or auto: before one "
+    "of these (auto:ngram[:8], auto:mtp[:3])"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSpec:
-    """A proposer and how many tokens it drafts."""
+    """A proposer, and how many tokens it drafts."""
 
-    kind: str  # a name of `PROPOSERS`, or auto, which `resolve` replaces
+    kind: str  # a name of `PROPOSERS`, or "auto", which `resolve` replaces
     path: str = ""  # the checkpoint of kinds model and eagle; any text for a plugin
-    num_drafts: int = 0  # most drafts per row and step
-    auto: bool = False  # fewer drafts, or none, where they do not pay
+    num_drafts: int = 0  # maximum drafts per request and step
+    auto: bool = False  # draft fewer tokens, or none, when drafts do not pay
 
     @classmethod
     def parse(cls, value: str) -> "SpeculationSpec":
-        """Returns what "ngram:4", "model:PATH:3" or "auto:suffix" says. Raises ConfigError.
+        """Parse a setting such as "ngram:4", "model:PATH:3" or "auto:suffix".
 
-        A path may have colons: only an integer behind the last one is the number of drafts.
+        A path may contain colons: only an integer after the last one is the number of drafts.
+        Raises ConfigError.
         """
         kind, colon, rest = value.partition(":")
         if kind == "auto":
@@ -62,7 +66,7 @@ class SpeculationSpec:
         if kind not in _NUM_DRAFTS and not is_plugin:
             plugins = "".join(f", {name}[:TEXT][:K]" for name in PROPOSERS.plugins)
             raise ConfigError(
-                f"speculate={value!r}: {kind!r} is not a proposer. Possible are {_FORMS}{plugins}."
+                f"speculate={value!r}: {kind!r} is not a proposer. Supported: {_FORMS}{plugins}."
             )
         path = rest
         num_drafts = (_NUM_AUTO_DRAFTS if auto else _NUM_DRAFTS).get(kind, _NUM_PLUGIN_DRAFTS)
@@ -73,9 +77,9 @@ class SpeculationSpec:
             needs = (
                 "needs the path of a checkpoint"
                 if kind in _WITH_PATH
-                else "takes at most a number of drafts"
+                else "takes only a number of drafts"
             )
-            raise ConfigError(f"speculate={value!r}: {kind} {needs}. Possible are {_FORMS}.")
+            raise ConfigError(f"speculate={value!r}: {kind} {needs}. Supported: {_FORMS}.")
         if not 1 <= num_drafts <= MAX_DRAFTS:
             raise ConfigError(
                 f"speculate={value!r}: must have 1 to {MAX_DRAFTS} drafts, got {num_drafts}"
@@ -83,14 +87,13 @@ class SpeculationSpec:
         return cls(kind=kind, path=path, num_drafts=num_drafts, auto=auto)
 
     def resolve(self, *, has_mtp: bool) -> "SpeculationSpec":
-        """Returns the proposer for a model. Kind auto is the checkpoint's own head if there is one,
-        otherwise n-grams.
+        """Return the spec for a model, in which kind auto is the MTP head if any, otherwise ngram.
 
-        Raises ConfigError if the model lacks the head that kind mtp needs.
+        Raises ConfigError for kind mtp if the checkpoint has no MTP head.
         """
         if self.kind == "mtp" and not has_mtp:
             raise ConfigError(
-                f"speculate={str(self)!r}: the checkpoint has no MTP head. Possible are {_FORMS}."
+                f"speculate={str(self)!r}: the checkpoint has no MTP head. Supported: {_FORMS}."
             )
         if self.kind != "auto":
             return self
@@ -98,9 +101,8 @@ class SpeculationSpec:
         return replace(self, kind=kind, num_drafts=_NUM_AUTO_DRAFTS[kind])
 
     def __str__(self) -> str:
-        """Returns what `parse` reads back as the same."""
+        """Return the setting that `parse` turns into this spec."""
         if self.kind == "auto":
             return "auto"
-        return ":".join(
-            filter(None, ("auto" * self.auto, self.kind, self.path, str(self.num_drafts)))
-        )
+        parts = ("auto" if self.auto else "", self.kind, self.path, str(self.num_drafts))
+        return ":".join(filter(None, parts))

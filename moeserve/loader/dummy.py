@@ -20,7 +20,7 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Reader, empty_weight
-from moeserve.ops.quantised import E2M1, Asked, Quantised, Weight, group_of
+from moeserve.ops.quantised import E2M1, Quantised, QuantizeTo, Weight, group_of
 
 PAGE = (1 << 20) + 7  # odd, so that no two rows of a weight are alike
 _STEPS = {
@@ -31,7 +31,7 @@ _STEPS = {
 }  # standard deviation and most
 
 
-def rounded_format(asked: Asked | None, num_inputs: int) -> StoredFormat:
+def rounded_format(asked: QuantizeTo | None, num_inputs: int) -> StoredFormat:
     """Returns how `--quantization` keeps a linear layer."""
     assert asked
     return StoredFormat(kind=asked, group=group_of(num_inputs) if asked == "int4" else 0)
@@ -41,7 +41,7 @@ def imagined(
     model_dir: Path,
     plan: LoadPlan,
     stored_as: Sequence[StoredFormat] = (),
-    asked: Asked | None = None,
+    asked: QuantizeTo | None = None,
 ) -> Checkpoint:
     """Returns a checkpoint with all that the plan asks for. stored_as: its linear layers have the
     first of these; asked: else they are rounded so already, which saves to round them. Raises

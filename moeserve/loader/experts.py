@@ -29,7 +29,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint, fingerprint
 from moeserve.loader.load_plan import LoadPlan, Param
 from moeserve.loader.weights import Reader, empty_weight
-from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
+from moeserve.ops.quantised import Quantised, QuantizeTo, Weight, quantisation_of
 
 CPU = torch.device("cpu")
 READ_BYTES = 2**20  # small: between two reads the background gives way to the model
@@ -51,7 +51,7 @@ class ExpertFiles:
     plan: Callable[[int, int], LoadPlan]
     dtype: torch.dtype
     device: torch.device = CPU
-    asked: Asked | None = None
+    asked: QuantizeTo | None = None
 
     def __post_init__(self) -> None:
         self._reader = Reader(self.checkpoint)

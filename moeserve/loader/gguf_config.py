@@ -1,9 +1,8 @@
-"""What a GGUF file says, in the words of Hugging Face checkpoints: config.json's keys, and the
-tensors' names.
+"""Translates GGUF files to Hugging Face checkpoints: metadata to config.json, and tensor names.
 
-llama.cpp's converters write the keys `ARCHITECTURE.block_count` and so on; `_ROWS` has what each
-architecture's graph computes besides. A key of the architecture that is not known is refused: it
-may change numbers.
+llama.cpp's converters write keys such as `ARCHITECTURE.block_count`. `_VARIANTS` describes what
+llama.cpp computes for each architecture beyond these keys. An unknown key of the architecture is
+rejected, because it may change the results.
 """
 
 import math
@@ -27,7 +26,7 @@ _SOFTMAX = 1
 _SIGMOID = 2
 _SELECTED = 3
 _MAX = 2**31
-_KEYS = {  # of every architecture
+_KEYS = {  # GGUF key -> config.json key, in all architectures
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
@@ -50,7 +49,7 @@ _KEYS = {  # of every architecture
     "leading_dense_block_count": "first_k_dense_replace",
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
-_READ = {  # below, or of no effect
+_OTHER_KEYS = {  # read by functions below, or without effect
     "attention.causal",
     "attention.key_length_mla",
     "attention.value_length",
@@ -68,7 +67,7 @@ _READ = {  # below, or of no effect
     "tensor_data_layout",
     "vocab_size",
 }
-# Numbers that no tensor's shape can verify; llama.cpp demands them, too.
+# Keys with values that no tensor's shape can verify. llama.cpp requires them, too.
 _REQUIRED = (
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
@@ -76,36 +75,45 @@ _REQUIRED = (
     "context_length",
     "embedding_length",
 )
-# llama.cpp's values of keys that a file leaves out
-_ABSENT = {
+# config.json key -> llama.cpp's default if the file omits it
+_DEFAULTS = {
     "first_k_dense_replace": 0,
     "n_shared_experts": 0,
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.0,
     "sliding_window": None,
 }
-_ROPE_FACTORS = "rope_freqs.weight"  # of each wavelength: how Llama 3.1 stretches its context
-_SAMPLING = {  # keys of generation_config.json, and those behind "general.sampling."
+_ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's scale factor of each rotary wavelength
+_SAMPLING = {  # key of generation_config.json -> GGUF key, after "general.sampling."
     "temperature": "temp",
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>")
+# Tokens that end an answer if the vocabulary has them, as in llama.cpp
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """What llama.cpp's graph of one architecture computes."""
+class _Variant:
+    """A GGUF architecture, or a variant of it, and the Hugging Face model that it stands for."""
 
     architecture: str  # in config.json
-    keys: Mapping[str, str] = field(default_factory=dict)  # beside `_KEYS`
-    absent: Mapping[str, Any] = field(default_factory=dict)  # beside `_ABSENT`
-    required: tuple[str, ...] = ()  # beside `_REQUIRED`
-    gating: int = _SOFTMAX  # how experts are scored
+    keys: Mapping[str, str] = field(default_factory=dict)  # in addition to `_KEYS`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # in addition to `_DEFAULTS`
+    required: tuple[str, ...] = ()  # in addition to `_REQUIRED`
+    gating: int = _SOFTMAX  # the router's scoring function
     shared: str = "mlp.shared_experts"  # the module of shared experts
-    pairs: bool = False  # rows of q and k are reordered: those of a rotated pair lie side by side
+    # The converter reordered the rows of q and k: the two rows of a rotary pair are adjacent.
+    interleaved_rope: bool = False
 
 
 _GRANITE = {
@@ -114,71 +122,77 @@ _GRANITE = {
     "logit_scale": "logits_scaling",
     "residual_scale": "residual_multiplier",
 }
-_SHARED = "expert_shared_feed_forward_length"
-_GRANITE_ABSENT = {
-    "attention_multiplier": None,  # 1 / sqrt(head_dim)
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-}
-_GRANITE_ROW = _Row(
-    "GraniteMoeForCausalLM", _GRANITE, _GRANITE_ABSENT, required=("logit_scale",), pairs=True
-)
-# architecture -> rows: the one of a key that is there and not 0, or ""
-_ROWS: dict[str, dict[str, _Row]] = {
-    "deepseek2": {
-        "sigmoid": _Row("DeepseekV3ForCausalLM", gating=_SIGMOID),
-        "": _Row("DeepseekV2ForCausalLM"),
+_SHARED_SIZE = "expert_shared_feed_forward_length"
+_GRANITE_VARIANT = _Variant(
+    "GraniteMoeForCausalLM",
+    keys=_GRANITE,
+    defaults={
+        "attention_multiplier": None,  # 1 / sqrt(head_dim)
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
     },
-    "dots1": {"": _Row("Dots1ForCausalLM", gating=_SIGMOID)},
-    "glm4moe": {"": _Row("Glm4MoeForCausalLM", gating=_SIGMOID)},
+    required=("logit_scale",),
+    interleaved_rope=True,
+)
+# GGUF architecture -> condition -> variant. The first condition that holds decides: a metadata key
+# that is present and not 0, or "sigmoid" (the router's scores); "" always holds.
+_VARIANTS: dict[str, dict[str, _Variant]] = {
+    "deepseek2": {
+        "sigmoid": _Variant("DeepseekV3ForCausalLM", gating=_SIGMOID),
+        "": _Variant("DeepseekV2ForCausalLM"),
+    },
+    "dots1": {"": _Variant("Dots1ForCausalLM", gating=_SIGMOID)},
+    "glm4moe": {"": _Variant("Glm4MoeForCausalLM", gating=_SIGMOID)},
     "gpt-oss": {
-        "": _Row(
+        "": _Variant(
             "GptOssForCausalLM",
-            {"expert_feed_forward_length": "intermediate_size"},
+            keys={"expert_feed_forward_length": "intermediate_size"},
             required=("attention.sliding_window",),
             gating=_SELECTED,
         )
     },
     "granitemoe": {
-        _SHARED: replace(
-            _GRANITE_ROW,
+        _SHARED_SIZE: replace(
+            _GRANITE_VARIANT,
             architecture="GraniteMoeSharedForCausalLM",
-            keys=_GRANITE | {_SHARED: "shared_intermediate_size"},
+            keys=_GRANITE | {_SHARED_SIZE: "shared_intermediate_size"},
             shared="shared_mlp",
         ),
-        "": _GRANITE_ROW,
+        "": _GRANITE_VARIANT,
     },
     "llama": {
-        "expert_count": _Row("MixtralForCausalLM", pairs=True),
-        "": _Row("LlamaForCausalLM", pairs=True),
+        "expert_count": _Variant("MixtralForCausalLM", interleaved_rope=True),
+        "": _Variant("LlamaForCausalLM", interleaved_rope=True),
     },
     "minimax-m2": {
-        "": _Row(
+        "": _Variant(
             "MiniMaxM2ForCausalLM",
-            {"expert_feed_forward_length": "intermediate_size"},
+            keys={"expert_feed_forward_length": "intermediate_size"},
             gating=_SIGMOID,
         )
     },
-    "olmoe": {"": _Row("OlmoeForCausalLM", {"attention.clamp_kqv": "clip_qkv"})},
-    "qwen2": {"": _Row("Qwen2ForCausalLM")},
+    "olmoe": {"": _Variant("OlmoeForCausalLM", keys={"attention.clamp_kqv": "clip_qkv"})},
+    "qwen2": {"": _Variant("Qwen2ForCausalLM")},
     "qwen2moe": {
-        "": _Row(
+        "": _Variant(
             "Qwen2MoeForCausalLM",
-            {_SHARED: "shared_expert_intermediate_size"},
+            keys={_SHARED_SIZE: "shared_expert_intermediate_size"},
             shared="mlp.shared_expert",
         )
     },
-    "qwen3": {"": _Row("Qwen3ForCausalLM")},
-    "qwen3moe": {"": _Row("Qwen3MoeForCausalLM", absent={"norm_topk_prob": True})},
+    "qwen3": {"": _Variant("Qwen3ForCausalLM")},
+    "qwen3moe": {"": _Variant("Qwen3MoeForCausalLM", defaults={"norm_topk_prob": True})},
 }
-ARCHITECTURES = tuple(_ROWS)
+ARCHITECTURES = tuple(_VARIANTS)
 
-_WHOLE_MODEL = {
+# GGUF name -> Hugging Face name, outside of layers
+_GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER = {
+# GGUF name -> Hugging Face name, within a layer
+_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -213,20 +227,18 @@ _EXPERTS = re.compile(r"ffn_(gate|up|down)_(exps|shexp)")
 
 
 def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWeight]]:
-    """Returns a model's tensors by the names that blocks ask for, and those of them that are
-    quantised.
-    """
+    """Return a model's tensors by their Hugging Face names, and the quantized ones among them."""
     headers = read_model(path)
-    shared = _row(headers)[0].shared
+    shared = _variant(headers)[0].shared
     tensors = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
         if tensor.name == _ROPE_FACTORS:
             continue  # part of the config
-        name = _name(tensor.name, shared)
+        name = _hugging_face_name(tensor.name, shared)
         shape = tensor.shape
         if name in tensors:
             raise CheckpointError(
-                f"{path}: tensor {tensor.name!r} is in two files, or there under two names"
+                f"{path}: tensor {tensor.name!r} is in two files, or under two names in one"
             )
         if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
             shape = (1, *shape)
@@ -234,9 +246,8 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
             name, tensor.path, tensor.dtype, shape, tensor.offset, tensor.num_bytes
         )
     embedding = tensors.get("model.embed_tokens.weight")
-    if (
-        embedding and embedding.dtype in GGML_FORMATS
-    ):  # a tied head is multiplied in few bits, rows are looked up wide
+    if embedding and embedding.dtype in GGML_FORMATS:
+        # A tied LM head stays quantized, while the embedding table is dequantized.
         tensors.setdefault("lm_head.weight", replace(embedding, name="lm_head.weight"))
     quantised = ((name, tensor, GGML_FORMATS.get(tensor.dtype)) for name, tensor in tensors.items())
     return tensors, {
@@ -244,37 +255,41 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
     }
 
 
-def _name(name: str, shared: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names stay."""
+def _hugging_face_name(name: str, shared: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names are unchanged.
+
+    shared: the module of shared experts.
+    """
     if (block := _BLOCK.fullmatch(name)) is None:
         base, _, ending = name.rpartition(".")
-        return f"{_WHOLE_MODEL[base]}.{ending}" if base in _WHOLE_MODEL else name
+        return f"{_GLOBAL_NAMES[base]}.{ending}" if base in _GLOBAL_NAMES else name
     layer, base, ending = block.groups()
     if experts := _EXPERTS.fullmatch(base):
         product = f"{experts[1]}_proj"
-        routed = f"mlp.experts.{product}" + "_bias" * (ending == "bias")
-        theirs = routed if experts[2] == "exps" else f"{shared}.{product}.{ending}"
-    elif base in ("exp_probs_b", "attn_sinks"):
-        theirs = {
-            "exp_probs_b": "mlp.gate.e_score_correction_bias",
-            "attn_sinks": "self_attn.sinks",
-        }[base]
-    elif base in _LAYER:
-        theirs = f"{_LAYER[base]}.{ending}"
+        if experts[2] == "shexp":
+            new_name = f"{shared}.{product}.{ending}"
+        else:
+            new_name = f"mlp.experts.{product}" + "_bias" * (ending == "bias")
+    elif base == "exp_probs_b":
+        new_name = "mlp.gate.e_score_correction_bias"
+    elif base == "attn_sinks":
+        new_name = "self_attn.sinks"
+    elif base in _LAYER_NAMES:
+        new_name = f"{_LAYER_NAMES[base]}.{ending}"
     else:
         return name
-    return f"model.layers.{layer}.{theirs}"
+    return f"model.layers.{layer}.{new_name}"
 
 
 def document(path: Path, name: str) -> dict[str, Any]:
-    """Return the content of a JSON file of a model directory; {} if GGUF has nothing of it."""
+    """Return a JSON file of a model directory, made from metadata; {} if nothing corresponds."""
     headers = read_model(path)
     if name == "config.json":
         return _config(headers)
     meta = headers[0].metadata
     if name == "generation_config.json":
-        keys = {key: f"general.sampling.{ours}" for key, ours in _SAMPLING.items()}
-        return {key: _plain(meta[theirs]) for key, theirs in keys.items() if theirs in meta}
+        keys = {key: f"general.sampling.{gguf_key}" for key, gguf_key in _SAMPLING.items()}
+        return {key: _plain(meta[gguf_key]) for key, gguf_key in keys.items() if gguf_key in meta}
     return _tokenizer_config(meta) if name == "tokenizer_config.json" else {}
 
 
@@ -290,16 +305,19 @@ def _tokenizer_config(meta: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _row(headers: list[GGUFHeader]) -> tuple[_Row, dict[str, Any]]:
-    """Return the row of the architecture, and its metadata without the architecture's name."""
+def _variant(headers: list[GGUFHeader]) -> tuple[_Variant, dict[str, Any]]:
+    """Return the architecture's variant, and its metadata with "ARCHITECTURE." cut from the keys.
+
+    Raises CheckpointError for an unsupported architecture.
+    """
     header = headers[0]
     name = header.metadata.get("general.architecture")
-    if name not in _ROWS:
+    if name not in _VARIANTS:
         shown = repr(name)[:80]
         raise CheckpointError(
             f"{header.path}: general.architecture is {shown}; supported as GGUF: "
-            f"{', '.join(_ROWS)}. Serve the model's "
-            "safetensors checkpoint if docs/models.md has it"
+            f"{', '.join(_VARIANTS)}. Serve the model's safetensors checkpoint if docs/models.md "
+            "lists it"
         )
     begin = f"{name}."
     own = {
@@ -311,68 +329,66 @@ def _row(headers: list[GGUFHeader]) -> tuple[_Row, dict[str, Any]]:
     if not own.get("expert_gating_func"):  # converters write it only if config.json has it
         tensors = (tensor.name for each in headers for tensor in each.tensors)
         sigmoid = any(".exp_probs_b" in name for name in tensors)
-    rows = _ROWS[name]
-    row = next(
-        (rows[key] for key in rows if key and (own.get(key) or (key == "sigmoid" and sigmoid))),
-        None,
-    )
-    return row or rows[""], own
+    for condition, variant in _VARIANTS[name].items():
+        if own.get(condition) or (condition == "sigmoid" and sigmoid):
+            return variant, own
+    return _VARIANTS[name][""], own
 
 
 def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
-    """Return what config.json would say."""
-    row, own = _row(headers)
+    """Return the content of config.json. Raises CheckpointError for unsupported metadata."""
+    variant, own = _variant(headers)
     path = headers[0].path
     meta = headers[0].metadata
     tensors = [tensor for header in headers for tensor in header.tensors]
     names = {tensor.name for tensor in tensors}
-    _check_keys(path, row, own)
+    _check_keys(path, variant, own)
     values = Fields(path, own, {"expert_gating_func": 0, "nextn_predict_layers": 0})
-    if values.raw("expert_gating_func") not in (0, row.gating):
-        raise values.error("expert_gating_func", f"{row.architecture} has {row.gating}")
+    if values.raw("expert_gating_func") not in (0, variant.gating):
+        raise values.error("expert_gating_func", f"{variant.architecture} has {variant.gating}")
     values.only(**{"attention.causal": True})
     embedding = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
     if embedding is None:
         raise CheckpointError(
-            f"{path}: the tensor 'token_embd.weight' is missing; this is no language model's file"
+            f"{path}: the tensor 'token_embd.weight' is missing; this is not a language model"
         )
     heads = values.integer("attention.head_count", 1, _MAX)
-    config: dict[str, Any] = {**_ABSENT, "num_key_value_heads": heads, **row.absent}
-    config |= {
-        name: own[key] for table in (_KEYS, row.keys) for key, name in table.items() if key in own
-    }
-    mtp = values.integer("nextn_predict_layers", 0, _MAX)
-    tokens = meta.get("tokenizer.ggml.tokens", [])
-    ends = [*_ends(meta), *(tokens.index(end) for end in _ENDS if end in tokens)]
-    config |= _latent(values, row) if "attention.kv_lora_rank" in own else _heads(values, row)
+    config: dict[str, Any] = {**_DEFAULTS, "num_key_value_heads": heads, **variant.defaults}
+    for table in (_KEYS, variant.keys):
+        config |= {name: own[key] for key, name in table.items() if key in own}
+    if "attention.kv_lora_rank" in own:
+        config |= _latent_attention(values, variant)
+    else:
+        config |= _attention(values, variant)
     if config.get("attention_multiplier", 0) is None:
         config["attention_multiplier"] = config["head_dim"] ** -0.5
+    num_mtp_layers = values.integer("nextn_predict_layers", 0, _MAX)
     config |= {
-        "architectures": [row.architecture],
+        "architectures": [variant.architecture],
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_q\.bias", name) for name in names),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "dtype": _dtype(tensors),
-        "eos_token_id": ends or None,
-        "num_hidden_layers": values.integer("block_count", 1, _MAX) - mtp,
-        "num_nextn_predict_layers": mtp,
+        "eos_token_id": _end_ids(meta) or None,
+        "num_hidden_layers": values.integer("block_count", 1, _MAX) - num_mtp_layers,
+        "num_nextn_predict_layers": num_mtp_layers,
         "rope_factors": _rope_factors(tensors),
-        "rope_parameters": _rope(values, row),
+        "rope_parameters": _rope(values, variant),
         "tie_word_embeddings": "output.weight" not in names,
         "vocab_size": embedding.shape[0],
     }
-    return config | _quantisation(tensors)
+    return config | _quantization_config(tensors)
 
 
-def _check_keys(path: Path, row: _Row, own: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for an unknown key, and for a missing one that no shape can verify."""
+def _check_keys(path: Path, variant: _Variant, own: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for unknown keys, and for missing keys that no shape can verify."""
     for key in own:
-        if not any(key in known for known in (_KEYS, row.keys, _READ)):
+        if not any(key in known for known in (_KEYS, variant.keys, _OTHER_KEYS)):
             raise CheckpointError(
                 f"{path}: the metadata key {key[:80]!r} of its architecture is not known, and may "
                 "change what the model computes; serve the model's safetensors checkpoint"
             )
-    of_experts = ("expert_used_count",) if own.get("expert_count") else ()
-    for key in (*_REQUIRED, *row.required, *of_experts):
+    expert_keys = ("expert_used_count",) if own.get("expert_count") else ()
+    for key in (*_REQUIRED, *variant.required, *expert_keys):
         if key not in own:
             raise CheckpointError(
                 f"{path}: the metadata key {key!r} of its architecture is missing, and nothing "
@@ -380,49 +396,49 @@ def _check_keys(path: Path, row: _Row, own: Mapping[str, Any]) -> None:
             )
 
 
-def _heads(values: Fields, row: _Row) -> dict[str, Any]:
-    """Return the keys of attention with keys and values for each head."""
+def _attention(values: Fields, variant: _Variant) -> dict[str, Any]:
+    """Return the config of attention with keys and values per head (MHA, GQA)."""
     own = values.values
     width = values.integer("embedding_length", 1, _MAX)
     heads = values.integer("attention.head_count", 1, _MAX)
     head_dim = own.get("attention.key_length") or width // heads
     if own.get("attention.value_length", head_dim) != head_dim:
         raise values.error("attention.value_length", f"supported: {head_dim}, the length of keys")
-    rotated = own.get("rope.dimension_count", head_dim)
-    return {
-        "head_dim": head_dim,
-        "rope_interleaved_rows": row.pairs,
-        **({"partial_rotary_factor": rotated / head_dim} if rotated != head_dim else {}),
-    }
+    config = {"head_dim": head_dim, "rope_interleaved_rows": variant.interleaved_rope}
+    rotary_dim = own.get("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+    return config
 
 
-def _latent(values: Fields, row: _Row) -> dict[str, Any]:
-    """Return the keys of DeepSeek's attention; older files have the lengths of whole heads."""
-    ends = [
-        key + "_mla" * (key + "_mla" in values.values)
+def _latent_attention(values: Fields, variant: _Variant) -> dict[str, Any]:
+    """Return the config of MLA (DeepSeek).
+
+    Older files have the sizes of heads in key_length and value_length; newer ones have them in
+    key_length_mla and value_length_mla.
+    """
+    k_dim, v_dim = (
+        values.integer(key + "_mla" if key + "_mla" in values.values else key, 1, _MAX)
         for key in ("attention.key_length", "attention.value_length")
-    ]
-    keys, v_dim = (values.integer(key, 1, _MAX) for key in ends)
-    rotated = values.integer("rope.dimension_count", 2, keys)
+    )
+    rotary_dim = values.integer("rope.dimension_count", 2, k_dim)
     groups = values.values.get("expert_group_count") or 1
-    return {
+    config = {
         "head_dim": None,
-        "qk_nope_head_dim": keys - rotated,
-        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": k_dim - rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
         "v_head_dim": v_dim,
         "q_lora_rank": values.values.get("attention.q_lora_rank"),
         "n_group": groups,
         "topk_group": values.values.get("expert_group_used_count") or 1,
-        **(
-            {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
-            if row.gating == _SOFTMAX
-            else {}
-        ),
     }
+    if variant.gating == _SOFTMAX:
+        config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+    return config
 
 
-def _rope(values: Fields, row: _Row) -> dict[str, Any]:
-    """Returns rope_parameters."""
+def _rope(values: Fields, variant: _Variant) -> dict[str, Any]:
+    """Return `rope_parameters`."""
     own = values.values
     kind = own.get("rope.scaling.type", "linear" if own.get("rope.scaling.factor") else "none")
     if kind not in ("none", "linear", "yarn"):
@@ -434,29 +450,31 @@ def _rope(values: Fields, row: _Row) -> dict[str, Any]:
     if kind != "none":
         rope["factor"] = own.get("rope.scaling.factor")
     if kind == "yarn":
-        rope["truncate"] = row.architecture != "GptOssForCausalLM"
-        names = {"original_context_length": "original_max_position_embeddings"}
-        names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        rope |= {
-            name: own[f"rope.scaling.{key}"]
-            for key, name in names.items()
-            if f"rope.scaling.{key}" in own
+        rope["truncate"] = variant.architecture != "GptOssForCausalLM"
+        names = {
+            "original_context_length": "original_max_position_embeddings",
+            "yarn_beta_fast": "beta_fast",
+            "yarn_beta_slow": "beta_slow",
         }
-        if "rope.scaling.yarn_log_multiplier" in own:  # llama.cpp has both magnitudes alike
-            rope["mscale"] = rope["mscale_all_dim"] = round(
-                own["rope.scaling.yarn_log_multiplier"] * 10, 6
-            )
+        for key, name in names.items():
+            if f"rope.scaling.{key}" in own:
+                rope[name] = own[f"rope.scaling.{key}"]
+        if "rope.scaling.yarn_log_multiplier" in own:
+            # llama.cpp has one value for both; its converter writes 0.1 * mscale_all_dim.
+            mscale = round(own["rope.scaling.yarn_log_multiplier"] * 10, 6)
+            rope["mscale"] = mscale
+            rope["mscale_all_dim"] = mscale
     return rope
 
 
 def _rope_factors(tensors: list[TensorInfo]) -> list[float] | None:
-    """Return the factor of each wavelength, None if the file has none."""
+    """Read the scale factor of each rotary wavelength; None if the file has none."""
     tensor = next((tensor for tensor in tensors if tensor.name == _ROPE_FACTORS), None)
     if tensor is None:
         return None
     if tensor.dtype != "F32" or len(tensor.shape) != 1:
         raise CheckpointError(
-            f"{tensor} is {tensor.dtype} {list(tensor.shape)}; supported: F32 in one dimension"
+            f"{tensor} is {tensor.dtype} {list(tensor.shape)}; supported: F32 with one dimension"
         )
     with (
         CheckpointError.instead_of(OSError, f"{tensor.path} cannot be read"),
@@ -469,13 +487,16 @@ def _rope_factors(tensors: list[TensorInfo]) -> list[float] | None:
     return list(struct.unpack(f"<{len(raw) // 4}f", raw))
 
 
-def _ends(meta: Mapping[str, Any]) -> list[int]:
+def _end_ids(meta: Mapping[str, Any]) -> list[int]:
+    """Return the ids of tokens that end an answer: those in the metadata, and `_END_TOKENS`."""
     ids = (meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    return [number for number in ids if isinstance(number, int)]
+    tokens = meta.get("tokenizer.ggml.tokens", [])
+    known = (tokens.index(token) for token in _END_TOKENS if token in tokens)
+    return [*(number for number in ids if isinstance(number, int)), *known]
 
 
-def _quantisation(tensors: list[TensorInfo]) -> dict[str, Any]:
-    """Returns the formats of quantised weights, the one of most bytes first."""
+def _quantization_config(tensors: list[TensorInfo]) -> dict[str, Any]:
+    """Return `quantization_config` with the types of quantized weights, most bytes first."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if tensor.dtype in GGML_FORMATS:
@@ -485,7 +506,7 @@ def _quantisation(tensors: list[TensorInfo]) -> dict[str, Any]:
 
 
 def _dtype(tensors: list[TensorInfo]) -> str:
-    """Returns the dtype that most elements have; bfloat16 for quantised ones."""
+    """Return the dtype of most elements, or bfloat16 if most elements are quantized."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         sizes[tensor.dtype] += math.prod(tensor.shape)
@@ -493,10 +514,12 @@ def _dtype(tensors: list[TensorInfo]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as config.json would have them: floats without the digits that fp32 adds, one for an
-    array of equals.
+    """Return a metadata value as config.json would have it.
+
+    Floats lose the digits that fp32 adds (0.1, not 0.10000000149). An array of equal numbers (one
+    per layer) becomes one number.
     """
-    import numpy as np  # here: whoever asks for a config waits for it otherwise
+    import numpy as np  # slow to import, and not needed by readers of safetensors models
 
     if isinstance(value, np.ndarray):
         value = value.tolist()

@@ -1,9 +1,8 @@
-"""Reads the headers of GGUF files, llama.cpp's format (versions 2 and 3): metadata, and where each
-tensor lies.
+"""Reads the headers of GGUF files (llama.cpp's format, versions 2 and 3): metadata and tensors.
 
-Every count and length is compared with what is left of the file before anything is read or
-allocated for it. No weight is read. A model may be split into files NAME-00001-of-0000N.gguf: the
-first one has the metadata.
+Files are not trusted: every count and length is checked against the bytes left in the file before
+anything is read or allocated for it. No weight is read. A model may be split into files named
+NAME-00001-of-0000N.gguf, of which the first has the metadata.
 
 Source: github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -22,7 +21,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.files import has_gguf_name, model_file
 from moeserve.loader.safetensors_file import TensorInfo
 
-TYPES = {  # number -> name, elements and bytes of a block; the names of others are for messages
+TYPES = {  # number of a tensor type -> its name, elements per block, bytes per block
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     30: ("BF16", 1, 2),
@@ -38,7 +37,7 @@ TYPES = {  # number -> name, elements and bytes of a block; the names of others 
     23: ("IQ4_XS", 256, 136),
     39: ("MXFP4", 32, 17),
 }
-_OTHERS = {
+_UNSUPPORTED_TYPES = {  # for error messages
     10: "Q2_K",
     11: "Q3_K",
     16: "IQ2_XXS",
@@ -52,7 +51,7 @@ _OTHERS = {
     35: "TQ2_0",
     40: "NVFP4",
 }
-_NUMBERS = {
+_NUMBERS = {  # number of a metadata type -> format of `struct`
     0: "B",
     1: "b",
     2: "H",
@@ -67,26 +66,24 @@ _NUMBERS = {
 }
 _STRING = 8
 _ARRAY = 9
-_MAX_HEADER = 2**28  # bytes; vocabularies and merges of large models have about 2**24
-_MAX_ITEMS = 2**23  # of an array
-_MAX_DIMS = 4
+_MAX_HEADER = 2**28  # bytes; the vocabulary and merges of a large model have about 2**24
+_MAX_ITEMS = 2**23  # items of an array
+_MAX_DIMS = 4  # dimensions of a tensor
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """metadata: numbers, texts, and arrays as lists or NumPy arrays. tensors: shapes as PyTorch has
-    them, [rows, columns]; dtype: a name of `TYPES`."""
+    """The header of one file."""
 
     path: Path
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any]  # numbers, strings, lists of strings, and NumPy arrays of numbers
+    # in the order of the file; dtype: a name of `TYPES`; shape: as in PyTorch, [rows, columns]
     tensors: tuple[TensorInfo, ...]
 
 
 def read_model(path: Path) -> list[GGUFHeader]:
-    """Returns the headers of all files of the model whose first file is `path`. Raises
-    CheckpointError.
-    """
+    """Return the headers of all files of a model, given its first file. Raises CheckpointError."""
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
     name = _SPLIT.fullmatch(path.name)
@@ -97,8 +94,7 @@ def read_model(path: Path) -> list[GGUFHeader]:
     ):
         raise _error(
             path,
-            f"split.count is {count!r}, which is not what the file's name says; give it its own "
-            "name",
+            f"split.count is {count!r}, which does not match the file's name; rename it back",
         )
     headers = [first]
     for number in range(2, int(name[3]) + 1 if name else 2):
@@ -106,19 +102,20 @@ def read_model(path: Path) -> list[GGUFHeader]:
         part = f"{name[1]}-{number:05d}-of-{name[3]}{name[4]}"
         if not (path.parent / part).is_file():
             raise CheckpointError(
-                f"{path.parent / part} is missing: the model has {int(name[3])} files; download it"
+                f"{path.parent / part} is missing: the model has {int(name[3])} files; download "
+                "all of them"
             )
         headers.append(read_gguf(path.parent / part))
         if (found := headers[-1].metadata.get("split.no")) != number - 1:
             raise _error(
-                headers[-1].path, f"split.no is {found!r}, and the file's name says {number - 1}"
+                headers[-1].path, f"split.no is {found!r}, but by the file's name {number - 1}"
             )
     total = sum(len(header.tensors) for header in headers)
     if first.metadata.get("split.tensors.count", total) != total:
         raise _error(
             path,
-            f"split.tensors.count is {first.metadata['split.tensors.count']}, the files have "
-            f"{total}",
+            f"split.tensors.count is {first.metadata['split.tensors.count']}, but the files have "
+            f"{total} tensors",
         )
     return headers
 
@@ -130,24 +127,24 @@ def first_file(path: Path) -> Path:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """Return the first file of each model in a folder; files for images (mmproj) are none."""
+    """Return the first file of each model in a directory, without image encoders (mmproj)."""
     files = (path for path in folder.glob("*") if has_gguf_name(path))
     return sorted({first_file(path) for path in files if not path.name.startswith("mmproj")})
 
 
 def read_gguf(path: Path) -> GGUFHeader:
-    """Return the checked header of one file. Raises CheckpointError with the wrong value."""
+    """Return the header of one file, checked. Raises CheckpointError."""
     real = model_file(path.parent, path.name)
     with CheckpointError.instead_of(OSError, f"{path} cannot be read"):
         status = real.stat()
         return _read(real, status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(maxsize=64)  # several parts of a process ask for the same header
+@lru_cache(maxsize=64)  # the config, tokenizer and weights of a model are read separately
 def _read(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
     with path.open("rb", buffering=2**20) as file:
         cursor = _Cursor(path, file, min(size, _MAX_HEADER))
-        magic = cursor.take(4, "the magic number")
+        magic = cursor.raw(4, "the magic number")
         version = cursor.number("I", "the version")
         if magic != b"GGUF":
             raise _error(path, f"it begins with {magic!r}, not b'GGUF'")
@@ -163,7 +160,7 @@ def _read(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
         for _ in range(num_values):
             key = cursor.text("a metadata key")
             if key in metadata:
-                raise _error(path, f"the metadata key {key[:80]!r} is there twice")
+                raise _error(path, f"the metadata key {key[:80]!r} occurs twice")
             metadata[key] = cursor.value(cursor.number("I", key), key)
         alignment = metadata.get("general.alignment", 32)
         if (
@@ -177,11 +174,14 @@ def _read(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
             )
         infos = [_tensor(cursor) for _ in range(num_tensors)]
     start = -(-cursor.position // alignment) * alignment
-    return GGUFHeader(path, metadata, tuple(_placed(path, infos, start, alignment, size)))
+    return GGUFHeader(path, metadata, tuple(_check_tensors(path, infos, start, alignment, size)))
 
 
 class _Cursor:
-    """Takes values from a file whose header has at most `end` bytes."""
+    """Reads values from the header of a file, of which at most `end` bytes are read.
+
+    what: the name of the value in errors.
+    """
 
     def __init__(self, path: Path, file: BinaryIO, end: int) -> None:
         self.path = path
@@ -189,14 +189,14 @@ class _Cursor:
         self._end = end
         self.position = 0
 
-    def take(self, count: int, what: str) -> bytes:
-        """Returns the next bytes."""
+    def raw(self, count: int, what: str) -> bytes:
+        """Read the next `count` bytes."""
         if count > self._end - self.position:
             left = (
                 f"{self._end - self.position} bytes are left"
                 + " of the largest header that is read" * (self._end == _MAX_HEADER)
             )
-            raise _error(self.path, f"{what[:80]!r} needs {count} bytes, and {left}")
+            raise _error(self.path, f"{what[:80]!r} needs {count} bytes, but {left}")
         self.position += count
         data = self._file.read(count)
         if len(data) < count:
@@ -204,25 +204,25 @@ class _Cursor:
         return data
 
     def number(self, kind: str, what: str) -> Any:
-        """Returns a number. kind: as `struct` spells it."""
-        return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind), what))[0]
+        """Read a number. kind: its format in `struct`."""
+        return struct.unpack("<" + kind, self.raw(struct.calcsize("<" + kind), what))[0]
 
-    def count(self, what: str, least: int) -> int:
-        """Return a count of items of at least `least` bytes, which must fit into the header."""
+    def count(self, what: str, item_bytes: int) -> int:
+        """Read a number of items that follow, of at least `item_bytes` bytes each."""
         count: int = self.number("Q", what)
-        if count > min(_MAX_ITEMS, (self._end - self.position) // least):
+        if count > min(_MAX_ITEMS, (self._end - self.position) // item_bytes):
             raise _error(self.path, f"it claims {count} {what[:80]}, more than there is room for")
         return count
 
     def text(self, what: str) -> str:
-        """Returns a string of UTF-8."""
+        """Read a UTF-8 string."""
         try:
-            return self.take(self.number("Q", what), what).decode()
+            return self.raw(self.number("Q", what), what).decode()
         except UnicodeDecodeError as error:
             raise _error(self.path, f"{what[:80]!r} is not UTF-8: {error}") from None
 
     def value(self, kind: int, what: str) -> Any:
-        """Returns a metadata value of a type."""
+        """Read a metadata value of the type with the number `kind`."""
         if kind == _STRING:
             return self.text(what)
         if kind != _ARRAY:
@@ -230,12 +230,12 @@ class _Cursor:
         kind = self.number("I", what)
         if kind == _STRING:
             return [self.text(what) for _ in range(self.count(f"items of {what}", 8))]
-        code = _number_type(self.path, kind, what)  # of arrays of arrays no model needs any
+        code = _number_type(self.path, kind, what)  # no model uses arrays of arrays
         size = struct.calcsize(code)
         count = self.count(f"items of {what}", size)
-        import numpy as np  # here: whoever asks for a config waits for it otherwise
+        import numpy as np  # slow to import, and not needed by readers of safetensors models
 
-        return np.frombuffer(self.take(count * size, what), np.dtype(code).newbyteorder("<"))
+        return np.frombuffer(self.raw(count * size, what), np.dtype(code).newbyteorder("<"))
 
 
 def _number_type(path: Path, kind: int, what: str) -> str:
@@ -246,52 +246,53 @@ def _number_type(path: Path, kind: int, what: str) -> str:
 
 
 def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Returns name, dimensions, type and offset."""
+    """Read a tensor's name, dimensions, number of its type, and offset."""
     name = cursor.text("a tensor's name")
     num_dims = cursor.number("I", name)
     if not 1 <= num_dims <= _MAX_DIMS:
         raise _error(
             cursor.path, f"tensor {name[:80]!r} has {num_dims} dimensions, not 1 to {_MAX_DIMS}"
         )
-    *dims, kind, offset = struct.unpack(f"<{num_dims}QIQ", cursor.take(num_dims * 8 + 12, name))
+    *dims, kind, offset = struct.unpack(f"<{num_dims}QIQ", cursor.raw(num_dims * 8 + 12, name))
     return name, tuple(dims), kind, offset
 
 
-def _placed(
+def _check_tensors(
     path: Path,
     infos: list[tuple[str, tuple[int, ...], int, int]],
     start: int,
     alignment: int,
     size: int,
 ) -> list[TensorInfo]:
-    """Returns the tensors in the order of the file, of known types, in the file, and none over
-    another.
+    """Return the tensors in the order of the file.
+
+    Raises CheckpointError for duplicate names, unsupported types, tensors beyond the end of the
+    file, and overlaps. start: offset of the data in the file; size: of the file.
     """
     tensors = []
     names = set()
     for name, dims, kind, offset in infos:
         what = f"tensor {name[:80]!r}"
         if name in names:
-            raise _error(path, f"{what} is there twice")
+            raise _error(path, f"{what} occurs twice")
         names.add(name)
         if kind not in TYPES:
             known = ", ".join(known for known, _, _ in TYPES.values())
             raise CheckpointError(
-                f"{path}: {what} is of type {_OTHERS.get(kind, kind)}; supported: {known}. "
-                "Download another one"
+                f"{path}: {what} is of type {_UNSUPPORTED_TYPES.get(kind, kind)}; supported: "
+                f"{known}. Download another quantization of the model"
             )
         dtype, elements, num_bytes = TYPES[kind]
         if dims[0] % elements:
             raise _error(
-                path, f"{what} has rows of {dims[0]}, and {dtype} has blocks of {elements}"
+                path, f"{what} has rows of {dims[0]}, but {dtype} has blocks of {elements}"
             )
         length = math.prod(dims) // elements * num_bytes
         if offset % alignment or length > size - start - offset:
             raise _error(
                 path,
-                f"{what} has {length} bytes at {offset} of the data, which has "
-                f"{max(0, size - start)} in all "
-                f"and an alignment of {alignment}",
+                f"{what} has {length} bytes at offset {offset} of the data, which has "
+                f"{max(0, size - start)} bytes in all and an alignment of {alignment}",
             )
         tensors.append(TensorInfo(name, path, dtype, dims[::-1], start + offset, length))
     tensors.sort(key=lambda tensor: tensor.offset)

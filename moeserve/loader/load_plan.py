@@ -1,4 +1,8 @@
-"""Load plans: copies from checkpoint tensors to parameters, which `weights.py` carries out."""
+"""Load plans: which parts of which checkpoint tensors are copied into which parameters.
+
+Model families make a plan (models/), this module checks it against a checkpoint's headers, and
+loader/weights.py executes it.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -13,7 +17,7 @@ from moeserve.loader.stored import CACHE_SCALES
 Index = tuple[int | slice, ...]
 SUPPORTED = ("F32", "BF16", "F16")
 _MAX_SHOWN = 5
-_MAX_NAME = 200  # characters: a name in a file may be of any length
+_MAX_NAME = 200  # characters of a tensor's name in messages; names in files may be of any length
 _MIXERS = {
     "in",
     "narrow",
@@ -30,16 +34,16 @@ _MIXERS = {
     "kv_a",
 }
 _MLPS = {"gate_up", "down", "shared_gate_up", "shared_down", "dense_gate_up", "dense_down", "merge"}
-LINEAR = frozenset({*_MIXERS, *_MLPS, "w13", "w2"})
+LINEAR = frozenset({*_MIXERS, *_MLPS, "w13", "w2"})  # kinds of linear layers' weights
 
 
 def kind_of(name: str) -> str:
-    """Returns a parameter's kind: "layers.3.qkv" -> "qkv"."""
+    """Return a parameter's kind, the last part of its name: "layers.3.qkv" -> "qkv"."""
     return name.rpartition(".")[2]
 
 
 def is_packed(name: str) -> bool:
-    """Returns whether a parameter is the weight of a matrix product, which kernels pack."""
+    """Return whether a parameter is the weight of a matrix product, which kernels pack."""
     return kind_of(name) in LINEAR | {
         "router",
         "lm_head",
@@ -51,81 +55,71 @@ def is_packed(name: str) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Returns whether a parameter has experts' weights; packed, both are kept under the second
-    one's name.
+    """Return whether a parameter has experts' weights.
+
+    Kernels pack w13 and w2 of a layer together, under the name of w2.
     """
     return kind_of(name) in ("w13", "w2")
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of the model in the layout of its kernels. Expert parameters have the local
-    expert first.
-
-    widened: it is a tensor of the model's dtype also where the files have it quantised, since
-    nothing multiplies with it as it is there. fp32: it is, whatever the model's dtype.
-    """
+    """One parameter of the model, in the layout that its kernels take."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # expert parameters: local experts first
+    # dequantized to the model's dtype on load, because no product reads it in the files' format
     widened: bool = False
-    fp32: bool = False
+    fp32: bool = False  # kept in fp32, whatever the model's dtype
 
     @property
     def quantised_on_load(self) -> bool:
-        """Whether `--quantization` rounds it: the products that take nearly all of the weights'
-        bytes.
+        """Whether `--quantization` applies: to linear layers, which are nearly all of the bytes.
 
-        The router decides too much with too little, and the LM head is the layer that llama.cpp and
-        vLLM spare, too.
+        Not to the router, which is small and decides much, nor to the LM head, which llama.cpp and
+        vLLM also leave in 16 bits.
         """
         return kind_of(self.name) in LINEAR and not self.widened
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A copy of `source[take]` of a checkpoint to `param[at]`.
+    """A copy of `source[take]` in a checkpoint to `param[at]`.
 
-    shape: of the whole source, as it would lie in the file if it were not quantised. take, at:
-    basic indices, with steps above 0. transposed: the last two dimensions of what is taken change
-    places, for weights stored [..., K, N]. Of a quantised source all K inputs are taken.
-
-    Gate of expert 3, [D, 2I] with gate and up by turns: take (3, slice(None), slice(0, None, 2)),
-    transposed -> [I, D]
+    For example the gate of expert 3, from a tensor [E, D, 2I] with interleaved gate and up columns:
+    take (3, slice(None), slice(0, None, 2)) and transposed -> [I, D].
     """
 
     source: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole source, as if it were not quantized
     param: str
-    at: Index = ()
-    take: Index = ()
-    transposed: bool = False
+    at: Index = ()  # basic index, steps above 0
+    take: Index = ()  # likewise; takes all K inputs of a quantized source
+    transposed: bool = False  # swap the last two dimensions, for weights stored as [..., K, N]
 
     @property
     def taken(self) -> tuple[int, ...]:
-        """The shape of what is copied."""
+        """The shape of the copied part, after the transposition."""
         shape = part_shape(self.shape, self.take)
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """All parameters and all copies.
-
-    Checkpoint tensors that no piece names are refused as surplus, except those in `ignore` (such as
-    a tied lm_head that was saved anyway).
-    """
+    """All parameters of a rank, and the copies that fill them."""
 
     params: tuple[Param, ...]
     pieces: tuple[Piece, ...]
+    # Tensors that may be in the checkpoint without use, such as a tied lm_head that was saved
+    # anyway. Other tensors without a piece are an error.
     ignore: frozenset[str] = frozenset()
 
 
 def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
-    """Compares a plan with a checkpoint's headers, before anything is allocated or read.
+    """Check a plan against a checkpoint's headers, before anything is allocated or read.
 
-    Raises one CheckpointError with everything missing, surplus or of a wrong shape or dtype (the
-    first 5 of it).
+    Raises one CheckpointError that lists missing and surplus tensors and wrong shapes and dtypes
+    (the first 5 problems).
     """
     _check_coverage(plan)
     wanted = {piece.source: (piece.shape, piece.transposed) for piece in plan.pieces}
@@ -139,7 +133,7 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
             problems.append(_mismatch(tensors[name], shape))
         else:
             file = checkpoint.absent.get(name)
-            where = f" from {file}, which has it by the index" if file else ""
+            where = f" from {file}, where the index has it" if file else ""
             problems.append(f"tensor {name!r} {list(shape)} is missing{where}")
     owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
     for name, tensor in tensors.items():
@@ -150,15 +144,14 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
             and owner not in unused
         ):
             problems.append(
-                f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model"
+                f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} is not part of this model"
             )
     problems += _half_quantised(checkpoint, plan) if stored else ()
     if problems := list(filter(None, problems)):
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_MAX_SHOWN])
         raise CheckpointError(
-            f"{checkpoint.model_dir}: the weights are not those of the model in "
-            f"config.json:{shown}{more}\n"
+            f"{checkpoint.model_dir}: the weights do not match config.json:{shown}{more}\n"
             "Use the config.json that came with the weights, or download the model again."
         )
 
@@ -172,36 +165,40 @@ def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
 
 
 def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
-    """Yields parameters whose parts are quantised differently, or some of them not: they are
-    computed as one.
+    """Yield a problem for each parameter whose sources have different formats.
+
+    A parameter is one operand of one product, so its parts must be quantized alike or not at all.
     """
     kinds: dict[str, dict[str, str]] = defaultdict(dict)
     for piece in plan.pieces:
         stored = checkpoint.stored.get(piece.source)
-        kinds[piece.param][stored.form.described if stored else "not quantised"] = piece.source
+        kinds[piece.param][stored.form.described if stored else "not quantized"] = piece.source
     for param in plan.params:
         sources = kinds[param.name]
         if any(
             name in checkpoint.stored and checkpoint.stored[name].form.layout == "ggml"
             for name in sources.values()
         ):
-            continue  # `common_format` has one for all
+            continue  # `common_format` finds a format that holds all parts
         if len(sources) > 1 and not param.widened:
             (one, first), (other, second) = list(sources.items())[:2]
-            yield f"tensor {first!r} is {one} and {second!r} is {other}; they are computed as one"
+            yield (
+                f"tensor {first!r} is {one} and {second!r} is {other}; they must have the same "
+                "format, because they are computed as one matrix"
+            )
         elif (
             sources
-            and "not quantised" not in sources
+            and "not quantized" not in sources
             and not (param.widened or is_packed(param.name))
         ):
             yield (
-                f"tensor {next(iter(sources.values()))!r} is quantised; this is supported for "
+                f"tensor {next(iter(sources.values()))!r} is quantized, which is supported for "
                 "linear layers only"
             )
 
 
 def _check_coverage(plan: LoadPlan) -> None:
-    """Check that each element is written exactly once: a gap would hold random memory."""
+    """Assert that the pieces fill each parameter: a gap would be uninitialized memory."""
     shapes = {param.name: param.shape for param in plan.params}
     assert len(shapes) == len(plan.params), "two parameters of one name"
     written: Counter[str] = Counter()
@@ -214,9 +211,7 @@ def _check_coverage(plan: LoadPlan) -> None:
 
 
 def part_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """Returns the shape of an array of `shape` after basic indexing: [6, 4] with (slice(0, 2),) ->
-    (2, 4)
-    """
+    """Return the shape of `x[index]` for an x of `shape`: [6, 4] with (slice(0, 2),) -> (2, 4)."""
     assert len(index) <= len(shape), (index, shape)
     left = [
         len(range(size)[part])
@@ -228,26 +223,24 @@ def part_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A contiguous part of a tensor, `shape` from element `first` on, of which `index` goes to `at`
-    of the target.
-    """
+    """A contiguous range of a tensor in a file, read at once: target[at] = block[index]."""
 
-    first: int
+    first: int  # number of its first element in the tensor
     shape: tuple[int, ...]
-    index: Index
+    index: Index  # the elements that are used
     at: Index
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is taken."""
+        """Whether all elements are used."""
         return part_shape(self.shape, self.index) == self.shape
 
 
 def blocks_of(shape: tuple[int, ...], take: Index, most: int) -> Iterator[Block]:
-    """Cuts what `take` takes of a tensor into blocks of about `most` elements.
+    """Split a read of `x[take]`, for an x of `shape`, into blocks of about `most` elements.
 
     [6, 4], (slice(0, 6, 2), 1), 16 -> rows 0 to 3 for the first two elements of the target, row 4
-    for the last
+    for the last one.
     """
     if not shape or (math.prod(shape) <= most and not take):
         yield Block(0, shape, (), ())

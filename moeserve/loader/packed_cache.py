@@ -1,20 +1,24 @@
-"""Packed weights on disk. A start that finds its file maps it: nothing is read, packed or held a
-second time.
+"""The disk cache of packed weights. A later start maps a file instead of reading and packing again.
 
-A file has the packed weights of one rank; its name is its key, made of all that decides the bytes
-(`key_of`). It is a safetensors file of the packed weights, of the parameters that no kernel packs,
-and of checksums, in a tensor named by the key; a start verifies every byte. Files are written
-aside, private to their user, and renamed when whole, so any number of processes may write, map and
-delete them at once, or be killed. Files are mapped privately: pages that an expert moves into
-become the process's own. Only their owner can do harm, by writing into a mapped file (other
-weights) or cutting it short (SIGBUS), or another machine that deletes it from a shared disk.
+A file has the packed weights of one rank. Its name is a key derived from everything that decides
+its bytes (`key_of`). It is a safetensors file with:
 
-With `expert_memory` experts stay in the file, and are read from it while the model serves. No start
-holds more than one layer's: the first one writes each layer as it is packed, behind room for the
-header, and others verify layer by layer.
+- the packed weights,
+- the parameters that no kernel packs,
+- checksums, in a tensor named like the key. Every start verifies every byte.
 
-A folder is bounded: files that no start mapped for the longest time (their time of change says
-when) make room.
+Any number of processes may write, map and delete files at once, or be killed: a file is written
+without a name, readable by its user only, and gets its name when it is complete. Files are mapped
+privately (copy on write), so an expert that moves to this rank does not change the file. What is
+not guarded against: the owner writing into a mapped file (wrong weights) or truncating it (SIGBUS),
+and another machine deleting it from a shared disk.
+
+With `expert_memory`, experts stay in the file and are read from it while the model serves. A start
+then holds at most one layer's experts in memory. The first start reserves room for the header and
+writes each layer as soon as it is packed; later starts verify layer by layer.
+
+The size of the directory is bounded. Least recently used files are deleted first; every start that
+maps a file updates its modification time.
 """
 
 import hashlib
@@ -46,28 +50,29 @@ from moeserve.version import __version__
 log = logging.getLogger(__name__)
 _native: Any = native()
 _NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-SYNC_BYTES = (
-    1 << 30
-)  # so much at a time goes to the disk: at the end it might take longer than a start may be silent
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-LEAST = 256 << 20  # bytes: unasked, no smaller model is kept, whose packing takes no time
-MOST = 64 << 30  # bytes of all files in a folder, unless it is said
-SPARED = 8 << 30  # bytes of a disk, or a tenth of it, that stay free
-HEADER = 1 << 20  # bytes of a header that is written when experts are in the file already
+# Bytes between calls of fsync. One call at the end could take longer than a start may go without a
+# heartbeat.
+SYNC_BYTES = 1 << 30
+# By default, models with fewer bytes are not cached: packing them takes hardly any time.
+LEAST = 256 << 20
+MOST = 64 << 30  # default limit of the directory in bytes
+SPARED = 8 << 30  # bytes of the disk to leave free, or a tenth of a small disk
+HEADER = 1 << 20  # size of the header if it is written after the experts (`expert_memory`)
 
 
 def folder_of(asked: str | None) -> str | None:
-    """Return the folder `asked` for packed weights, or the user's cache folder.
+    """Return the directory of the packed cache: `asked`, or one in the user's cache directory.
 
-    None, with a warning, if the user has no home directory for `~`.
+    Returns None and logs a warning if the path begins with `~` and the user has no home directory.
     """
     folder = Path(asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "moeserve/packed"))
     try:
         return str(folder.expanduser())
     except RuntimeError:
         log.warning(
-            "packed weights are not cached: %s has no home directory to begin with; set HOME, or "
-            "name another folder by packed_cache",
+            "packed weights are not cached: %s needs a home directory, and this user has none; set "
+            "HOME, or set packed_cache to another directory",
             folder,
         )
         return None
@@ -76,10 +81,11 @@ def folder_of(asked: str | None) -> str | None:
 def key_of(
     identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, asked: str | None
 ) -> str:
-    """Returns the key of the weights that a rank packs. identity: of the checkpoint
-    (`ExpertFiles.identity`).
+    """Return the key of a rank's packed weights, a hash of everything that decides their bytes.
+
+    identity: of the checkpoint's files (`ExpertFiles.identity`).
     """
-    what = (
+    parts = (
         identity,
         plan.params,
         plan.pieces,
@@ -90,18 +96,22 @@ def key_of(
         LAYOUT,
         __version__,
     )
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 class PackedCache:
-    """One start's `tensors` by name, from their file or for it. Create it when the native kernels
-    have their threads.
+    """One rank's file in the packed cache, while the model is loaded.
 
-    alive: called now and then while bytes are read or written. most: bytes that the folder may hold
-    (default: half of what it and the disk's free space have, MOST at most). sharers: ranks that
-    keep as much there. on_disk: about how many bytes all weights have, if experts are to stay in
-    the file, else 0. room: for what is not there yet. found: the file exists and is whole. product:
-    the parameter that was taken from `CachedParams` last; packed bytes are kept under its name.
+    If a valid file exists (`found`), `tensors` are mapped from it. Otherwise they are collected
+    while the model is packed, and `finish` writes them. Create it after the native kernels have
+    their threads, which compute the checksums.
+
+    alive: called regularly while bytes are read or written, as a heartbeat.
+    most: limit of the directory in bytes (default: half of its size plus the disk's free space, at
+        most MOST).
+    sharers: ranks that each write a file of this size into the directory.
+    on_disk: with `expert_memory` about the bytes of all weights, otherwise 0.
+    room: allocates memory for new packed weights.
     """
 
     def __init__(
@@ -116,6 +126,7 @@ class PackedCache:
     ) -> None:
         self.path = Path(folder, f"{key}.packed")
         self._key = key
+        # The parameter last taken from `CachedParams`: packed bytes are kept under its name.
         self.product = ""
         self._alive = alive
         self._most = most
@@ -123,12 +134,10 @@ class PackedCache:
         self._on_disk = on_disk
         self._new_room = room
         self.tensors: dict[str, Tensor] = {}
-        self._sums: dict[str, int] = {}  # of what is on the disk already
-        self.file: BinaryIO | None = None  # with experts in it
-        self._begin = 0  # of the mapping
-        self._passing: Tensor | None = (
-            None  # memory that each layer's experts pass on their way to the disk
-        )
+        self._sums: dict[str, int] = {}  # checksums of experts that are already in `file`
+        self.file: BinaryIO | None = None  # open with `expert_memory` only
+        self._begin = 0  # address of the mapping
+        self._staging: Tensor | None = None  # one layer's experts before they are written
         try:
             if os.path.lexists(self.path):
                 with open(
@@ -138,22 +147,22 @@ class PackedCache:
                     self.file = os.fdopen(os.dup(file.fileno()), "rb") if on_disk else None
                 os.utime(self.path)
         except (OSError, CheckpointError) as error:
-            why = str(error).partition(";")[0]
+            reason = str(error).partition(";")[0]
             log.warning(
-                "packed weights are not used, but packed anew and replaced: %s: %s", self.path, why
+                "packed weights in %s cannot be used and will be replaced: %s", self.path, reason
             )
         self.found = bool(self.tensors)
-        stay = (name for name in self.tensors if not (on_disk and is_expert(name)))
-        self.mapped_bytes = sum(self.tensors[name].nbytes for name in stay)
+        in_memory = (name for name in self.tensors if not (on_disk and is_expert(name)))
+        self.mapped_bytes = sum(self.tensors[name].nbytes for name in in_memory)
 
     def room(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """A `Room` in the cache's memory."""
+        """Return memory for the packed `product`, and whether it is filled already (a `Room`)."""
         assert self.found == (self.product in self.tensors), self.product
         if not self.found and self._on_disk and is_expert(self.product):
-            if self._passing is None or self._passing.nbytes < num_bytes:
-                self._passing = None  # not both at once
-                self._passing, _ = new_room(num_bytes)
-            self.tensors[self.product] = self._passing[:num_bytes]
+            if self._staging is None or self._staging.nbytes < num_bytes:
+                self._staging = None  # free the old memory before allocating the new
+                self._staging, _ = new_room(num_bytes)
+            self.tensors[self.product] = self._staging[:num_bytes]
         elif not self.found:
             self.tensors[self.product], _ = self._new_room(num_bytes)
         memory = self.tensors[self.product]
@@ -161,8 +170,11 @@ class PackedCache:
         return memory, self.found
 
     def to_disk(self, memory: Tensor) -> int:
-        """Returns where in `file` the experts are that `room` gave memory for; writes them first if
-        none was found, and drops them. Raises ConfigError."""
+        """Return the offset in `file` of a layer's experts, which are in `memory` from `room`.
+
+        A new file gets them written first, and their memory may be reused afterwards. Raises
+        ConfigError if they cannot be written.
+        """
         if self.found:
             return memory.data_ptr() - self._begin
         try:
@@ -177,9 +189,9 @@ class PackedCache:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"expert_memory keeps experts in {self.path.parent}, where they cannot be "
-                f"written: {error}; make room "
-                "(docs/operations.md says how much), or let packed_cache name another folder"
+                f"expert_memory keeps experts in {self.path.parent}, but they cannot be written: "
+                f"{error}; free disk space (see docs/operations.md), or set packed_cache to "
+                "another directory"
             ) from None
         self.tensors[self.product] = memory.view(-1).to("meta")
         return offset
@@ -187,17 +199,18 @@ class PackedCache:
     def finish(
         self, pace: Callable[[], Callable[[int], None]] | None = None
     ) -> threading.Thread | None:
-        """Drops the tensors, and writes the file if none was found; only warns if it cannot be
-        written.
+        """Release the tensors, and write a new file. Only warns if it cannot be written.
 
-        pace: makes what is called with the bytes after each piece, in a thread that is returned:
-        the file is then written behind the model's first steps, with checksums of now, and not at
-        all if the process ends before. Not where experts are in the file: what is left is little,
-        and all would be lost with it.
+        pace: write in a background thread, which is returned, while the model serves. It is called
+            in the thread and returns a function that throttles the writes, called with the bytes of
+            each piece. Checksums are computed before, so weights that change meanwhile invalidate
+            the file. If the process ends first, there is no file. With `expert_memory` the file is
+            written at once, because only little is left to write, and without it the experts that
+            are written already would be lost.
         """
         tensors = self.tensors
         self.tensors = {}
-        self._passing = None
+        self._staging = None
         if self.found:
             self.close()
             log.info("packed weights mapped from %s", self.path)
@@ -213,7 +226,7 @@ class PackedCache:
         return thread
 
     def close(self) -> None:
-        """Closes the file if it is open; whoever reads experts from it has opened it again."""
+        """Close the file if it is open. Readers of experts have their own descriptor."""
         if self.file:
             self.file.close()
 
@@ -229,14 +242,15 @@ class PackedCache:
             log.info("packed weights written to %s", self.path)
         except OSError as error:
             log.warning(
-                "packed weights cannot be kept: %s; make room, let packed_cache name another "
-                'folder, or say "off"',
+                "packed weights cannot be cached: %s; free disk space, set packed_cache to another "
+                'directory, or set it to "off"',
                 error,
             )
 
     def _make_room(self, num_bytes: int) -> None:
-        """Deletes what was not used for the longest time until a file fits; nothing if it cannot.
-        Raises OSError.
+        """Delete the least recently used files until `num_bytes` fit.
+
+        Raises OSError, and deletes nothing, if the files of all sharers cannot fit at all.
         """
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         files = [
@@ -248,21 +262,22 @@ class PackedCache:
         room = min(most, disk.free + held - min(SPARED, disk.total // 10))
         if num_bytes * self._sharers > room:
             raise OSError(
-                f"{self.path.parent} may hold {max(0, room):,} bytes (packed_cache_bytes and "
-                "the disk's free space "
-                f"decide), and {self._sharers} rank(s) of this model have {num_bytes:,} each"
+                f"{self.path.parent} may hold {max(0, room):,} bytes (by packed_cache_bytes and "
+                f"free disk space), but {self._sharers} rank(s) of this model need {num_bytes:,} "
+                "each"
             )
         for _, size, file in sorted(files):
             if held + num_bytes <= room:
                 return
-            file.unlink(missing_ok=True)  # whoever has it mapped keeps it
+            file.unlink(missing_ok=True)  # processes that have mapped it keep the content
             held -= size
-            log.info("packed weights deleted for others, not used for longest: %s", file)
+            log.info("deleted the least recently used packed weights: %s", file)
 
 
 class CachedParams(Params):
-    """Parameters that a cache may have: then nothing is read, and those that the cache has packed
-    are on "meta".
+    """Params that come from a packed cache if it has a file.
+
+    Then nothing is read from the checkpoint, and parameters to pack are on "meta".
     """
 
     def __init__(self, cache: PackedCache, *args: Any, **options: Any) -> None:
@@ -295,14 +310,16 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _mapped(
     file: BinaryIO, key: str, alive: Callable[[], None], on_disk: bool
 ) -> tuple[dict[str, Tensor], int]:
-    """The tensors of a file, verified, and the address of its first byte. on_disk: experts leave
-    memory again. Raises CheckpointError, or OSError."""
-    about = os.fstat(file.fileno())
-    if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
-        raise CheckpointError("it is no file that this user alone can write")
+    """Map and verify a file. Returns its tensors, and the address of its first byte.
+
+    on_disk: drop experts from memory after their verification. Raises CheckpointError or OSError.
+    """
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise CheckpointError("it is not a regular file that only this user can write")
     entries = read_header(Path(f"/proc/self/fd/{file.fileno()}"))
     if key not in entries or any(entry.dtype not in _DTYPES for entry in entries.values()):
-        raise CheckpointError("it was made for something else")
+        raise CheckpointError("it does not have the weights that its name stands for")
     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     _native.advise_huge_pages(memory.data_ptr(), len(memory))
@@ -321,7 +338,7 @@ def _mapped(
             mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
             os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
     if not torch.equal(expected, _bytes_of(sums)):
-        raise CheckpointError("its checksums are of something else, so it is damaged")
+        raise CheckpointError("its checksums do not match its content, so it is damaged")
     tensors = {
         name: part.view(_DTYPES[entries[name].dtype]).view(entries[name].shape)
         for name, part in parts.items()
@@ -342,15 +359,16 @@ def _bytes_of(sums: list[int]) -> Tensor:
 def _contents(
     tensors: dict[str, Tensor], key: str, alive: Callable[[], None], on_disk: dict[str, int]
 ) -> list[Tensor]:
-    """All bytes of a file. on_disk: checksums of tensors that are there already, and on "meta"
-    here.
+    """Return the bytes of a new file, header first, checksums computed.
+
+    on_disk: checksums of the tensors that are in the file already, and on "meta" here.
     """
     sums = torch.empty(8 + 8 * len(tensors), dtype=torch.uint8)
     end = 0
     header = {}
     parts: dict[str, Tensor] = {}
-    # What is on the disk first, then those whose sizes keep all behind them aligned to 64, then
-    # those with the largest elements.
+    # Order: tensors that are in the file already; packed ones, whose sizes keep the next ones
+    # aligned to 64 bytes; the others, those with the largest elements first.
     order = sorted(
         {**tensors, key: sums}.items(),
         key=lambda item: (item[0] not in on_disk, not is_packed(item[0]), -item[1].itemsize),
@@ -373,19 +391,24 @@ def _contents(
 
 
 def _new_file(folder: Path) -> BinaryIO:
-    """A file without a name."""
+    """Create a file without a name, which disappears if the process ends."""
     return open(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600), "r+b", buffering=0)
 
 
 def _write(file: BinaryIO, parts: list[Tensor], work: Callable[[int], None]) -> None:
-    """Writes parts from here on, but for those on "meta", which are there."""
+    """Write parts at the current position; skip those on "meta", which are in the file already.
+
+    work: called with the number of bytes after each write.
+    """
     synced = file.tell()
     for part in parts:
         if part.is_meta:
             file.seek(part.nbytes, os.SEEK_CUR)
             continue
         left = part.numpy().data
-        while left:  # up to the next large page: systems that keep files in such pages do it then
+        while left:
+            # Up to the next huge page: some file systems keep a file in huge pages only if it is
+            # written so.
             count = file.write(left[: HUGE - file.tell() % HUGE])
             left = left[count:]
             work(count)
@@ -396,11 +419,11 @@ def _write(file: BinaryIO, parts: list[Tensor], work: Callable[[int], None]) -> 
 
 
 def _link(file: BinaryIO, path: Path) -> None:
-    """Names a file that is whole."""
+    """Give a complete file its name, replacing another file of that name atomically."""
     name = path.with_name(f"new-{secrets.token_hex(8)}")
-    descriptor = (
-        file.fileno()
-    )  # as src_dir_fd it means nothing, but makes `link` follow what stands for the file
+    descriptor = file.fileno()
+    # src_dir_fd is not used for an absolute path, but without it Python calls link(2), which does
+    # not follow the symbolic link in /proc.
     os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor, follow_symlinks=True)
     try:
         name.replace(path)

@@ -1,10 +1,14 @@
-"""The formats of quantised weights as config.json says them, or ModelOpt's hf_quant_config.json. No
-torch here.
+"""Reads the formats of a checkpoint's quantized weights from its quantization_config.
 
-Known are the quant_method compressed-tensors, fp8, fbgemm_fp8, mxfp4, modelopt, awq and gptq. Which
-layers are quantised is not read: `ignore`, `modules_to_not_convert` and the like are for the
-writer, and the tensors tell the reader (loader/stored.py). Scales for an fp8 cache are not read
-either: keys and values stay as they are computed.
+The config is in config.json, or in ModelOpt's hf_quant_config.json. Supported values of
+quant_method: compressed-tensors, fp8, fbgemm_fp8, mxfp4, modelopt, awq, gptq, and those of plugins.
+
+Not read:
+- Which layers are quantized (`ignore`, `modules_to_not_convert`, ...): the names and dtypes of the
+  tensors show it (loader/stored.py).
+- Scales for an fp8 KV cache: keys and values are not rounded to fp8.
+
+Does not import torch.
 """
 
 import itertools
@@ -19,7 +23,7 @@ from moeserve.plugins import Registry
 
 _KEYS = ("quantization_config", "compression_config")
 _MODELOPT_FILE = "hf_quant_config.json"
-_FORMATS = (
+_FORMATS = (  # of compressed-tensors
     "pack-quantized",
     "int-quantized",
     "float-quantized",
@@ -27,7 +31,7 @@ _FORMATS = (
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
 )
-_WEIGHTS = {
+_WEIGHTS_DEFAULTS = {  # of the `weights` section of a compressed-tensors group
     "num_bits": 8,
     "type": "int",
     "symmetric": True,
@@ -37,14 +41,14 @@ _WEIGHTS = {
     "dynamic": False,
     "actorder": None,
 }
-_STRATEGIES = {
+_STRATEGIES = {  # (bits, type) -> supported strategies of compressed-tensors
     (4, "int"): ("tensor", "channel", "group"),
     (8, "int"): ("tensor", "channel", "group"),
     (8, "float"): ("tensor", "channel", "group", "block"),
     (4, "float"): ("group", "tensor_group"),
 }
-_FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
-_MODELOPT = {  # quant_algo -> rows and inputs that share a scale
+_FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # format -> group size
+_MODELOPT = {  # quant_algo -> outputs and inputs that share a scale; 0: all
     "FP8": (0, 0),
     "FP8_PER_CHANNEL_PER_TOKEN": (1, 0),
     "FP8_PB_WO": (128, 128),
@@ -53,29 +57,27 @@ _MODELOPT = {  # quant_algo -> rows and inputs that share a scale
     "W4A16_NVFP4": (1, 16),
 }
 _MAX_SIZE = 2**20
-_WHOLE = "use the float16 or bfloat16 checkpoint"
+_USE_16_BITS = "use the float16 or bfloat16 checkpoint"
 
 
 def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
-    """Returns the formats of a model's quantised weights; none without any. Raises CheckpointError
-    if not supported.
+    """Return the formats of a model's quantized weights, () for an unquantized model.
+
+    Raises CheckpointError for an unsupported format.
     """
     inner = config.values.get("text_config")
-    sources = (
-        (config, Fields(config.path, inner, {}, "text_config."))
-        if isinstance(inner, dict)
-        else (config,)
-    )
+    sources = [config]
+    if isinstance(inner, dict):
+        sources.append(Fields(config.path, inner, {}, "text_config."))
     for source, key in itertools.product(sources, _KEYS):
         if source.values.get(key) not in (None, {}):
-            asked = _section(source, key, {"quant_method": "compressed-tensors"}, source.prefix)
-            method = asked.choice("quant_method", tuple(WEIGHT_FORMATS))
-            return tuple(WEIGHT_FORMATS[method](_with(asked)))
+            section = _section(source, key, {"quant_method": "compressed-tensors"}, source.prefix)
+            method = section.choice("quant_method", tuple(WEIGHT_FORMATS))
+            return tuple(WEIGHT_FORMATS[method](_with_defaults(section)))
     folder = config.path.parent
     if values := read_optional_json(folder, _MODELOPT_FILE):
-        return tuple(
-            read_modelopt(_section(Fields(folder / _MODELOPT_FILE, values, {}), "quantization", {}))
-        )
+        document = Fields(folder / _MODELOPT_FILE, values, {})
+        return tuple(read_modelopt(_section(document, "quantization", {})))
     return ()
 
 
@@ -83,49 +85,51 @@ def _section(config: Fields, key: str, defaults: dict[str, Any], prefix: str = "
     return Fields(config.path, config.section(key), defaults, f"{prefix}{key}.")
 
 
-def _with(config: Fields, **defaults: Any) -> Fields:
+def _with_defaults(config: Fields, **defaults: Any) -> Fields:
     return replace(config, defaults=defaults)
 
 
 def read_fp8(config: Fields) -> list[StoredFormat]:
-    config = _with(config, fmt="e4m3", weight_block_size=None)
+    """Read DeepSeek's format: e4m3 with a scale per block, or per tensor without a block size."""
+    config = _with_defaults(config, fmt="e4m3", weight_block_size=None)
     config.choice("fmt", ("e4m3",))
-    rows, group = (
-        _block(config, "weight_block_size")
-        if config.raw("weight_block_size") is not None
-        else (0, 0)
-    )
+    rows = group = 0
+    if config.raw("weight_block_size") is not None:
+        rows, group = _block_size(config, "weight_block_size")
     return [StoredFormat(kind="fp8", rows=rows, group=group, activations=True)]
 
 
-def _block(config: Fields, key: str) -> tuple[int, int]:
+def _block_size(config: Fields, key: str) -> tuple[int, int]:
     block = config.integers(key, 1, _MAX_SIZE)
     if len(block) != 2 or block[1] % 8:
         raise config.error(
             key,
-            "it must be two sizes, outputs and inputs, the second a multiple of 8, as [128, 128]",
+            "it must be two sizes, [outputs, inputs], the second a multiple of 8, like [128, 128]",
         )
     return block[0], block[1]
 
 
 def read_modelopt(config: Fields) -> list[StoredFormat]:
-    """One algorithm for all layers, or for each layer its own, between which the tensors' dtypes
-    decide.
+    """Read ModelOpt's formats: one for all layers, or one per layer (MIXED_PRECISION).
+
+    In the second case each tensor's dtype decides which of the formats it has.
     """
-    config = _with(config, quantized_layers=None, group_size=None, kv_cache_quant_algo=None)
+    config = _with_defaults(
+        config, quantized_layers=None, group_size=None, kv_cache_quant_algo=None
+    )
     if config.raw("quant_algo") != "MIXED_PRECISION":
         return [] if config.raw("quant_algo") is None else [_modelopt_format(config)]
     layers = config.section("quantized_layers")
     key = "quantized_layers"
     if not layers or not all(isinstance(layer, dict) for layer in layers.values()):
-        raise config.error(key, 'it must name layers, each with its {"quant_algo": ...}')
-    found = [
+        raise config.error(key, 'it must map names of layers to {"quant_algo": ...}')
+    formats = [
         _modelopt_format(
             Fields(config.path, layer, {"group_size": None}, f"{config.prefix}{key}.{name}.")
         )
         for name, layer in layers.items()
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(formats))
 
 
 def _modelopt_format(config: Fields) -> StoredFormat:
@@ -139,17 +143,19 @@ def _modelopt_format(config: Fields) -> StoredFormat:
 
 
 def read_awq(config: Fields) -> list[StoredFormat]:
-    config = _with(config, bits=4, group_size=128, version="gemm", zero_point=True)
+    """Read AWQ's format (version gemm): int4 in groups, with zero points."""
+    config = _with_defaults(config, bits=4, group_size=128, version="gemm", zero_point=True)
     if config.integer("bits", 1, 8) != 4:
-        raise config.error("bits", f"supported: 4; {_WHOLE}")
+        raise config.error("bits", f"supported: 4; {_USE_16_BITS}")
     if str(config.raw("version")).lower() != "gemm":
-        raise config.error("version", f"supported: gemm; {_WHOLE}")
+        raise config.error("version", f"supported: gemm; {_USE_16_BITS}")
     if not config.boolean("zero_point"):
-        raise config.error("zero_point", f"supported: true; {_WHOLE}")
+        raise config.error("zero_point", f"supported: true; {_USE_16_BITS}")
     return [StoredFormat(kind="int4", layout="awq", group=_group_size(config), zeros=True)]
 
 
 def read_gptq(config: Fields) -> list[StoredFormat]:
+    """Read GPTQ's formats: int4 or symmetric int8, without reordered inputs."""
     defaults = {
         "sym": True,
         "desc_act": False,
@@ -157,30 +163,29 @@ def read_gptq(config: Fields) -> list[StoredFormat]:
         "checkpoint_format": "gptq",
         "dynamic": None,
     }
-    config = _with(config, group_size=128, **defaults)
+    config = _with_defaults(config, group_size=128, **defaults)
     bits = config.integer("bits", 1, 8)
     group = _group_size(config)
     if bits not in (4, 8):
-        raise config.error("bits", f"supported: 4, 8; {_WHOLE}")
+        raise config.error("bits", f"supported: 4, 8; {_USE_16_BITS}")
     if config.boolean("desc_act") and group and not config.boolean("static_groups"):
         raise config.error(
-            "desc_act", f"groups of inputs in another order are not supported; {_WHOLE}"
+            "desc_act", f"groups of reordered inputs are not supported; {_USE_16_BITS}"
         )
+    # A pattern that begins with "-:" excludes modules from quantization, which tensors show anyway.
     if any(not str(pattern).startswith("-:") for pattern in config.section("dynamic")):
-        raise config.error(
-            "dynamic", f"modules with settings of their own are not supported; {_WHOLE}"
-        )
+        raise config.error("dynamic", f"settings per module are not supported; {_USE_16_BITS}")
     layout: Any = config.choice("checkpoint_format", ("gptq", "gptq_v2"))
     zeros = not config.boolean("sym")
     if zeros and bits == 8:
-        raise config.error("sym", f"zero points are supported for 4 bits only; {_WHOLE}")
+        raise config.error("sym", f"zero points are supported for 4 bits only; {_USE_16_BITS}")
     return [
         StoredFormat(kind="int4" if bits == 4 else "int8", layout=layout, group=group, zeros=zeros)
     ]
 
 
 def _group_size(config: Fields) -> int:
-    """Returns the inputs that share a scale, 0 for all, which files call -1."""
+    """Read the number of inputs that share a scale; 0 for all of them (-1 in the file)."""
     size = config.integer("group_size", -1, _MAX_SIZE)
     if size != -1 and (size < 8 or size % 8):
         raise config.error("group_size", "it must be a multiple of 8, or -1 for all inputs")
@@ -188,42 +193,45 @@ def _group_size(config: Fields) -> int:
 
 
 def read_compressed(config: Fields) -> list[StoredFormat]:
-    config = _with(config, config_groups=None, format=None)
+    """Read the formats of llm-compressor: one per config group, one in all if they are equal."""
+    config = _with_defaults(config, config_groups=None, format=None)
     for key in ("moe_sparsity_config", "transform_config"):
         if config.values.get(key):
-            raise config.error(key, f"this is not supported; {_WHOLE}")
+            raise config.error(key, f"this is not supported; {_USE_16_BITS}")
     sparsity = config.values.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
-        raise config.error("sparsity_config", f"sparse weights are not supported; {_WHOLE}")
+        raise config.error("sparsity_config", f"sparse weights are not supported; {_USE_16_BITS}")
     groups = config.section("config_groups")
     if not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise config.error(
             "config_groups", 'it must have a group: {"group_0": {"weights": ..., "targets": ...}}'
         )
-    mixed = config.raw("format") == "mixed-precision"
-    layout = "" if mixed else config.choice("format", _FORMATS)
-    found = [
-        _group(
+    is_mixed = config.raw("format") == "mixed-precision"  # then every group has its own format
+    default_format = "" if is_mixed else config.choice("format", _FORMATS)
+    formats = [
+        _group_format(
             Fields(
                 config.path,
                 group,
-                {"weights": None, "format": layout},
+                {"weights": None, "format": default_format},
                 f"{config.prefix}config_groups.{name}.",
             )
         )
         for name, group in groups.items()
     ]
-    alike = {replace(form, targets=()) for form in found}
-    return list(alike) if len(alike) == 1 else found
+    without_targets = {replace(form, targets=()) for form in formats}
+    return list(without_targets) if len(without_targets) == 1 else formats
 
 
-def _group(config: Fields) -> StoredFormat:
+def _group_format(config: Fields) -> StoredFormat:
     if config.values.get("format") is None:
         config = replace(config, values={**config.values, "format": config.defaults["format"]})
     layout = config.choice("format", _FORMATS)
     if not config.section("weights"):
-        raise config.error("weights", f"groups of activations alone are not supported; {_WHOLE}")
-    weights = _section(config, "weights", _WEIGHTS, config.prefix)
+        raise config.error(
+            "weights", f"groups that quantize activations alone are not supported; {_USE_16_BITS}"
+        )
+    weights = _section(config, "weights", _WEIGHTS_DEFAULTS, config.prefix)
     activations = bool(
         config.values.get("input_activations") or config.values.get("output_activations")
     )
@@ -231,73 +239,80 @@ def _group(config: Fields) -> StoredFormat:
     if not isinstance(targets, list | tuple) or not all(
         isinstance(target, str) for target in targets
     ):
-        raise _with(config, targets=None).error("targets", "it must be a list of names of modules")
-    form = _fp4(weights, layout) if layout in _FP4_GROUPS else _eight_or_int4(weights, layout)
+        config = _with_defaults(config, targets=None)
+        raise config.error("targets", "it must be a list of names of modules")
+    if layout in _FP4_GROUPS:
+        form = _fp4_format(weights, layout)
+    else:
+        form = _fp8_or_int_format(weights, layout)
     return replace(form, activations=activations, targets=tuple(targets))
 
 
-def _fp4(weights: Fields, layout: str) -> StoredFormat:
+def _fp4_format(weights: Fields, layout: str) -> StoredFormat:
     size = _FP4_GROUPS[layout]
     for key, value in (("num_bits", 4), ("type", "float"), ("group_size", size)):
         if weights.raw(key) != value:
-            raise weights.error(key, f"supported: {value} where the format is {layout}")
+            raise weights.error(key, f"supported: {value} with the format {layout}")
     weights.choice("strategy", _STRATEGIES[4, "float"])
     return StoredFormat(kind="fp4", layout="nibbles", group=size)
 
 
-def _eight_or_int4(weights: Fields, layout: str) -> StoredFormat:
+def _fp8_or_int_format(weights: Fields, layout: str) -> StoredFormat:
     packed = layout == "pack-quantized"
-    allowed = {"pack-quantized": ("int",), "int-quantized": ("int",), "float-quantized": ("float",)}
-    kind = weights.choice("type", allowed.get(layout, ("int", "float")))
+    types = {"pack-quantized": ("int",), "int-quantized": ("int",), "float-quantized": ("float",)}
+    kind = weights.choice("type", types.get(layout, ("int", "float")))
     bits = weights.integer("num_bits", 4, 8)
     if bits != 8 and not (bits == 4 and packed):
         raise weights.error(
-            "num_bits", f"supported: 8, and 4 where the format is pack-quantized; {_WHOLE}"
+            "num_bits", f"supported: 8, and 4 with the format pack-quantized; {_USE_16_BITS}"
         )
     for key, values in (("dynamic", (False,)), ("actorder", (None, False, "weight", "static"))):
         if weights.raw(key) not in values:
-            raise weights.error(key, f"this is not supported; {_WHOLE}")
+            raise weights.error(key, f"this is not supported; {_USE_16_BITS}")
     zeros = not weights.boolean("symmetric")
     if zeros and bits == 8:
-        raise weights.error("symmetric", f"zero points are supported for 4 bits only; {_WHOLE}")
-    rows, group = _scales(weights, _STRATEGIES[bits, kind])
+        raise weights.error(
+            "symmetric", f"zero points are supported for 4 bits only; {_USE_16_BITS}"
+        )
+    rows, group = _outputs_and_inputs_per_scale(weights, _STRATEGIES[bits, kind])
     name: Any = "fp8" if kind == "float" else f"int{bits}"
     return StoredFormat(
         kind=name, layout="words" if packed else "plain", rows=rows, group=group, zeros=zeros
     )
 
 
-def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
-    """Returns the numbers of outputs and inputs that share a scale; 0: all."""
+def _outputs_and_inputs_per_scale(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
+    """Read the numbers of outputs and of inputs that share a scale; 0 stands for all."""
     size = weights.raw("group_size")
     if weights.raw("strategy") is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     else:
         strategy = weights.choice("strategy", supported)
     if strategy == "block":
-        return _block(weights, "block_structure")
+        return _block_size(weights, "block_structure")
     if strategy == "group" and weights.integer("group_size", 8, _MAX_SIZE) % 8:
         raise weights.error("group_size", "it must be a multiple of 8")
-    return (0 if strategy == "tensor" else 1), size if strategy == "group" else 0
+    rows = 0 if strategy == "tensor" else 1
+    return rows, size if strategy == "group" else 0
 
 
 def read_fbgemm_fp8(config: Fields) -> list[StoredFormat]:
-    """Return fbgemm's one format: e4m3 with a scale for each output."""
+    """Return fbgemm's only format: e4m3 with a scale per output."""
     return [StoredFormat(kind="fp8", activations=True)]
 
 
 def read_mxfp4(config: Fields) -> list[StoredFormat]:
-    """Return the one format of gpt-oss: e2m1 in groups of 32."""
+    """Return the only format of gpt-oss: e2m1 in groups of 32."""
     return [StoredFormat(kind="fp4", layout="blocks", group=32)]
 
 
 def read_gguf(config: Fields) -> list[StoredFormat]:
-    """Return ggml's types that a GGUF file has (loader/gguf_config.py lists them)."""
+    """Return the formats of the ggml types in a GGUF file (loader/gguf_config.py lists them)."""
     return [GGML_FORMATS[name] for name in config.raw("types")]
 
 
 FormatReader = Callable[[Fields], list[StoredFormat]]
-# quant_method -> reader of quantization_config
+# quant_method -> function that reads its quantization_config
 WEIGHT_FORMATS: Registry[FormatReader] = Registry(
     "moeserve.weight_formats",
     {

@@ -1,11 +1,11 @@
-"""Carries out a load plan: bytes go from the files straight into the parameters, many ranges at a
-time.
+"""Executes a load plan: reads checkpoint files into the model's parameters, in parallel.
 
-A range whose dtype is already right is read by `preadv` into the parameter itself; any other range
-passes through a small buffer per thread. A parameter is read when it is asked for, so memory holds
-what was made of earlier parameters, and a few buffers, used again and again. Nothing is mapped: a
-file that shrinks meanwhile is an error, not a crash. Headers and plan are compared before the first
-byte is allocated.
+- Headers are checked against the plan before anything is allocated.
+- Parameters are read one at a time, when the model takes them out of `Params`. So memory holds the
+  finished parameters and a few reused buffers, but never a second copy of the checkpoint.
+- A range whose dtype already matches is read by `preadv` directly into the parameter. Any other
+  range is converted through a small buffer per thread.
+- Files are not mapped, so a file that is truncated meanwhile causes an error, not SIGBUS.
 """
 
 import math
@@ -42,9 +42,9 @@ from moeserve.loader.load_plan import (
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored_format import StoredFormat, common_format
 from moeserve.loader.unpack import unpack
-from moeserve.ops.quantised import PART, Asked, Quantised, Weight, dequantised, quantisation_of
+from moeserve.ops.quantised import PART, Quantised, QuantizeTo, Weight, dequantised, quantisation_of
 
-DTYPES = {
+DTYPES = {  # name in the files -> dtype of the bytes as they are read
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -54,10 +54,10 @@ DTYPES = {
     "U8": torch.uint8,
     "I32": torch.int32,
 }
-ALIGNED = 64  # bytes, as torch's own tensors are: libraries choose code by it
-READ_BYTES = (
-    8 * 2**20
-)  # large enough that calls cost nothing, small enough to share out among threads
+# Bytes. The same alignment as torch's own tensors: libraries choose code paths by it.
+ALIGNED = 64
+# Bytes per read: large enough that the calls cost nothing, small enough to keep all threads busy.
+READ_BYTES = 8 * 2**20
 
 
 def empty_weight(
@@ -67,7 +67,7 @@ def empty_weight(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Weight:
-    """Returns uninitialised memory for a parameter in the format of the files."""
+    """Return an uninitialized parameter: quantized if `format_of` has a format for it."""
     form = format_of(checkpoint, param, pieces)
     if form is None:
         return torch.empty(param.shape, dtype=torch.float32 if param.fp32 else dtype, device=device)
@@ -76,7 +76,9 @@ def empty_weight(
 
 
 def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> StoredFormat | None:
-    """Returns the format that a parameter has from the files; None if it is not quantised."""
+    """Return the quantized format in which a parameter is loaded; None if it is not quantized."""
+    if param.widened:
+        return None
     stored = [checkpoint.stored.get(piece.source) for piece in pieces]
     forms = [weight.form if weight else None for weight in stored]
     form = common_format(forms, is_packed(param.name), checkpoint.activations)
@@ -86,15 +88,15 @@ def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> Stor
         and checkpoint.obstacle(form.kind, form.group, param.shape[-1])
     ):
         return None
-    return None if param.widened else form
+    return form
 
 
 def _empty_stored(
     form: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Quantised:
-    group = form.group or (
-        -(-shape[-1] // 8) * 8 if form.kind == "int4" else 0
-    )  # 4 bits always have groups
+    group = form.group
+    if form.kind == "int4" and not group:  # int4 kernels need groups: one group for all inputs
+        group = -(-shape[-1] // 8) * 8
     empty = Quantised.empty(form.kind, group, form.zeros, dtype, shape, device)
     mins = torch.empty_like(empty.scales) if form.mins else None
     supers = None
@@ -108,32 +110,33 @@ def _empty_stored(
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
-    return (
-        math.prod(piece.taken)
-        * checkpoint.parts(piece.source)[0].num_bytes
-        // (math.prod(piece.shape) or 1)
-    )
+    """Return about how many bytes of the files a piece covers, for progress."""
+    num_bytes = checkpoint.parts(piece.source)[0].num_bytes
+    return math.prod(piece.taken) * num_bytes // (math.prod(piece.shape) or 1)
 
 
-def _by_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
-    """Yields pieces for a few rows each of one for a matrix whose rows are whole, and where they
-    belong.
+def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
+    """Split a piece that takes whole rows of one matrix into pieces of a few rows each.
+
+    Yields each new piece with its index in the target; index: that of `piece`.
     """
     lead = len(piece.shape) - 2
     rows = range(piece.shape[lead])[piece.take[lead] if len(piece.take) > lead else slice(None)]
     if isinstance(rows, int):
         yield piece, index
         return
-    count = max(1, 4 * PART // piece.shape[-1])  # of bytes or less, and a part takes 25 calls
+    # At most 1 MiB of values each: decoding such a piece takes about 25 torch calls.
+    count = max(1, 4 * PART // piece.shape[-1])
     for i in range(0, len(rows), count):
         part = rows[i : i + count]
         take = (*piece.take[:lead], slice(part.start, part.stop, part.step))
         yield replace(piece, take=take), (*index, slice(i, i + len(part)))
 
 
-def _by_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
-    """Yields the pieces for the experts of a piece that takes several, and where in its target they
-    belong.
+def _split_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
+    """Split a piece of several experts into one piece per expert.
+
+    Yields each new piece with its index in the target.
     """
     experts = piece.take[0] if piece.take else slice(None)
     if len(piece.shape) < 3 or isinstance(experts, int):
@@ -144,34 +147,40 @@ def _by_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
 
 
 class ReusedMemory:
-    """Memory for tensors that live one after the other: new pages take longer than what is read
-    into them.
+    """A pool of buffers for short-lived tensors.
+
+    Reuse saves page faults, which take longer than reading data into the pages.
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[NDArray[np.uint8], weakref.ref[Any]]] = []  # and who has it now
+        # Each buffer, and a weak reference to the view that the last tensor in it keeps alive.
+        self._buffers: list[tuple[NDArray[np.uint8], weakref.ref[Any]]] = []
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Returns an uninitialised tensor such as this one, where another was of which no view is
-        left.
+        """Return an uninitialized tensor of the same shape and dtype, in a free buffer if any.
+
+        A buffer is free when no view of its last tensor is alive.
         """
         size = tensor.nbytes
         free = [
-            part
-            for part, user in self._parts
-            if user() is None and size <= len(part) - ALIGNED <= 2 * size
+            buffer
+            for buffer, user in self._buffers
+            if user() is None and size <= len(buffer) - ALIGNED <= 2 * size
         ]
-        memory = min(free, key=len) if free else np.empty(size + ALIGNED, np.uint8)
-        begin = -memory.ctypes.data % ALIGNED
-        used = memory[begin : begin + size]
-        self._parts = [other for other in self._parts if other[0] is not memory]
-        self._parts.append((memory, weakref.ref(used)))
+        buffer = min(free, key=len) if free else np.empty(size + ALIGNED, np.uint8)
+        begin = -buffer.ctypes.data % ALIGNED
+        used = buffer[begin : begin + size]
+        self._buffers = [other for other in self._buffers if other[0] is not buffer]
+        self._buffers.append((buffer, weakref.ref(used)))
         return torch.from_numpy(used).view(tensor.dtype).view(tensor.shape)
 
 
 class Reader:
-    """Open files, memory for what is packed once it is read, and one buffer per thread for what has
-    to be converted on its way. Raises CheckpointError."""
+    """Reads pieces of a checkpoint into parameters, from any number of threads.
+
+    Holds the open files, a pool of buffers for parameters that kernels repack, and a conversion
+    buffer per thread. Raises CheckpointError if a file cannot be read or does not fit.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -186,36 +195,36 @@ class Reader:
                 raise CheckpointError(f"{path} cannot be opened: {error}") from None
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         while self._files:
             os.close(self._files.popitem()[1])
 
     def memory(
         self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
     ) -> Weight:
-        """Returns what `jobs` fill."""
+        """Return an uninitialized parameter, for `jobs` to fill."""
         weight = empty_weight(self._checkpoint, param, pieces, dtype, device)
         if isinstance(weight, Tensor) and device.type == "cpu" and is_packed(param.name):
-            return self._reused.like(weight)  # short-lived: kernels keep it packed
+            return self._reused.like(weight)  # short-lived: kernels keep a packed copy instead
         return weight
 
     def jobs(
         self, piece: Piece, param: Weight, limit: int | None = None
     ) -> Iterator[Callable[[], int]]:
-        """Yields calls that carry out a piece, for any threads in any order; each returns the bytes
-        that it read.
+        """Yield jobs that copy a piece into `param`, for any threads in any order.
 
-        limit: of bytes in one read (default: READ_BYTES). A quantised weight, or one expert's of
-        many, is one job.
+        Each job returns the number of bytes that it read. limit: bytes per read (default:
+        READ_BYTES). A quantized weight, or each expert of it, is one job, because its values and
+        scales are decoded together; GGUF's blocks have their own scales and are split by rows.
         """
         limit = limit or READ_BYTES
         if piece.source in self._checkpoint.stored:
             into = param[piece.at]
-            parts = _by_experts(piece)
+            parts = _split_experts(piece)
             if self._checkpoint.stored[piece.source].form.layout == "ggml" and not piece.transposed:
-                parts = (small for part, index in parts for small in _by_rows(part, index))
+                parts = (small for part, index in parts for small in _split_rows(part, index))
             for part, index in parts:
-                yield partial(self._carry_out_stored, part, into[index], limit)
+                yield partial(self._read_quantised, part, into[index], limit)
         else:
             assert isinstance(param, Tensor)
             target = param[piece.at].mT if piece.transposed else param[piece.at]
@@ -231,9 +240,8 @@ class Reader:
             yield partial(self.read, tensor, block, into[block.at])
 
     @torch.inference_mode()
-    def _carry_out_stored(self, piece: Piece, into: Weight, limit: int) -> int:
+    def _read_quantised(self, piece: Piece, into: Weight, limit: int) -> int:
         def read(tensor: TensorInfo, take: Index) -> Tensor:
-            """Returns a part of a stored tensor."""
             raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
             for job in self._reads(tensor, take, raw, limit):
                 job()
@@ -249,34 +257,38 @@ class Reader:
                 _check_fits(into, stored.values)
         elif isinstance(into, Quantised):
             unpack(stored, piece, into, read)
-        else:
-            narrow = _empty_stored(stored.form, piece.taken, into.dtype, torch.device("cpu"))
-            unpack(stored, piece, narrow, read)
-            into.copy_(dequantised(narrow))
+        else:  # the parameter is not kept quantized
+            quantised = _empty_stored(stored.form, piece.taken, into.dtype, torch.device("cpu"))
+            unpack(stored, piece, quantised, read)
+            into.copy_(dequantised(quantised))
             _check_fits(into, stored.values)
         return _num_bytes(piece, self._checkpoint)
 
     def check_zero(self, bias: TensorInfo) -> int:
-        """Raises CheckpointError if a bias that the model does not have is not zero."""
+        """Raise CheckpointError unless a bias is zero, for a bias that the model does not have.
+
+        Returns 0, the bytes read for progress, like the jobs of `jobs`.
+        """
         raw = torch.empty(bias.shape, dtype=DTYPES[bias.dtype])
         for job in self._reads(bias, (), raw, READ_BYTES):
             job()
         if raw.any():
             raise CheckpointError(
-                f"{bias} is not zero, and the model in config.json has no such bias; download "
+                f"{bias} is not zero, but the model in config.json has no such bias; download "
                 "it again"
             )
         return 0
 
-    @torch.inference_mode()  # per thread: the caller's mode does not reach this one
+    @torch.inference_mode()  # the mode is per thread: the caller's does not apply here
     def read(self, tensor: TensorInfo, block: Block, into: Tensor) -> int:
-        """Fills `into` from a block; returns the bytes taken. Any thread; reading and converting
-        drop the GIL.
+        """Fill `into` from a block of a tensor, and return the number of bytes used.
+
+        Thread-safe. Reading and converting release the GIL.
         """
         dtype = DTYPES[tensor.dtype]
         target = into
-        straight = block.whole and into.is_contiguous()
-        if not straight or into.device.type != "cpu" or into.dtype != dtype:
+        is_direct = block.whole and into.is_contiguous()
+        if not is_direct or into.device.type != "cpu" or into.dtype != dtype:
             num_bytes = math.prod(block.shape) * dtype.itemsize
             target = (
                 self._buffer(num_bytes, pinned=into.device.type == "cuda")
@@ -298,7 +310,7 @@ class Reader:
         return have[:num_bytes]
 
     def stat(self, path: Path) -> os.stat_result:
-        """Returns the status of the file that was opened, whatever its name means by now."""
+        """Return the status of the opened file, even if its path now leads to another file."""
         with CheckpointError.instead_of(OSError, path):
             return os.fstat(self._files[path])
 
@@ -312,9 +324,8 @@ class Reader:
                 count = os.preadv(self._files[tensor.path], [memory[-left:]], offset)
                 if count == 0:
                     raise CheckpointError(
-                        f"{tensor.path} ended inside tensor {tensor.name!r}: the file was "
-                        "changed while it "
-                        "was read; start again when it is complete"
+                        f"{tensor.path} ended inside tensor {tensor.name!r}: the file was changed "
+                        "while it was read; start again when it is complete"
                     )
                 offset = offset + count
                 left = left - count
@@ -324,24 +335,25 @@ def _check_fits(into: Tensor, tensor: TensorInfo) -> None:
     if into.dtype == torch.float16 and not torch.isfinite(into).all():
         raise CheckpointError(
             f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 "
-            "at most); use "
-            "--dtype bfloat16 or float32"
+            "at most); use --dtype bfloat16 or float32"
         )
 
 
 class Params(UserDict[str, Any]):
-    """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Use it as
-    a context.
+    """A load plan's parameters by name, read from the files on access.
 
-    Values are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or
-    `Quantised`: where the files have them so, and with `asked` the other linear layers. On "meta"
-    they have no values, and nothing is read. progress is called with the bytes done and in all, in
-    the thread that asks. threads: concurrent reads (default: one per core, 2 to 16). reader: of the
-    files.
+    Use it as a context manager. Every access reads the parameter again, so `pop` each one once.
+    Values are contiguous tensors of `dtype` (float32, bfloat16 or float16), or `Quantised` if the
+    checkpoint is quantized.
 
-    Raises CheckpointError if plan and checkpoint do not fit each other, and when a parameter is
-    asked for: if a file cannot be read, float16 cannot hold a value, or a weight that is to be
-    quantised is not finite.
+    device: of the parameters; on "meta" nothing is read.
+    asked: quantize the remaining linear layers to this kind.
+    progress: called with the bytes read so far and the total, in the accessing thread.
+    threads: concurrent reads (default: one per core, from 2 to 16).
+    reader: the class that reads the files (loader/dummy.py has another one).
+
+    Raises CheckpointError at once if plan and checkpoint do not match. Raises it on access if a
+    file cannot be read, float16 cannot hold a value, or a weight to quantize is not finite.
     """
 
     def __init__(
@@ -351,7 +363,7 @@ class Params(UserDict[str, Any]):
         dtype: torch.dtype,
         *,
         device: torch.device | str = "cpu",
-        asked: Asked | None = None,
+        asked: QuantizeTo | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         threads: int | None = None,
         reader: type[Reader] = Reader,
@@ -364,10 +376,12 @@ class Params(UserDict[str, Any]):
         self._asked = asked
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._sources = {piece.source for piece in plan.pieces}
-        first = {piece.source: checkpoint.parts(piece.source)[0] for piece in plan.pieces}
-        for piece in sorted(
-            plan.pieces, key=lambda piece: (first[piece.source].path, first[piece.source].offset)
-        ):
+
+        def position(piece: Piece) -> tuple[Path, int]:
+            values = checkpoint.parts(piece.source)[0]
+            return values.path, values.offset
+
+        for piece in sorted(plan.pieces, key=position):  # read in the order of the files
             self._pieces[piece.param].append(piece)
         self._progress = progress
         self._done = 0
@@ -391,25 +405,28 @@ class Params(UserDict[str, Any]):
     def _read(self, param: Param) -> Weight:
         pieces = self._pieces[param.name]
         weight = self._reader.memory(param, pieces, self._dtype, self._device)
-        is_read = self._device.type != "meta"
-        jobs = (
-            [job for piece in pieces for job in self._reader.jobs(piece, weight)] if is_read else []
+        is_meta = self._device.type == "meta"
+        if not is_meta:
+            self._run_reads(list(self._read_jobs(pieces, weight)))
+        if self._asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
+            return weight
+        quantised, rounding_jobs = quantisation_of(
+            weight, self._asked, param.name, self._checkpoint.activations
         )
-        stored = (self._checkpoint.stored.get(piece.source) for piece in pieces if is_read)
-        biases = (weight.bias for weight in stored if weight and weight.bias)
-        jobs += [
-            partial(self._reader.check_zero, bias)
-            for bias in biases
-            if bias.name not in self._sources
-        ]
+        if not is_meta:
+            for _ in self._pool.map(lambda job: job(), rounding_jobs):
+                pass
+        return quantised
+
+    def _read_jobs(self, pieces: list[Piece], weight: Weight) -> Iterator[Callable[[], int]]:
+        for piece in pieces:
+            yield from self._reader.jobs(piece, weight)
+        for piece in pieces:
+            stored = self._checkpoint.stored.get(piece.source)
+            if stored and stored.bias and stored.bias.name not in self._sources:
+                yield partial(self._reader.check_zero, stored.bias)
+
+    def _run_reads(self, jobs: list[Callable[[], int]]) -> None:
         for num_bytes in self._pool.map(lambda job: job(), jobs):
             self._done += num_bytes
             self._progress(self._done, self._total)
-        if self._asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
-            return weight
-        quantised, rounding = quantisation_of(
-            weight, self._asked, param.name, self._checkpoint.activations
-        )
-        for _ in self._pool.map(lambda job: job(), rounding if is_read else []):
-            pass
-        return quantised

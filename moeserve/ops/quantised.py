@@ -1,9 +1,8 @@
-"""Weights in 4 or 8 bits with scales: their meaning, and how weights of 16 or 32 bits are rounded
-to them.
+"""Weights in 4 or 8 bits with scales: their in-memory format, and quantization at load time.
 
-N outputs, K inputs, G groups of inputs with a scale each. Dimensions of experts may come first.
-Rows are rounded one by one, so a row's bits depend on nothing but the row: not on ranks' shares,
-threads, or what else is loaded.
+Shapes: N outputs, K inputs, G groups of inputs (each group has one scale); a dimension of experts
+may come first. Each row (output) is quantized on its own, so its bits depend on no other row, on
+no thread and on no rank's share of the weight.
 """
 
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from moeserve.config import INT4_GROUPS, Activations
 from moeserve.errors import CheckpointError
 
 Kind = Literal["int8", "int4", "fp8", "fp4", "iq4_nl"]
+# The numbers that the 16 codes of a 4-bit kind stand for: fp4 (E2M1) and GGUF's IQ4_NL.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4_NL = (
     -127.0,
@@ -38,43 +38,45 @@ IQ4_NL = (
     89.0,
     113.0,
 )
-Asked = Literal["int8", "int4"]  # what 16 and 32 bits may become here
-PART = 2**18  # elements that one thread rounds at a time: they stay in its cache
-LARGE_PART = 2**21  # likewise on a device, which has no use for less
+QuantizeTo = Literal["int8", "int4"]  # the kinds that `quantise` can produce
+PART = 2**18  # elements that a CPU thread rounds at a time, so that they stay in its cache
+LARGE_PART = 2**21  # elements at a time on a GPU, where smaller parts only add launches
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group] - mins[n, k //
-    group].
+    """A quantized weight, before a kernel packs it.
 
-    values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8), or 0 to 15 that are numbers of
-    E2M1 (fp4) or IQ4_NL (iq4_nl). scales, zeros, mins: fp32 [..., N, G]. zeros None: 8 for int4
-    without mins, otherwise 0. mins None:
-    0. group 0: one scale per output. dtype: of the activations that the weight is multiplied with.
-       rows: outputs of a checkpoint's block, which have equal scales; 0: all outputs of a tensor.
-       activations: `int8` rounds these in blocks of 32 before the product.
+    With g = k // group:
 
-    What adds no meaning, and lets a packer keep fewer bits: supers: (d, dmin) of 256 inputs each,
-    fp32 [..., N, K / 256] and exact in fp16: scales are whole multiples of d, and mins of dmin,
-    from 0 to 63 (-128 to 127 where dmin is None). scale_dtype: scales and mins are exact in it.
-    bits: of int8 values that need fewer, 5 (0 to 31 with mins, -16 to 15 without) or 6 (-32 to 31,
-    in groups of 16); 0: all.
+        w[n, k] = (values[n, k] - zeros[n, g]) * scales[n, g] - mins[n, g]
 
-    int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]]
+    For example int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]].
     """
 
     kind: Kind
-    group: int
-    dtype: torch.dtype
+    group: int  # inputs per scale; 0: one scale per output
+    dtype: torch.dtype  # of the activations that the weight is multiplied with
+    # [..., N, K]: int8; otherwise uint8 with 0 to 15 (int4), the bits of e4m3fn (fp8), or an index
+    # into E2M1 (fp4) or IQ4_NL (iq4_nl)
     values: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
+    scales: Tensor  # fp32 [..., N, G]
+    zeros: Tensor | None = None  # fp32 [..., N, G]; None: 8 for int4 without mins, otherwise 0
+    # outputs per block of the checkpoint, whose scales are equal; 0: all outputs of a tensor
     rows: int = 1
-    mins: Tensor | None = None
-    supers: tuple[Tensor, Tensor | None] | None = None
+    mins: Tensor | None = None  # fp32 [..., N, G]; None: 0
+    # "int8": activations are rounded in blocks of 32 inputs before the product
     activations: Literal["float", "int8"] = "float"
-    scale_dtype: torch.dtype = torch.float32
+
+    # The other fields do not change w. They let a kernel pack GGUF's types in fewer bits.
+
+    # GGUF's super-scales (d, dmin), fp32 [..., N, K / 256], exact in fp16: within 256 inputs,
+    # scales are integer multiples of d, and mins of dmin. The integers are 0 to 63, or -128 to 127
+    # if dmin is None.
+    supers: tuple[Tensor, Tensor | None] | None = None
+    scale_dtype: torch.dtype = torch.float32  # scales and mins are exact in it
+    # bits that int8 values need: 5 (0 to 31 with mins, -16 to 15 without), 6 (-32 to 31, in groups
+    # of 16) or 0 for all 8
     bits: int = 0
 
     @staticmethod
@@ -86,49 +88,65 @@ class Quantised:
         shape: tuple[int, ...],
         device: Device = None,
     ) -> "Quantised":
-        """Return uninitialised memory for a weight of `shape` [..., N, K]."""
+        """Return an uninitialized weight of `shape` [..., N, K]. zeros: with zero points."""
         groups = -(-shape[-1] // group) if group else 1
         values = torch.empty(
             shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device
         )
         scales = torch.empty(*shape[:-1], groups, device=device)
         return Quantised(
-            kind, group, dtype, values, scales, torch.empty_like(scales) if zeros else None
+            kind=kind,
+            group=group,
+            dtype=dtype,
+            values=values,
+            scales=scales,
+            zeros=torch.empty_like(scales) if zeros else None,
         )
 
     @property
     def shape(self) -> torch.Size:
-        """The sizes [..., N, K], whatever the values are packed as."""
+        """The shape [..., N, K] of the weight."""
         return self.values.shape
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors that make up the weight, the values first."""
+        """The tensors that make up the weight, starting with the values."""
         parts = self.values, self.scales, self.zeros, self.mins, *(self.supers or ())
         return tuple(part for part in parts if part is not None)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all parts."""
+        """The total size of all parts in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Quantised":
-        """Return the weight with a change of leading dimensions applied to every part."""
-        d, dmin = self.supers or (None, None)
-        zeros, mins, d, dmin = (
-            None if part is None else change(part) for part in (self.zeros, self.mins, d, dmin)
-        )
-        supers = None if d is None else (d, dmin)
-        scales = change(self.scales)
+        """Return the weight with `change` applied to every part.
+
+        `change` must leave the last dimension alone, whose size differs between parts. If it
+        returns views, the new weight shares memory with this one.
+        """
+
+        def changed(part: Tensor | None) -> Tensor | None:
+            return None if part is None else change(part)
+
+        supers = None
+        if self.supers is not None:
+            d, dmin = self.supers
+            supers = change(d), changed(dmin)
         return replace(
-            self, values=change(self.values), scales=scales, zeros=zeros, mins=mins, supers=supers
+            self,
+            values=change(self.values),
+            scales=change(self.scales),
+            zeros=changed(self.zeros),
+            mins=changed(self.mins),
+            supers=supers,
         )
 
     def __getitem__(self, index: Any) -> "Quantised":
         return self.each(lambda part: part[index])
 
     def chunk(self, count: int) -> "tuple[Quantised, ...]":
-        """Split the first dimension into `count` parts, as Tensor.chunk does."""
+        """Split the first dimension into `count` chunks, as Tensor.chunk does."""
         step = -(-self.shape[0] // count)
         return tuple(self[i : i + step] for i in range(0, self.shape[0], step))
 
@@ -141,75 +159,79 @@ Weight = Tensor | Quantised
 
 
 def dequantised(weight: Quantised) -> Tensor:
-    """Return what a weight means, fp32 [..., N, K]."""
+    """Return the dequantized weight, fp32 [..., N, K].
+
+    Reference for the kernels. The loader uses it, too, for weights that it cannot keep quantized.
+    """
     values = weight.values.float()
     if weight.kind == "fp8":
         values = weight.values.view(torch.float8_e4m3fn).float()
     elif weight.kind in ("fp4", "iq4_nl"):
         table = E2M1 if weight.kind == "fp4" else IQ4_NL
         values = torch.tensor(table, device=values.device)[weight.values.int()]
-    inputs = values.shape[-1]
+    num_inputs = values.shape[-1]
 
-    def spread(parts: Tensor) -> Tensor:
-        return parts.repeat_interleave(weight.group or inputs, -1)[..., :inputs]
+    def per_input(per_group: Tensor) -> Tensor:
+        return per_group.repeat_interleave(weight.group or num_inputs, -1)[..., :num_inputs]
 
-    zeros = (
-        spread(weight.zeros)
-        if weight.zeros is not None
-        else 8
-        if weight.kind == "int4" and weight.mins is None
-        else 0
-    )
-    scaled = (values - zeros) * spread(weight.scales)
-    return scaled if weight.mins is None else scaled - spread(weight.mins)
+    zeros: Tensor | int = 0
+    if weight.zeros is not None:
+        zeros = per_input(weight.zeros)
+    elif weight.kind == "int4" and weight.mins is None:
+        zeros = 8
+    scaled = (values - zeros) * per_input(weight.scales)
+    return scaled if weight.mins is None else scaled - per_input(weight.mins)
 
 
 def group_of(num_inputs: int) -> int:
-    """The number of inputs in a group of int4 weights; 0 where no group size divides num_inputs."""
+    """Return the group size of an int4 weight; 0 if no supported size divides `num_inputs`."""
     return next((group for group in INT4_GROUPS if num_inputs % group == 0), 0)
 
 
 def quantisation_of(
-    weight: Tensor, kind: Asked, name: str, activations: Activations = "auto"
+    weight: Tensor, kind: QuantizeTo, name: str, activations: Activations = "auto"
 ) -> tuple[Quantised, list[Callable[[], None]]]:
-    """Return memory for a quantised weight, and the calls of `quantise` that fill it, in any
-    order.
+    """Return an uninitialized quantized weight, and the jobs that fill it.
+
+    The jobs may run in any order and on any threads. name: of the parameter, for error messages.
     """
     group = group_of(weight.shape[-1]) if kind == "int4" else 0
-    into = Quantised.empty(kind, group, False, weight.dtype, tuple(weight.shape), weight.device)
-    into = replace(into, activations="int8" if activations == "int8" else "float")
-    rows_NK = weight.flatten(0, -2)
-    into_NK = into.each(lambda part: part.flatten(0, -2))
-    step = max(1, (PART if weight.device.type == "cpu" else LARGE_PART) // weight.shape[-1])
-    parts = [slice(i, i + step) for i in range(0, len(rows_NK), step)]
-    return into, [partial(quantise, rows_NK[part], into_NK[part], name) for part in parts]
+    quantised = Quantised.empty(
+        kind, group, False, weight.dtype, tuple(weight.shape), weight.device
+    )
+    quantised = replace(quantised, activations="int8" if activations == "int8" else "float")
+    weight_NK = weight.flatten(0, -2)
+    # `quantised` is contiguous, so these are views of it: the jobs fill it through them.
+    into_NK = quantised.each(lambda part: part.flatten(0, -2))
+    job_elements = PART if weight.device.type == "cpu" else LARGE_PART
+    step = max(1, job_elements // weight.shape[-1])
+    rows = [slice(i, i + step) for i in range(0, len(weight_NK), step)]
+    return quantised, [partial(quantise, weight_NK[part], into_NK[part], name) for part in rows]
 
 
-@torch.inference_mode()  # per thread: the caller's mode does not reach others
+@torch.inference_mode()  # the mode is per thread: the caller's does not apply in a thread pool
 def quantise(weight_NK: Tensor, into: Quantised, name: str) -> None:
-    """Round rows to whole multiples of their scales, without zero points.
+    """Quantize rows into `into` (int8 or int4), without zero points.
 
-    int8: the largest magnitude is 127. int4: it is -8, of the 16 values the one without a
-    counterpart, so that the one weight that matters most is exact. Raises CheckpointError (with
-    `name`) for NaN and infinity.
+    int8: the scale maps the largest magnitude to 127. int4: it maps the weight of the largest
+    magnitude to -8, which of the values -8 to 7 has no counterpart of the other sign. So this
+    weight, which matters most, is exact. Raises CheckpointError (with `name`) for NaN and infinity.
     """
     w_NGg = weight_NK.float().view(*into.scales.shape, -1)
     high = w_NGg.amax(-1)
     low = w_NGg.amin(-1)
     if into.kind == "int8":
         scales = torch.maximum(high, -low) / 127
-        least = -127
-        most = 127
-        shift = 0
+        lowest = -127
+        highest = 127
+        offset = 0
     else:
         scales = torch.where(high > -low, high, low) / -8
-        least = -8
-        most = 7
-        shift = 8
+        lowest = -8
+        highest = 7
+        offset = 8  # stored as 0 to 15
     if not scales.isfinite().all():
-        raise CheckpointError(
-            f"{name} has weights that are NaN or infinite: they cannot be quantised"
-        )
+        raise CheckpointError(f"{name} has NaN or infinite weights, which cannot be quantized")
     divisors = torch.where(scales == 0, 1, scales).unsqueeze(-1)
     into.scales.copy_(scales)
-    into.values.copy_((w_NGg / divisors).round_().clamp_(least, most).add_(shift).flatten(-2))
+    into.values.copy_((w_NGg / divisors).round_().clamp_(lowest, highest).add_(offset).flatten(-2))

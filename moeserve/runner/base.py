@@ -32,7 +32,7 @@ from moeserve.models.workspace import Inflow
 from moeserve.moe.all2all.registry import make_backends, most_rows
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.quantised import Asked
+from moeserve.ops.quantised import QuantizeTo
 from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
@@ -125,7 +125,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.placement = placement or first_placement(config, spec, world)
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
         self.kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
-        self.asked: Asked | None = (
+        self.asked: QuantizeTo | None = (
             None if config.model.quantization == "none" else config.model.quantization
         )
         self.groups = groups_of(spec.kv_rules, config.cache.block_size, len(spec.draft_layers))

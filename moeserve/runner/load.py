@@ -37,7 +37,7 @@ from moeserve.moe.experts.registry import EXPERT_KERNELS
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native_layer import BYTES_IN_12_BITS, new_room
 from moeserve.ops.pick import pick_ops
-from moeserve.ops.quantised import Asked
+from moeserve.ops.quantised import QuantizeTo
 from moeserve.ops.table import Ops
 from moeserve.ops.traced import traced
 from moeserve.runner.experts import BYTES_PER_S, SHARE, Pace
@@ -81,7 +81,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     config: Config,
-    asked: Asked | None,
+    asked: QuantizeTo | None,
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
@@ -192,7 +192,7 @@ def draft_params(
     model_dir: Path,
     model: Decoder,
     config: Config,
-    asked: Asked | None,
+    asked: QuantizeTo | None,
     memory: MemoryFacts,
     plan_of: Callable[[Collection[str]], LoadPlan],
 ) -> Iterator[tuple[Params, Ops]]:
@@ -271,7 +271,7 @@ def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
     return folder
 
 
-def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Ops:
+def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: QuantizeTo | None) -> Ops:
     """Return the table, which packs large weights into memory whose pages are made ahead."""
     packed = replace(plan, params=tuple(param for param in plan.params if is_packed(param.name)))
     num_bytes = weight_bytes(checkpoint, packed, ops, asked)
@@ -281,7 +281,7 @@ def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | 
 
 
 def _on_disk(
-    checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None, expert_memory: int | None
+    checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: QuantizeTo | None, expert_memory: int | None
 ) -> int:
     """Return the bytes of the experts that are not in memory."""
     if expert_memory is None:
@@ -294,7 +294,7 @@ def _check_kernels(
     ops: Ops,
     checkpoint: Checkpoint,
     plan: LoadPlan,
-    asked: Asked | None,
+    asked: QuantizeTo | None,
     packed_cache: str | None = None,
     expert_memory: int | None = None,
     lossless: Lossless = "off",
@@ -343,7 +343,7 @@ def _check_kernels(
 
 
 def _quantised(
-    checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None
+    checkpoint: Checkpoint, plan: LoadPlan, asked: QuantizeTo | None
 ) -> Iterator[tuple[Param, StoredFormat]]:
     """Yield each parameter in 4 or 8 bits, and its format."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -374,7 +374,7 @@ def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
     return f"they stay {ops.dtype} here, weights alone are quantised"
 
 
-def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None) -> int:
+def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: QuantizeTo | None) -> int:
     """Return about the bytes of the parameters that a rank loads, as they are in memory."""
     narrow = {
         param.name: form.bytes_per_weight for param, form in _quantised(checkpoint, plan, asked)

@@ -150,7 +150,7 @@ def test_changes_are_named(made: tuple[Receipt, Computed]) -> None:
     for changed, what in (
         (replace(receipt, token_ids=receipt.token_ids[:128]), "max_tokens is 130"),
         (replace(receipt, links=receipt.links[:2]), "it has 2 links"),
-        (_with(receipt, "links", 1, "x"), "link 1 is no SHA-256"),
+        (_with(receipt, "links", 1, "x"), "link 1 is not a SHA-256"),
         (
             replace(receipt, marks=receipt.marks[8:]),
             "its marks have 1032 digits; those of 130 tokens have 1040",

@@ -86,7 +86,7 @@ def test_an_index_may_name_a_tensor_that_no_file_has(tmp_path: Path) -> None:
     check_plan(checkpoint, LoadPlan(params[:1], pieces[:1]))
     with pytest.raises(
         CheckpointError,
-        match=rf"tensor 'lm_head.weight' \[2\] is missing from {A}, which has it by the index",
+        match=rf"tensor 'lm_head.weight' \[2\] is missing from {A}, where the index has it",
     ):
         check_plan(checkpoint, LoadPlan(params, pieces))
 

@@ -53,7 +53,7 @@ ONE: Tensors = [(b"a", (4, 2), 0, 0)]
 WHOLE = padded(header(number(b"x", 7), tensors=ONE), 32)
 ARRAY = struct.pack("<I", 9)
 HOSTILE = {
-    "empty": (b"", "needs 4 bytes, and 0"),
+    "empty": (b"", "needs 4 bytes, but 0"),
     "cut in the counts": (WHOLE[:13], "needs 8 bytes"),
     "cut in a tensor": (header(tensors=ONE)[:-3], "bytes are left"),
     "magic": (header(magic=b"GGJT"), "begins with b'GGJT'"),
@@ -80,7 +80,7 @@ HOSTILE = {
         f"claims {2**60} items",
     ),
     "arrays in arrays": (header(text(b"k") + ARRAY * 200), r"type 9 \(an array of arrays\)"),
-    "a key twice": (header(number(b"x", 1), number(b"x", 2)), "'x' is there twice"),
+    "a key twice": (header(number(b"x", 1), number(b"x", 2)), "'x' occurs twice"),
     "alignment 0": (padded(header(number(b"general.alignment", 0)), 0), "general.alignment is 0"),
     "alignment 24": (
         padded(header(number(b"general.alignment", 24)), 0),
@@ -103,13 +103,13 @@ HOSTILE = {
         padded(header(tensors=[(b"a", (2**32, 2**32), 0, 0)]), 32),
         f"has {2**66} bytes",
     ),
-    "behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 32)]), 32), "has 32 bytes at 32"),
+    "behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 32)]), 32), "has 32 bytes at offset 32"),
     "far behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 2**63)]), 32), f"at {2**63}"),
-    "a cut tensor": (WHOLE[:-1], "has 32 bytes at 0 of the data, which has 31"),
+    "a cut tensor": (WHOLE[:-1], "has 32 bytes at offset 0 of the data, which has 31"),
     "no data": (header(tensors=ONE), "of the data, which has 0"),
     "an odd offset": (padded(header(tensors=[(b"a", (4, 2), 0, 8)]), 64), "an alignment of 32"),
     "overlap": (padded(header(tensors=[*ONE, (b"b", (16,), 0, 0)]), 64), "'a' and 'b' overlap"),
-    "a name twice": (padded(header(tensors=[*ONE, (b"a", (8,), 0, 32)]), 64), "'a' is there twice"),
+    "a name twice": (padded(header(tensors=[*ONE, (b"a", (8,), 0, 32)]), 64), "'a' occurs twice"),
     "an unknown kind": (
         padded(header(tensors=[(b"a", (32,), 99, 0)]), 64),
         "is of type 99; supported: F32, F16",
@@ -209,7 +209,7 @@ def test_types_have_the_package_s_blocks() -> None:
         (
             [number(b"split.count", 2)],
             "model.gguf",
-            "split.count is 2, which is not what the file's name says",
+            "split.count is 2, which does not match the file's name",
         ),
         ([], "m-00001-of-00002.gguf", "split.count is 1"),
         (
@@ -240,10 +240,10 @@ def test_parts_must_be_in_their_order_and_all_there(tmp_path: Path) -> None:
     assert [tensor.name for each in read_model(first) for tensor in each.tensors] == ["0", "1"]
     whole = second.read_bytes()
     second.write_bytes(first.read_bytes() + bytes(1))
-    with pytest.raises(CheckpointError, match=r"split.no is 0, and the file's name says 1"):
+    with pytest.raises(CheckpointError, match=r"split.no is 0, but by the file's name 1"):
         read_model(first)
     second.write_bytes(padded(header(number(b"split.no", 1)), 1) + bytes(len(whole)))
-    with pytest.raises(CheckpointError, match=r"split.tensors.count is 2, the files have 1"):
+    with pytest.raises(CheckpointError, match=r"split.tensors.count is 2, but the files have 1"):
         read_model(first)
 
 

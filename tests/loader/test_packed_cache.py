@@ -193,7 +193,7 @@ def test_a_damaged_file_is_named_once_and_replaced(
         assert same(have, expected)
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
-        assert "packed anew and replaced" in record.getMessage()
+        assert "cannot be used and will be replaced" in record.getMessage()
         assert file.name in record.getMessage()
         cache.finish()
         assert file_in(folder).read_bytes() == whole
@@ -204,7 +204,7 @@ def test_a_file_of_another_key_is_not_taken(folder: Path, caplog: pytest.LogCapt
     assert not caplog.records
     file_in(folder).rename(folder / "other.packed")
     assert not start(folder, "other")[0].found
-    assert "made for something else" in caplog.text
+    assert "not have the weights that its name stands for" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_where_nothing_can_be_kept_the_start_goes_on(
     assert not cache.found
     cache.finish()
     assert same(have, start(tmp_path / "other")[1])
-    assert "packed weights cannot be kept: " in caplog.text
+    assert "packed weights cannot be cached: " in caplog.text
     assert not list(tmp_path.rglob("new-*"))
 
 
@@ -242,7 +242,7 @@ def test_a_file_that_others_can_write_is_not_used(
     second, found = start(tmp_path)
     assert not second.found
     assert same(found, made)
-    assert "this user alone" in caplog.text
+    assert "only this user" in caplog.text
     second.finish()
     assert start(tmp_path)[0].found
 
@@ -250,7 +250,7 @@ def test_a_file_that_others_can_write_is_not_used(
 def test_a_pipe_in_its_place_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     os.mkfifo(tmp_path / f"{KEY}.packed", 0o600)
     cache, _ = start(tmp_path)
-    assert "this user alone" in caplog.text
+    assert "only this user" in caplog.text
     cache.finish()
     assert start(tmp_path)[0].found
 
@@ -317,7 +317,7 @@ def test_the_least_recently_used_file_makes_room(
     assert names() == {"0", "2", "3"}
     one("4", 3 * size, sharers=2)
     one("5", size // 2)
-    assert "packed weights cannot be kept" in caplog.text
+    assert "packed weights cannot be cached" in caplog.text
     assert names() == {"0", "3", "4"}
 
 
@@ -350,7 +350,7 @@ def test_without_a_home_nothing_is_cached(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "expanduser", Mock(side_effect=RuntimeError("no home")))
     assert folder_of(asked) is None
-    assert f"{asked or '~/.cache/moeserve/packed'} has no home directory" in caplog.text
+    assert f"{asked or '~/.cache/moeserve/packed'} needs a home directory" in caplog.text
     assert "set HOME" in caplog.text
 
 
@@ -371,7 +371,7 @@ def test_a_full_disk_leaves_nothing_behind(
         cache.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "packed weights cannot be kept: " in caplog.text
+    assert "packed weights cannot be cached: " in caplog.text
     assert not list(tmp_path.iterdir())
 
 

@@ -148,7 +148,7 @@ BAD = [
     ({"quant_method": "gptq", "bits": 3}, "bits is 3; supported: 4, 8"),
     (
         {"quant_method": "gptq", "bits": 4, "desc_act": True},
-        "desc_act is True; groups of inputs in another order",
+        "desc_act is True; groups of reordered inputs",
     ),
     (
         {"quant_method": "gptq", "bits": 8, "sym": False},
@@ -180,11 +180,11 @@ BAD = [
     ),
     (
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
-        "quantized_layers is None; it must name layers",
+        "quantized_layers is None; it must map names of layers",
     ),
     (
         compressed("nvfp4-pack-quantized"),
-        "type is 'int'; supported: float where the format is nvfp4-pack-quantized",
+        "type is 'int'; supported: float with the format nvfp4-pack-quantized",
     ),
     (compressed("nvfp4-pack-quantized", type="float"), "group_size is 128; supported: 16"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; supported: e4m3"),
@@ -195,10 +195,10 @@ BAD = [
     ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "the second a multiple of 8"),
     (compressed("marlin-24"), "format is 'marlin-24'; supported: pack-quantized"),
     (compressed(num_bits=3), "num_bits is 3; it must be an integer from 4 to 8"),
-    (compressed(num_bits=6), "num_bits is 6; supported: 8, and 4 where"),
+    (compressed(num_bits=6), "num_bits is 6; supported: 8, and 4 with"),
     (
         compressed("int-quantized"),
-        "num_bits is 4; supported: 8, and 4 where the format is pack-quantized",
+        "num_bits is 4; supported: 8, and 4 with the format pack-quantized",
     ),
     (compressed(type="float"), "type is 'float'; supported: int"),
     (compressed(actorder="group"), "actorder is 'group'; this is not supported"),
@@ -219,7 +219,7 @@ BAD = [
     (compressed(top={"config_groups": {"W8A16": ["Linear"]}}), "config_groups"),
     (
         compressed(top={"config_groups": {"a": {"weights": None}}}),
-        "weights is None; groups of activations alone",
+        "weights is None; groups that quantize activations alone",
     ),
     ([], "quantization_config"),
 ]
@@ -405,8 +405,8 @@ CHANGES: list[tuple[str, Any, str]] = [
         "int8",
         lambda t: t.update({Q: t.pop(Q).float()}) is t.pop(Q + "_scale"),
         (
-            f"tensor {Q!r} is not quantised and 'model.layers.0.self_attn.v_proj.weight' is int8; "
-            "they are computed as one"
+            f"tensor {Q!r} is not quantized and 'model.layers.0.self_attn.v_proj.weight' is int8; "
+            "they must have the same format"
         ),
     ),
     (
@@ -415,7 +415,7 @@ CHANGES: list[tuple[str, Any, str]] = [
             "model.embed_tokens.weight": torch.ones(256, 64, dtype=torch.int8),
             "model.embed_tokens.weight_scale": torch.ones(256, 1),
         }),
-        "'model.embed_tokens.weight' is quantised; this is supported for linear layers only",
+        "'model.embed_tokens.weight' is quantized, which is supported for linear layers only",
     ),
 ]  # fmt: skip
 

@@ -284,7 +284,7 @@ def test_missing_and_surplus_tensors_are_named(small_file: Path, refused: Refuse
     )
     message = refused(open_checkpoint(small_file.parent), plan)
     assert "tensor 'gone' [2, 3] is missing" in message
-    assert "tensor 'a.f32' in model.safetensors has no place in this model" in message
+    assert "tensor 'a.f32' in model.safetensors is not part of this model" in message
     assert "Use the config.json that came with the weights" in message
 
 

@@ -82,7 +82,7 @@ def test_rows_keep_their_bits_in_any_company(kind: str, monkeypatch: pytest.Monk
 def test_what_is_not_finite_is_refused_by_name(kind: str, bad: float) -> None:
     weight = torch.zeros(40, 64)
     weight[31, 5] = bad
-    with pytest.raises(CheckpointError, match="w has weights that are NaN or infinite"):
+    with pytest.raises(CheckpointError, match="w has NaN or infinite weights"):
         quantised(weight, kind)
 
 

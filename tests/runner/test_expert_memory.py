@@ -84,10 +84,10 @@ def test_a_damaged_file_is_packed_anew(
         data.seek(-1, os.SEEK_CUR)
         data.write(bytes([byte[0] ^ 1]))
     same(run(path, **settings), expected)
-    assert "packed anew" in caplog.text
+    assert "will be replaced" in caplog.text
     caplog.clear()
     same(run(path, **settings), expected)
-    assert "packed anew" not in caplog.text
+    assert "will be replaced" not in caplog.text
 
 
 def test_a_file_cut_short_while_serving_ends_the_engine(
@@ -121,13 +121,14 @@ def test_a_full_disk_is_said_before_anything_is_served(
     resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 5000, limits[1]))
     try:
         with pytest.raises(
-            ConfigError, match=r"cannot be written: .*make room.*packed_cache name another folder"
+            ConfigError,
+            match=r"cannot be written: .*free disk space.*packed_cache to another directory",
         ):
             run(path, packed_cache=str(tmp_path), expert_memory=SMALL)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"may hold 1,000 bytes .*make room"):
+    with pytest.raises(ConfigError, match=r"may hold 1,000 bytes .*free disk space"):
         run(path, packed_cache=str(tmp_path), expert_memory=SMALL, packed_cache_bytes=1000)
 
 

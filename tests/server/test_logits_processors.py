@@ -38,7 +38,7 @@ async def test_what_reaches_the_engine(live: Any, asked: Any, expected: Any) -> 
 @pytest.mark.parametrize(
     ("asked", "param", "message"),
     [
-        (["three"], "logits_processors", "there is no 'three' here; known: one, two"),
+        (["three"], "logits_processors", "'three' is unknown; known: one, two"),
         ([{"name": "os:system", "args": {}}], "logits_processors", "known: one, two"),
         ([{"qualname": "os.system", "args": []}], "logits_processors[0]", "qualname"),
         ([{"args": {}}], "logits_processors[0].name", "required"),
@@ -68,5 +68,5 @@ async def test_there_may_be_none(live: Any) -> None:
     )
     assert (status, answer["error"]["message"]) == (
         400,
-        "logits_processors: there is no 'x' here; known: none",
+        "logits_processors: 'x' is unknown; known: none",
     )

@@ -24,7 +24,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.models.mtp import build_mtp, mtp_load_plan, with_mtp
 from moeserve.models.spec import ModelSpec
-from moeserve.ops.quantised import Asked
+from moeserve.ops.quantised import QuantizeTo
 from moeserve.runner.limits import MemoryFacts
 from moeserve.runner.load import Shard, draft_params
 from moeserve.runner.speculation.base import Drafter
@@ -72,7 +72,7 @@ def load_drafter(
     speculation: SpeculationSpec,
     model: Decoder,
     config: Config,
-    asked: Asked | None,
+    asked: QuantizeTo | None,
     shard: Shard,
     memory: MemoryFacts,
 ) -> Drafter:
