@@ -235,7 +235,7 @@ def _decode(pair: _Pair, link: Link, rounds: int) -> dict[str, Any]:
         mode: np.array([*map(_took_s, found[mode])]).reshape(rounds, CHUNK).sum(1)
         for mode in ("off", "auto")
     }
-    # Ratios of neighbouring rounds cancel out other load on the machine. Rounds are summed so that
+    # Ratios of neighboring rounds cancel out other load on the machine. Rounds are summed so that
     # steps in which auto tries two micro-batches count in full.
     return {
         **{mode: _summary(found[mode], found["off"]) for mode in MODES},

@@ -1,15 +1,17 @@
-"""Predicted beside published: throughput and times that others measured on GPUs, and the roofline's
-for the same.
+"""The roofline's predictions beside published throughput and times of other engines on GPUs.
 
     python -m benchmarks.published [--tables DIR]
 
-Only the two rows marked as fitted set a number of the model (`in_situ` in
-moeserve/plan/hardware.py). Sources are named in each row. Layouts that share experts by columns
-(TP) are left out: this engine does not run them. Where their engines multiply latents out for
-prompts, the model does so as well; moeserve attends to latents themselves (docs/planning.md). The
-share of operations that 16-bit expert kernels reach is the one with which the roofline is right at
-the median of other shapes in aiconfigurator-core's tables of H100 and H200: --tables computes that
-again.
+Each row names its source. The two rows marked as fitted set `in_situ` in moeserve/plan/hardware.py;
+no other row sets a number of the model. Layouts that shard experts by columns (TP) are omitted,
+because moeserve does not run them. Where those engines expand latents for prompts, so does the
+prediction; moeserve attends to the latents themselves (docs/planning.md).
+
+The share of peak operations that 16-bit expert kernels reach was set so that the roofline is right
+at the median of other shapes in aiconfigurator-core's tables of H100 and H200. --tables computes
+that again, and adds predictions that use the tables to each row.
+
+Prints and saves all rows, and the median and worst error of those that are not fitted.
 """
 
 from __future__ import annotations
@@ -55,9 +57,8 @@ QWEN3_30B: dict[str, Any] = {
 H100_NVL = replace(
     DEVICES["h100"], name="H100 NVL", memory=94 * 10**9, bytes_per_s=3.9e12, flops=835e12
 )
-MEASURED: dict[
-    str, KernelTables
-] = {}  # by device: with --tables, for a second prediction of each row
+# Measured kernels by device: filled by --tables for a second prediction of each row.
+MEASURED: dict[str, KernelTables] = {}
 BLOG = "lm-sys blog, 2025-05-05"
 PROFILE = "deepseek-ai profile-data, in the " + BLOG
 PREFILLS = ((1024, 57_700), (2048, 54_500), (4096, 50_300))
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def table() -> list[dict[str, Any]]:
-    """Returns each row with its error."""
+    """Return each row with its error."""
     v3 = spec_of(DEEPSEEK_V3)
     qwen = spec_of(QWEN3_30B)
     h100 = DEVICES["h100"]
@@ -132,7 +133,6 @@ def table() -> list[dict[str, Any]]:
 def row(
     what: str, source: str, published: float, predicted: float, *, fitted: bool = False
 ) -> dict[str, Any]:
-    """Returns a row of the table."""
     return {
         "what": what, "source": source, "published": published, "predicted": round(predicted, 3),
         "fitted": fitted, "error": round(predicted / published - 1, 4),
@@ -140,7 +140,7 @@ def row(
 
 
 def spec_of(values: dict[str, Any]) -> ModelSpec:
-    """Returns the spec of a config.json."""
+    """Return the spec of a config.json."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values), "utf-8")
         return read_model_spec(Path(folder))
@@ -156,10 +156,10 @@ def cost_of(
 
 
 def prefill(spec: ModelSpec, device: Device, dp: int, tokens: int, length: int) -> float:
-    """Returns prompt tokens per second of one device."""
+    """Return prompt tokens per second per device."""
     _, cost = cost_of(spec, device, dp)
     mixer = spec.layers[0].mixer
-    if isinstance(mixer, LatentAttention):  # multiplied out, as these engines do for prompts
+    if isinstance(mixer, LatentAttention):  # expanded to keys and values, as in these engines
         operations = 2 * mixer.num_heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)
         cost.attending = [replace(kind, operations=operations) for kind in cost.attending]
     rows = tokens // length
@@ -168,14 +168,14 @@ def prefill(spec: ModelSpec, device: Device, dp: int, tokens: int, length: int) 
 
 
 def step(spec: ModelSpec, device: Device, dp: int, tp: int, rows: int, context: int) -> float:
-    """Returns the seconds of a step in which each engine decodes so many rows."""
+    """Return the seconds of a step in which each engine decodes `rows` requests."""
     _, cost = cost_of(spec, device, dp, tp)
     shape = Shape(rows, rows, rows, (float(rows * context),), (float(rows * context),))
     return max(cost.seconds([shape] * dp), cost.host_seconds(shape))
 
 
 def decode(spec: ModelSpec, device: Device, dp: int, rows: int, context: int) -> float:
-    """Returns output tokens per second of one device."""
+    """Return output tokens per second per device."""
     return rows / step(spec, device, dp, 1, rows, context)
 
 
@@ -190,8 +190,9 @@ def served(
     tokens: int = 8192,
     kv_tokens: int = 0,
 ) -> float:
-    """Returns the most requests per second of all engines, of at most so many rows each, in closed
-    form.
+    """Return the most requests per second of all engines together, in closed form.
+
+    Each engine runs at most `rows` requests at once.
     """
     config, cost = cost_of(spec, device, dp, tp, max_num_seqs=rows, max_num_batched_tokens=tokens)
     memory = rank_memory(spec, config, device)
@@ -205,7 +206,7 @@ def served(
 
 
 def expert_ms(spec: ModelSpec, device: Device, tokens: int) -> float:
-    """Returns the milliseconds of one layer's experts alone."""
+    """Return the milliseconds of one layer's experts alone."""
     _, cost = cost_of(spec, replace(device, in_situ=1.0), 1)
     return (
         1e3 * cost.terms([Shape(tokens, 1, 0, (0.0,), (0.0,))])["experts"] / cost.weights.moe_layers
@@ -213,9 +214,11 @@ def expert_ms(spec: ModelSpec, device: Device, tokens: int) -> float:
 
 
 def other_shapes(source: str, name: str) -> dict[str, Any]:
-    """Returns the errors of the roofline for 16-bit experts that the rows above do not have, where
-    operations take longest. Experts that would be read faster than memory is have two matrices, not
-    three, and are left out."""
+    """Return the roofline's errors for 16-bit experts of other shapes, where operations dominate.
+
+    Entries that would read experts faster than memory allows are omitted: those experts must have
+    two matrices instead of three.
+    """
     device = DEVICES[name]
     errors = []
     shares: list[float] = []

@@ -1,6 +1,4 @@
-"""Random requests for benchmarks.same_tokens: prompts of many kinds, every sampling parameter,
-grammars, aborts.
-"""
+"""Random requests for benchmarks.same_tokens: all kinds of prompts, parameters and grammars."""
 
 from __future__ import annotations
 
@@ -40,19 +38,17 @@ BAD = ("the", " was", " a", "and", "said", ".", "He", " little")
 
 @dataclass(frozen=True)
 class Request:
-    """abort_after: tokens of all its sequences after which the reader leaves; None: it reads to the
-    end.
-    """
+    """One request and what its reader does."""
 
     kind: str
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
-    abort_after: int | None = None
+    abort_after: int | None = None  # disconnect after so many tokens of all its sequences
 
 
 class RandomRequests:
-    """Makes request number i of a seed, the same in every process. vocab_size: of the model."""
+    """Makes request number i of a seed, the same in every process."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int, seed: int
@@ -79,7 +75,6 @@ class RandomRequests:
         ]
 
     def request(self, i: int) -> Request:
-        """Returns request i."""
         rng = random.Random(f"{self.seed} {i}")
         kind = rng.choice(list(self.kinds))
         prompt = self.kinds[kind](rng)[:MAX_PROMPT] or [self.vocab_size // 2]
@@ -115,8 +110,9 @@ class RandomRequests:
     # ---- parameters
 
     def params(self, rng: random.Random) -> dict[str, Any]:
-        """Each parameter is at its default for most requests, so that pairs and triples of them
-        occur.
+        """Return random parameters.
+
+        Most are at their default in any one request, so that single ones, pairs and triples occur.
         """
         max_tokens = rng.randint(1, MAX_TOKENS)
         ids = [rng.randrange(self.vocab_size) for _ in range(60)]
@@ -158,7 +154,7 @@ def filled(rng: random.Random, text: str, i: int = 0) -> str:
 
 
 def grammar(rng: random.Random) -> dict[str, Any]:
-    """Returns one of a hundred constraints."""
+    """Return one of a hundred constraints."""
     kind = rng.choice(("regex", "choice", "json"))
     n = rng.randint(3, 30)
     if kind == "regex":

@@ -1,17 +1,17 @@
-"""Rebalancing of skewed experts: how even 8 simulated ranks become, and what a step notices while
-weights move.
+"""Rebalancing of skewed experts: how even 8 simulated ranks become, and its effect on step times.
 
     python -m benchmarks.rebalance
 
-Placement: experts are chosen with Zipf probabilities (128 experts in 48 layers, another order in
-each); a placement is computed from 50,000 counted choices per layer and judged on 50,000 others.
-makespan: sum over layers of the fullest rank's load. Targets: mean/fullest >= 0.9, makespan >= 1.4
-times shorter than experts in order, solved in < 0.5 s.
+Placement: experts are chosen with Zipf probabilities (128 experts in 48 layers, in another order in
+each layer). A placement is computed from 50,000 counted choices per layer and judged on 50,000
+others. `makespan` is the sum over layers of the fullest rank's load. Targets: mean/fullest 0.9 or
+more, makespan 1.4 times shorter than with experts in order, solved within 0.5 s.
 
-Moving: one process computes decode steps of a small MoE model over and over; half of its experts
-are then replaced from a checkpoint on disk. Target: p99 of the time of a step <= 1.3 times that
-before. Run it pinned to one core (`taskset -c 0`) for the hard case, in which steps and background
-share it.
+Moving: one process repeats decode steps of a small MoE model while half of its experts are replaced
+from a checkpoint on disk. Target: p99 of the step time at most 1.3 times that before. Pinned to one
+core (`taskset -c 0`), steps and background work share that core, which is the hard case.
+
+Prints and saves both.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def zipf(layers: int, experts: int, s: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Probability of each expert in each layer."""
+    """Return the probability of each expert in each layer."""
     share = np.arange(1, experts + 1) ** -s
     return np.stack([rng.permutation(share / share.sum()) for _ in range(layers)])
 
@@ -129,7 +129,7 @@ def solve_time(layers: int, experts: int, ranks: int, redundant: int) -> dict[st
 
 
 def moving(num_steps: int) -> dict[str, Any]:
-    """Rank 0 of 2 computes on; then it takes over the experts of rank 1."""
+    """Run steps on rank 0 of 2, then while it takes over the experts of rank 1."""
     spec = Sizes(
         architecture="Qwen3MoeForCausalLM",
         vocab=8,
@@ -189,8 +189,9 @@ def _write(folder: Path, spec: ModelSpec) -> None:
 def _rank(
     folder: Path, spec: ModelSpec, placement: Placement
 ) -> tuple[list[MoELayer], ExpertStore]:
-    """Rank 0 with its experts; rows for the other rank's slots are computed by its own, as in
-    warm-up.
+    """Return rank 0's layers and expert store.
+
+    Tokens routed to the other rank's slots are computed by rank 0's own, as in warm-up.
     """
     checkpoint = open_checkpoint(folder)
     names = checkpoint.tensors.keys()
@@ -207,9 +208,8 @@ def _rank(
             [kernel.pack_expert(*files.read(layer, expert)) for expert in placement.local(layer, 0)]
         )
         gate = ops.pack_linear(torch.randn(placement.experts_per_rank, spec.hidden_size), None)
-        router = Router(
-            gate, spec.experts_per_token, RouterRule(renormalize=True), ops
-        )  # chooses among the slots that are here
+        # Chooses among the slots of this rank only.
+        router = Router(gate, spec.experts_per_token, RouterRule(renormalize=True), ops)
         layers.append(
             MoELayer(
                 router,
@@ -236,8 +236,8 @@ def _step(
         commits.append(time.perf_counter() - began_s)
     ubatch = UBatch()
     for layer in layers:
-        # The maps send rows to the other rank after the move; the cost of a step must not depend on
-        # that here.
+        # After the move the maps would route tokens to the other rank. Keep the old map, so that
+        # step times stay comparable.
         layer.to_physical = _HERE
         x_TD = layer(x_TD, RowContext(len(x_TD)), ubatch)
     return time.perf_counter() - began_s

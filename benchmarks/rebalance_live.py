@@ -1,14 +1,14 @@
-"""What streams notice while experts move between engines: time from token to token, before and
-meanwhile.
+"""Inter-token latency while experts move between engines, beside the same streams without moves.
 
     python -m benchmarks.rebalance_live [--model DIR]
 
-Streams run on two engines. In turns, nothing moves for some seconds, and then one random placement
-after the other is put in force, so that nearly every expert is read and moved each time. Both kinds
-of time take turns on the same streams, because a shared machine's speed changes; moves are counted
-over all layers and ranks.
+Streams run on two engines. Periods without moves alternate with periods in which random placements
+are applied one after the other, so that nearly every expert is read and moved each time. Both kinds
+of periods share the same streams, because the speed of a shared machine changes.
 
-Target: p99 of the time from token to token <= 1.3 times that without moves.
+Target: p99 of the inter-token latency at most 1.3 times that without moves.
+
+Prints and saves both latencies and the moves; moved bytes are summed over all layers and ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def main() -> None:
     args.add_argument("--dp", type=int, default=2)
     args.add_argument("--streams", type=int, default=16)
     args.add_argument("--rounds", type=int, default=5)
-    args.add_argument(
-        "--seconds", type=float, default=6.0, help="of each kind of time per round [6]"
-    )
+    args.add_argument("--seconds", type=float, default=6.0, help="seconds of each period [6]")
     args.add_argument(
         "--pause", type=float, default=0.0, help="seconds between one placement and the next [0]"
     )
@@ -69,7 +67,7 @@ def main() -> None:
 
 
 class Restless(Rebalancer):
-    """Finds a random placement better, whatever the load is."""
+    """Proposes a random placement, whatever the load is."""
 
     rng = np.random.default_rng(0)
 
@@ -84,7 +82,7 @@ class Restless(Rebalancer):
 
 
 class Gaps:
-    """Streams without end, and the times from token to token of all of them. In milliseconds."""
+    """Endless streams, and the inter-token latencies of all of them in milliseconds."""
 
     def __init__(self, front: FrontEnd, num_streams: int) -> None:
         self.seen: list[float] = []
@@ -152,7 +150,7 @@ async def measure(
 
 
 async def move(fleet: Fleet, seconds: float, pause_s: float) -> list[float]:
-    """Random placements, one after the other, for that long; what each took."""
+    """Apply random placements for `seconds`, one after the other; return the duration of each."""
     took: list[float] = []
     until_s = time.monotonic() + seconds
     while not took or time.monotonic() < until_s:

@@ -1,18 +1,25 @@
-"""Experts on several machines: what it gives, and costs, that router groups stay on one, or
-replicas spread over them.
+"""Experts on several machines: keeping router groups on one node, or spreading replicas over nodes.
 
     python -m benchmarks.rebalance_nodes
 
-Pure computation with simulated ranks. The router is DeepSeek-V3's (256 experts in 8 groups, of
-which a token's 8 experts come from the best 4), and the same without groups. Experts have Zipf
-weights, in another order in each layer; a token draws its experts by weight. Placements are
-computed from one half of the tokens and judged on the other half:
+This is pure computation with simulated ranks. The router is DeepSeek-V3's (256 experts in 8 groups;
+a token's 8 experts come from its best 4 groups), and the same router without groups. Experts have
+Zipf weights, in another order in each layer; a token draws its experts by weight. Placements are
+computed from one half of the tokens and judged on the other half.
 
-flat: nodes unknown. spread: an expert's replicas on different nodes. groups: each router group on
-one node, always. auto: what the engine does, which is groups in layers whose nodes that leaves even
-enough, and spread in all others. copies_per_token: to nodes other than the token's own, one for
-each node that has an expert of it. experts_lost: share of the experts that lie on one node alone,
-where that is most. replicated_lost: how many of a node's have replicas, on average of all nodes.
+Policies:
+
+    flat      ignores nodes
+    spread    puts an expert's replicas on different nodes
+    groups    keeps each router group on one node, always
+    auto      the engine's: groups in layers where the nodes' loads stay even enough, else spread
+
+Prints and saves for each, among others:
+
+    copies_per_token   copies sent to nodes other than the token's own, one for each node that has
+                       one of its experts
+    experts_lost       largest share of experts that one node alone has
+    replicated_lost    mean number of experts whose replicas are all on one node
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ EXPERTS = 256
 GROUPS = 8
 KEPT = 4
 TOP_K = 8
-SHAPES = ((8, 2, 32), (8, 4, 32), (64, 8, 64))  # ranks, nodes, redundant experts
+SHAPES = ((8, 2, 32), (8, 4, 32), (64, 8, 64))  # (ranks, nodes, redundant experts)
 
 
 def main() -> None:
@@ -45,7 +52,7 @@ def main() -> None:
 
 
 def compared(s: float, groups: int) -> list[dict[str, Any]]:
-    """All shapes under one load, with each policy that applies."""
+    """Return the figures of all shapes under one load, for each policy that applies."""
     rng = np.random.default_rng(0)
     share_LE = zipf(LAYERS, EXPERTS, s, rng)
     seen, later = ([chosen(row, groups, rng) for row in share_LE] for _ in range(2))
@@ -73,8 +80,9 @@ def compared(s: float, groups: int) -> list[dict[str, Any]]:
 def chosen(
     share_E: NDArray[np.float64], groups: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Experts of each token, [T, K]: by weight, without repetition, from the groups with the best
-    two scores.
+    """Return the experts of each token, [T, K].
+
+    They are drawn by weight, without repetition, from the groups whose two best scores sum highest.
     """
     score_TE = np.log(share_E) + rng.gumbel(size=(TOKENS, EXPERTS))
     if groups > 1:
@@ -126,15 +134,17 @@ def judged(
 
 
 def copies(placement: Placement, layer: int, ids_TK: NDArray[np.int64], nodes: int) -> float:
-    """Copies of a token's row that leave its node, on average; replicas take turns as in the
-    engine.
+    """Return how many copies of a token leave its node, on average.
+
+    Replicas take turns as in the engine.
     """
     physical_EN, counts_E = placement.replicas(layer)
-    turn_T1 = np.arange(len(ids_TK))[:, None] // nodes + layer  # index on its own node
+    turn_T1 = np.arange(len(ids_TK))[:, None] // nodes + layer  # by index on the token's node
     place_TK = physical_EN[ids_TK, turn_T1 % counts_E[ids_TK]]
     node_TK = place_TK * nodes // placement.experts_LS.shape[1]
     reached_TN = (node_TK[:, :, None] == np.arange(nodes)).any(1)
-    reached_TN[np.arange(len(ids_TK)), np.arange(len(ids_TK)) % nodes] = False  # where the token is
+    own_T = np.arange(len(ids_TK)) % nodes
+    reached_TN[np.arange(len(ids_TK)), own_T] = False
     return float(reached_TN.sum(1).mean())
 
 

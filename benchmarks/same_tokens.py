@@ -1,18 +1,18 @@
-"""Speculation under random traffic: does any token, logprob, text or reason differ from those
-without it?
+"""Checks that speculation changes no token, logprob, text or finish reason under random traffic.
 
     python -m benchmarks.same_tokens --requests 10000 --speculate ngram:4 suffix auto mtp:3
 
-All requests (benchmarks/random_requests.py) run once on one engine with room for all and without
-drafts and prefix cache; then with each proposer on two engines whose micro-batches overlap, whose
-KV cache is too small (preemptions), and which are killed now and then. What comes is compared to
-the bit: token ids, logprobs (of prompts too), texts, finish and stop reasons, and of a request that
-is refused, its error. Of one that its reader aborts, as many tokens as both have seen. A proposer
-that the model has no head for is left out, which is told.
+All requests (benchmarks/random_requests.py) first run on one engine that has room for all of them,
+without drafts and prefix cache. Then they run with each proposer on two engines whose micro-batches
+overlap, whose KV cache is too small (so that requests are preempted), and which are killed at
+times.
 
-Answers have 1 to 64 tokens, 20 on average, and prompts 240 at most.
+Compared to the bit are token ids, logprobs (of prompts too), texts, finish and stop reasons, and
+the error of a rejected request. If the reader aborts a request, as many tokens are compared as both
+runs have given. A proposer for which the model has no head is omitted with the reason. Answers have
+1 to 64 tokens, 20 on average, and prompts have at most 240.
 
-Targets: 0 lost, 0 different.
+Targets: 0 lost, 0 different. Prints and saves the counts and some examples of differences.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from moeserve.speculation import SpeculationSpec
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
 
-CONCURRENT = 192  # requests at once
+CONCURRENT = 192  # concurrent requests
 MOST_EXAMPLES = 5
 
 
@@ -54,16 +54,16 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     text: str = ""
-    end: tuple[Any, Any] = (None, None)  # finish and stop reason
+    end: tuple[Any, Any] = (None, None)  # (finish reason, stop reason)
 
 
 @dataclass
 class Answers:
-    """What came of a request. error: it was refused, or lost."""
+    """The outcome of a request."""
 
     sequences: list[Answer]
     prompt_logprobs: list[Logprobs | None] | None = None
-    error: str = ""
+    error: str = ""  # if it was rejected or lost
 
 
 def main() -> None:
@@ -73,14 +73,17 @@ def main() -> None:
     args.add_argument("--speculate", nargs="+", default=["ngram:4", "suffix", "auto", "mtp:3"])
     args.add_argument("--dp", type=int, default=2)
     args.add_argument("--dbo", choices=["auto", "on", "off"], default="on")
-    args.add_argument("--kills", type=int, default=4, help="with each proposer [%(default)s]")
+    args.add_argument("--kills", type=int, default=4, help="kills per proposer [%(default)s]")
     args.add_argument(
-        "--kv-cache-bytes", type=int, default=3 << 20, help="of each disturbed engine [%(default)s]"
+        "--kv-cache-bytes",
+        type=int,
+        default=3 << 20,
+        help="KV cache of each disturbed engine [%(default)s]",
     )
     args.add_argument("--seed", type=int, default=1)
     asked = args.parse_args()
     end_as_asked()
-    # So many deaths are no crash loop, because we cause them.
+    # The deaths are intended, so they must not count as a crash loop.
     fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
     save("same-tokens", asked, asyncio.run(run(asked)))
 
@@ -141,15 +144,15 @@ async def run(asked: argparse.Namespace) -> dict[str, Any]:
                 "deaths_not_ours": stats.total.restarts - load.killed,
                 "seconds": round(seconds, 1),
             }
-        print(
-            speculate, results[speculate], file=sys.stderr, flush=True
-        )  # a run that is cut leaves something
+        # Printed at once, so that an interrupted run leaves results.
+        print(speculate, results[speculate], file=sys.stderr, flush=True)
     return results
 
 
 class Load:
-    """Runs all requests, so many at once, and kills an engine now and then: kills are spread over
-    the requests.
+    """Runs all requests, CONCURRENT at a time, and kills an engine now and then.
+
+    The kills are spread over the requests.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Load:
         self.began_s = time.monotonic()
 
     async def run(self) -> tuple[list[Answers], float]:
-        """Returns what came of each request, and how long all took, in seconds."""
+        """Return the outcome of each request, and the seconds that all took."""
         numbers = iter(range(len(self.requests)))
         found: dict[int, Answers] = {}
 
@@ -227,7 +230,7 @@ class Load:
 def compared(
     requests: Sequence[Request], expected: Sequence[Answers], found: Sequence[Answers]
 ) -> dict[str, Any]:
-    """Counts sequences, and requests that were lost."""
+    """Count the differing sequences, and the requests that were lost."""
     counts = dict.fromkeys(
         ("tokens", "lost", "different_tokens", "different_logprobs", "different_otherwise"), 0
     )
@@ -245,7 +248,7 @@ def compared(
 
 
 def differences(request: Request, want: Answers, got: Answers) -> list[str]:
-    """Returns the names of what differs, once for each sequence."""
+    """Return what differs, named once for each sequence."""
     if got.error != want.error:
         return ["lost"]
     faults = []

@@ -1,13 +1,17 @@
-"""Whole servers beside each other: `moeserve bench serve` against `moeserve serve` and `vllm
-serve`, in turns.
+"""Whole servers compared: `moeserve serve` and `vllm serve` under the same load, in turns.
 
     python -m benchmarks.serve_peers MODEL --vllm PYTHON
 
-PYTHON is the interpreter of an environment with vLLM (peers.md). Both servers and the client share
-the CPUs; the server whose turn it is not is stopped (SIGSTOP). Lengths are random about the means
-of ShareGPT conversations, the same requests for both. Samples go to a file as they come; the same
-command again goes on where the last one ended (--minutes ends it early). Targets at 16 and 64
-streams: 1.5 times the output tokens per second, 0.6 times the p99 time to first token.
+PYTHON is the interpreter of an environment with vLLM (peers.md). The load is `moeserve bench
+serve`. Both servers and the client share the CPUs, and the server that is not measured is stopped
+(SIGSTOP). Both get the same requests, with random lengths about the means of ShareGPT
+conversations.
+
+Samples are appended to a file as they come, and the same command resumes where the last one ended
+(--minutes ends it early). At the end a table is printed, and all samples are saved.
+
+Targets at 16 and 64 streams: 1.5 times the output tokens per second, 0.6 times the p99 time to
+first token.
 """
 
 from __future__ import annotations
@@ -32,10 +36,9 @@ from benchmarks.common import RESULTS, ROOT, START_TIMEOUT_S, end_as_asked, free
 from benchmarks.peers import environment_of
 
 NAMES = ("moeserve", "vllm")
-# means, and how far from them: 45 .. 403 and 32 .. 288
-INPUT_TOKENS = 224
-OUTPUT_TOKENS = 160
-SPREAD = 0.8
+INPUT_TOKENS = 224  # mean: from 45 to 403
+OUTPUT_TOKENS = 160  # mean: from 32 to 288
+SPREAD = 0.8  # largest relative distance from the mean
 FIGURES = {
     "output_throughput": "output tokens/s",
     "p99_ttft_ms": "p99 TTFT, ms",
@@ -46,7 +49,7 @@ Sample = dict[str, Any]
 
 @dataclass(slots=True)
 class Server:
-    """A server that is ready, stopped except while it is measured."""
+    """A ready server, stopped except while it is measured."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -54,12 +57,13 @@ class Server:
     log: Path
 
     def signal(self, number: int) -> None:
-        """Sends a signal to all processes of the server."""
+        """Send a signal to all processes of the server."""
         os.killpg(self.process.pid, number)
 
     def wait_ready(self) -> None:
-        """Waits until /health answers 200. Raises SystemExit with the end of the log if it does
-        not.
+        """Wait until /health answers 200.
+
+        Raises SystemExit with the end of the log if the server dies or takes too long.
         """
         deadline_s = time.perf_counter() + START_TIMEOUT_S
         while self._status() != 200:
@@ -98,35 +102,36 @@ def main() -> None:
     shown = table(samples, args.streams)
     if len(samples) < len(NAMES) * len(args.streams) * args.rounds:
         print(shown)
-        raise SystemExit(f"not finished: the same command goes on ({samples_file})")
+        raise SystemExit(f"not finished: the same command resumes ({samples_file})")
     save("serve-peers", args, {"model": args.model.name, "samples": samples}, shown)
     if not args.no_save:
         samples_file.unlink()
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the parsed flags."""
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
     flags.add_argument("--vllm", required=True, metavar="PYTHON", help="interpreter with vLLM")
     flags.add_argument(
         "--streams", type=int, nargs="+", default=[16, 64], help="requests at once [16 64]"
     )
-    flags.add_argument("--requests", type=int, default=3, help="of each stream [3]")
-    flags.add_argument("--rounds", type=int, default=2, help="[2]")
+    flags.add_argument("--requests", type=int, default=3, help="requests per stream [3]")
+    flags.add_argument("--rounds", type=int, default=2, help="number of rounds [2]")
     flags.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
     )
     flags.add_argument(
         "--samples", type=Path, help="samples so far, a line each [results/serve-peers.jsonl]"
     )
-    flags.add_argument("--minutes", type=float, default=1e9, help="begin nothing after that")
+    flags.add_argument(
+        "--minutes", type=float, default=1e9, help="start nothing after so many minutes"
+    )
     return flags.parse_args()
 
 
 @contextmanager
 def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
-    """Yields a server that is warm and stopped by SIGSTOP; kills it at the end."""
+    """Yield a server that is warm and stopped by SIGSTOP; kill it at the end."""
     port = free_port()
     common = [
         "--port",
@@ -139,7 +144,7 @@ def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
     ]
     if name == "vllm":
         python = args.vllm
-        # `vllm serve`, which its package for CPUs cannot start
+        # Stands in for `vllm serve`, which does not start in vLLM's package for CPUs.
         module = "vllm.entrypoints.openai.api_server"
         command = [python, "-m", module, "--model", args.model, "--dtype", "bfloat16", *common]
     else:
@@ -191,8 +196,9 @@ def measured(server: Server, args: argparse.Namespace, streams: int, number: int
 def bench(
     server: Server, args: argparse.Namespace, streams: int, requests: int, seed: int
 ) -> dict[str, Any]:
-    """What `moeserve bench serve` reports. Prompts are token ids, so that nobody's tokenizer is
-    measured.
+    """Return the report of `moeserve bench serve`.
+
+    Prompts are token ids, so that tokenizers are not measured.
     """
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
@@ -234,7 +240,7 @@ def bench(
 
 
 def table(samples: Sequence[Sample], streams: Sequence[int]) -> str:
-    """Markdown: medians over the rounds, and the median of the ratios round by round."""
+    """Return a Markdown table: medians over the rounds, and the median of the rounds' ratios."""
     lines = ["| figure | " + " | ".join(NAMES) + " | ratio |", "|---|---|---|---|"]
     for count in streams:
         rounds = {

@@ -1,17 +1,23 @@
-"""Predicted beside measured: real engines under three loads, and the simulator with the same
-requests at equal times.
+"""Accuracy of the simulator: real engines under three loads beside the predictions.
 
     python -m benchmarks.simulate --dp 1
     python -m benchmarks.simulate --dp 2
-    python -m benchmarks.simulate --model MODEL --input 32 --output 16 --max-num-seqs 16 --seconds 30
+    python -m benchmarks.simulate --model MODEL --input 32 --output 16 --max-num-seqs 16 \\
+        --seconds 30
 
-The engines are calibrated first, by streams of requests and single prompts; then each load runs
-twice on the same engines, all loads before any comes again: Poisson arrivals at these shares of the
-rate at which the simulator serves all requests that come at once. Errors are against the mean of
-both runs; how far these lie apart (their difference over their mean) says what no prediction can
-beat. Client and front end share the machine with the engines, as they did in the calibration. A
-part during which other programs took more than --foreign of the machine is repeated, up to --tries
-parts in all. Goals: errors within 10 % at the median, and 20 % at worst.
+The engines are calibrated first, with streams of requests and single prompts. Each load is Poisson
+arrivals at a share (LOADS) of the rate at which the simulator serves requests that all come at
+once. The simulator gets the same requests at the same times. Each load runs twice on the same
+engines; all loads run once before any is repeated. Client and front end share the machine with the
+engines, as in the calibration.
+
+Errors are relative to the mean of both runs. `apart` is the runs' difference divided by their mean:
+no prediction can be better than that. Targets: errors within 10 % at the median and 20 % at worst.
+
+A part during which other programs took more than --foreign of the machine is repeated, up to
+--tries parts in all.
+
+Prints and saves predicted and measured metrics of each load.
 """
 
 from __future__ import annotations
@@ -63,13 +69,15 @@ def main() -> None:
     args = parser(__doc__)
     args.add_argument("--model", default="demo")
     args.add_argument("--dp", type=int, default=1)
-    args.add_argument("--input", type=int, default=128, help="tokens of a prompt, on average [128]")
-    args.add_argument("--output", type=int, default=64, help="tokens of an answer, on average [64]")
-    args.add_argument("--max-num-seqs", type=int, default=64, help="of each engine [64]")
-    args.add_argument("--seconds", type=float, default=20.0, help="of each load [20]")
-    args.add_argument("--foreign", type=float, default=0.04, help="share of all cores' time [0.04]")
+    args.add_argument("--input", type=int, default=128, help="mean tokens of a prompt [128]")
+    args.add_argument("--output", type=int, default=64, help="mean tokens of an answer [64]")
+    args.add_argument("--max-num-seqs", type=int, default=64, help="batch slots per engine [64]")
+    args.add_argument("--seconds", type=float, default=20.0, help="length of each load [20]")
     args.add_argument(
-        "--tries", type=int, default=10, help="of all parts together, of which there are seven [10]"
+        "--foreign", type=float, default=0.04, help="tolerated share of others [0.04]"
+    )
+    args.add_argument(
+        "--tries", type=int, default=10, help="tries for all seven parts together [10]"
     )
     asked = args.parse_args()
     threads = {"threads": 1} if asked.dp > 1 else {}
@@ -107,8 +115,9 @@ def main() -> None:
 
 
 class Alone:
-    """Repeats what other programs disturbed. shares: of the machine's time that they had, in each
-    part that counts.
+    """Repeats measurements that other programs disturbed.
+
+    `shares` has the share of the machine's time that others took, for each part that counts.
     """
 
     def __init__(self, most: float, tries: int) -> None:
@@ -117,7 +126,7 @@ class Alone:
         self.shares: list[float] = []
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of the first undisturbed try, or of the last one."""
+        """Return the result of the first undisturbed try, or of the last one."""
         while True:
             begin_s = time.monotonic()
             busy_s = busy_seconds()
@@ -136,13 +145,13 @@ class Alone:
 
 
 def busy_seconds() -> float:
-    """CPU time of all programs, and what the host took from this machine."""
+    """Return the CPU time of all programs, with the time stolen by the host."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
 def own_seconds() -> float:
-    """CPU time of this process and its children, ended ones included."""
+    """Return the CPU time of this process and its children, ended ones included."""
     me = psutil.Process()
     times = [p.cpu_times() for p in (me, *me.children(recursive=True))]
     ended = me.cpu_times()
@@ -189,7 +198,7 @@ async def compare(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
 def beside(
     load: float, trace: RequestTrace, predicted: dict[str, Any], both: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what was predicted and measured twice, and both errors."""
+    """Return the prediction, both measurements, and both errors of a load."""
     measured = {key: [run[key] for run in both] for key in COMPARED}
     middle = {key: fmean(values) for key, values in measured.items()}
     return {

@@ -1,10 +1,9 @@
-"""Writes a GGUF file in Q4_0 with random weights whose routers choose by Zipf's law, for
-benchmarks.expert_memory.
+"""Writes a GGUF file in Q4_0 with random weights and Zipf-distributed routing.
 
-The shape is MiniMax-M2's, as its routers have a bias for each expert: an expert of rank r is chosen
-with a probability like r ** -s, if tokens' scores are normal and independent. Every expert has
-bytes of its own. Embeddings are large, or tokens would be lost in what layers add, and all choose
-alike.
+benchmarks.expert_memory uses it. The shape is MiniMax-M2's, whose routers have a bias for each
+expert: if tokens' scores are normal and independent, the expert of rank r is chosen with a
+probability proportional to r ** -s. Every expert has different bytes. Embeddings are large, because
+otherwise the layers' outputs would dominate and all tokens would choose alike.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ UINTS = {
 
 
 def expert_bytes(layers: int, experts: int) -> int:
-    """Of all experts."""
+    """Return the size of all experts."""
     return layers * experts * 3 * HIDDEN * EXPERT // BLOCK * BLOCK_BYTES
 
 
 def write(path: Path, layers: int, experts: int, zipf: float) -> None:
-    """Writes the model, with the demo's tokenizer."""
+    """Write the model with the demo's tokenizer."""
     folder = resolve_model_dir("demo")
     vocab_size = len(json.loads(Tokenizer.load(folder).backend.to_str())["model"]["vocab"])
     writer = gguf.GGUFWriter(path, "minimax-m2")
@@ -63,8 +62,9 @@ def write(path: Path, layers: int, experts: int, zipf: float) -> None:
     rng = np.random.default_rng(0)
 
     def matrix(name: str, *shape: int, scale: float = 0.005) -> None:
-        """Of whole numbers from -7 to 7 times the scale: with -8 they would have a mean, and all
-        rows be alike.
+        """Add a matrix of random integers from -7 to 7, times the scale.
+
+        -8 is left out because the mean would not be 0, and all outputs would be alike.
         """
         nibbles = rng.integers(
             1, 16, (2, *shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES), dtype=np.uint8
@@ -106,8 +106,9 @@ def write(path: Path, layers: int, experts: int, zipf: float) -> None:
 
 
 def law(experts: int, zipf: float) -> NDArray[np.float64]:
-    """The probability of being one of a token's experts, by rank: like Zipf's law, but none above
-    1.
+    """Return the probability that an expert is among a token's, by rank.
+
+    It is Zipf's law with probabilities limited to 1.
     """
     weights = np.arange(1, experts + 1) ** -zipf
     low = 0.0
@@ -121,7 +122,10 @@ def law(experts: int, zipf: float) -> NDArray[np.float64]:
 
 
 def biases(experts: int, zipf: float) -> NDArray[np.float32]:
-    """What added to sigmoids of normal scores makes choices follow the law, found by trial."""
+    """Return the biases that make choices follow the law, for sigmoids of normal scores.
+
+    They are found by iteration.
+    """
     scores = 1 / (1 + np.exp(-np.random.default_rng(0).standard_normal((4000, experts))))
     wanted = law(experts, zipf)
     found = np.zeros(experts)

@@ -1,22 +1,23 @@
-"""Random load on a group of engines for a long time: does it hang, leak, or say different tokens?
+"""Random load on a group of engines for a long time: hangs, leaks, different tokens.
 
     python -m benchmarks.soak --minutes 30
 
-Bursts and pauses (all engines idle, or some of them) of requests of all lengths, with aborts,
-priorities, shared prefixes and logprobs; experts move now and then; in the first third engines are
-killed. Every hundredth request has an answer that is known beforehand. At the end all must come to
-rest: then each engine checks its books, and one that finds a fault in them dies.
+Load: bursts of requests of all lengths, with aborts, priorities, shared prefixes and logprobs, and
+pauses in which all or some engines are idle. Experts move now and then, and in the first third
+engines are killed. Every hundredth request has an answer that is known beforehand. When everything
+is idle at the end, each engine audits its state, and dies if it finds a fault.
 
-Memory is sampled once a second; the slope is taken over the second half of the time, for every
-process that lived through it. An engine keeps the heap that its largest step took
-(moeserve/ops/pick.py), which is planned for and no leak. So before that half all engines get the
-largest steps that there can be (the slope begins after them, if they take so long), and how much a
-process has grown since it was first seen is told beside the slope.
+Memory: sampled once a second. The slope is taken over the second half of the time, for every
+process that lived through it. An engine keeps the heap of its largest step (moeserve/ops/pick.py),
+which is planned for and no leak. So the engines get the largest possible steps before that half
+(the slope begins after them if they take longer), and the growth of each process since it was first
+seen is reported beside the slope.
 
-A watchdog ends the run when requests wait and no token comes for --patience seconds, with the state
-of each engine and what its threads wait for.
+Watchdog: if requests wait and no token comes for --patience seconds, the run ends with the state of
+each engine and what its threads wait for.
 
-Targets: no hang, no request lost, no token different, slope <= 1 MB per minute in every process.
+Targets: no hang, no request lost, no token different, and a slope of at most 1 MB per minute in
+every process. Prints and saves the counts and the slopes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from moeserve.sampling import SamplingParams
 
 MAX_LEN = 1024
 MAX_SEQS = 32
-FILL_AT = 0.35  # of the time: the largest steps
+FILL_AT = 0.35  # share of the time at which the largest steps begin
 KNOWN = (
     ([5, 6, 7, 8] * 12, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)),
     ([9, 10, 11] * 5, SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)),
@@ -62,13 +63,16 @@ def main() -> None:
     args.add_argument("--kills", type=int, default=4)
     args.add_argument("--seed", type=int, default=1)
     args.add_argument(
-        "--rate", type=float, default=40.0, help="requests per second in a burst [40]; pauses fit"
+        "--rate", type=float, default=40.0, help="requests per second in a burst [40]"
     )
     args.add_argument(
-        "--patience", type=float, default=60.0, help="seconds without a token that are a hang [60]"
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds without a token that count as a hang [60]",
     )
     asked = args.parse_args()
-    # So many deaths are no crash loop, because we cause them.
+    # The deaths are intended, so they must not count as a crash loop.
     fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
     config = config_of(
         asked.model,
@@ -108,14 +112,14 @@ class Soak:
         )
         self.causes: set[str] = set()
         self.live: set[asyncio.Task[None]] = set()
-        self.slope_from = 1.0  # on the scale of `at`; 1 until the largest steps are done
-        self.token_s = time.monotonic()  # of the newest one
+        self.slope_from = 1.0  # value of `at`; 1 until the largest steps are done
+        self.token_s = time.monotonic()  # time of the newest token
         self.rss: dict[tuple[str, int], list[tuple[float, int]]] = {}
         self.known: list[list[int]] = []
 
     @property
     def at(self) -> float:
-        """From 0 to 1."""
+        """The share of the time that has passed, from 0 to 1."""
         return (time.monotonic() - self.began_s) / self.seconds
 
     async def run(self, num_kills: int, num_engines: int) -> dict[str, Any]:
@@ -126,7 +130,7 @@ class Soak:
         load = asyncio.create_task(self.load())
         done, _ = await asyncio.wait({load, *watches[:2]}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()  # a watch ends with an error only
+            task.result()  # a watch ends only with an error
         for task in watches:
             task.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
@@ -200,8 +204,9 @@ class Soak:
             self.lost(error)
 
     async def fill(self, num_engines: int) -> None:
-        """The largest steps: long prompts at once for all engine processes of all engines, each
-        with all its logits.
+        """Cause the largest steps.
+
+        Every process of every engine gets long prompts at once, with all their logits.
         """
         await asyncio.sleep(max(0.0, FILL_AT - self.at) * self.seconds)
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=1)
@@ -258,7 +263,7 @@ class Soak:
                 self.counts["killed"] += 1
 
     async def watch(self) -> None:
-        """Raises when nothing moves."""
+        """Raise SystemExit when requests wait and no token comes."""
         while True:
             await asyncio.sleep(0.5)
             if not self.live:
@@ -269,7 +274,7 @@ class Soak:
                 )
 
     def states(self) -> str:
-        """Of all engines, and what their threads wait for in the kernel."""
+        """Return the state of all engines, and what their threads wait for in the kernel."""
         assert self.front.fleet is not None
         lines = []
         for engine in self.front.fleet.view.engines:
@@ -299,7 +304,7 @@ class Soak:
                 (self.at, process.memory_info().rss)
             )
         except psutil.NoSuchProcess:
-            return  # killed this moment
+            return  # it was just killed
 
     def slopes(self) -> dict[str, Any]:
         found = {}
@@ -322,7 +327,7 @@ class Soak:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """An engine's processes: its leader, then its other ranks."""
+    """Return an engine's processes: its leader, then its other ranks."""
     try:
         leader = psutil.Process(pid)
         return [leader, *leader.children(recursive=True)]

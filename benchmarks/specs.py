@@ -1,4 +1,4 @@
-"""Models for benchmarks that need no config.json: every layer alike, grouped-query attention and
+"""Model specs for benchmarks without a config.json: equal layers with grouped-query attention and
 experts.
 """
 
@@ -27,7 +27,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int = 4096
 
     def spec(self) -> ModelSpec:
-        """Returns the model, in fp32."""
+        """Return the spec, in fp32."""
         mixer = Attention(
             num_heads=self.heads,
             num_kv_heads=max(1, self.heads // 4),

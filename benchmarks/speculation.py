@@ -1,24 +1,31 @@
-"""Tokens per second with speculation and without, in turns; and what grammars cost.
+"""Tokens per second with and without speculation, in turns; and the cost of grammars.
 
-    python -m benchmarks.speculation                       # everything: about half an hour on two cores
-    python -m benchmarks.speculation --what edits plain    # some of it
+    python -m benchmarks.speculation                       # everything: half an hour on two cores
+    python -m benchmarks.speculation --what edits plain    # some cases
     python -m benchmarks.speculation --layers 2 --rounds 1 --tokens 32 --no-save     # a trial
 
-edits    1.5b model, batch 1: answers repeat a file in the prompt, and 1 token in 50, 20 or 10 is another than there.
-         The model is made so that drafts are right as often as that (benchmarks/speculation_model.py): the time per
-         token at that acceptance is measured, the acceptance of real answers is not. Goal: 1.8 with 1 edit in 20.
-plain    the same model, batch 1, text that does not repeat: random prompts and tokens ("random"), and tokens out of
-         only 40 ("misleading"), where n-grams occur again by chance and what followed them does not. Goal: auto 0.97.
-batches  the same model, batches of 8 and 32 with auto, edits and random. Goal: 0.97.
-grammar  the same model, batch 32, a JSON schema of its own for each request beside requests of as many tokens without.
-         Goal: 0.97.
-demo     the demo model, batch 1: answers to people who ask for stories, at temperature 0.8 and greedy, by its MTP head
-         (goal: 1.4 with the best), n-grams and suffixes. Answers end where the model ends them.
+Cases:
 
-All engines of a model are loaded at once; those that wait use no CPU. All answer the same requests
-in every round and must give the same tokens. Prompts are in the prefix cache before the time is
-taken. Ratios are to the engine without speculation in the same round, the median over the rounds.
-acceptance: right drafts / verified ones, by place.
+    edits    1.5b model, batch 1. Answers repeat a file of the prompt, with 1 token in 50, 20 or 10
+             replaced. The model is made to give that acceptance
+             (benchmarks/speculation_model.py), so the time per token at that acceptance is
+             measured; real answers' acceptance is not. Target: 1.8 with 1 edit in 20.
+    plain    Same model, batch 1, text that does not repeat. "random": random prompts and tokens.
+             "misleading": tokens out of only 40, so that n-grams recur by chance and predict
+             nothing. Target: 0.97 with auto.
+    batches  Same model, batches of 8 and 32 with auto, edits and random. Target: 0.97.
+    grammar  Same model, batch 32: a different JSON schema for each request, beside requests of as
+             many tokens without one. Target: 0.97.
+    demo     Demo model, batch 1: answers to prompts that ask for stories, at temperature 0.8 and
+             greedy, with its MTP head (target: 1.4 with the best), n-grams and suffixes. Answers
+             end where the model ends them.
+
+All engines of a model are loaded at once; idle ones use no CPU. In every round all of them answer
+the same requests and must give the same tokens. Prompts are in the prefix cache before timing
+starts.
+
+Prints and saves ratios to the engine without speculation in the same round (medians over the
+rounds), and acceptance: accepted drafts over verified ones, by position.
 """
 
 from __future__ import annotations
@@ -53,22 +60,20 @@ WHAT = ("edits", "plain", "batches", "grammar", "demo")
 
 @dataclass(frozen=True)
 class Case:
-    """make: prompt and parameters of each request of a round. engines: names of those compared, the
-    base first.
-    """
+    """One comparison."""
 
     name: str
-    engines: Sequence[str]
-    make: Callable[[int], list[tuple[list[int] | str, SamplingParams]]]
-    twice: bool = False  # the same engine with and without grammar
-    alone: bool = False  # requests one after the other
+    engines: Sequence[str]  # values of `speculate`; the first one is the base
+    make: Callable[[int], list[tuple[list[int] | str, SamplingParams]]]  # requests of a round
+    twice: bool = False  # compare one engine with and without grammar
+    alone: bool = False  # send requests one after the other
 
 
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
     args.add_argument(
-        "--model", type=Path, help="where the 1.5b model is or will be [a temporary folder]"
+        "--model", type=Path, help="folder of the 1.5b model, written if missing [temporary]"
     )
     args.add_argument(
         "--layers",
@@ -77,7 +82,7 @@ def main() -> None:
         help="fewer for a trial [%(default)s]",
     )
     args.add_argument("--rounds", type=int, default=5)
-    args.add_argument("--tokens", type=int, default=128, help="of each answer [%(default)s]")
+    args.add_argument("--tokens", type=int, default=128, help="tokens of each answer [%(default)s]")
     asked = args.parse_args()
     end_as_asked()
     results: dict[str, Any] = {}
@@ -134,7 +139,7 @@ def cases_of(what: str, tokens: int) -> list[Case]:
 def edits(
     right: float, batch: int, tokens: int
 ) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
-    """Prompts that hold the whole loop, from another token on each."""
+    """Make prompts that contain the whole loop, each starting from another token."""
 
     def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
         rng = random.Random(f"edits {number}")
@@ -159,8 +164,9 @@ def edits(
 def plain(
     batch: int, tokens: int, allowed: int | None = None
 ) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
-    """Random prompts of 512 tokens; at temperature 2 answers are random too. allowed: of how many
-    tokens both are.
+    """Make random prompts of 512 tokens; at temperature 2 answers are random too.
+
+    `allowed` limits the tokens of both to so many.
     """
 
     def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
@@ -181,7 +187,7 @@ def plain(
 def with_schemas(
     batch: int, tokens: int
 ) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
-    """Arrays too long to end in so many tokens, of records with a string, a number and a choice."""
+    """Make requests for JSON arrays of records that are too long to end within `tokens`."""
 
     def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
         rng = random.Random(f"schemas {number}")
@@ -210,7 +216,7 @@ def with_schemas(
 
 
 def demo_cases(tokens: int) -> list[Case]:
-    """Each round asks for all stories, one after the other; a batch of one."""
+    """Return the demo's cases. Each round asks for all stories, one after the other."""
 
     def stories(
         temperature: float,
@@ -233,7 +239,7 @@ def demo_cases(tokens: int) -> list[Case]:
 def measure(
     model: str, cases: Sequence[Case], asked: argparse.Namespace, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the ratios and samples of each case."""
+    """Return the ratios and samples of each case."""
     results = {}
     with ExitStack() as stack:
         engines: dict[str, LLM] = {}
@@ -253,7 +259,7 @@ def one_case(case: Case, engines: Mapping[str, LLM], rounds: int) -> dict[str, A
     rates: dict[str, list[float]] = {name: [] for name in names}
     before = {name: drafts_of(engines[name]) for name in case.engines}
     same = True
-    for number in range(-1, rounds):  # the first one warms up
+    for number in range(-1, rounds):  # round -1 is the warm-up
         requests = case.make(number)
         answers = {}
         first = (number + 1) % len(names)
@@ -295,8 +301,9 @@ def without_grammar(params: SamplingParams) -> SamplingParams:
 def rate_of(
     llm: LLM, requests: Sequence[tuple[list[int] | str, SamplingParams]], alone: bool
 ) -> tuple[float, list[list[int]]]:
-    """Returns tokens per second, and the tokens. The prompts are computed before, and grammars
-    compiled.
+    """Return tokens per second, and the tokens.
+
+    Prompts are prefilled and grammars compiled before timing starts.
     """
     prompts: list[Any] = [
         prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
@@ -328,9 +335,7 @@ def drafts_of(llm: LLM) -> tuple[list[int], list[int]]:
 def acceptance(
     before: tuple[list[int], list[int]], after: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
-    """Returns what the case itself added: how many drafts were verified, and which share of them
-    was right.
-    """
+    """Return how many drafts were verified between two counts, and the accepted share."""
     verified, right = (
         [a - b for a, b in zip_longest(new, old, fillvalue=0)]
         for old, new in zip(before, after, strict=True)

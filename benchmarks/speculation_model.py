@@ -1,10 +1,9 @@
-"""A model of 1.5 billion random parameters whose text repeats, so that drafts are right as often as
-is asked.
+"""A model of 1.5 billion random parameters whose text repeats, for a given acceptance of drafts.
 
-Its blocks compute like any others and add next to nothing to the residual stream. So the next token
-is a function of the last one: behind token t comes t + 1 on a loop of LOOP tokens, with a
-probability that the temperature sets, and otherwise any of all others, behind which the loop goes
-on somewhere else. A prompt that holds the loop is a file, and the answer is that file with edits.
+Its blocks compute like any others but add next to nothing to the residual stream, so the next token
+is a function of the last one. Token t is followed by t + 1 on a loop of LOOP tokens, with a
+probability that the temperature sets; otherwise by any other token, after which the loop continues
+elsewhere. A prompt that contains the loop is a file, and the answer is that file with edits.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "eos_token_id": 128_000,
 }
-RIGHT_AT_1 = 0.95  # probability of t + 1 behind t at temperature 1
+RIGHT_AT_1 = 0.95  # probability that t + 1 follows t at temperature 1
 _NOTHING = 1e-5
 
 
 def temperature_of(right: float) -> float:
-    """Returns the temperature at which t + 1 follows t with this probability."""
+    """Return the temperature at which t + 1 follows t with probability `right`."""
     return gap(RIGHT_AT_1) / gap(right)
 
 
 def gap(right: float) -> float:
-    """Returns by how much the logit of t + 1 is above those of all others, which are alike."""
+    """Return how far the logit of t + 1 is above all others, which are equal."""
     return math.log(CONFIG["vocab_size"] - 1) + math.log(right / (1 - right))
 
 
 def write_model(folder: Path, layers: int = CONFIG["num_hidden_layers"]) -> Path:
-    """Writes config.json, tokenizer.json and weights in bf16: 3.1 GB with all 24 layers."""
+    """Write config.json, tokenizer.json and bf16 weights: 3.1 GB with all 24 layers."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIG | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))

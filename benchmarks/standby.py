@@ -1,10 +1,9 @@
-"""kill -9 of the front end under many streams: how soon the next one serves, and what the clients
-that come back get.
+"""Failover of the front end (kill -9) under many streams: time to serve again, and resumed streams.
 
     python -m benchmarks.standby
 
-Targets with the demo model: /readyz says 200 within 2 s, no stream lost, no token different, and
-none that comes twice.
+Targets with the demo model: /readyz answers 200 within 2 s, no stream lost, no token different, and
+no event received twice. Prints and saves the figures of each kill.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ AGAIN_S = 0.05
 
 
 class Stream:
-    """One request of a client that comes back with Last-Event-ID whenever its connection breaks."""
+    """A request whose client reconnects with Last-Event-ID whenever the connection breaks."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
         self.tokens: list[int] = []
         self.ids: list[str] = []
         self.returns = 0
-        self.moved_at = 0.0  # when the first token after the last return came
+        self.moved_at = 0.0  # time of the first token after the last reconnect
         self.error = ""
         self._ended = False
 
     async def run(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Reads the stream to its end, over as many connections as that takes."""
+        """Read the stream to its end, over as many connections as necessary."""
         deadline = time.monotonic() + READY_S
         while not self._ended and not self.error and time.monotonic() < deadline:
             headers = {"Last-Event-ID": self.ids[-1]} if self.ids else {}
@@ -77,7 +76,7 @@ class Stream:
 
 
 async def answers(url: str, streams: list[Stream]) -> None:
-    """Reads all streams at once."""
+    """Read all streams at once."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(READY_S)
@@ -88,7 +87,7 @@ async def answers(url: str, streams: list[Stream]) -> None:
 async def kill_once(
     url: str, root: psutil.Process, expected: list[Stream], at_tokens: int
 ) -> dict[str, Any]:
-    """One kill, once every stream has so many tokens."""
+    """Kill the front end once every stream has `at_tokens` tokens; return the figures."""
     streams = [Stream(stream.body) for stream in expected]
     running = asyncio.create_task(answers(url, streams))
     while any(len(stream.tokens) < at_tokens for stream in streams) and not running.done():  # noqa: ASYNC110
@@ -117,7 +116,7 @@ async def kill_once(
 
 
 async def served(url: str, killed_at: float) -> float:
-    """Returns how long after the kill the server was ready again."""
+    """Return the seconds from the kill until the server was ready again."""
     async with aiohttp.ClientSession() as session:
         while time.monotonic() < killed_at + READY_S:
             try:
@@ -131,7 +130,7 @@ async def served(url: str, killed_at: float) -> float:
 
 
 def front_ends(root: psutil.Process) -> list[psutil.Process]:
-    """The front ends, the one that serves first."""
+    """Return the front ends; the active one is first."""
     found = [
         child
         for child in root.children()
@@ -141,7 +140,7 @@ def front_ends(root: psutil.Process) -> list[psutil.Process]:
 
 
 async def measure(args: argparse.Namespace, url: str, root: psutil.Process) -> dict[str, Any]:
-    """All kills, on a server that runs."""
+    """Do all kills on a running server."""
     expected = [Stream(body) for body in bodies(args.streams, args.max_tokens)]
     await answers(url, expected)
     assert all(len(stream.tokens) == args.max_tokens for stream in expected), [
@@ -149,7 +148,7 @@ async def measure(args: argparse.Namespace, url: str, root: psutil.Process) -> d
     ]
     kills = []
     for number in range(args.kills):
-        await asyncio.sleep(args.rest_s)  # for the next front end to be prepared
+        await asyncio.sleep(args.rest_s)  # until the next standby is prepared
         kills.append(await kill_once(url, root, expected, 1 + 13 * number % args.max_tokens))
         print(json.dumps(kills[-1]), file=sys.stderr)
     return {
@@ -172,7 +171,9 @@ def main() -> int:
     made.add_argument(
         "--kills", type=int, default=4, help="more than 5 within five minutes end the server"
     )
-    made.add_argument("--rest-s", type=float, default=4.0, help="between kills [%(default)s]")
+    made.add_argument(
+        "--rest-s", type=float, default=4.0, help="seconds between kills [%(default)s]"
+    )
     args = made.parse_args()
     flags = ("--standby", "--dp", str(args.dp), "--threads", "1", "--max-model-len", "1024")
     with running_server("demo", *flags) as server:

@@ -1,12 +1,12 @@
-"""From process start to answers: HTTP listening, ready, first token, peak memory of the engine, and
---version.
+"""Startup: HTTP listening, ready, first token, peak memory of the engine, and `--version`.
 
     python -m benchmarks.startup                      # the demo model
-    python -m benchmarks.startup --model DIR          # any model; run twice, the second time its files are warm
-    python -m benchmarks.startup --packed-cache DIR   # without and with packed weights in that folder, in turns
+    python -m benchmarks.startup --model DIR          # run twice: files are warm the second time
+    python -m benchmarks.startup --packed-cache DIR   # also with packed weights in that folder
 
-Targets: listening <= 0.5 s, demo ready <= 3 s, --version <= 0.15 s, peak <= 1.15 x weights + 0.6
-GB.
+Targets: listening within 0.5 s, demo ready within 3 s, --version within 0.15 s, peak memory at most
+1.15 x weights + 0.6 GB. With --packed-cache, starts with and without packed weights take turns.
+Prints and saves medians, ranges and samples.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from benchmarks.common import parser, peak_rss_bytes, running_server, save, summ
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--model", default="demo", help="model directory [demo]")
-    flags.add_argument("--repeat", type=int, default=5, help="starts [5]")
+    flags.add_argument("--repeat", type=int, default=5, help="number of starts [5]")
     flags.add_argument("--max-model-len", help="as of `moeserve serve`")
     flags.add_argument(
-        "--packed-cache", help="folder for packed weights: measure starts that map them, too"
+        "--packed-cache", help="folder for packed weights: also measure starts that map them"
     )
     flags.add_argument(
-        "--settings", default="{}", help="JSON of settings under `model:`, e.g. of load_format"
+        "--settings", default="{}", help="JSON of settings under `model:`, such as load_format"
     )
     args = flags.parse_args()
     limit = ["--max-model-len", args.max_model_len] if args.max_model_len else []
@@ -45,7 +45,7 @@ def main() -> None:
         [one_start(args.model, limit, config) for config in configs.values()]
         for _ in range(args.repeat)
     ]
-    weights = weight_bytes(args.model)  # 0: made up
+    weights = weight_bytes(args.model)  # 0 with `load_format: dummy`
     peak = max(run["engine_peak_bytes"] for run, *_ in rounds)
     result = {
         "model": Path(args.model).name,
@@ -65,10 +65,10 @@ def main() -> None:
 def one_start(
     model: str, limit: list[str], config: str, kept: Path | None = None
 ) -> dict[str, Any]:
-    """Seconds since the process was started, and the engine's peak resident memory until ready and
-    after an answer.
+    """Start a server; return seconds since its start, and the engine's peak memory.
 
-    kept: the server runs on until packed weights are in this folder.
+    Peak resident memory is taken when the server is ready, and after an answer. If `kept` is given,
+    the server runs until that folder has packed weights.
     """
     with running_server(model, *limit, config=config) as server:
         listening_s = server.wait("/livez")
@@ -89,7 +89,7 @@ def one_start(
 
 
 def version_s() -> float:
-    """Wall time of the installed `moeserve --version`, interpreter start included."""
+    """Return the wall time of the installed `moeserve --version`, interpreter included."""
     begun_s = time.perf_counter()
     subprocess.run(
         [Path(sys.executable).with_name("moeserve"), "--version"],

@@ -1,20 +1,20 @@
-"""Host time per decode step at 1, 64, 256 and 1,024 running requests, runner tables and inputs
-included.
+"""Host time per decode step at 1, 64, 256 and 1,024 running requests.
 
     python -m benchmarks.step
 
 The real core, scheduler and encoder run around a runner without a model. Phases, in microseconds
 per step:
 
-    plan      Scheduler.plan
-    tables    a runner's work on the host
-    encode    StepOutput to msgpack
-    loop      the rest: core loop, inbox, event loop
+    plan                  Scheduler.plan
+    tables                the runner's work on the host: tables and inputs
+    encode                encoding StepOutput as msgpack
     update_from_output    Scheduler.update_from_output
+    loop                  the rest: core loop, inbox, event loop
 
-Target: <= 300 us at 256 running and <= 1.2 ms at 1,024, p99 <= 2 x median. On a machine that others
-use too, `--clock cpu` leaves out what they take from it, though not what their traffic costs its
-caches.
+Targets: 300 us at 256 running and 1.2 ms at 1,024, p99 at most 2 x the median. On a shared machine
+`--clock cpu` omits the time that other programs take, but not what they evict from the caches.
+
+Prints and saves p50, p99 and mean of the step and of each phase.
 """
 
 from __future__ import annotations
@@ -48,13 +48,11 @@ Clock = Literal["wall", "cpu"]
 TablesWork = Callable[[StepPlan], None]
 _CLOCKS: dict[Clock, Callable[[], int]] = {"wall": perf_counter_ns, "cpu": thread_time_ns}
 BLOCK_SIZE = 16
-PROMPT_LENGTHS = (
-    128,
-    384,
-)  # spread over a block, so that rows cross into new ones at different steps
+# A random length in this range, so that requests enter new blocks at different steps.
+PROMPT_LENGTHS = (128, 384)
 WARM_UP_STEPS = 200
 VOCAB_SIZE = 32_000
-END_ID = VOCAB_SIZE  # each request stops at an id that never comes
+END_ID = VOCAB_SIZE  # a stop token that never comes
 
 
 def measure(
@@ -64,11 +62,10 @@ def measure(
     tables: TablesWork | None = None,
     clock: Clock = "wall",
 ) -> dict[str, Any]:
-    """Measures host time per decode step at each num_running: {"results": [{num_running, step_us,
-    phases_us}]}.
+    """Measure host time per decode step at each num_running.
 
-    Each time is {"p50", "p99", "mean"} over `steps` steps after a warm-up. clock "cpu" counts this
-    thread's time only.
+    Returns {"results": [{num_running, step_us, phases_us}]}. Each time is {"p50", "p99", "mean"}
+    over `steps` steps after a warm-up. Clock "cpu" counts only this thread's CPU time.
     """
     results = [asyncio.run(_Bench(n, steps, tables, _CLOCKS[clock]).run()) for n in num_running]
     facts = {
@@ -89,10 +86,9 @@ class _Timed:
         self._clock = clock
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `function` with each call timed."""
+        """Return `function` with each call timed."""
 
         def timed(*args: Any) -> Any:
-            """Calls the function and adds the nanoseconds to `spent`."""
             began = self._clock()
             result = function(*args)
             self.spent.append(self._clock() - began)
@@ -107,7 +103,6 @@ class _BenchRunner(NullRunner):
         self._tables = tables
 
     def start(self, plan: StepPlan) -> NullHandle:
-        """Runs `tables`, then starts the step that does nothing."""
         if self._tables is not None:
             self._tables(plan)
         return super().start(plan)
@@ -145,9 +140,7 @@ class _Bench:
         self.ends: list[int] = []
 
     async def run(self) -> dict[str, Any]:
-        """Submits all requests, runs the core until enough steps are timed, and returns the
-        summary.
-        """
+        """Submit all requests, run the core until enough steps are timed; return the summary."""
         rng = random.Random(self.num_running)
         for rid in range(self.num_running):
             tokens = np.array(
@@ -168,7 +161,7 @@ class _Bench:
         return self.summary()
 
     def emit(self, msg: EngineOut) -> None:
-        """Encodes a step's output and notes its end; drains the core after the last step."""
+        """Encode a step's output and note the time; drain the core after the last step."""
         if (
             not isinstance(msg, StepOutput)
             or msg.record is None
@@ -178,7 +171,7 @@ class _Bench:
         self.encode(msg)
         if not self.ends:
             if msg.record.num_tokens != self.num_running:
-                return  # prompts are still being computed
+                return  # prompts are still being prefilled
             for phase in self.phases.values():
                 phase.spent.clear()
         self.ends.append(self.clock())
@@ -186,7 +179,7 @@ class _Bench:
             self.inbox.put(Drain(0.0))
 
     def summary(self) -> dict[str, Any]:
-        """Returns the times of the steps after the warm-up, in microseconds."""
+        """Return the times of the steps after the warm-up, in microseconds."""
         whole = np.diff(self.ends)[WARM_UP_STEPS:] / 1e3
         spent = {
             name: np.array(phase.spent) / 1e3 for name, phase in self.phases.items() if phase.spent
@@ -212,9 +205,7 @@ def _summary(times: np.ndarray) -> dict[str, float]:
 
 
 def runner_tables(num_slots: int, steps: int) -> TablesWork:
-    """Returns what a model runner's host side does with a step plan, on CPU, for up to num_slots
-    running requests.
-    """
+    """Return a model runner's host work for a step plan of up to num_slots requests."""
     torch.set_num_threads(1)
     groups = (KVGroup(KVRule(), BLOCK_SIZE, (0,)),)
     upload = host_upload

@@ -1,17 +1,18 @@
-"""Token events per second through the real server, with a runner that makes tokens up at no cost.
+"""Token events per second through the real server, with a runner that makes up tokens at no cost.
+
+    python -m benchmarks.streaming                    # 64 streams x 1,500 tokens, 2.5 ms steps
+    python -m benchmarks.streaming --step-ms 0        # as fast as possible
 
 Everything is real but the model: HTTP, JSON, scheduler, detokenizer, SSE. The server's processes
-are pinned to one core (--spread: only the front end; the engine shares the reader's core), the
-reader of the streams to another.
-
-    python -m benchmarks.streaming                    # 64 streams of 1,500 tokens, a step every 2.5 ms
-    python -m benchmarks.streaming --step-ms 0        # as fast as it goes
+are pinned to one core (with --spread only the front end; the engine shares the reader's core), and
+the reader of the streams to another.
 
 With a step every 2.5 ms, 64 streams offer 25,600 tokens per second. A front end that falls behind
-puts several tokens into one event, so that tokens_per_event stays at 1 only while it keeps up;
-unpaced, more tokens come in fewer events.
+puts several tokens into one event, so tokens_per_event stays at 1 only while it keeps up. Without
+pauses (--step-ms 0) more tokens come in fewer events.
 
-Target: >= 20,000 token events per second at 64 streams on one core.
+Target: 20,000 token events per second at 64 streams on one core. Prints and saves rates, tokens per
+event and CPU time.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ END = b"data: [DONE]"
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--streams", type=int, default=64, help="concurrent SSE streams [64]")
-    flags.add_argument("--tokens", type=int, default=1500, help="tokens of each [1500]")
+    flags.add_argument("--tokens", type=int, default=1500, help="tokens per stream [1500]")
     flags.add_argument(
         "--step-ms", type=float, default=2.5, help="time between steps; 0: none [2.5]"
     )
-    flags.add_argument("--repeat", type=int, default=5, help="rounds [5]")
+    flags.add_argument("--repeat", type=int, default=5, help="number of rounds [5]")
     flags.add_argument(
         "--chat", action="store_true", help="chat completions instead of completions"
     )
     flags.add_argument(
         "--tools",
         action="store_true",
-        help="chat completions with tools, read by the format's parser",
+        help="chat completions with tools, parsed by the tool format",
     )
     flags.add_argument(
-        "--beside", type=Path, help="another checkout, whose rounds come in turns with this one's"
+        "--beside", type=Path, help="another checkout, measured in turns with this one"
     )
     flags.add_argument("--spread", action="store_true", help="the engine may use the reader's core")
     args = flags.parse_args()
@@ -111,14 +112,15 @@ def main() -> None:
 
 
 def summaries(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Returns the summary of each number over the rounds."""
+    """Return the summary of each number over the rounds."""
     return {key: summary([one[key] for one in rounds]) for key in rounds[0]}
 
 
 @dataclass(slots=True)
 class Reader:
-    """One connection. `tail` keeps the end of the last piece, so that a mark that was cut is
-    counted once.
+    """One connection.
+
+    `tail` keeps the end of the last read, so that an event that was cut is counted once.
     """
 
     socket: socket.socket
@@ -127,7 +129,7 @@ class Reader:
     done: bool = False
 
     def read(self) -> int:
-        """Events in what has arrived."""
+        """Read what has arrived and return the number of events in it."""
         piece = self.socket.recv(1 << 18)
         if not piece:
             raise SystemExit("the server closed a stream early")
@@ -144,7 +146,7 @@ class Reader:
 
 
 def one_round(server: Server, streams: int, tokens: int, api: str) -> dict[str, float]:
-    """All streams at once, from the first byte sent to the last received."""
+    """Read all streams at once, from the first byte sent to the last one received."""
     selector = selectors.DefaultSelector()
     begun_s = time.perf_counter()
     readers = [Reader(_ask(server.port, tokens, api, number)) for number in range(streams)]

@@ -1,14 +1,15 @@
-"""A change beside what it changed: two checkouts measured in turns on one machine, so that their
-ratios hold.
+"""A change beside its base: two checkouts measured in turns on one machine, so that ratios hold.
 
     git worktree add ../before COMMIT && (cd ../before && python setup.py build_ext --inplace)
     python -m benchmarks.turns ../before                 # this checkout is "after"
     python -m benchmarks.turns ../before --what model step
 
-model: offline decode and prefill of a Qwen3-MoE with random weights, both engines loaded at once;
-all tokens must be the same. step, vote, streaming, kills: the scripts of those names, with the
-figures below. Ratios are after / before of neighbouring runs, the median over the rounds: above 1
-is better for rates, below 1 for times.
+    model                           offline decode and prefill of a Qwen3-MoE with random weights;
+                                    both engines stay loaded, and all tokens must be the same
+    step, vote, streaming, kills    the scripts of those names, with the figures in SCRIPTS
+
+Prints and saves samples and ratios: after / before of neighboring runs, the median over the rounds.
+Above 1 is better for rates, below 1 for times.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def main() -> None:
     args.add_argument("--rounds", type=int, default=5)
     asked = args.parse_args()
     if not (asked.before / "moeserve").is_dir():
-        args.error(f"BEFORE is a checkout of moeserve, not {asked.before}")
+        args.error(f"{asked.before} is no checkout of moeserve: it has no folder moeserve/")
     end_as_asked()
     checkouts = {"before": asked.before.resolve(), "after": ROOT}
     compared = {
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def compare_scripts(what: str, checkouts: Mapping[str, Path], rounds: int) -> dict[str, Any]:
-    """Runs each checkout's own script; returns the samples of both and the median ratios."""
+    """Run each checkout's own script; return both samples and the median ratios."""
     flags, figures = SCRIPTS[what]
     command = [sys.executable, "-m", f"benchmarks.{what}", "--no-save", *flags]
 
@@ -105,7 +106,7 @@ def compare_scripts(what: str, checkouts: Mapping[str, Path], rounds: int) -> di
 
 
 def compare_models(checkouts: Mapping[str, Path], rounds: int) -> dict[str, Any]:
-    """Loads one model in both checkouts and gives both the same requests in turns."""
+    """Load one model in both checkouts and send both the same requests in turns."""
     threads = len(os.sched_getaffinity(0))
     tokens: dict[str, list[Any]] = {name: [] for name in checkouts}
     with ExitStack() as stack:
@@ -133,9 +134,11 @@ def compare_models(checkouts: Mapping[str, Path], rounds: int) -> dict[str, Any]
 def in_turns(
     measure: Callable[[str, int], Figures], rounds: int, warm_up: bool = False
 ) -> dict[str, Any]:
-    """Measures before and after `rounds` times, each of them first in every second round. measure:
-    gets the name of the checkout and the number of the round, below 0 in the warm-up, whose figures
-    do not count."""
+    """Measure both checkouts `rounds` times; each comes first in every second round.
+
+    `measure` gets the checkout's name and the number of the round. The warm-up has a negative
+    number, and its figures are discarded.
+    """
     samples: dict[str, list[Figures]] = {"before": [], "after": []}
     for number in range(-warm_up, rounds):
         for name in sorted(samples, reverse=number % 2 == 0):

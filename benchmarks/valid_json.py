@@ -1,12 +1,14 @@
-"""Answers under JSON schemas: how many are invalid.
+"""Counts invalid answers under JSON schemas.
 
     python -m benchmarks.valid_json [--speculate SPEC]
 
-Targets: 0 of 2,000, over the 200 schemas of tests/text/schemas.py (recursive, enums of 500,
-patterns, unions, $ref, unicode), ten requests each at temperatures from 0 to 1.5, by the demo
-model. An answer that max_tokens cuts is no invalid one; such are counted apart. Every answer is
-also asked for alone, a few of them, to see that a batch changes nothing. With --speculate, answers
-are compared with those without.
+Target: 0 of 2,000. The demo model answers ten requests, at temperatures from 0 to 1.5, for each of
+the 200 schemas in tests/text/schemas.py (recursive, enums of 500, patterns, unions, $ref, unicode).
+Answers cut by max_tokens are counted apart and are not invalid. Some requests are repeated alone,
+to check that the batch does not change the answer. With --speculate, answers are compared with
+those without speculation.
+
+Prints and saves the counts and some invalid answers.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ TEMPERATURES = (0.0, 0.5, 1.0, 1.0, 1.5)
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--per-schema", type=int, default=10, help="requests for each [%(default)s]")
+    args.add_argument(
+        "--per-schema", type=int, default=10, help="requests per schema [%(default)s]"
+    )
     args.add_argument("--max-tokens", type=int, default=400, help="[%(default)s]")
-    args.add_argument("--speculate", default="", help="as for `moeserve serve`")
+    args.add_argument("--speculate", default="", help="as of `moeserve serve`")
     asked = args.parse_args()
     requests = [
         (schema, request(schema, n, asked.max_tokens))
@@ -67,7 +71,7 @@ def request(schema: dict[str, Any], n: int, max_tokens: int) -> tuple[str, Sampl
 def measure(
     requests: list[tuple[Any, tuple[str, SamplingParams]]], settings: dict[str, Any]
 ) -> Any:
-    """Returns the answers and what became of them."""
+    """Return the answers and the counts."""
     prompts, params = zip(*(asked for _, asked in requests), strict=True)
     with LLM("demo", max_model_len=512, **settings) as llm:
         began = perf_counter()
@@ -97,7 +101,7 @@ def measure(
 
 
 def fault(schema: dict[str, Any], text: str) -> str:
-    """Returns why an answer is invalid, "" if it is not."""
+    """Return why an answer is invalid, or ""."""
     try:
         jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
     except (ValueError, jsonschema.ValidationError) as error:

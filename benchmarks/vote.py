@@ -1,11 +1,13 @@
-"""Latency of the step vote: N processes that do nothing but vote, on one host, over the real DP
-coordinator.
+"""Latency of the step vote: N processes on one host that only vote, over the real DP coordinator.
 
     python -m benchmarks.vote [--tcp]
 
---tcp: as between machines, encrypted. Target: median <= 120 us with 4 processes on two cores.
-"vote" is the time that an engine waits when all vote at once (the slowest engine's median counts),
-"wake" the time from a vote of one engine to the decision when all others sleep.
+With --tcp the connection is encrypted, as between machines.
+
+    vote    time that an engine waits when all vote at once; the slowest engine's median counts
+    wake    time from one engine's vote to the decision when all others sleep
+
+Target: median at most 120 us with 4 processes on two cores. Prints and saves p50, p90 and p99.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def main() -> None:
     args.add_argument("--votes", type=int, default=3000)
     args.add_argument("--engines", type=int, nargs="+", default=NUM_ENGINES)
     args.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
-    args.add_argument("--tcp", action="store_true", help="as between machines")
+    args.add_argument(
+        "--tcp", action="store_true", help="vote over TCP, encrypted, as between machines"
+    )
     args.add_argument("--member", help=argparse.SUPPRESS)
     asked = args.parse_args()
     if asked.member:
@@ -107,7 +111,7 @@ async def vote(members: Members, votes: int) -> dict[str, Any]:
 async def sleep_and_wake(
     coordinator: DPCoordinator, members: Members, wakes: list[int], step: int
 ) -> None:
-    """All park; then the last engine wakes the others, again and again."""
+    """Park all engines; then the last one wakes the others. Repeat."""
     wakes_others = members.rank == members.size - 1
     for turn in range(300):
         decision = await coordinator.decide(Vote(step + 2 * turn, 1))
@@ -122,7 +126,7 @@ async def sleep_and_wake(
 
 
 def percentiles(times: list[int]) -> dict[str, float]:
-    """Returns p50, p90 and p99 in microseconds, from times in nanoseconds."""
+    """Return p50, p90 and p99 in microseconds, from times in nanoseconds."""
     ordered = sorted(times)
     return {f"p{p}": round(ordered[len(ordered) * p // 100] / 1e3, 1) for p in (50, 90, 99)}
 
