@@ -1,4 +1,4 @@
-"""Rewrite small checkpoints as their authors publish them, where transformers writes another form."""
+"""Rewrite small checkpoints as their authors publish them, where transformers differs."""
 
 from __future__ import annotations
 

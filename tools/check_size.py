@@ -1,9 +1,9 @@
-"""Print lines per package, and the longest files and functions. Fail only far out.
+"""Print the lines of each package, and the longest functions; fail on files and functions too long.
 
     python tools/check_size.py
 
-The total is a figure to look at. A file of over 600 lines or a function of over 90 lines is where
-readers get lost, so these two fail the check.
+A file of more than 600 lines or a function of more than 90 fails the check, because readers get
+lost there. The totals are only printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def lines_of_packages(files: dict[Path, int]) -> dict[str, int]:
 
 
 def main() -> int:
-    kernels = ROOT / "moeserve" / "kernels"  # a link to kernels/, which is counted by itself
+    kernels = ROOT / "moeserve" / "kernels"  # a link to kernels/, counted separately
     paths = [p for p in (ROOT / "moeserve").rglob("*.py") if not p.is_relative_to(kernels)]
     paths += (ROOT / "kernels").rglob("*.py")
     files = {path: path.read_text().count("\n") for path in sorted(paths)}

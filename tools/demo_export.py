@@ -71,7 +71,7 @@ def config(shape: Shape) -> dict[str, Any]:
         "num_experts_per_tok": shape.top_k,
         "norm_topk_prob": True,
         "moe_intermediate_size": shape.expert_hidden,
-        # No layer is dense; the value only has to be there.
+        # No layer is dense, but the key is required.
         "intermediate_size": shape.expert_hidden * shape.top_k,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -99,7 +99,7 @@ def config(shape: Shape) -> dict[str, Any]:
 
 @torch.no_grad()
 def tensors(model: DemoModel) -> dict[str, Tensor]:
-    """Views of the weights under the names of real Qwen3-MoE checkpoints, one tensor per expert."""
+    """Return views of the weights with Qwen3-MoE's names, one tensor per expert."""
     named: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed,
         "model.norm.weight": model.norm.weight,
@@ -121,7 +121,7 @@ def tensors(model: DemoModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def mtp_tensors(head: MTPHead) -> dict[str, Tensor]:
-    """Views of the weights under the names of real Qwen3-Next checkpoints."""
+    """Return views of the weights with Qwen3-Next's names."""
     at = "mtp.layers.0."
     named: dict[str, Tensor] = {
         "mtp.fc.weight": head.fc,
@@ -149,7 +149,7 @@ def _attention(at: str, attention: Attention) -> dict[str, Tensor]:
 
 
 def save(path: Path, named: dict[str, Tensor]) -> None:
-    """Writes tensors in bf16."""
+    """Write tensors in bf16."""
     stored = {k: v.detach().to(torch.bfloat16).contiguous().clone() for k, v in named.items()}
     save_file(stored, path, metadata={"format": "pt"})
     path.chmod(0o644)
@@ -157,7 +157,7 @@ def save(path: Path, named: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load(folder: Path, named: dict[str, Tensor]) -> None:
-    """Fills tensors from the files of a checkpoint; it has to have all of them."""
+    """Fill the tensors from a checkpoint's files, which must have all of them."""
     stored = {k: v for path in weight_files(folder) for k, v in load_file(path).items()}
     for name, tensor in named.items():
         tensor.copy_(stored[name])
@@ -204,8 +204,9 @@ def export(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
 
 
 def export_mtp(folder: Path, head: MTPHead) -> None:
-    """Adds the head to the model in `folder`, in a file of its own; that of the model only changes
-    its name.
+    """Add the head to the model in `folder`, in a file of its own.
+
+    The model's file is only renamed.
     """
     first, second = (folder / name for name in SHARDS)
     if (folder / WEIGHTS).exists():
@@ -219,7 +220,7 @@ def export_mtp(folder: Path, head: MTPHead) -> None:
             total += tensor.nbytes
     _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     values = json.loads((folder / "config.json").read_text())
-    # No layer of the model is dense: this width is the head's.
+    # No layer of the model is dense; the head's layer has this width.
     _write(
         folder / "config.json",
         values | {"intermediate_size": len(head.gate), "mtp_num_hidden_layers": 1},

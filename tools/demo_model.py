@@ -57,7 +57,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Written out: for short rows on one core this is three times as fast as torch's own."""
+    """Plain causal attention: for short rows on one core 3 x as fast as torch's own."""
     length = q.shape[-2]
     mask = torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + mask
@@ -235,7 +235,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(grad: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly, by a quintic Newton-Schulz iteration."""
+    """Return roughly the nearest semi-orthogonal matrices, by quintic Newton-Schulz."""
     a = 3.4445
     b = -4.7750
     c = 2.0315

@@ -1,9 +1,10 @@
-"""The demo model's MTP head in plain torch: one dense Qwen3 layer that guesses the token after the
-next one.
+"""The demo model's MTP head in plain torch: one dense Qwen3 layer.
 
-Shapes: T tokens in rows of L, R rows alike; J steps; N tokens with a loss; D model width; H heads,
-d their width; V vocabulary. Source: DeepSeek-V3 (arXiv 2412.19437) for the head, EAGLE-3 (arXiv
-2503.01840) for training the steps that follow one another, laid out as in Qwen3-Next.
+Shapes: T tokens in rows of L, R rows of equal length; J steps; N tokens with a loss; D model width;
+H heads of width d; V vocabulary.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437) for the head, and EAGLE-3 (arXiv 2503.01840) for training
+several steps in a row. The layout is that of Qwen3-Next.
 """
 
 from typing import Any
@@ -18,11 +19,10 @@ WIDTH = 512
 
 
 class MTPHead(nn.Module):
-    """From token p's hidden state (after the model's last norm) and the embedding of p + 1 to a
-    state that gives p + 2.
+    """Drafts token p + 2 from token p's hidden state and the embedding of p + 1.
 
-    Its result takes the place of the model's hidden state when it goes on by itself. Embedding and
-    LM head are the model's.
+    The hidden state is the model's, after its last norm. When the head drafts further, its result
+    takes the place of the hidden state. Embedding and LM head are the model's.
     """
 
     def __init__(self, shape: Shape, width: int = WIDTH) -> None:
@@ -44,12 +44,11 @@ class MTPHead(nn.Module):
     def forward(
         self, ids_rl: Tensor, hidden_rld: Tensor, embed_vd: Tensor, steps: int
     ) -> list[Tensor]:
-        """The hidden states [R, L, D] of each step; step j of token p has read the tokens up to p +
-        1 + j.
+        """Return the hidden states [R, L, D] of each step.
 
-        A step attends to what the first step made of earlier tokens, as it will be when these are
-        settled, and to the steps before it of its own token. What lies less than j + 2 before the
-        end of a row means nothing.
+        Step j of token p has read the tokens up to p + 1 + j. It attends to the first step's keys
+        and values of earlier tokens, as it will when those are accepted, and to those of earlier
+        steps of its own token. Positions less than j + 2 before the end of a row are meaningless.
         """
         rows, length = ids_rl.shape
         mask_ll = torch.full((length, length), float("-inf")).triu(1)
@@ -79,8 +78,10 @@ class MTPHead(nn.Module):
 
 
 def attend(q_rhld: Tensor, keys: list[Tensor], values: list[Tensor], mask_ll: Tensor) -> Tensor:
-    """Attention over the first keys, all up to the query's token, and over the others, of the
-    query's token alone.
+    """Attend over two sets of keys.
+
+    Of the first keys, all up to the query's token are seen; of the others, only those of that
+    token.
     """
     scores = [
         q_rhld @ keys[0].mT + mask_ll,
@@ -96,8 +97,9 @@ def attend(q_rhld: Tensor, keys: list[Tensor], values: list[Tensor], mask_ll: Te
 
 
 class Distillation(torch.autograd.Function):
-    """Mean KL divergence of each step from the model, a few tokens at a time so that the logits
-    stay in cache.
+    """Mean KL divergence of each step from the model.
+
+    It is computed in chunks of tokens whose logits fit in the cache.
     """
 
     @staticmethod
@@ -131,8 +133,9 @@ class Distillation(torch.autograd.Function):
 def guesses(
     model: DemoModel, head: MTPHead, ids_t: Tensor, labels_t: Tensor, groups: Groups, steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All guesses [J, N, D] of each token that has a label, the model's own hidden states [N, D],
-    and the labels.
+    """Return the drafts of all tokens that have a label.
+
+    The result is drafts [J, N, D], the model's hidden states [N, D], and the labels.
     """
     with torch.no_grad():
         hidden_td = model.hidden(ids_t, groups)[0]
@@ -161,11 +164,10 @@ def matches(
     temperature: float,
     noise: torch.Generator,
 ) -> Tensor:
-    """Whether each guess, sampled with the noise that made the model say its label, is that label
-    [J, N].
+    """Return whether each draft [J, N] is the token's label, if sampled with the model's noise.
 
-    The labels must have been sampled from the model at this temperature: then the noise is drawn
-    from what it can have been (Gumbel noise given its argmax; Maddison et al., arXiv 1411.0030).
+    The labels must have been sampled from the model at this temperature. The noise is then drawn
+    from its posterior (Gumbel noise given its argmax; Maddison et al., arXiv 1411.0030).
     """
     log_p = (F.linear(hidden_nd, embed_vd) / temperature).log_softmax(-1)
     gumbel = -torch.empty_like(log_p).exponential_(generator=noise).log()
@@ -177,8 +179,9 @@ def matches(
 
 
 def tokens_a_step(matches_jn: Tensor, drafts: int) -> float:
-    """Mean tokens of a step: the model's own, and those of `drafts` guesses that come before the
-    first wrong one.
+    """Return the mean tokens per step with `drafts` drafts.
+
+    These are the model's own token and the drafts before the first wrong one.
     """
     found = matches_jn.tolist()
     count = matches_jn.shape[1]

@@ -1,8 +1,10 @@
-"""Measure the demo model within its domain: `python tools/eval_demo.py`.
+"""Measure the demo model within its domain.
 
-The requests come from the templates of the training text with another seed. Most questions about
-moeserve therefore also occur in training, word for word; most story requests do not. The cities of
-the weather questions are none that the training text lists.
+    python tools/eval_demo.py
+
+The requests come from the templates of the training text with another seed. So most questions about
+moeserve also occur in training, word for word; most story requests do not. The cities of the
+weather questions do not occur in the training text.
 """
 
 import argparse
@@ -85,7 +87,7 @@ CITIES = [
 def answers(
     model: Any, tokenizer: Any, prompts: Sequence[str | Chat], temperature: float
 ) -> list[Answer]:
-    """What the model says to each prompt or chat, and whether it ended by itself."""
+    """Return the model's answer to each prompt or chat, and whether it ended by itself."""
     found: list[Answer] = []
     how = (
         {"do_sample": True, "temperature": temperature, "top_p": 0.9}
@@ -108,19 +110,20 @@ def answers(
 
 
 def chat(question: str, tools: list[Tool] | None = None) -> Chat:
-    """A request with one question, as `apply_chat_template` takes it."""
+    """Return a request with one question, as `apply_chat_template` takes it."""
     listed = [{"type": "function", "function": tool.function} for tool in tools or []]
     return {"conversation": [{"role": "user", "content": question}], "tools": listed or None}
 
 
 def listed(rng: random.Random) -> list[Tool]:
-    """The tools of a chat, at least one."""
+    """Return the tools of a chat, at least one."""
     return tool_choice(rng) or listed(rng)
 
 
 def weather_call(rng: random.Random, others: int) -> tuple[Chat, str]:
-    """A question about the weather in one of `CITIES`, with so many other tools at most, and the
-    call that it needs.
+    """Return a question about the weather in one of CITIES, and the call that it needs.
+
+    The chat has up to `others` other tools.
     """
     used = tool(rng, kinds()[0])
     tools = [used, *[tool for tool in listed(rng) if tool.kind.title != "weather"][:others]]
@@ -135,7 +138,7 @@ def weather_call(rng: random.Random, others: int) -> tuple[Chat, str]:
 
 
 def any_call(rng: random.Random) -> tuple[Chat, str]:
-    """A question that needs one of the tools of its chat, and the call."""
+    """Return a question that needs one of its chat's tools, and the call."""
     tools = listed(rng)
     used = rng.choice(tools)
     question, arguments, _ = ask_tool(rng, used)
@@ -143,15 +146,16 @@ def any_call(rng: random.Random) -> tuple[Chat, str]:
 
 
 def no_call(rng: random.Random, n: int) -> Chat:
-    """A question that needs none of the tools of its chat: every second one asks for something that
-    cannot be had.
+    """Return a question that needs none of its chat's tools.
+
+    Every second one asks for something that cannot be had.
     """
     tools = listed(rng)
     return chat((declined(rng, tools) if n % 2 else ordinary(rng))[0], tools)
 
 
 def result(rng: random.Random) -> tuple[Chat, str]:
-    """A chat up to the weather that a tool gave, and what of it the answer has to say."""
+    """Return a chat up to a tool's weather report, and the part that the answer must repeat."""
     used = tool(rng, kinds()[0])
     question, arguments, values = ask_tool(rng, used)
     given, said = outcome(rng, used, values)
@@ -165,9 +169,7 @@ def result(rng: random.Random) -> tuple[Chat, str]:
 
 
 def uses(wanted: Request, text: str) -> bool:
-    """Whether a story holds every character and thing that the request names; places are not
-    checked.
-    """
+    """Return whether a story has every character and thing of the request; places may differ."""
     cast = wanted.cast
     prompt = wanted.prompt.lower()
     low = text.lower()
@@ -176,12 +178,12 @@ def uses(wanted: Request, text: str) -> bool:
 
 
 def same(pairs: list[tuple[Chat, str]], n: int, text: str) -> bool:
-    """Whether an answer is, to the letter, the one wanted."""
+    """Return whether an answer is exactly the expected one."""
     return text == pairs[n][1]
 
 
 def right(rng: random.Random, fact: Fact, text: str) -> bool:
-    """Whether an answer is, to the letter, one that the corpus gives about the fact."""
+    """Return whether an answer is exactly one that the corpus gives about the fact."""
     return any(ask(rng, fact)[1] == text for _ in range(400))
 
 

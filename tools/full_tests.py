@@ -1,13 +1,13 @@
-"""Which full tests a change asks for. `make test-all` runs all of them and records what they ran
-on.
+"""Tell which groups of full tests are stale, and record those that have passed.
 
-    python tools/full_tests.py stale     the groups whose sources changed since they last passed, comma separated
-    python tools/full_tests.py record [GROUP ...]    these groups (all) have passed on the sources as they are
+    python tools/full_tests.py stale                 # print groups whose sources have changed
+    python tools/full_tests.py record [GROUP ...]    # these groups (default: all) have passed
 
-A test marked `full("group")` runs when `--full` names its group. The record is a file of digests,
-so that a fresh clone knows without any history what was tested. The groups "shapes" (an hour),
-"http" (ten minutes of random requests) and "wheel" (which asks the package index) have no sources:
-`make test-all` alone runs them.
+A test marked `full("group")` runs in full if `--full` names its group. tests/full_tests.json has a
+digest of each group's sources as of its last pass, so that a fresh clone knows what was tested
+without any history. `make test-all` runs all groups and records them. The groups "shapes" (an
+hour), "http" (ten minutes of random requests) and "wheel" (which needs the package index) have no
+sources: only `make test-all` runs them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOURCES = {
 
 
 def digest(group: str) -> str:
-    """Returns a digest of the contents of the group's sources, in the order of their names."""
+    """Return a digest of the contents of the group's sources, in the order of their names."""
     found = hashlib.sha256()
     for path in sorted({path for pattern in SOURCES[group] for path in ROOT.glob(pattern)}):
         found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -50,12 +50,12 @@ def digest(group: str) -> str:
 
 
 def known() -> dict[str, str]:
-    """Returns the digest on which each group last passed."""
+    """Return the digests with which each group last passed."""
     return dict(json.loads(RECORD.read_text())) if RECORD.exists() else {}
 
 
 def stale() -> list[str]:
-    """Returns the groups whose sources are not those on which their tests last passed."""
+    """Return the groups whose sources differ from those with which their tests last passed."""
     recorded = known()
     return [group for group in SOURCES if recorded.get(group) != digest(group)]
 

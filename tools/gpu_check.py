@@ -1,14 +1,14 @@
-"""Checks and measures moeserve on the present card, in three commands of eight minutes at most.
+"""Check and measure moeserve on the GPU of this machine, in three commands of up to eight minutes.
 
-    python -m tools.gpu_check correct      # kernels beside their definitions, the tests, every family, two ranks
-    python -m tools.gpu_check kernels      # how fast they are; --peers FOLDER: beside vLLM's and SGLang's
-    python -m tools.gpu_check engine       # whole engines with random weights of published shapes
-    TRITON_INTERPRET=1 python -m tools.gpu_check correct --smoke    # tiny and interpreted, without a GPU or any times
+    python -m tools.gpu_check correct    # kernels against references, tests, families, two ranks
+    python -m tools.gpu_check kernels    # kernel times; --peers FOLDER: beside vLLM's and SGLang's
+    python -m tools.gpu_check engine     # whole engines with random weights of published shapes
+    TRITON_INTERPRET=1 python -m tools.gpu_check correct --smoke    # tiny, without a GPU
 
-Each section has a JSON file in OUT/CARD (h100, h200), written every two seconds, and the command a
-summary: also when time is up, a kernel hangs or crashes, or SIGTERM comes. The same command again
-goes on with what is not done, if the sources are the same; what failed is done, too. It prints what
-figures must be beside what they are. Exit status 1 if something failed or is wrong.
+Each section writes a JSON file to OUT/CARD (h100, h200) every two seconds, and the command writes a
+summary, even if time is up, a kernel hangs or crashes, or SIGTERM arrives. Run again with unchanged
+sources, the command resumes with the cases that have not run; failed cases count as run. It prints
+each target beside what was measured. The exit status is 1 if a case failed or a result is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CARD = "import torch; print(torch.cuda.get_device_name())"
 CARD_S = 90.0
 NO_CARD = "no-card"
 WORKERS = min(8, os.cpu_count() or 1)
-ENDS_S = 6.0  # for killing what runs, and the last files
+ENDS_S = 6.0  # reserved for killing processes and writing the last files
 COMPILED = ("moe", "attention", "rows")
 TOTALS: Mapping[str, Callable[[Mapping[str, Any]], Record]] = {
     "ranks": totals.of_ranks,
@@ -56,12 +56,11 @@ TOTALS: Mapping[str, Callable[[Mapping[str, Any]], Record]] = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """seconds: most that it may take; least: with less left it is not begun. parts: processes that
-    share its cases, where nothing is timed."""
+    """The time limits of a section, and its number of processes."""
 
-    seconds: float
-    least: float
-    parts: int = 1
+    seconds: float  # the most that it may take
+    least: float  # skipped if less time is left
+    parts: int = 1  # processes that share its cases; 1 if anything is timed
 
 
 SCRIPTS: Mapping[str, Mapping[str, Section]] = {
@@ -100,20 +99,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=OUT,
         metavar="FOLDER",
-        help="of the results [benchmarks/results]",
+        help="folder of the results [benchmarks/results]",
     )
     flags.add_argument(
-        "--after", type=Path, metavar="FOLDER", help="results to go on from, if not those in --out"
+        "--after", type=Path, metavar="FOLDER", help="results to resume, if not those in --out"
     )
-    flags.add_argument("--minutes", type=float, default=8.0, help="for all of it [8]")
+    flags.add_argument("--minutes", type=float, default=8.0, help="time limit of the command [8]")
     flags.add_argument(
-        "--only", type=lambda text: text.split(","), metavar="A,B", help="of the sections"
+        "--only", type=lambda text: text.split(","), metavar="A,B", help="sections to run [all]"
     )
+    flags.add_argument("--again", action="store_true", help="start over, finished sections too")
     flags.add_argument(
-        "--again", action="store_true", help="sections that are done, too, from the start"
-    )
-    flags.add_argument(
-        "--peers", type=Path, metavar="FOLDER", help="has vllm/ and sglang/, see tools/gpu/peers.py"
+        "--peers",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with vllm/ and sglang/, see tools/gpu/peers.py",
     )
     flags.add_argument("--smoke", action="store_true", help="tiny shapes, no times; runs on a CPU")
     args = flags.parse_args(argv)
@@ -152,14 +152,15 @@ class Check:
         return Path(self.args.out, self.card)
 
     def run(self, end_s: float) -> None:
-        """Sections one after the other, by importance: what time is left for none of is for the
-        next command.
+        """Run the sections in the order of their importance.
+
+        Sections for which too little time is left are skipped; the next command runs them.
         """
         if not self.args.smoke:
             self.card = self.summary["card"] = card_name()
             self.summary["card_before"] = card_facts()
             if self.card == NO_CARD:
-                raise SystemExit("torch sees no GPU; --smoke runs without one")
+                raise SystemExit("torch sees no GPU; use --smoke to run without one")
         for name in self.args.sections:
             try:
                 self.section(name, SCRIPTS[self.args.script][name], end_s - time.monotonic())
@@ -198,7 +199,7 @@ class Check:
         run_section(words, section.parts, min(left_s, section.seconds), record, keep)
 
     def kept(self, name: str) -> Record:
-        """What an earlier run found, if it was of the same sources; this one goes on from there."""
+        """Return a record to resume: an earlier run's if its sources were the same."""
         found = {} if self.args.again else self.known(name)
         kept = {
             key: value
@@ -209,7 +210,7 @@ class Check:
         return {"what": name, "date": date, "source": self.source, "smoke": self.args.smoke, **kept}
 
     def known(self, name: str) -> Record:
-        """The newest record of a section, if it is of these sources."""
+        """Return the newest record of a section if it is of these sources."""
         folders = (self.folder, Path(self.args.after or self.args.out, self.card))
         found = (read_json(folder / f"{name}.json") for folder in folders)
         return next(
@@ -242,7 +243,10 @@ class Check:
         )
 
     def save(self, **more: Any) -> str:
-        """The summary, with the targets beside all results in the folder. Returns those as text."""
+        """Write the summary, and the targets beside all results in the folder.
+
+        Returns the targets as text.
+        """
         found = {name: self.known(name) for sections in SCRIPTS.values() for name in sections}
         table = targets.rows({} if self.args.smoke else found, self.card)
         write_json(
@@ -270,13 +274,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stop(number: int, frame: Any) -> None:
-    """Ends what runs and writes the summary, undisturbed."""
+    """End the running processes and write the summary, ignoring further signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def commit() -> str:
-    """Empty where there is no git."""
+    """Return the commit, or an empty string without git."""
     with suppress(OSError):
         words = ["git", "rev-parse", "HEAD"]
         return subprocess.run(
@@ -286,13 +290,13 @@ def commit() -> str:
 
 
 def digest() -> str:
-    """Of the sources that decide the results; on a machine without git, too."""
+    """Return a digest of the sources that decide the results; needs no git."""
     files = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def card_name() -> str:
-    """NVIDIA H100 80GB HBM3 -> h100; no-card, if torch sees none."""
+    """Return the card's short name, such as h100; NO_CARD if torch sees none."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", CARD], capture_output=True, text=True, timeout=CARD_S, check=True
@@ -303,14 +307,17 @@ def card_name() -> str:
 
 
 def short_name(name: str) -> str:
-    """NVIDIA A100-SXM4-80GB -> a100, NVIDIA GeForce RTX 4090 -> geforce-rtx-4090."""
+    """Shorten a card's name.
+
+    NVIDIA A100-SXM4-80GB -> a100, NVIDIA GeForce RTX 4090 -> geforce-rtx-4090.
+    """
     name = name.removeprefix("NVIDIA ")
     found = re.match(r"[A-Z]+\d+[A-Z]*\b", name)
     return (found[0] if found else re.sub(r"\W+", "-", name).strip("-")).lower()
 
 
 def card_facts() -> dict[str, str]:
-    """As nvidia-smi reads it now; empty without one."""
+    """Return what nvidia-smi reads now; empty without it."""
     words = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
@@ -322,7 +329,7 @@ def card_facts() -> dict[str, str]:
 
 
 def command(script: str) -> str:
-    """As a reader would type it: absolute paths are cut to their last part."""
+    """Return the command as a reader would type it: absolute paths are cut to their last part."""
     rest = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return " ".join(["python", "-m", "tools.gpu_check", *(rest or [script])])
 

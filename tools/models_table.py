@@ -1,10 +1,10 @@
-"""Writes docs/models.md: every family of the registry, what it is made of, and what works with it.
+"""Write docs/models.md: each family of the registry, its parts, and the features that work with it.
 
-    python tools/models_table.py          # writes the file
-    python tools/models_table.py --check  # fails if it is not what would be written
+    python tools/models_table.py          # write the file
+    python tools/models_table.py --check  # fail if the file is out of date
 
-Each row is read from the family's own default configuration: what a config.json without any key but
-the architecture means, and the keys of PUBLISHED and ONE_HEAD.
+Each row is read from the family's default configuration: that of a config.json with only the
+architecture, and the keys of PUBLISHED and ONE_HEAD.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ _GEMMA: dict[str, object] = {
     "num_global_key_value_heads": 2, "num_key_value_heads": 8, "sliding_window": 1024,
     "top_k_experts": 8,
 }  # fmt: skip
-# of the published checkpoints, where the default configuration makes no model, or another kind of
-# model
+# Keys of published checkpoints, where the default configuration makes no model or another kind.
 PUBLISHED: dict[str, dict[str, object]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1536},
     "Dots1ForCausalLM": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -93,9 +92,7 @@ RECURRENT = {
 
 
 def default_spec(architecture: str) -> ModelSpec:
-    """Returns the spec of the default configuration, with a head for multi-token prediction where
-    there may be one.
-    """
+    """Return the spec of the default configuration, with an MTP head if there may be one."""
     keys: dict[str, object] = ONE_HEAD | PUBLISHED.get(architecture, {})
     if FAMILIES[architecture].text:
         keys = {FAMILIES[architecture].text: keys}
@@ -159,7 +156,7 @@ def _router(moe: MoE) -> str:
 
 
 def row(architecture: str) -> str:
-    """Returns a family's line of the table."""
+    """Return a family's line of the table."""
     spec = default_spec(architecture)
     mixers = [layer.mixer for layer in spec.layers]
     kv = _distinct([_kept(mixer) for mixer in mixers])
@@ -184,12 +181,11 @@ def row(architecture: str) -> str:
 
 
 def text() -> str:
-    """Returns the whole file."""
+    """Return the whole file."""
     return HEAD + "\n".join(row(architecture) for architecture in sorted(FAMILIES)) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the file, or with --check compares it."""
     if "--check" in argv:
         if PATH.read_text() != text():
             print(f"{PATH} is not what the registry says: run python tools/models_table.py")

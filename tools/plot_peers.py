@@ -1,11 +1,11 @@
-"""Draws what benchmarks/peers.py measured: a group of bars per case, each as its share of the floor
-of the machine.
+"""Draw the results of benchmarks/peers.py as bars, as shares of the machine's floor.
 
     python tools/plot_peers.py benchmarks/results/peers_HARDWARE_YYYYMM.json docs/images/peers.svg
 
-A bar's length is tokens per second over the most that the machine allowed at that moment, so cases
-of very different speed fit one picture and nothing depends on who else used the machine; the number
-beside it is tokens per second. Plain SVG that follows the reader's light or dark theme.
+There is a group of bars per case and a bar per engine. A bar's length is tokens per second over the
+most that the machine allowed at that moment. So cases of very different speeds fit into one
+picture, and other users of the machine do not matter. The number beside a bar is tokens per second.
+The SVG follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-# pixels; bars between LEFT and WIDTH - RIGHT
+# Sizes in pixels; bars lie between LEFT and WIDTH - RIGHT.
 WIDTH = 760
 LEFT = 132
 RIGHT = 150
@@ -62,7 +62,10 @@ def main() -> None:
 
 
 def picture(record: dict[str, Any]) -> str:
-    """SVG of a record of benchmarks/peers.py. Raises SystemExit for a record of another kind."""
+    """Return a record of benchmarks/peers.py as SVG.
+
+    Raises SystemExit for a record of another kind.
+    """
     results = record["results"]
     if not isinstance(results, dict) or "cases" not in results:
         raise SystemExit(
@@ -92,7 +95,7 @@ def picture(record: dict[str, Any]) -> str:
 
 
 def _group(row: dict[str, Any], names: Sequence[str], top: int) -> list[str]:
-    """A case: its name, and a bar per engine."""
+    """Return the lines of a case: its name and a bar per engine."""
     first, second = TITLES.get(row["case"], (row["case"], ""))
     middle = top + BAR * len(names) // 2
     lines = [_text(12, middle, first), _text(12, middle + 14, second, "small")]
@@ -122,7 +125,7 @@ def _legend(names: Sequence[str], versions: dict[str, str]) -> list[str]:
 
 
 def _axis(height: int) -> list[str]:
-    """Lines at quarters of the floor, which is dashed."""
+    """Return lines at quarters of the floor; the floor itself is dashed."""
     lines = []
     bottom = height - FOOT
     for percent in (0, 25, 50, 75, 100):

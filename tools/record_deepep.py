@@ -1,9 +1,10 @@
-"""Writes down the signatures of a deep_ep release as JSON: python tools/record_deepep.py
-WHEEL_OR_FOLDER --name RELEASE
+"""Print the signatures of a deep_ep release as JSON.
 
-Reads the Python sources without importing them, so neither CUDA nor torch is needed. Prints
+    python tools/record_deepep.py WHEEL_OR_FOLDER --name RELEASE
+
+Reads the Python sources without importing them, so it needs neither CUDA nor torch. The output is
 {"RELEASE": {"Buffer.combine": "self, x, handle, topk_weights=None, ...", ...}}.
-tests/moe/deepep/signatures.json holds the releases that the adapters are held against.
+tests/moe/deepep/signatures.json has the releases against which the adapters are tested.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ def main() -> None:
 
 
 def record(source: Path) -> dict[str, str]:
-    """The parameters of the functions, and of all public methods of the classes, that the adapters
-    use. Raises ValueError when there are none."""
+    """Return the parameters of all functions and public methods that the adapters use.
+
+    Raises ValueError if there are none.
+    """
     found: dict[str, str] = {}
     for text in _modules(source):
         for node in ast.parse(text).body:
@@ -65,7 +68,7 @@ def _modules(source: Path) -> Iterator[str]:
 
 
 def _parameters(method: ast.FunctionDef) -> str:
-    """Names and defaults, without annotations."""
+    """Return names and defaults, without annotations."""
     arguments = method.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
         argument.annotation = None

@@ -1,9 +1,10 @@
-"""Writes down the signatures of a deep_gemm release as JSON: python tools/record_deepgemm.py FOLDER
---name RELEASE
+"""Print the signatures of a deep_gemm release as JSON.
 
-FOLDER: its sources. Reads the bindings in csrc/apis/gemm.hpp, or where there are none the functions
-in Python, without importing them. tests/moe/deep_gemm_signatures.json holds the releases that the
-adapter is held against.
+    python tools/record_deepgemm.py FOLDER --name RELEASE
+
+FOLDER has its sources. Reads the bindings in csrc/apis/gemm.hpp, or the Python functions if there
+are none, without importing them. tests/moe/deep_gemm_signatures.json has the releases against which
+the adapter is tested.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def main() -> None:
 
 
 def record(source: Path) -> dict[str, str]:
-    """The parameters of grouped products with rows of several experts. Raises ValueError if there
-    are none.
+    """Return the parameters of the grouped products over several experts.
+
+    Raises ValueError if there are none.
     """
     bindings = source / "csrc" / "apis" / "gemm.hpp"
     found = bound(bindings.read_text()) if bindings.exists() else {}
@@ -56,7 +58,10 @@ def record(source: Path) -> dict[str, str]:
 
 
 def bound(text: str) -> dict[str, str]:
-    """m.def("f", &f, py::arg("a"), py::arg("b") = std::nullopt); -> {"f": "a, b=None"}"""
+    """Return the functions that bindings define.
+
+    m.def("f", &f, py::arg("a"), py::arg("b") = std::nullopt); -> {"f": "a, b=None"}
+    """
     found = {}
     for definition in BOUND.finditer(text):
         arguments = [

@@ -1,8 +1,10 @@
-"""Train the built-in demo model from scratch: `python tools/train_demo.py`.
+"""Train the built-in demo model from scratch.
 
-The text comes from `tools/demo_corpus`, the result goes to `moeserve/assets/demo`. It needs about
-an hour on one CPU core with bf16 instructions. `--resume` goes on from the last checkpoint. A new
-model has no MTP head: `tools/train_demo_mtp.py` trains one.
+    python tools/train_demo.py
+
+The text comes from `tools/demo_corpus`, and the result goes to `moeserve/assets/demo`. It takes
+about an hour on one CPU core with bf16 instructions. `--resume` continues from the last checkpoint.
+A new model has no MTP head: `tools/train_demo_mtp.py` trains one.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Large tensors on huge pages; torch reads this once, so it comes first.
+# Put large tensors on huge pages. torch reads this once, so it must come first.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import numpy as np
@@ -36,7 +38,7 @@ IGNORE = -100
 
 
 def keep_memory() -> None:
-    """Let malloc keep what it freed: fresh pages for each large tensor cost a third of the time."""
+    """Make malloc keep freed memory: fresh pages for large tensors cost a third of the time."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         m_trim_threshold = -1
@@ -67,7 +69,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
-    """Byte-level BPE, so that any text can be written, over a sample of the corpus."""
+    """Train byte-level BPE, which can encode any text, on a sample of the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -83,7 +85,7 @@ def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, doc: Document, limit: int) -> Encoded:
-    """Token ids and labels of a document; only what the model itself must say has labels."""
+    """Return a document's token ids and labels; only the model's own messages have labels."""
     pieces: list[tuple[str, bool]] = []
     for turn in doc.turns:
         if turn.role == "text":
@@ -102,7 +104,10 @@ def encode(tokenizer: Tokenizer, doc: Document, limit: int) -> Encoded:
 
 
 def batch_at(docs: list[Encoded], picked: list[int]) -> tuple[Tensor, Tensor, Groups]:
-    """Flat ids and next-token labels; documents of like length share a group, so few are padded."""
+    """Return flat ids and next-token labels of the picked documents.
+
+    Documents of similar length share a group, so that few tokens are padding.
+    """
     chosen = sorted((docs[i] for i in picked), key=lambda d: len(d[0]), reverse=True)
     groups: Groups = []
     all_ids = []
@@ -127,7 +132,7 @@ def batch_at(docs: list[Encoded], picked: list[int]) -> tuple[Tensor, Tensor, Gr
 
 
 def order(docs: list[Encoded], tokens: int, seed: int) -> Iterator[list[int]]:
-    """Endless batches of document numbers, each pass in a new order."""
+    """Yield endless batches of document numbers; each pass has a new order."""
     rng = random.Random(seed)
     numbers = list(range(len(docs)))
     while True:
@@ -144,7 +149,7 @@ def order(docs: list[Encoded], tokens: int, seed: int) -> Iterator[list[int]]:
 
 
 def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers; Adam for embedding, router and norms."""
+    """Return Muon for the layers' matrices, and Adam for embedding, router and norms."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, p in model.named_parameters():
@@ -154,7 +159,10 @@ def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def rate(step: int, steps: int) -> float:
-    """Warm-up, a plateau, a slow line down, and from two thirds on a steep one to zero."""
+    """Return the factor of the learning rate.
+
+    It warms up, stays, decays slowly, and from two thirds of the steps on falls to zero.
+    """
     warm = min(60, steps // 10 + 1)
     slow_end = 35 * steps / 27
     slow = (slow_end - step) / (0.7 * slow_end)

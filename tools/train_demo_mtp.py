@@ -1,9 +1,11 @@
-"""Train an MTP head for the built-in demo model: `python tools/train_demo_mtp.py`.
+"""Train an MTP head for the built-in demo model.
 
-The model stays as it is. The head learns the model's own distributions, half of the time over
-documents of `tools/demo_corpus` and half over what the model itself says in their place. It needs
-about 20 minutes on one CPU core. `--resume` goes on from the last checkpoint; `--steps 0` only
-measures the head in the folder.
+    python tools/train_demo_mtp.py
+
+The model stays unchanged. The head learns the model's own distributions, half of the time on
+documents of `tools/demo_corpus` and half on answers that the model generates in their place. It
+takes about 20 minutes on one CPU core. `--resume` continues from the last checkpoint; `--steps 0`
+only measures the head in the folder.
 """
 
 import argparse
@@ -42,7 +44,7 @@ from tools.train_demo import (
 )
 
 LIMIT = 1536
-STEPS = 3  # that the head makes by itself
+STEPS = 3  # tokens that the head drafts in a row
 
 
 def arguments() -> argparse.Namespace:
@@ -68,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prompt(tokenizer: Tokenizer, doc: Document) -> list[int]:
-    """The document up to its last answer; of plain text, the first words."""
+    """Return the document up to its last answer; of plain text, the first words."""
     if doc.turns[-1].role == "text":
         return list(tokenizer.encode(doc.turns[-1].text).ids[:8])
     before, _ = encode(tokenizer, replace(doc, turns=doc.turns[:-1]), LIMIT)
@@ -78,7 +80,10 @@ def prompt(tokenizer: Tokenizer, doc: Document) -> list[int]:
 def said(
     args: argparse.Namespace, tokenizer: Tokenizer, docs: Sequence[Document], temperature: float
 ) -> list[Encoded]:
-    """What the model says in place of each document's last answer; only this has labels."""
+    """Replace the last answer of each document by the model's own.
+
+    Only these answers have labels.
+    """
     prompts = [prompt(tokenizer, doc) for doc in docs]
     most = LIMIT - max(map(len, prompts))
     asked = [

@@ -1,5 +1,6 @@
-"""Attention over the paged cache: decode against the bytes of keys and values, prefill against
-torch's attention.
+"""Times of attention over the paged cache: decode, latent decode and prefill.
+
+Decode is compared with the bytes of keys and values, prefill with torch's attention.
 
 R rows, T tokens, H heads, G KV heads, d head width.
 """
@@ -38,13 +39,13 @@ CONTEXTS: dict[str, Sequence[int]] = {
     "256 x 1k": [1024] * 256,
     "8 x 32k": [32_768] * 8,
 }
-PREFILLS = ((1, 1024), (1, 4096), (1, 16_384), (8, 2048))  # rows, new tokens of each
+PREFILLS = ((1, 1024), (1, 4096), (1, 16_384), (8, 2048))  # (rows, new tokens of each)
 SMOKE_CONTEXTS = {"3 rows": [5, 600, 1]}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Queries and a cache whose blocks lie in random order."""
+    """Queries and a cache whose blocks are in random order."""
 
     q: Tensor
     k: Tensor
@@ -75,7 +76,7 @@ class Step:
 
 
 def scattered(bench: Bench, widths: Sequence[int]) -> Tensor:
-    """Blocks of rows that have so many, in random order; 0 is nobody's."""
+    """Return block tables whose rows have `widths` blocks in random order; 0 is unused."""
     numbers = torch.randperm(sum(widths), device=bench.device).int() + 1
     blocks = torch.zeros((len(widths), max(widths)), dtype=torch.int32, device=bench.device)
     for row, mine in enumerate(torch.split(numbers, list(widths))):
@@ -84,7 +85,7 @@ def scattered(bench: Bench, widths: Sequence[int]) -> Tensor:
 
 
 def tensors_of(bench: Bench, starts: Sequence[int], news: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """First positions, and where each row's tokens begin and end."""
+    """Return each row's first position, and the offsets of the rows' tokens."""
     offsets = torch.tensor([0, *news], device=bench.device).cumsum(0).int()
     return torch.tensor(starts, dtype=torch.int32, device=bench.device), offsets
 
@@ -108,8 +109,9 @@ def step_of(bench: Bench, starts: Sequence[int], news: Sequence[int]) -> Step:
 def by_flash(
     bench: Bench, cases: Sequence[tuple[Any, ...]], num_bytes: int = 0, flops: int = 0
 ) -> Any:
-    """FlashAttention-3's figures, or why there are none. cases: q, k, v, and what attention is
-    planned from.
+    """Return FlashAttention-3's figures, or the reason why there are none.
+
+    Each case is q, k, v and the arguments of the plan.
     """
     if (why := flash_attention.obstacle(bench.device)) is not None:
         return why
@@ -124,8 +126,9 @@ def by_flash(
 
 
 def decode(bench: Bench, name: str, contexts: Sequence[int]) -> dict[str, Any]:
-    """One new token per row; the plan is made once a step, so it is timed by itself. Bytes: keys
-    and values, once.
+    """Time one new token per row. Bytes are those of keys and values, read once.
+
+    The plan is timed separately, because a step makes it once for all layers.
     """
     steps = [step_of(bench, [n - 1 for n in contexts], [1] * len(contexts))]
     num_bytes = 2 * sum(contexts) * KV_HEADS * HEAD_DIM * steps[0].k.element_size()
@@ -146,8 +149,9 @@ def decode(bench: Bench, name: str, contexts: Sequence[int]) -> dict[str, Any]:
 
 
 def latent(bench: Bench, name: str, contexts: Sequence[int], heads: int) -> dict[str, Any]:
-    """Decode of multi-head latent attention: one KV head of a latent and a rotated key, whose
-    values are the latent.
+    """Time decode of multi-head latent attention.
+
+    There is one KV head: a latent and a rotated key. The values are the latent.
     """
     rank, rotated = (16, 16) if bench.smoke else (512, 64)
     shape = AttentionShape(heads, 1, rank + rotated, rank, BLOCK_SIZE, bench.dtype)
@@ -175,7 +179,7 @@ def latent(bench: Bench, name: str, contexts: Sequence[int], heads: int) -> dict
 
 
 def prefill(bench: Bench, rows: int, new: int) -> dict[str, Any]:
-    """Whole prompts. torch's attention, over the same keys and values side by side, is the peer."""
+    """Time whole prompts, beside torch's attention on the same keys and values, unpaged."""
     step = step_of(bench, [0] * rows, [new] * rows)
     flops = 4 * rows * (new * (new + 1) // 2) * HEADS * HEAD_DIM
     candidates: dict[str, list[Any]] = {}

@@ -1,7 +1,7 @@
-"""Times on a GPU: CUDA graphs of many calls over data that rotates, candidates in turn, medians;
-and a section's cases.
+"""Timing on a GPU, and the record of a section's cases.
 
-On a CPU (a smoke run under TRITON_INTERPRET=1) everything is called once and no time is claimed.
+Times are medians of CUDA graphs with many calls over rotating data; candidates take turns. On a CPU
+(a smoke run under TRITON_INTERPRET=1) everything is called once and nothing is timed.
 """
 
 from __future__ import annotations
@@ -25,31 +25,28 @@ from tools.gpu.process import write_json
 Run = Callable[[], Any]
 T = TypeVar("T")
 
-COLD_BYTES = (
-    300_000_000  # what copies of the data take together: several times the L2 cache of any GPU
-)
+COLD_BYTES = 300_000_000  # size of all copies of the data: several times any GPU's L2 cache
 FLUSH_BYTES = 256 * 2**20
 MOST_COPIES = 32
-GRAPH_US = 1000.0  # a graph runs about so long, so that starting it does not count
+GRAPH_US = 1000.0  # a graph runs about so long, so that its launch does not matter
 MOST_REPEATS = 64
 MOST_TEXT = 2000
 
 
 @dataclass(slots=True)
 class Bench:
-    """Where a section runs and until when, and its record: values, and the names of cases that are
-    done, failed or, for lack of time, left out. result: the file that gets the record at each step.
-    """
+    """Where and until when a section runs, and the record of what it found."""
 
     device: torch.device
     smoke: bool
-    part: tuple[int, int] = (0, 1)  # (i, n): every n-th case from the i-th on
-    compiles: bool = False  # calls everything once and times nothing
+    part: tuple[int, int] = (0, 1)  # (i, n): every n-th case, starting with the i-th
+    compiles: bool = False  # only call everything once
     rounds: int = 7
     deadline_s: float = math.inf
-    case_s: float = 90.0  # for one case, then it hangs
-    known: frozenset[str] = frozenset()  # cases that are done
-    result: Path | None = None
+    case_s: float = 90.0  # a case that takes longer hangs
+    known: frozenset[str] = frozenset()  # cases to skip: an earlier run has done them
+    result: Path | None = None  # the file to which `found` is written after each step
+    # Values by key, and names of cases: done, failed, left out for lack of time, wrong.
     found: dict[str, Any] = field(
         default_factory=lambda: {"done": [], "failed": {}, "left_out": [], "wrong": []}
     )
@@ -61,13 +58,15 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bf16, which the interpreter multiplies wrongly."""
+        """bf16; fp32 in a smoke run, because the interpreter multiplies bf16 wrongly."""
         return torch.float32 if self.smoke else torch.bfloat16
 
     def each(self, key: str, wanted: Iterable[T], measure: Callable[[T], Any]) -> None:
-        """Appends what `measure` returns of each case to found[key] until the time is up. One that
-        fails leaves the others alone, unless the device is of no use after it: then so is the
-        process."""
+        """Append measure(case) to found[key] for each case, until the time is up.
+
+        A case that fails does not affect the others, unless it leaves the device unusable: then the
+        process ends.
+        """
         for case in self.mine(wanted):
             name = f"{key} {case}"
             if name in self.known:
@@ -88,8 +87,9 @@ class Bench:
         return islice(wanted, self.part[0], None, self.part[1])
 
     def begin(self, name: str) -> None:
-        """Ends the process, with its stacks on stderr, if that case takes too long: a kernel may
-        never end.
+        """Start a case, and end the process if it takes longer than `case_s`.
+
+        A kernel may never return, so only the end of the process stops it. Its stacks go to stderr.
         """
         self.found["running"] = name
         self.save()
@@ -109,17 +109,17 @@ class Bench:
             write_json(self.result, self.found)
 
     def synchronize(self) -> None:
-        """Raises where an error of the device has come to stay."""
+        """Raise if the device has an error that does not go away."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers, new ones at each call."""
+        """Return new normal numbers at each call."""
         x = torch.randn(shape, device=self.device, dtype=self.dtype)
         return x.mul_(scale).to(dtype or self.dtype)
 
     def copies(self, num_bytes: int) -> int:
-        """Sets of data that are enough for each call to find its own cold."""
+        """Return how many copies of the data keep each call's data out of the L2 cache."""
         return (
             1
             if not self.times
@@ -129,8 +129,11 @@ class Bench:
     def time(
         self, candidates: Mapping[str, Sequence[Run]], may_fail: Collection[str] = ()
     ) -> dict[str, list[float]]:
-        """Microseconds of one call in each round. A candidate is the same call over several sets of
-        data; one of `may_fail` that fails is left out."""
+        """Return microseconds per call in each round, by candidate.
+
+        A candidate is the same call over several copies of the data. If one of `may_fail` fails, it
+        is omitted with a note.
+        """
         if not self.times:
             for runs in candidates.values():
                 runs[0]()
@@ -149,7 +152,7 @@ class Bench:
         for number in range(self.rounds + 1):
             for name, (graph, calls) in graphs.items():
                 elapsed_us = self._elapsed_us(graph.replay) / calls
-                if number:  # the first round is for warmth
+                if number:  # round 0 is the warm-up
                     found[name].append(elapsed_us)
         return found
 
@@ -167,7 +170,7 @@ class Bench:
         return graph, repeats * len(runs)
 
     def _elapsed_us(self, run: Run) -> float:
-        """With a cold L2 cache."""
+        """Time a call that starts with a cold L2 cache."""
         if self._flush is None:
             self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         self._flush.zero_()
@@ -180,8 +183,9 @@ class Bench:
 
 
 def figures(samples_us: Sequence[float], num_bytes: int = 0, flops: int = 0) -> dict[str, Any]:
-    """Median and range, and the rates that bytes and operations make of the median. None where
-    nothing was timed.
+    """Return median and range, and bytes and operations per second at the median.
+
+    They are None if nothing was timed.
     """
     us = statistics.median(samples_us) if samples_us else None
     found: dict[str, Any] = {

@@ -1,6 +1,4 @@
-"""What the card gives at best: a copy (bytes read and written), and a bf16 product of random 8192 x
-8192 matrices.
-"""
+"""The card's peak rates: a copy (bytes read and written), and an 8192 x 8192 bf16 product."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tools.gpu.bench import Bench, figures
 
 
 def run(bench: Bench) -> None:
-    """And the versions of everything, once."""
+    """Measure both, and record the versions of everything."""
     if not bench.part[0]:
         bench.found["versions"] = {**common.environment(), "triton": triton.__version__}
     bench.each(

@@ -1,8 +1,8 @@
-"""Every kernel on the card beside its definition in fp32 or fp64, and a row alone beside the same
-row in a batch.
+"""Check every kernel on the card against its reference in fp32 or fp64, and batch invariance.
 
-The bounds are of |found - reference| / |reference| over all elements: bf16 rounds to 2^-9, sums of
-bf16 products stay below 1e-2; what only moves or counts must be equal.
+An error is |found - reference| / |reference| over all elements. bf16 rounds to 2^-9, so sums of
+bf16 products stay below 1e-2. Kernels that only move or count must be exact. Invariance: a row
+alone must have the same bits as in a batch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from tools.gpu.references import (
 ROUNDED = 4e-3
 PRODUCT = 1e-2
 EXACT = 0.0
-Check = Callable[[Bench], tuple[Tensor, Tensor, float]]  # found, reference, bound
+Check = Callable[[Bench], tuple[Tensor, Tensor, float]]  # returns (found, reference, bound)
 
 
 def size(bench: Bench, real: int, small: int) -> int:
@@ -164,8 +164,9 @@ def experts(bench: Bench, tokens: int) -> tuple[Tensor, Tensor, float]:
 
 
 def experts_fp8(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    """Gate and up, whose result is e4m3: 3 bits after the first, so 1/16 at worst, 2^-5.2 or so on
-    average.
+    """Check gate and up with e4m3 results.
+
+    Their 3 mantissa bits round by 1/16 at worst, and by about 2^-5.2 on average.
     """
     shape = moe_shape(bench)
     batch = moe.batch_of(bench, shape, 100)
@@ -211,7 +212,7 @@ def experts_int4(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 def quantised(bench: Bench) -> tuple[Tensor, Tensor, float]:
     x = bench.random(size(bench, 300, 3), size(bench, 2048, 256))
-    return widen(*quantise(x)), widen(*quantise_reference(x)), 1e-3  # a tie may go the other way
+    return widen(*quantise(x)), widen(*quantise_reference(x)), 1e-3  # ties may round differently
 
 
 def decoded(bench: Bench, invariant: bool) -> tuple[Tensor, Tensor, float]:
@@ -234,7 +235,7 @@ def attended(step: Any) -> Tensor:
 
 
 def latent(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    """All heads share one entry per token, whose first elements are the values."""
+    """Check latent attention: all heads share one entry per token; its start is the values."""
     rank = size(bench, 512, 16)
     rotated = size(bench, 64, 16)
     context = size(bench, 3000, 40)
@@ -253,7 +254,7 @@ def latent(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 
 def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    """Norm per head, rotation, keys and values in their slots."""
+    """Check norm per head, rotation, and storing keys and values in their slots."""
     heads = size(bench, 32, 8)
     kv = KV_HEADS
     dim = size(bench, 128, 32)
@@ -339,7 +340,7 @@ def staged(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 
 def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    """The arrays of a step from the requests' tables."""
+    """Check the arrays of a step that are filled from the requests' tables."""
     table = torch.randint(0, 1000, (8, 200), dtype=torch.int32, device=bench.device)
     blocks = torch.randint(1, 99, (1, 8, 13), dtype=torch.int32, device=bench.device)
     slots, starts, offsets = (
@@ -378,7 +379,7 @@ CHECKS: Mapping[str, Check] = {
 UNFIT_FOR_SMOKE = (
     "moe w8a8",
     "quantise",
-)  # the interpreter has no products of e4m3 and rounds to it wrongly
+)  # the interpreter rounds to e4m3 wrongly and has no products of it
 
 
 def row_sizes(bench: Bench) -> tuple[int, ...]:
@@ -416,7 +417,7 @@ def moe_is_invariant(bench: Bench) -> bool:
 
 
 def attention_is_invariant(bench: Bench) -> bool:
-    """A token decoded alone, in a batch, and as the last of a prefill."""
+    """Compare a token decoded alone, in a batch, and as the last of a prefill."""
     context = size(bench, 1500, 530)
     step = step_of(bench, [context, *([] if bench.smoke else [7] * 60)], [1] * size(bench, 61, 1))
     batched = attention(step.q, step.k, step.v, step.plan(True))[:1]
@@ -444,8 +445,10 @@ INVARIANT: Mapping[str, Callable[[Bench], bool]] = {
 
 
 def run(bench: Bench) -> None:
-    """`wrong`: names of what is. An interpreted product's bits are NumPy's, which depend on a row's
-    place.
+    """Run all checks; `wrong` lists the names of those that fail.
+
+    Products are not checked for invariance in a smoke run: the interpreter uses NumPy, whose bits
+    depend on a row's place.
     """
 
     def check(name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Whole engines with random weights of published shapes: start to first token, prefill, decode,
-idle time.
+"""Times of whole engines with random weights of published shapes.
 
-A process for each, since its start counts, from the process's on, and its memory must come back.
+Measured are start to first token, prefill, decode and idle time. Each engine has a process of its
+own: its start counts from the start of the process, and its memory must be freed at the end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ CONTEXT = 1024
 PREFILL = 4096
 PROMPTS = 16
 ROUNDS = 4
-# new tokens of each request
-FEW = 64
+FEW = 64  # new tokens per request
 MANY = 192
 STEP_TOKENS = 8192
 LEAST_CONTEXT = 128
@@ -32,8 +31,9 @@ LEAST_CONTEXT = 128
 
 def run(bench: Bench, name: str) -> None:
     engine = ENGINES[name]
-    context, prefill, prompts, batches = (20, 40, 2, (1, 3)) if bench.smoke else (
-        CONTEXT, PREFILL, PROMPTS, engine.batches)  # fmt: skip
+    context, prefill, prompts, batches = CONTEXT, PREFILL, PROMPTS, engine.batches
+    if bench.smoke:
+        context, prefill, prompts, batches = 20, 40, 2, (1, 3)
     settings: dict[str, Any] = {
         **engine.settings,
         "load_format": "dummy",
@@ -70,9 +70,12 @@ def config_of(engine: Engine, smoke: bool) -> dict[str, Any]:
 
 
 def decode(llm: LLM, batch: int, context: int, folder: Path, engine: Engine) -> dict[str, Any]:
-    """What MANY new tokens take longer than FEW. Prefill delays the last requests in both alike, so
-    the difference is of steps with the whole batch. Idle: the part of it that no step was on the
-    device. Contexts are shorter where the cache has no room for all of them."""
+    """Return decode figures: the time of MANY new tokens less that of FEW.
+
+    Prefill delays the last requests alike in both, so the difference has only steps of the whole
+    batch. `idle_share` is the part of it in which the device ran no step. The context is shorter if
+    the cache has no room for it.
+    """
     room = llm.ready.num_blocks * llm.ready.block_size // batch - MANY - 2 * llm.ready.block_size
     if room < min(context, LEAST_CONTEXT):
         return {
@@ -87,10 +90,13 @@ def decode(llm: LLM, batch: int, context: int, folder: Path, engine: Engine) -> 
         rounds.append((long_s - short_s, long_busy_s - short_busy_s))
     seconds, busy_s = sorted(rounds[1:])[(len(rounds) - 1) // 2]
     return {
-        "batch": batch, "context": context, "tokens_per_s": batch * (MANY - FEW) / seconds,
-        "idle_share": 1 - busy_s / seconds, "samples_s": rounds,
+        "batch": batch,
+        "context": context,
+        "tokens_per_s": batch * (MANY - FEW) / seconds,
+        "idle_share": 1 - busy_s / seconds,
+        "samples_s": rounds,
         "step_bytes": step_bytes(folder, engine.settings, batch, context + (FEW + MANY) // 2),
-    }  # fmt: skip
+    }
 
 
 def prompt_rate(llm: LLM, prompts: int, length: int, flops: float) -> dict[str, Any]:
@@ -105,9 +111,7 @@ def prompt_rate(llm: LLM, prompts: int, length: int, flops: float) -> dict[str, 
 
 
 def same_in_company(bench: Bench, llm: LLM) -> bool:
-    """Whether a request gets the same tokens, and they the same log-probabilities, with others as
-    without.
-    """
+    """Return whether a request has the same tokens and log probabilities alone and in a batch."""
     needle, *others = random_prompts(llm, min(9, llm.ready.max_num_seqs), 40)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logprobs=1, ignore_eos=True)
     alone, company = (
@@ -121,7 +125,7 @@ def same_in_company(bench: Bench, llm: LLM) -> bool:
 
 
 def generated(llm: LLM, batch: int, length: int, new: int) -> tuple[float, float]:
-    """Seconds of a batch of new prompts, and how many of them the model ran."""
+    """Return the seconds of a batch of new prompts, and those in which the model ran."""
     prompts = random_prompts(llm, batch, length)
     before_s = llm.stats.total.step_s
     begun_s = time.perf_counter()

@@ -1,6 +1,4 @@
-"""Small checkpoints of every family: the tokens of an engine on the card must be those of one on
-the CPU.
-"""
+"""Compare an engine's tokens on the card with those on the CPU, for every model family."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ SMALL: dict[str, Any] = {
 
 
 def run(bench: Bench) -> None:
-    """A smoke run has interpreted kernels in place of the card's."""
+    """Compare all families; a smoke run uses interpreted kernels in place of the card."""
     card: dict[str, Any] = (
         {"device": "cpu", "kernels": "triton"} if bench.smoke else {"device": "cuda"}
     )

@@ -1,6 +1,4 @@
-"""Shapes of published models, whose engines are measured with random weights, and what a step of
-theirs must read.
-"""
+"""Shapes of published models that run with random weights, and the bytes that their steps read."""
 
 from __future__ import annotations
 
@@ -75,16 +73,14 @@ MXFP4_BYTES = 0.5 + 1 / 32
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A model's config.json, what makes it small for a smoke run, settings, and what is measured.
-    alone: whether requests must have the same bits alone and in company, as `--determinism batch`
-    promises."""
+    """An engine to measure."""
 
-    config: Mapping[str, Any]
-    small: Mapping[str, Any]
+    config: Mapping[str, Any]  # the model's config.json
+    small: Mapping[str, Any]  # changes to it that make it small for a smoke run
     settings: Mapping[str, Any] = field(default_factory=dict)
     batches: tuple[int, ...] = BATCHES
-    prefill: bool = True
-    alone: bool = False
+    prefill: bool = True  # whether prefill is measured
+    alone: bool = False  # check that a batch does not change a request's bits
 
 
 _BATCH = {"determinism": "batch"}
@@ -103,8 +99,11 @@ ENGINES: Mapping[str, Engine] = {
 
 
 def step_bytes(folder: Path, settings: Mapping[str, Any], batch: int, position: int) -> float:
-    """Bytes that a decode step must read, experts taken as chosen evenly; of MXFP4 those of its
-    files, whose scales have 8 bits, not those of the kernels here."""
+    """Return the bytes that a decode step must read, with even routing.
+
+    For MXFP4 the bytes are those of its files, which have 8-bit scales, not those of the kernels
+    here.
+    """
     spec = read_model_spec(folder)
     weights = rank_weights(spec, config_of(folder, **settings))
     touched = spec.num_experts * (1 - (1 - spec.experts_per_token / spec.num_experts) ** batch)
@@ -116,7 +115,7 @@ def step_bytes(folder: Path, settings: Mapping[str, Any], batch: int, position: 
 
 
 def prompt_flops(folder: Path, length: int) -> float:
-    """Operations of a token of a prompt of so many."""
+    """Return the operations per token of a prompt of `length` tokens."""
     return 1e9 / floor_tokens_per_s(
         read_model_spec(folder), Case("", 1, length, 1), Rates(1.0, 1.0)
     )

@@ -1,5 +1,6 @@
-"""The fused MoE: two grouped products between sorting and summing, beside torch's and other
-engines' kernels.
+"""Times of the fused MoE, beside torch's and other engines' kernels.
+
+It sorts rows, runs two grouped products and sums.
 
 M tokens, K experts per token, E experts, I expert width, D model width.
 """
@@ -34,7 +35,7 @@ from tools.gpu.peers import PeerMoe, load_peers
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 FEWER = (1, 16, 64, 128, 256, 512, 2048, 4096, 16384)
-ROUTINGS = 4  # sets of choices that calls rotate through
+ROUTINGS = 4  # batches through which calls rotate
 MOST_ERROR = 1e-2
 
 
@@ -66,9 +67,8 @@ SHAPES = (Shape(128, 768, 2048, 8), Shape(8, 14336, 4096, 2), Shape(64, 1408, 20
 SMOKE = Shape(4, 32, 64, 2)
 CASES = [
     *(Case(SHAPES[0], tokens, "even") for tokens in TOKENS),
-    *(
-        Case(SHAPES[0], tokens, "balanced") for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384)
-    ),  # as published
+    # The sizes and the routing for which others have published times.
+    *(Case(SHAPES[0], tokens, "balanced") for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384)),
     *(Case(SHAPES[0], tokens, "skewed") for tokens in (64, 512, 4096)),
     *(Case(shape, tokens, "even") for shape in SHAPES[1:] for tokens in FEWER),
 ]
@@ -83,7 +83,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's rows and where they go."""
+    """One step's tokens and their routes."""
 
     x: Tensor
     ids: Tensor
@@ -102,9 +102,12 @@ def weights_of(bench: Bench, shape: Shape) -> Weights:
 
 
 def batch_of(bench: Bench, shape: Shape, tokens: int, routing: Routing = "even") -> Batch:
-    """Random rows. even: experts are drawn without repetition, all alike; skewed: with
-    probabilities of 1 / rank; balanced: one after the other, so that as many as there can be are
-    needed, and each as often."""
+    """Return random tokens with a routing.
+
+    even        experts are drawn without repetition, with equal probabilities
+    skewed      with probabilities of 1 / rank
+    balanced    experts take turns, so that as many as possible are needed, each equally often
+    """
     shares = torch.rand(tokens, shape.top_k, device=bench.device)
     if routing == "balanced":
         ids = (
@@ -120,8 +123,9 @@ def batch_of(bench: Bench, shape: Shape, tokens: int, routing: Routing = "even")
 
 
 def work_of(shape: Shape, batches: Sequence[Batch], byte_share: float = 1.0) -> dict[str, int]:
-    """Bytes of the weights that a step needs, on average, and its operations. byte_share: of a bf16
-    weight's two.
+    """Return a step's operations, and the mean bytes of the weights that it needs.
+
+    byte_share is the size of a weight relative to bf16.
     """
     weights = sum(batch.distinct for batch in batches) / len(batches) * 3 * shape.width * shape.dim
     flops = 2 * len(batches[0].x) * shape.top_k * 3 * shape.width * shape.dim
@@ -133,14 +137,14 @@ def products(batch: Batch, w: Weights, to: Alignment, config: Config, top_k: int
 
 
 def whole(batch: Batch, w: Weights, config: Config, shape: Shape) -> Tensor:
-    """As a layer runs after its router: sort, multiply, sum."""
+    """Run what a layer runs after its router: sort, multiply, sum."""
     to = align(batch.ids, shape.experts, config["block_m"])
     y = products(batch, w, to, config, shape.top_k)
     return combine(y.view(*batch.ids.shape, shape.dim), batch.shares, batch.ids)
 
 
 def reference(batch: Batch, w: Weights) -> Tensor:
-    """In fp32, expert by expert, with the intermediate rounded as kernels round it."""
+    """Compute it in fp32, expert by expert; the intermediate is rounded as in kernels."""
     out = torch.zeros_like(batch.x, dtype=torch.float32)
     for expert in torch.unique(batch.ids).tolist():
         tokens, places = (batch.ids == expert).nonzero(as_tuple=True)
@@ -153,7 +157,7 @@ def reference(batch: Batch, w: Weights) -> Tensor:
 
 
 def torch_grouped(batch: Batch, w: Weights, shape: Shape) -> Run | None:
-    """torch's grouped product over rows gathered before; None where torch has none."""
+    """Return torch's grouped product over gathered rows, or None if torch has none."""
     if batch.x.device.type != "cuda" or not hasattr(torch, "_grouped_mm"):
         return None
     flat = batch.ids.flatten()
@@ -173,15 +177,17 @@ class FlashInferMoe:
         self._w31 = flashinfer_moe.swapped(w13)
 
     def prepare(self, x: Tensor, ids: Tensor, shares: Tensor, w13: Tensor, w2: Tensor) -> Run:
-        """Everything is within what is timed; the result: [M, 1, D]."""
+        """Return a call that includes everything; its result is [M, 1, D]."""
         return lambda: flashinfer_moe.fused_moe(x, ids, shares, self._w31, w2)[:, None]
 
 
 def compared(
     bench: Bench, case: Case, w: Weights, peers: Mapping[str, PeerMoe | FlashInferMoe]
 ) -> Any:
-    """Ours and the peers' products on the same choices, each side's rows sorted before; our whole
-    layer, and FlashInfer's."""
+    """Time our products and the peers' on the same routes, and our whole layer beside FlashInfer's.
+
+    For the products, each side's rows are sorted outside the timing.
+    """
     shape = case.shape
     tokens = case.tokens
     batches = [
@@ -280,7 +286,7 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
 
 
 def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
-    """Weights of 4 bits, a scale for every 128 inputs; rows in bf16."""
+    """Time 4-bit weights with a scale per 128 inputs, and bf16 rows."""
     group = 32 if bench.smoke else 128
 
     def packed(outputs: int, inputs: int) -> Narrow:

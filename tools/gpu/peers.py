@@ -1,9 +1,8 @@
-"""Other engines' fused-MoE Triton kernels, read from their own files at run time; nothing of theirs
-is kept here.
+"""Other engines' fused-MoE Triton kernels, loaded from their own files at run time.
 
-A folder has `vllm/` and `sglang/`, each with (parts of) that engine's unpacked wheel: the file of
-the kernel and the JSON tables of launch parameters. Of the file only the functions that Triton
-compiles are loaded, so none of its imports is needed.
+Nothing of theirs is kept here. A folder has `vllm/` and `sglang/`, each with (parts of) that
+engine's unpacked wheel: the kernel's file and the JSON tables of launch parameters. Only the
+functions that Triton compiles are loaded from the file, so none of its imports is needed.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Peer:
 
 
 def load_peers(folder: Path | None) -> tuple[dict[str, Peer], dict[str, str]]:
-    """The kernels that are there, and a note for each that is not."""
+    """Return the kernels that are present, and a note for each that is missing."""
     found = {}
     notes = {}
     for name, file in FILES.items():
@@ -89,8 +88,9 @@ def load_peers(folder: Path | None) -> tuple[dict[str, Peer], dict[str, str]]:
 
 
 def load_kernel(path: Path) -> Any:
-    """The kernel alone, from a file of its own (Triton reads its source there) with the functions
-    that it calls.
+    """Load a kernel and the functions that it calls, without the rest of its module.
+
+    They are written to a file of their own, because Triton reads a kernel's source from its file.
     """
     source = path.read_text("utf-8")
     jitted = [
@@ -127,8 +127,9 @@ class PeerMoe:
     dim: int
 
     def config(self, tokens: int) -> dict[str, int]:
-        """Of its table for this GPU, by the nearest number of tokens; else what both engines begin
-        with.
+        """Return the table's entry for the nearest number of tokens on this GPU.
+
+        Without a table it is the configuration with which both engines start.
         """
         device = (
             torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
@@ -152,8 +153,11 @@ class PeerMoe:
         }
 
     def prepare(self, x: Tensor, ids: Tensor, shares: Tensor, w13: Tensor, w2: Tensor) -> Run:
-        """Both products with the activation between; rows are sorted and padded here, before the
-        clock starts. The result: [M, K, D], each row multiplied by its share."""
+        """Return a call of both products with the activation between them.
+
+        Rows are sorted and padded here, outside the timing. The result is [M, K, D], each row
+        multiplied by its weight.
+        """
         tokens, top_k = ids.shape
         config = self.config(tokens)
         to = align_reference(ids, self.experts, config["BLOCK_SIZE_M"])
@@ -184,7 +188,7 @@ class PeerMoe:
         self, x: Tensor, w: Tensor, out: Tensor, shares: Tensor, sorted_ids: Tensor, slots: Tensor,
         num_padded: Tensor, fan: int, weighted: bool, config: dict[str, int],
     ) -> dict[str, Any]:  # fmt: skip
-        """By the names that the engines' kernels share."""
+        """Return the arguments by the names that both engines' kernels use."""
         known: dict[str, Any] = {
             "a_ptr": x, "b_ptr": w, "c_ptr": out, "topk_weights_ptr": shares,
             "sorted_token_ids_ptr": sorted_ids, "expert_ids_ptr": slots,
@@ -205,18 +209,17 @@ class PeerMoe:
 
 
 def _version(path: Path) -> str:
-    """triton_3_6_0/x.json -> 3.6.0"""
+    """Return the version in a path: triton_3_6_0/x.json -> 3.6.0."""
     return path.parent.name.removeprefix("triton_").replace("_", ".")
 
 
 def padded(
     order: Tensor | None, slots: Tensor, rows: Tensor, ends: Tensor, block_m: int, none: int
 ) -> tuple[Tensor, Tensor]:
-    """(the pair of each row of each tile, `none` where the tile has no more rows; how many rows
-    that is).
+    """Return the pair of each tile's rows, and the number of rows.
 
-    order [1, 0], slots [0, 1], first rows [0, 1], ends [1, 2], tiles of 2, none 2 -> [1, 2, 0, 2],
-    [4]
+    Rows of a tile beyond its expert's last one are `none`. For example, order [1, 0], slots [0, 1],
+    first rows [0, 1], ends [1, 2], tiles of 2, none 2 give [1, 2, 0, 2], [4].
     """
     assert order is not None
     places = rows[:, None].long() + torch.arange(block_m, device=rows.device)

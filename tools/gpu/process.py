@@ -1,9 +1,8 @@
-"""Runs a section of the check in processes of its own, for so many seconds, and keeps all that they
-found.
+"""Run a section of the check in processes of its own for a limited time, and keep all results.
 
-A process writes its record when a case begins and when it ends. So one that is stopped, hangs or
-crashes loses a case at most, the record names it, and what was measured before stays. After a crash
-the section goes on without that case.
+A process writes its record when a case begins and when it ends. So a process that is stopped, hangs
+or crashes loses one case at most, the record names that case, and earlier results are kept. After a
+crash the section continues without that case.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TAIL = 2000  # of a log
+TAIL = 2000  # characters of a log to keep
 STACK = "(most recent call first)"
-DYING_S = 5.0  # for all processes, which a driver may not let go
+DYING_S = 5.0  # how long to wait for killed processes, which a driver may hold
 KEEP_S = 2.0
 Record = dict[str, Any]
 
 
 def merge(one: Any, other: Any) -> Any:
-    """Mappings key by key, lists one after the other; of anything else the other."""
+    """Merge mappings by key and concatenate lists; of anything else take `other`."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return {
             **one,
@@ -43,8 +42,9 @@ def merge(one: Any, other: Any) -> Any:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """All of it or nothing. NaN and infinity, which JSON has not, become null; this folder's path
-    is cut.
+    """Write a file atomically.
+
+    NaN and infinity, which JSON lacks, become null. The path of this checkout is removed.
     """
     text = json.dumps(finite(record), indent=1).replace(f"{ROOT}/", "")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Record:
-    """Empty if there is none, or no whole one."""
+    """Return a file's contents; empty if it is missing or incomplete."""
     try:
         found: Record = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -71,8 +71,9 @@ def read_json(path: Path) -> Record:
 
 
 def last_words(log: str) -> str:
-    """The stack of the main thread, if the process was ended by faulthandler, which writes it last;
-    else the end.
+    """Return the main thread's stack if faulthandler ended the process, else the end of the log.
+
+    faulthandler writes that stack last.
     """
     at = log.rfind(STACK)
     return log[max(0, at - 70) :][:TAIL] if at >= 0 else log[-TAIL:]
@@ -80,7 +81,7 @@ def last_words(log: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process with its share of a section's cases."""
+    """A process that runs its share of a section's cases."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -97,7 +98,7 @@ class Part:
         seconds: float,
         record: Record,
     ) -> Part:
-        """record: what is known already, and need not be measured again."""
+        """Start the process; cases that `record` has are skipped."""
         result, log, known = (folder / f"{number}.{end}" for end in ("json", "log", "known"))
         result.unlink(missing_ok=True)
         write_json(known, {"names": [*record.get("done", ()), *record.get("failed", ())]})
@@ -116,7 +117,7 @@ class Part:
         return cls(number, process, result, log)
 
     def kill(self) -> None:
-        """With the processes that it started: engines."""
+        """Kill the process and those that it started, such as engines."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -124,10 +125,11 @@ class Part:
         return read_json(self.result)
 
     def ended(self, record: Record) -> tuple[Record, bool]:
-        """The record with what it found, and whether to go on: it died in a case that had not
-        failed before.
+        """Return the record with the process's results, and whether to restart it.
+
+        It is restarted if it died in a case that had not failed before.
         """
-        self.kill()  # what it left running
+        self.kill()  # the processes that it left behind
         found = self.found()
         code = self.process.returncode
         at = found.pop("running", None)
@@ -143,9 +145,11 @@ class Part:
 def run_section(
     words: Sequence[str], parts: int, seconds: float, record: Record, keep: Callable[[Record], None]
 ) -> None:
-    """Runs `python *words RESULT KNOWN SECONDS I/PARTS` for each part. keep: gets the record, with
-    what is new, every two seconds and at the end, however that comes. `stopped`: the cases at which
-    time was up."""
+    """Run `python *words RESULT KNOWN SECONDS I/PARTS` for each part.
+
+    `keep` gets the record with the new results every two seconds and at the end, however that
+    comes. `stopped` lists the cases at which the time was up.
+    """
     end_s = time.monotonic() + seconds
     kept_s = 0.0
     with tempfile.TemporaryDirectory(prefix="moeserve-check-", ignore_cleanup_errors=True) as name:

@@ -1,8 +1,7 @@
-"""The tests that use a card, as cases of the check: one that hangs or crashes is named, and the
-others run without it.
+"""The tests that use a card, as cases of the check.
 
-pytest-asyncio and pytest-rerunfailures need not be there, so the project's options for them are
-left out.
+A test that hangs or crashes is named, and the others run without it. The project's options for
+pytest-asyncio and pytest-rerunfailures are omitted, because those need not be installed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def run(bench: Bench) -> None:
 
 
 class Recorder:
-    """A plugin of pytest."""
+    """A pytest plugin that records tests as cases."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -77,7 +76,10 @@ class Recorder:
         return found
 
     def leave_a_broken_device(self) -> None:
-        """The process dies in its case, as after a crash: the next tests need another."""
+        """End the process in the current case if the device is unusable, as after a crash.
+
+        The next tests need another process.
+        """
         try:
             self.bench.synchronize()
         except Exception:

@@ -1,7 +1,6 @@
-"""Weights in 4 and 8 bits as the engine has them, from `Quantised` to products: beside what they
-mean, and bits alone.
+"""Check weights in 4 and 8 bits, from `Quantised` to products: their values and batch invariance.
 
-fp8 is in blocks of 128 x 128, for which experts round rows to e4m3, too.
+fp8 is in blocks of 128 x 128, for which experts also round rows to e4m3.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from tools.gpu.references import quantise_reference, widen
 
 KINDS = ("int4", "int8", "fp8", "fp4")
 PRODUCT = 1e-2
-ROUNDED = 2e-2  # where e4m3 rounds sums that lie close to a tie the other way
+ROUNDED = 2e-2  # bound where sums close to a tie may round to another e4m3 value
 UNFIT_FOR_SMOKE = ("experts fp8",)  # the interpreter rounds to e4m3 wrongly
-# rows; a smoke run has 3, once
+# Numbers of rows; a smoke run has 3, once.
 FEW = 1
 MANY = 700
 
 
 def weights(bench: Bench, kind: Any, *shape: int) -> Quantised:
-    """Random values with scales that differ."""
+    """Return random values with varying scales."""
     rows = 128 if kind == "fp8" else 1
     group = {"int4": 128, "fp4": 16, "fp8": 128}.get(kind, 0)
     group = 32 if bench.smoke and kind != "fp8" else group
@@ -60,7 +59,7 @@ def weights(bench: Bench, kind: Any, *shape: int) -> Quantised:
 
 
 def dense(bench: Bench, kind: str, rows: int) -> tuple[Tensor, Tensor, float]:
-    """With a bias, as Qwen2 has it."""
+    """Check a dense product with a bias, as Qwen2 has it."""
     inner, width = (64, 80) if bench.smoke else (2048, 5120)
     x = bench.random(3 if bench.smoke else rows, inner)
     bias = bench.random(width)
@@ -80,7 +79,7 @@ def packed_experts(bench: Bench, kind: str) -> tuple[moe.Shape, ExpertWeights, P
 
 
 def layer(packed: PackedTriton, batch: moe.Batch, shape: moe.Shape) -> Tensor:
-    """Sorted, multiplied, summed."""
+    """Sort, multiply and sum."""
     config = packed.launch(batch.ids.numel(), batch.x)
     y = batch.x.new_empty((batch.ids.numel(), shape.dim))
     packed.run(batch.x, align(batch.ids, shape.experts, config["block_m"]), config, y, shape.top_k)
@@ -116,7 +115,7 @@ CHECKS |= {
 
 
 def is_invariant(bench: Bench, kind: str) -> bool:
-    """Whether the first row alone has the bits that it has in batches of several sizes."""
+    """Return whether the first row alone has the same bits as in several batches."""
     sizes = (1, 3) if bench.smoke else (1, 2, 17, 65, 513, 4097)
     shape, _, packed = packed_experts(bench, kind)
     linear = QuantisedLinear(weights(bench, kind, 320, shape.dim))

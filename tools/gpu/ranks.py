@@ -1,8 +1,7 @@
-"""Two ranks on one card: experts sharded, with dual-batch overlap and without, must give one rank's
-tokens.
+"""Two ranks on one card, with and without dual-batch overlap, must give one rank's tokens.
 
-The built-in model: each rank draws dummy weights for its own share, so two ranks would not have
-those of one. A smoke run has CPU ranks over shared memory.
+Experts are sharded. The built-in model is used, because with dummy weights each rank draws its own
+share, so two ranks would have other weights than one. A smoke run has CPU ranks over shared memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The definitions of the kernels' operations, in plain PyTorch: tests and the checks on a card
-compare with them.
+"""References of the kernels' operations in plain PyTorch, for tests and for checks on a card.
 
 Arguments and shapes are those of the kernels' wrappers.
 """
@@ -22,7 +21,7 @@ from moeserve.ops.rules import SWIGLU, Activation
 
 
 def align_reference(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """The definition, with no tile left over and order_N no longer than it needs to be."""
+    """Return the alignment without spare tiles and with the shortest possible order_N."""
     flat = ids_TK.flatten()
     order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
     counts = flat[order].bincount(minlength=num_experts)
@@ -35,7 +34,7 @@ def align_reference(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment
 
 
 def gate_up_reference(x: Tensor, w13_eFD: Tensor, to: Alignment, top_k: int = 1) -> Tensor:
-    """The definition, rounded once; only the rows that are there."""
+    """Compute it for existing rows, rounded once."""
     num_rows = int(to.counts_e.sum())
     found = []
     rows = x[:num_rows] if to.order_N is None else x[to.order_N[:num_rows] // top_k]
@@ -46,14 +45,13 @@ def gate_up_reference(x: Tensor, w13_eFD: Tensor, to: Alignment, top_k: int = 1)
 
 
 def down_reference(h_NI: Tensor, w2_eDI: Tensor, to: Alignment) -> Tensor:
-    """The definition, rounded once, in the order of the sorted rows."""
+    """Compute it in the order of the sorted rows, rounded once."""
     parts = torch.split(h_NI[: int(to.counts_e.sum())], to.counts_e.tolist())
     found = [part.double() @ w2_DI.double().T for w2_DI, part in zip(w2_eDI, parts, strict=True)]
     return torch.cat(found).to(h_NI.dtype)
 
 
 def quantise_reference(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition."""
     width = x_MK.shape[1]
     x_MGB = torch.unflatten(
         torch.nn.functional.pad(x_MK.float(), (0, -width % BLOCK)), 1, (-1, BLOCK)
@@ -67,7 +65,7 @@ def quantise_reference(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widen(values_MK: Tensor, scales_MG: Tensor) -> Tensor:
-    """Multiplies values by their scales, in fp64, for references."""
+    """Multiply values by their scales, in fp64."""
     return (
         values_MK.double()
         * scales_MG.repeat_interleave(BLOCK, -1)[..., : values_MK.shape[-1]].double()
@@ -75,7 +73,7 @@ def widen(values_MK: Tensor, scales_MG: Tensor) -> Tensor:
 
 
 def widen_narrow(w: Narrow) -> Tensor:
-    """Returns the weights [e, outputs, inputs] in fp64, for references."""
+    """Return the weights [e, outputs, inputs] in fp64."""
     values = w.values.double()
     zeros = w.zeros
     inputs = w.shape[-1]
@@ -94,7 +92,7 @@ def widen_narrow(w: Narrow) -> Tensor:
 
 
 def combine_reference(y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    """The definition; its bits are the kernel's."""
+    """Compute it with the kernel's bits."""
     is_there = (ids_TK >= 0)[:, :, None]
     terms_TKD = torch.where(is_there, y_TKD.float() * weights_TK[:, :, None], 0.0)
     total_TD, *rest = terms_TKD.unbind(1)
@@ -104,8 +102,9 @@ def combine_reference(y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tens
 
 
 def publish_reference(ids_TK: Tensor, most_tokens: int, num_local: int, num_ranks: int) -> Tensor:
-    """Returns the ids [R, M, K] that each rank is sent: its own experts count from 0, others lie
-    outside.
+    """Return the ids [R, M, K] that each rank receives.
+
+    Its own experts count from 0; ids of other ranks' experts lie outside.
     """
     ids_MK = torch.nn.functional.pad(ids_TK, (0, 0, 0, most_tokens - len(ids_TK)), value=-1)
     first_R = torch.arange(num_ranks, dtype=torch.int32, device=ids_TK.device) * num_local
@@ -113,7 +112,7 @@ def publish_reference(ids_TK: Tensor, most_tokens: int, num_local: int, num_rank
 
 
 def gather_reference(x_RMW: Tensor, order_P: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The rows [P, W], and where each pair's is [R, M * K], -1 where it is not here."""
+    """Return the rows [P, W], and the place of each pair [R, M * K], -1 if elsewhere."""
     ranks, most_tokens, _ = x_RMW.shape
     places_N = order_P.new_full((ranks * most_tokens * top_k,), -1)
     places_N[order_P] = torch.arange(len(order_P), dtype=order_P.dtype, device=order_P.device)
@@ -123,7 +122,7 @@ def gather_reference(x_RMW: Tensor, order_P: Tensor, top_k: int) -> tuple[Tensor
 def collect_reference(
     y_RPD: Tensor, places_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_local: int
 ) -> Tensor:
-    """The definition; its bits are the kernel's."""
+    """Compute it with the kernel's bits."""
     known = (ids_TK >= 0) & (ids_TK < len(y_RPD) * num_local)
     ranks_TK, rows_TK = (
         torch.where(known, of_TK, 0).long() for of_TK in (ids_TK // num_local, places_TK)
@@ -143,7 +142,7 @@ def attention_reference(
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The definition in fp32, row by row."""
+    """Compute it in fp32, row by row."""
     out = q_THd.new_zeros((*q_THd.shape[:2], v_cache.shape[3]))
     group = q_THd.shape[1] // k_cache.shape[2]
     for row, start in enumerate(starts_R.tolist()):
@@ -170,23 +169,23 @@ def attention_reference(
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The definition, rounded once."""
+    """Compute it, rounded once."""
     x = x_TD.float()
     return (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D).to(x_TD.dtype)
 
 
 def embedding_reference(ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tensor:
-    """The definition, rounded once."""
+    """Compute it, rounded once."""
     return (table_VD.index_select(0, ids_T).float() * scale).to(table_VD.dtype)
 
 
 def act_mul_reference(gate_up_MI: Tensor, activation: Activation = SWIGLU) -> Tensor:
-    """The definition, rounded once."""
+    """Compute it, rounded once."""
     return elementwise.act_mul(gate_up_MI.float(), activation, 1).to(gate_up_MI.dtype)
 
 
 def linear_reference(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """The definition, rounded once."""
+    """Compute it, rounded once."""
     y = x_MK.double() @ w_NK.double().T
     return (y if bias_N is None else y + bias_N.double()).to(x_MK.dtype)
 
@@ -194,7 +193,7 @@ def linear_reference(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -
 def logprobs_reference(
     logits_PV: Tensor, chosen_P: Tensor, n: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference of `logprobs`, by sorting."""
+    """Compute `logprobs` by sorting."""
     logprobs_PV = torch.log_softmax(logits_PV.float(), dim=-1)
     likeliest_Pn = logprobs_PV.sort(dim=-1, descending=True, stable=True).indices[:, :n]
     ids_PN = torch.cat([chosen_P.long().unsqueeze(1), likeliest_Pn], dim=1)
@@ -203,13 +202,12 @@ def logprobs_reference(
 
 
 def cut_reference(d_SV: Tensor, farthest_S: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
-    """The reference of `cut`, by sorting distances d_SV; those beyond farthest_S do not count."""
+    """Compute `cut` by sorting the distances d_SV; those beyond farthest_S do not count."""
     d_SV = d_SV.masked_fill(d_SV > farthest_S.unsqueeze(1), torch.inf).sort(dim=-1).values
     kth_S1 = d_SV.gather(1, (top_k_S.long().unsqueeze(1) - 1).clamp(max=d_SV.shape[1] - 1))
     weights_SV = torch.exp(-d_SV.double()).masked_fill(d_SV > kth_S1, 0.0)
-    before_SV = (
-        weights_SV.cumsum(-1) - weights_SV
-    )  # of tokens as near as this one, some; but then the first is kept
+    # Counts some of the tokens that are equally distant, but then the first of those is kept.
+    before_SV = weights_SV.cumsum(-1) - weights_SV
     kept_SV = before_SV < top_p_S.double().unsqueeze(1) * weights_SV.sum(-1, keepdim=True)
     pth_S = d_SV.masked_fill(~(kept_SV | (top_p_S == 1).unsqueeze(1)), 0.0).amax(dim=-1)
     return torch.minimum(torch.minimum(kth_S1.squeeze(1), pth_S), farthest_S)
@@ -218,7 +216,7 @@ def cut_reference(d_SV: Tensor, farthest_S: Tensor, top_k_S: Tensor, top_p_S: Te
 def step_reference(
     table: Tensor, blocks: Tensor, block_size: int, step: StepWords, out: StepArrays
 ) -> None:
-    """The definition, row by row."""
+    """Compute it row by row."""
     slots_R, starts_R, offsets_R1, sample_N = np.split(
         step.words, [step.rows, 2 * step.rows, 3 * step.rows + 1]
     )
@@ -247,7 +245,7 @@ def step_reference(
 
 
 def write_reference(arena: Tensor, words: Tensor, pieces: int) -> None:
-    """The definition, one piece after the other."""
+    """Write one piece after the other."""
     values = words[2 * pieces + 1 :]
     starts = words[pieces : 2 * pieces + 1].tolist()
     for place, start, end in zip(words[:pieces].tolist(), starts, starts[1:], strict=False):
@@ -255,5 +253,5 @@ def write_reference(arena: Tensor, words: Tensor, pieces: int) -> None:
 
 
 def widen_weights(w: Scaled) -> Tensor:
-    """Returns weights in e4m3 with a scale per 128 x 128 of them, in fp64."""
+    """Return e4m3 weights with a scale per 128 x 128 block, in fp64."""
     return widen(w.values, w.scales.repeat_interleave(BLOCK, 1))

@@ -1,5 +1,7 @@
-"""What works row by row, GB/s or microseconds: norms, activation, routing, sorting, summing,
-sampling; and dense linear layers beside cuBLAS.
+"""Times of row-wise kernels and of dense linear layers.
+
+Row-wise are norms, activation, routing, sorting, summing and sampling, in GB/s or microseconds.
+Linear layers are compared with cuBLAS.
 
 T tokens, K experts per token, E experts, D model width, V vocabulary, M rows, N outputs.
 """
@@ -31,17 +33,17 @@ WIDTH = 768
 VOCAB = 151_936
 TOKENS = (1, 64, 256, 2048, 16_384)
 SAMPLED = (1, 64, 256)
-# QKV and output projection, LM head of Qwen3-30B-A3B; one of Mixtral's. Outputs, inputs.
+# (outputs, inputs): Qwen3-30B-A3B's QKV, output projection and LM head; Mixtral's QKV.
 LINEARS = ((5120, 2048), (2048, 4096), (151_936, 2048), (6144, 4096))
 LINEAR_ROWS = (1, 16, 64, 256, 1024, 4096)
 
 Maker = Callable[
     [], tuple[Run, int]
-]  # a call over data of its own, and the bytes that it must move
+]  # returns a call over data of its own, and the bytes that it moves
 
 
 def per_token(bench: Bench, tokens: int) -> dict[str, Maker]:
-    """Makers of calls for so many tokens."""
+    """Return makers of calls for so many tokens."""
     dim, experts, top_k, width = (64, 16, 2, 32) if bench.smoke else (DIM, EXPERTS, TOP_K, WIDTH)
     size = bench.dtype.itemsize
     pairs = tokens * top_k
@@ -89,7 +91,7 @@ def per_token(bench: Bench, tokens: int) -> dict[str, Maker]:
 
 
 def sampling(bench: Bench, rows: int) -> dict[str, Maker]:
-    """Samplers (greedy, random, top-k and top-p) and logprobs; bytes: one read of the logits."""
+    """Return samplers (greedy, random, top-k and top-p) and logprobs."""
     vocab = 1500 if bench.smoke else VOCAB
 
     def settings(temperature: float, top_k: int, top_p: float) -> SamplingTensors:
@@ -135,7 +137,7 @@ def timed(bench: Bench, name: str, rows: int, make: Maker) -> dict[str, Any]:
 
 
 def dense(bench: Bench, width: int, inner: int, rows: int) -> dict[str, Any]:
-    """Ours, whose bits do not depend on the number of rows, and cuBLAS."""
+    """Time our batch-invariant product beside cuBLAS."""
     x = bench.random(rows, inner)
     copies = bench.copies(width * inner * x.element_size())
     weights = [bench.random(width, inner, scale=inner**-0.5) for _ in range(copies)]
@@ -152,7 +154,7 @@ def dense(bench: Bench, width: int, inner: int, rows: int) -> dict[str, Any]:
 
 
 def run(bench: Bench) -> None:
-    """Cases are (a number of rows, a kernel), and (outputs, inputs, rows) of dense products."""
+    """Cases are (number of rows, kernel), and (outputs, inputs, rows) of dense products."""
     tokens, rows = ((3,), (2,)) if bench.smoke else (TOKENS, SAMPLED)
     makers = {("", n): per_token(bench, n) for n in tokens} | {
         ("sampled ", n): sampling(bench, n) for n in rows

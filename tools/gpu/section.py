@@ -1,7 +1,9 @@
-"""The process of a section's part.
+"""The process that runs a part of a section for tools/gpu_check.py.
 
-python -m tools.gpu.section NAME RESULT KNOWN SECONDS I/PARTS [of gpu_check: --smoke, --peers FOLDER]
-python -m tools.gpu.section compile:NAME,NAME ...          # calls each case once, which fills Triton's cache
+    python -m tools.gpu.section [--smoke] [--peers FOLDER] NAME RESULT KNOWN SECONDS I/PARTS
+
+With compile:NAME,NAME as its name it calls each case of those sections once, which fills Triton's
+cache.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ import torch
 from tools.gpu.bench import Bench
 from tools.gpu.process import read_json
 
-# Where a section is, unless in the module of its name, and the seconds after which one of its cases
-# hangs.
+# Section -> its module, if not of the same name, and the seconds after which a case hangs.
 MODULES = {
     "checks": ("correct", 90),
     "environment": ("ceilings", 60),
@@ -72,10 +73,9 @@ def main() -> None:
         except Exception as error:
             if not bench.compiles:
                 raise
-            print(
-                f"{name}: {error}", file=sys.stderr
-            )  # fails again, and is told, where it is measured
-    if bench.compiles:  # nothing else was found
+            # It fails again when it is measured, and is reported then.
+            print(f"{name}: {error}", file=sys.stderr)
+    if bench.compiles:
         bench.found = {}
     bench.save()
 

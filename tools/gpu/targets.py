@@ -1,4 +1,4 @@
-"""The speeds that kernels and engine must reach on a card, compared with what was measured."""
+"""The targets of kernels and engines on a card, beside what was measured. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 from tools.gpu.process import read_json
 
-COPY_TB_S = {"h200": 4.3, "h100": 3.0}  # bytes read and written, where it was not measured
+COPY_TB_S = {"h200": 4.3, "h100": 3.0}  # bytes read and written, if not measured
 MATMUL_TFLOP_S = 790.0
 SHAPE = "E128 N768 K2048 top-8"
 PUBLISHED = Path(__file__).with_name("published_moe.json")
-# Qwen3-30B-A3B on an H200: batch, tokens/s.
+# Qwen3-30B-A3B on an H200: (batch, tokens/s).
 DECODE = ((1, 380.0), (64, 3_100.0), (256, 9_000.0))
 COMPARE: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """measured: None where it was not. note: a circumstance that the target does not have."""
+    """One target."""
 
     figure: str
     relation: str
     must: float
-    measured: float | None
-    note: str = ""
+    measured: float | None  # None if it was not measured
+    note: str = ""  # a circumstance that differs from the target's
 
     @property
     def met(self) -> bool | None:
@@ -36,8 +36,10 @@ class Row:
 
 
 def rows(results: Mapping[str, Any], card: str) -> list[Row]:
-    """results: of the sections by name; any of them may be missing or without figures. card: as its
-    folder is named.
+    """Return all targets beside the results.
+
+    `results` has the sections' records by name; any may be missing or incomplete. `card` is the
+    name of the card's folder.
     """
     peaks = {one["name"]: one for one in (results.get("environment") or {}).get("ceilings", ())}
     copy_tb_s = peaks.get("copy", {}).get("tb_s") or COPY_TB_S.get(card, COPY_TB_S["h200"])
@@ -82,8 +84,9 @@ def _moe(found: Mapping[str, Any], card: str) -> list[Row]:
 
 
 def published_ratios(cases: Iterable[Mapping[str, Any]], card: str) -> list[float]:
-    """Of times that others measured on such a card, of a whole layer with balanced choices, over
-    ours of the same.
+    """Return published times over ours on the same card.
+
+    They are those of a whole layer with balanced routing.
     """
     known = read_json(PUBLISHED)["cards"].get(card, {}).get(SHAPE, {}).get("bfloat16", {})
     ours = {
@@ -164,8 +167,9 @@ def _qwen3(results: Mapping[str, Any], card: str) -> list[Row]:
 def _beside_floor(
     name: str, found: Mapping[str, Any], copy_tb_s: float, matmul: float
 ) -> list[Row]:
-    """Tokens per second over those that reading each weight and cache entry once allows; prefill
-    over the products'.
+    """Compare tokens/s with the floor.
+
+    For decode, the floor is reading each weight and cache entry once; for prefill, the products.
     """
     table = []
     for batch, case in _decodes(found).items():

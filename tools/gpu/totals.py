@@ -1,4 +1,4 @@
-"""What follows from all of a section's cases. Needs no torch."""
+"""Results that follow from all of a section's cases. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def of_ranks(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether all ways have the tokens of one rank."""
+    """Return whether all ways have the tokens of one rank."""
     ways = {way["way"]: way["token_ids"] for way in record.get("ways", ())}
     one = ways.pop("one rank", None)
     same = {name: ids == one for name, ids in ways.items() if one is not None}
@@ -15,7 +15,7 @@ def of_ranks(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_tests(record: Mapping[str, Any]) -> dict[str, Any]:
-    """As a JUnit file sums tests up."""
+    """Return totals as a JUnit file has them."""
     done, failed, skipped = (record.get(key, ()) for key in ("done", "failed", "skipped"))
     return {
         "tests": len(done) + len(failed),

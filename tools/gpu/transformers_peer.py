@@ -1,7 +1,7 @@
-"""transformers' own engine (continuous batching, its grouped experts) on the shape that
-tools/gpu/engine.py measures.
+"""Decode rates of transformers' own engine on the shape of tools/gpu/engine.py.
 
-Decode is what many new tokens take longer than few, as there.
+It has continuous batching and grouped experts. As there, decode is the time of many new tokens less
+that of few.
 """
 
 from __future__ import annotations
