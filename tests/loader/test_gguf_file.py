@@ -103,7 +103,10 @@ HOSTILE = {
         padded(header(tensors=[(b"a", (2**32, 2**32), 0, 0)]), 32),
         f"has {2**66} bytes",
     ),
-    "behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 32)]), 32), "has 32 bytes at offset 32"),
+    "behind the file": (
+        padded(header(tensors=[(b"a", (4, 2), 0, 32)]), 32),
+        "has 32 bytes at offset 32",
+    ),
     "far behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 2**63)]), 32), f"at {2**63}"),
     "a cut tensor": (WHOLE[:-1], "has 32 bytes at offset 0 of the data, which has 31"),
     "no data": (header(tensors=ONE), "of the data, which has 0"),
