@@ -1,1 +1,1 @@
-"""A Hugging Face directory -> this rank's weights, packed for its kernels."""
+"""Loading a model: from checkpoint files to this rank's weights, packed for its kernels."""

@@ -1,4 +1,4 @@
-"""All tensors of a model directory: one or many safetensors files, with or without an index."""
+"""The tensors of a checkpoint: one or many safetensors files, with or without an index, or GGUF."""
 
 import hashlib
 import os
@@ -21,40 +21,41 @@ from moeserve.loader.stored_format import StoredFormat
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-SAMPLES = 64  # tensors of each dtype and shape that a fingerprint looks into
-SAMPLE_BYTES = 4096
-READ_BYTES = 4 << 20
+SAMPLES = 64  # tensors of each dtype and shape that a fingerprint samples
+SAMPLE_BYTES = 4096  # bytes of each sampled tensor
+READ_BYTES = 4 << 20  # bytes per read of a digest
 _CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checked headers of a model directory; no weight has been read."""
+    """The checked headers of a checkpoint. No weight has been read."""
 
     model_dir: Path
-    tensors: dict[str, TensorInfo]  # the parts of quantised weights included
-    # quantised weights by the names that they would have unquantised
+    tensors: dict[str, TensorInfo]  # including the parts of quantized weights
+    # Quantized weights, by the names that they have in an unquantized checkpoint
     stored: dict[str, StoredWeight] = field(default_factory=dict)
     activations: Activations = "auto"  # the setting
-    # (kind, group, inputs) -> why no kernel takes such weights of a GGUF file, which are widened
-    # then; "" if one does
+    # (kind, group, inputs) -> reason why no kernel supports such weights of a GGUF file, which are
+    # dequantized then; "" if a kernel does
     obstacle: Callable[[str, int, int], str] = lambda kind, group, inputs: ""
-    # tensors of the index that no file has, and the files that should: a tied head, for example
+    # Tensors in the index that no file has -> the file named there, for example of a tied LM head
     absent: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
-        """The names of all weights, quantised or not."""
+        """The names of all weights, quantized or not."""
         return self.tensors.keys() | self.stored.keys()
 
     def parts(self, name: str) -> list[TensorInfo]:
-        """The tensors that make up a weight, the values first."""
+        """Return the tensors that make up a weight, starting with its values."""
         return self.stored[name].parts if name in self.stored else [self.tensors[name]]
 
 
 def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Checkpoint:
-    """Reads and checks every header. formats: of quantised weights. Raises CheckpointError with a
-    remedy.
+    """Read and check every header. Raises CheckpointError.
+
+    formats: of the quantized weights (loader/quantisation.py).
     """
     if is_gguf(model_dir):
         return Checkpoint(model_dir, *gguf_tensors(model_dir))
@@ -72,19 +73,19 @@ def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Ch
     for name, file in index.items():
         if name in tensors and tensors[name].path.name != file:
             raise CheckpointError(
-                f"{model_dir / INDEX} says that {file} has the tensor {name!r}, but "
-                f"{tensors[name].path.name} has it; index and files are of different models: "
-                "download all of them again"
+                f"{model_dir / INDEX} has the tensor {name!r} in {file}, but it is in "
+                f"{tensors[name].path.name}; index and files are of different models: download "
+                "all of them again"
             )
     absent = {name: file for name, file in index.items() if name not in tensors}
     return Checkpoint(model_dir, tensors, find_stored(tensors, formats), absent=absent)
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """Returns the files that hold the weights, all of which exist.
+    """Return the files with the model's weights. Raises CheckpointError if one is missing.
 
-    transformers' precedence: model.safetensors, then the files that the index names, then every
-    safetensors file.
+    With transformers' precedence: model.safetensors, then the files in the index, then all
+    safetensors files in the directory.
     """
     if index := _read_index(model_dir):
         names = set(index.values())
@@ -97,8 +98,8 @@ def weight_files(model_dir: Path) -> list[Path]:
     ):
         raise CheckpointError(
             f"{model_dir} has only pickled weights ({pickled[0]}), which can run code and are "
-            "never opened; "
-            "convert them: transformers' save_pretrained writes safetensors"
+            "never opened; convert them with transformers' save_pretrained, which writes "
+            "safetensors"
         )
     if not names:
         raise CheckpointError(
@@ -108,19 +109,17 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def first_dtype(model_dir: Path) -> str | None:
-    """Returns the dtype of the first weight, spelled as in config.json; None without weights of a
-    known dtype.
-    """
+    """Return the dtype of the first weight with a known one, spelled as in config.json."""
     try:
         tensors = read_header(weight_files(model_dir)[0])
     except CheckpointError:
-        return None  # opening the checkpoint will say what is wrong
+        return None  # `open_checkpoint` will raise it again
     dtypes = (_CONFIG_DTYPES.get(tensor.dtype) for tensor in tensors.values())
     return next((dtype for dtype in dtypes if dtype), None)
 
 
 def _read_index(model_dir: Path) -> dict[str, str]:
-    """Tensor -> file; empty without an index, or where a single file goes before it."""
+    """Return the index, tensor -> file; {} if there is none or model.safetensors precedes it."""
     if os.path.lexists(model_dir / SINGLE) or not os.path.lexists(model_dir / INDEX):
         return {}
     weight_map = read_json(model_dir, INDEX).get("weight_map")
@@ -138,11 +137,11 @@ def _read_index(model_dir: Path) -> dict[str, str]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Returns a hex digest, equal for equal files on any machine. Raises CheckpointError when a
-    file cannot be read.
+    """Return a hexadecimal digest that is equal for equal files on any machine.
 
-    Covers the config, the headers, and a few kilobytes of up to SAMPLES tensors of each kind: two
-    trainings of one model differ in nothing else. A change of a few weights may go unseen.
+    It covers the config, the headers, and a few kilobytes of up to SAMPLES tensors of each dtype
+    and shape, because two trainings of one model differ in their weights alone. It may miss a
+    change of a few weights. Raises CheckpointError if a file cannot be read.
     """
     digest = hashlib.sha256()
     kinds = defaultdict(list)
@@ -155,13 +154,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             else model_file(folder, name).read_bytes()
         )
         for _, tensor in sorted(checkpoint.tensors.items()):
-            place = tensor.path.name, tensor.offset, tensor.num_bytes
-            digest.update(repr((tensor.name, tensor.dtype, tensor.shape, place)).encode())
+            position = tensor.path.name, tensor.offset, tensor.num_bytes
+            digest.update(repr((tensor.name, tensor.dtype, tensor.shape, position)).encode())
             kinds[tensor.dtype, tensor.shape].append(tensor)
         for tensors in kinds.values():
-            for tensor in tensors[
-                :: -(-len(tensors) // SAMPLES)
-            ]:  # evenly over the tensors of each kind
+            step = -(-len(tensors) // SAMPLES)
+            for tensor in tensors[::step]:
                 with tensor.path.open("rb") as file:
                     file.seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE_BYTES) // 2)
                     digest.update(file.read(min(SAMPLE_BYTES, tensor.num_bytes)))
@@ -169,11 +167,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) -> tuple[str, str]:
-    """Returns the SHA-256 (hexadecimal) of all that decides what a model computes: its config's
-    values, and each tensor's name, dtype, shape and bytes, in whatever files; and the
-    `fingerprint`. Call it in a thread.
+    """Return a digest of everything that decides the model's results, and the `fingerprint`.
 
-    alive: called now and then; may raise. Raises CheckpointError, also if files change meanwhile.
+    The digest (SHA-256, hexadecimal) covers the values of the config, and name, dtype, shape and
+    bytes of each tensor, however they are split into files. It reads all files: call it in a
+    thread. alive: called regularly, and may raise. Raises CheckpointError, also if files change
+    meanwhile.
     """
     checkpoint = open_checkpoint(model_dir)
     before = fingerprint(checkpoint)
@@ -195,5 +194,5 @@ def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) ->
                 msgspec.json.encode([tensor.name, tensor.dtype, tensor.shape]) + content.digest()
             )
     if fingerprint(open_checkpoint(model_dir)) != before:
-        raise CheckpointError(f"{model_dir} was written to while its weights were read: try again")
+        raise CheckpointError(f"{model_dir} changed while its weights were read; try again")
     return digest.hexdigest(), before

@@ -1,4 +1,4 @@
-"""The JSON documents of a model: files of its directory, or the same facts of a GGUF file."""
+"""The JSON documents of a model, from its directory or from the metadata of a GGUF file."""
 
 import os
 from pathlib import Path
@@ -9,9 +9,9 @@ from moeserve.loader.files import decode_json, is_gguf, model_file
 
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object of the file `name`. Raises CheckpointError.
+    """Return the JSON object in the file `name`. Raises CheckpointError.
 
-    A GGUF file has all of a model: its metadata are translated to the keys of that file.
+    For a GGUF model, its metadata are translated to the keys of that file.
     """
     if is_gguf(model_dir):
         return gguf_config.document(model_dir, name)
@@ -19,7 +19,7 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
 
 
 def read_optional_json(model_dir: Path, name: str) -> dict[str, Any]:
-    """Return what `read_json` does, and {} if there is no such file."""
+    """Return the JSON object in the file `name`, or {} if there is no such file."""
     if is_gguf(model_dir) or os.path.lexists(model_dir / name):
         return read_json(model_dir, name)
     return {}

@@ -1,6 +1,4 @@
-"""Random weights in place of a checkpoint's, for measuring a model of which only config.json is
-present.
-"""
+"""Random weights (`load_format: dummy`), to benchmark a model with only its config.json."""
 
 import functools
 import zlib
@@ -22,17 +20,17 @@ from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Reader, empty_weight
 from moeserve.ops.quantised import E2M1, Quantised, QuantizeTo, Weight, group_of
 
-PAGE = (1 << 20) + 7  # odd, so that no two rows of a weight are alike
-_STEPS = {
+PAGE = (1 << 20) + 7  # random numbers that all weights repeat; odd, so that rows of a weight differ
+_STEPS = {  # kind -> standard deviation and maximum of the values
     "int8": (32, 127),
     "fp8": (32, 127),
     "int4": (3, 7),
     "fp4": (2, 6),
-}  # standard deviation and most
+}
 
 
 def rounded_format(asked: QuantizeTo | None, num_inputs: int) -> StoredFormat:
-    """Returns how `--quantization` keeps a linear layer."""
+    """Return the format of a linear layer with the setting `--quantization`."""
     assert asked
     return StoredFormat(kind=asked, group=group_of(num_inputs) if asked == "int4" else 0)
 
@@ -43,22 +41,27 @@ def imagined(
     stored_as: Sequence[StoredFormat] = (),
     asked: QuantizeTo | None = None,
 ) -> Checkpoint:
-    """Returns a checkpoint with all that the plan asks for. stored_as: its linear layers have the
-    first of these; asked: else they are rounded so already, which saves to round them. Raises
-    CheckpointError for a GGUF file."""
+    """Return the headers of a checkpoint with all tensors of a plan, but without files.
+
+    stored_as: formats in quantization_config; linear layers have the first one.
+    asked: without `stored_as`, linear layers are already quantized to this kind, which saves the
+        time to quantize random numbers.
+
+    Raises CheckpointError for a GGUF file.
+    """
     tensors = {}
     stored = {}
     form = next(iter(stored_as), None)
     if form and form.layout == "ggml":
         raise CheckpointError(
-            f"{model_dir} has weights: load_format=dummy is for a config.json without any"
+            f"{model_dir} has weights, but load_format=dummy needs a config.json without weights; "
+            "pass the model's directory, or use load_format=auto"
         )
-    linear = {param.name: param.shape[-1] for param in plan.params if param.quantised_on_load}
-    forms = (
-        {name: form or rounded_format(asked, width) for name, width in linear.items()}
-        if form or asked
-        else {}
-    )
+    forms: dict[str, StoredFormat] = {}
+    if form or asked:
+        for param in plan.params:
+            if param.quantised_on_load:
+                forms[param.name] = form or rounded_format(asked, param.shape[-1])
     for piece in plan.pieces:
         name = piece.source
         shape = (piece.shape, piece.transposed)
@@ -80,11 +83,11 @@ def imagined(
 
 
 class RandomReader(Reader):
-    """A reader of random numbers, the same in every start on a device: a page of them over and
-    over, of which each tensor begins somewhere else.
+    """A Reader that fills parameters with random numbers, the same at every start on a device.
 
-    Vectors lie around 1; products keep their inputs' size, so nothing overflows and routers choose
-    all experts alike.
+    All parameters repeat one page of random numbers, each from another offset. Vectors are uniform
+    around 1. Matrices have a standard deviation of 1 / sqrt(inputs), so that activations keep their
+    size: nothing overflows, and routers choose all experts about equally often.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -94,8 +97,9 @@ class RandomReader(Reader):
     def memory(
         self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
     ) -> Weight:
-        """See `Reader`. On a CPU one expert stands for all of its layer (stride 0), which are then
-        packed as copies.
+        """Return an uninitialized parameter.
+
+        On CPUs the experts of a layer share the memory of one (stride 0), which is filled once.
         """
         if device.type == "cuda" or kind_of(param.name).removesuffix("_bias") not in ("w13", "w2"):
             return empty_weight(self._imagined, param, pieces, dtype, device)
@@ -111,9 +115,7 @@ class RandomReader(Reader):
     def jobs(
         self, piece: Piece, param: Any, limit: int | None = None
     ) -> Iterator[Callable[[], int]]:
-        """Yields one job, which fills a piece with random numbers; none for a copy of the first
-        expert.
-        """
+        """Yield a job that fills a piece; none for an expert that shares the first one's memory."""
         values = param.values if isinstance(param, Quantised) else param
         if values.stride(0) or piece.at[0] == 0:
             yield partial(_fill, zlib.crc32(piece.source.encode()), param[piece.at])
@@ -121,12 +123,12 @@ class RandomReader(Reader):
 
 @torch.inference_mode()
 def _fill(seed: int, part: Weight) -> int:
-    """Values of a quantised weight are of all sizes that its kind has, with one scale for all."""
+    """Fill a weight. All scales of a quantized weight are equal."""
     if not isinstance(part, Quantised):
         scale = 0.0 if part.dim() == 1 else part.shape[-1] ** -0.5
-        _spread(_page("", part.dtype, scale, part.device), seed, part)
+        _repeat(_page("", part.dtype, scale, part.device), seed, part)
         return 0
-    _spread(_page(part.kind, part.values.dtype, 0.0, part.values.device), seed, part.values)
+    _repeat(_page(part.kind, part.values.dtype, 0.0, part.values.device), seed, part.values)
     part.scales.fill_(part.shape[-1] ** -0.5 / _STEPS[part.kind][0])
     if part.zeros is not None:
         part.zeros.fill_(8)
@@ -136,36 +138,37 @@ def _fill(seed: int, part: Weight) -> int:
 @functools.cache
 @torch.inference_mode()
 def _page(kind: str, dtype: torch.dtype, scale: float, device: torch.device) -> Tensor:
-    """PAGE numbers: normal ones times `scale`, uniform ones around 1 for 0, or the values of a
-    quantised kind.
+    """Return PAGE random numbers.
+
+    kind: "" for floats, or the kind of a quantized weight's values.
+    scale: standard deviation of floats; 0: uniform between 0.5 and 1.5.
     """
     generator = torch.Generator(device).manual_seed(PAGE)
-    plain = torch.empty(PAGE, device=device)
+    page = torch.empty(PAGE, device=device)
     if kind == "":
-        return (
-            plain.normal_(0, scale, generator=generator)
-            if scale
-            else plain.uniform_(0.5, 1.5, generator=generator)
-        ).to(dtype)
-    steps, most = _STEPS[kind]
-    plain.normal_(0, steps, generator=generator).clamp_(-most, most)
+        if scale:
+            page.normal_(0, scale, generator=generator)
+        else:
+            page.uniform_(0.5, 1.5, generator=generator)
+        return page.to(dtype)
+    deviation, highest = _STEPS[kind]
+    page.normal_(0, deviation, generator=generator).clamp_(-highest, highest)
     if kind == "fp4":
-        sizes = (
-            torch.tensor(E2M1[1:8], device=device) - 0.25
-        )  # about where one number is nearer than the next
-        return (torch.bucketize(plain.abs(), sizes) + 8 * (plain < 0)).to(dtype)
+        # About half-way between two numbers of E2M1
+        bounds = torch.tensor(E2M1[1:8], device=device) - 0.25
+        return (torch.bucketize(page.abs(), bounds) + 8 * (page < 0)).to(dtype)
     if kind == "fp8":
-        return plain.to(torch.float8_e4m3fn).view(dtype)
-    return (plain.round_() + (8 if kind == "int4" else 0)).to(dtype)
+        return page.to(torch.float8_e4m3fn).view(dtype)
+    return (page.round_() + (8 if kind == "int4" else 0)).to(dtype)
 
 
-def _spread(page: Tensor, seed: int, into: Tensor) -> None:
+def _repeat(page: Tensor, seed: int, into: Tensor) -> None:
+    """Fill a tensor with repetitions of the page, from an offset that `seed` decides."""
     page = page.roll(seed % PAGE)
-    flat = (
-        into.view(-1)
-        if into.is_contiguous()
-        else torch.empty_like(into, memory_format=torch.contiguous_format).view(-1)
-    )
+    if into.is_contiguous():
+        flat = into.view(-1)
+    else:
+        flat = torch.empty_like(into, memory_format=torch.contiguous_format).view(-1)
     whole = len(flat) // PAGE
     flat[: whole * PAGE].view(whole, PAGE).copy_(page)
     flat[whole * PAGE :].copy_(page[: len(flat) - whole * PAGE])

@@ -1,7 +1,8 @@
-"""A bounded part of a model's experts in memory, all of them in the file of its packed weights.
+"""The setting `expert_memory`: a bounded cache of experts in memory, all experts on disk.
 
-A rank has a cache of its own (csrc/pool/expert_cache.hpp). Bits are those of experts that all are
-in memory: where an expert lies decides none.
+The experts are in the file of packed weights (loader/packed_cache.py). Each rank has its own cache
+(csrc/pool/expert_cache.hpp). The cache does not change results: they are bitwise equal to those
+with all experts in memory.
 """
 
 import logging
@@ -18,27 +19,29 @@ from moeserve.ops.native import native
 
 log = logging.getLogger(__name__)
 _native: Any = native()
-LEAST_TOKENS = 2  # whose experts fit at least: one computes while the other's are read
+# The cache must hold the experts of this many tokens: those of one compute while those of the other
+# are read.
+LEAST_TOKENS = 2
 
 
 class ExpertMemory:
-    """The cache of the experts that `keep` gets while a model is packed; `open` it when that is
-    done.
+    """The expert cache of a rank.
 
-    num_bytes: of experts in memory, `expert_memory`. top_k: experts of a token. native: what
-    kernels see.
+    `keep` registers each layer's experts while the model is packed; `open` then allocates memory.
     """
 
     def __init__(self, packed: PackedCache, num_bytes: int, top_k: int) -> None:
+        """num_bytes: the setting `expert_memory`. top_k: experts per token."""
         self._packed = packed
         self._num_bytes = num_bytes
         self._top_k = top_k
         self._num_experts = 0
-        self.native: Any = None
+        self.native: Any = None  # the ExpertCache that kernels use
 
     def keep(self, bytes_eB: Tensor) -> Any:
-        """A `ToDisk`. Raises ConfigError where the file cannot be written, or memory holds too few
-        experts.
+        """Register the packed experts of a layer, and return their handle (a `ToDisk`).
+
+        Raises ConfigError if the file cannot be written, or `num_bytes` is too small.
         """
         offset = self._packed.to_disk(bytes_eB)
         if self.native is None:
@@ -50,23 +53,26 @@ class ExpertMemory:
             self._packed.close()
             raise ConfigError(
                 f"expert_memory={self._num_bytes:,} is too small for {LEAST_TOKENS} tokens with "
-                f"{self._top_k} experts "
-                f"each, of {self.native.slot_bytes:,} bytes: ask for at least {least:,}"
+                f"{self._top_k} experts each, of {self.native.slot_bytes:,} bytes; set it to at "
+                f"least {least:,}"
             )
         self._num_experts += len(bytes_eB)
         return layer
 
     def open(self, layers: Sequence[MoELayer]) -> None:
-        """Takes the memory. layers: that were packed, in order. Raises ConfigError if other kernels
-        than those for CPUs compute their experts."""
+        """Allocate the memory. layers: the packed layers, in order.
+
+        Raises ConfigError unless the native CPU kernels compute the experts.
+        """
         if self.native is None:
             raise ConfigError(
-                "expert_memory needs the native kernels, and others compute this model's experts"
+                "expert_memory needs the native kernels, but others compute this model's experts; "
+                "remove expert_memory, or set kernels: native"
             )
         self.native.open(self._num_bytes)
-        for layer, behind in pairwise(layers):
-            if isinstance(layer, FusedMoELayer) and isinstance(behind, FusedMoELayer):
-                layer.expect(behind)
+        for layer, next_layer in pairwise(layers):
+            if isinstance(layer, FusedMoELayer) and isinstance(next_layer, FusedMoELayer):
+                layer.expect(next_layer)  # prefetch its experts
         slots = self.native.num_slots
         size = self.native.num_slots * self.native.slot_bytes
         log.info(

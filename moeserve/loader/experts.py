@@ -1,18 +1,15 @@
-"""Reads single experts of a checkpoint while the model serves, for ranks that take over an expert
-from another rank.
+"""Reads single experts from a checkpoint while the model serves, when an expert moves to this rank.
 
-The bytes are the file's own, so an expert is the same wherever it is and however often it moved.
-The checks:
+Weights always come from the files, so an expert has the same bits on every rank, however often it
+has moved. Files may have changed since the start, therefore:
 
-- The files are opened once, at start; a file that replaces one under its name later is not read.
-- Size and modification time of a file must be those of the start, before and after each expert is
-  read.
-- Each expert is read twice, and both reads must agree to the bit. This finds a write in between
-  that kept size and time (a file mapped by its writer, say), and a fault of the memory that
-  received the bytes.
-- Its CRC-32 is kept: whenever the expert comes back to this rank, it must be the same.
+- Files are opened once, at the start. A file that replaces one under its name is not read.
+- Size and modification time of a file must be unchanged before and after each expert is read.
+- Each expert is read twice, and both reads must be bitwise equal. This detects a write in between
+  that kept size and time (through a mapping of the file, for example), and faulty memory.
+- The CRC-32 of each expert is kept. If the expert comes back to this rank, it must be the same.
 
-Damage from before the first read of an expert is not found: safetensors files carry no checksums.
+Damage before the first read of an expert is not detected: safetensors files have no checksums.
 """
 
 import os
@@ -32,26 +29,25 @@ from moeserve.loader.weights import Reader, empty_weight
 from moeserve.ops.quantised import Quantised, QuantizeTo, Weight, quantisation_of
 
 CPU = torch.device("cpu")
-READ_BYTES = 2**20  # small: between two reads the background gives way to the model
-Work = Callable[
-    [int], None
-]  # called after each little piece of work with the bytes it read; may sleep, or raise
+READ_BYTES = 2**20  # small, so that this background work yields to the model often
+# Called after each small piece of work with the number of bytes read; may sleep, or raise
+Work = Callable[[int], None]
 
 
 @dataclass(eq=False, repr=False)
 class ExpertFiles:
     """The experts in a checkpoint's files.
 
-    plan(layer, expert): the load plan of that expert of that MoE layer, parameters w13 [1, 2I, D]
-    and w2 [1, D, I]. Create the object before the model is loaded and call `check` after, so that
-    both certainly read the same files.
+    Create it before the model is loaded, and call `check` afterwards: then both read the same
+    files.
     """
 
     checkpoint: Checkpoint
+    # (MoE layer, expert) -> load plan of the parameters w13 [1, 2I, D] and w2 [1, D, I]
     plan: Callable[[int, int], LoadPlan]
     dtype: torch.dtype
     device: torch.device = CPU
-    asked: QuantizeTo | None = None
+    asked: QuantizeTo | None = None  # quantize weights that are not quantized in the files
 
     def __post_init__(self) -> None:
         self._reader = Reader(self.checkpoint)
@@ -60,60 +56,53 @@ class ExpertFiles:
         self._crcs: dict[tuple[int, int], int] = {}
 
     def check(self) -> None:
-        """Raises CheckpointError if a file was changed, or replaced under its name, since this
-        object was created.
-        """
+        """Raise CheckpointError if a file has been changed or replaced since the constructor."""
         self._check_marks(self._paths)
         for path in self._paths:
             with CheckpointError.instead_of(OSError, path, f"; {_CHANGED}"):
                 now = path.stat()
             if not os.path.samestat(now, self._reader.stat(path)):
                 raise CheckpointError(
-                    f"{path} was replaced while the model was loaded: start again"
+                    f"{path} was replaced while the model was loaded; start again"
                 )
 
     @torch.inference_mode()
     def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Any, ...]:
-        """Returns an expert's w13 [2I, D] and w2 [D, I], and its biases if it has any, as the model
-        has them.
+        """Return an expert's w13 [2I, D], w2 [D, I] and biases if any, in the model's format.
 
-        Raises CheckpointError when a file cannot be read or is not what it was. One thread at a
-        time.
+        Not thread-safe. Raises CheckpointError if a file cannot be read or has changed.
         """
         plan = self.plan(layer, expert)
         name = f"expert {expert} of MoE layer {layer}"
         paths = {part.path for piece in plan.pieces for part in self.checkpoint.parts(piece.source)}
         self._check_marks(paths)
-        once = self._fill(plan, work)
-        twice = self._fill(plan, work)
+        first = self._fill(plan, work)
+        second = self._fill(plan, work)
         self._check_marks(paths)
         crc = 0
-        for a, b in zip(once, twice, strict=True):
-            for left, right in zip(_parts(a), _parts(b), strict=True):
+        for a, b in zip(first, second, strict=True):
+            for left, right in zip(_chunks(a), _chunks(b), strict=True):
                 if not torch.equal(left, right):
-                    raise CheckpointError(
-                        f"{name} was not the same when it was read again; {_CHANGED}"
-                    )
+                    raise CheckpointError(f"two reads of {name} differ; {_CHANGED}")
                 crc = zlib.crc32(right.cpu().numpy().data, crc)
                 work(0)
         if self._crcs.setdefault((layer, expert), crc) != crc:
             known = self._crcs[layer, expert]
             raise CheckpointError(f"{name} has CRC-32 {crc:08x}, earlier {known:08x}; {_CHANGED}")
-        params = zip(plan.params, once, strict=True)
+        params = zip(plan.params, first, strict=True)
         return tuple(self._quantised(param, weight, name, work)[0] for param, weight in params)
 
     def fingerprint(self) -> str:
-        """Returns the checkpoint's fingerprint; call `check` before. Raises CheckpointError."""
+        """Return the checkpoint's fingerprint. Call `check` before. Raises CheckpointError."""
         return fingerprint(self.checkpoint)
 
     def identity(self) -> str:
-        """Returns the fingerprint with size and modification time of each file as it was opened."""
-        return repr(
-            (self.fingerprint(), sorted((path.name, *mark) for path, mark in self._marks.items()))
-        )
+        """Return the fingerprint, with size and modification time of each opened file."""
+        marks = sorted((path.name, *mark) for path, mark in self._marks.items())
+        return repr((self.fingerprint(), marks))
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         self._reader.close()
 
     def _fill(self, plan: LoadPlan, work: Work) -> list[Weight]:
@@ -136,6 +125,7 @@ class ExpertFiles:
         return quantised
 
     def _mark(self, path: Path) -> tuple[int, int]:
+        """Return size and modification time of a file, to detect changes."""
         status = self._reader.stat(path)
         return status.st_size, status.st_mtime_ns
 
@@ -143,14 +133,14 @@ class ExpertFiles:
         for path in paths:
             if self._mark(path) != self._marks[path]:
                 raise CheckpointError(
-                    f"{path} is not what it was at start (size or time of change); {_CHANGED}"
+                    f"{path} has changed since the start (size or modification time); {_CHANGED}"
                 )
 
 
-_CHANGED = "the checkpoint was written to while the model serves: restore the file, or start again"
+_CHANGED = "the checkpoint changed while the model serves: restore the file, or start again"
 
 
-def _parts(weight: Weight) -> Iterator[Tensor]:
-    """Yield a weight in small pieces of bytes, since NaN does not equal itself."""
+def _chunks(weight: Weight) -> Iterator[Tensor]:
+    """Yield a weight as small chunks of bytes. As floats, NaN would not be equal to itself."""
     for part in weight.parts if isinstance(weight, Quantised) else (weight,):
         yield from torch.split(part.view(-1).view(torch.uint8), READ_BYTES)

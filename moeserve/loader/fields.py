@@ -1,6 +1,4 @@
-"""Typed values from a JSON object, with errors that name the file, the key, the value and the
-remedy.
-"""
+"""Typed access to a JSON object, with errors that name file, key, value and remedy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +12,16 @@ _MAX_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One JSON object. An explicit null is not an absent key; only the optional reads accept it."""
+    """One JSON object, such as config.json or a section of it.
+
+    A key with the value null is not absent: its default does not apply, and only the optional
+    reads accept it.
+    """
 
     path: Path
     values: Mapping[str, Any]
-    defaults: Mapping[str, Any]  # of absent keys
-    prefix: str = ""  # of the keys in errors: "rope_parameters."
+    defaults: Mapping[str, Any]  # for absent keys
+    prefix: str = ""  # put before keys in errors, such as "rope_parameters."
 
     def raw(self, key: str) -> Any:
         """Return the value or its default, unchecked."""
@@ -30,7 +32,7 @@ class Fields:
         raise CheckpointError(f"{self.path}: {self.prefix}{key} is missing")
 
     def error(self, key: str, must: str) -> CheckpointError:
-        """Return the error for a bad value: "key is value; " and `must`."""
+        """Return the error for a wrong value, "KEY is VALUE; `must`"."""
         shown = repr(self.raw(key))
         if len(shown) > _MAX_SHOWN:
             shown = shown[:_MAX_SHOWN] + "..."
@@ -48,7 +50,7 @@ class Fields:
         return None if self.raw(key) is None else self.integer(key, low, high)
 
     def number(self, key: str, low: float, high: float) -> float:
-        """Read a number in [low, high] other than 0, which always means damage."""
+        """Read a number in [low, high] other than 0, which no key of a valid model has."""
         value = self.raw(key)
         if (
             isinstance(value, int | float)
@@ -65,7 +67,7 @@ class Fields:
         return None if self.raw(key) is None else self.number(key, low, high)
 
     def boolean(self, key: str) -> bool:
-        """Read true or false. Null is false, as in transformers, which asks for truth alone."""
+        """Read true or false. Null is false, as in transformers, which tests for truthiness."""
         value = self.raw(key)
         if isinstance(value, bool) or value is None:
             return bool(value)
@@ -99,12 +101,12 @@ class Fields:
         raise self.error(key, "it must be an object or null")
 
     def only(self, **known: Any) -> None:
-        """Refuse other values of these keys than the one that is computed. Null means it, too."""
+        """Raise unless each of these keys is absent, null, or has the only supported value."""
         for key, value in known.items():
             if self.values.get(key) not in (None, value):
                 raise self.error(key, f"only {value!r} is supported")
 
     def unsupported(self, key: str, remedy: str) -> None:
-        """Refuse a key that would change the model's result if it were ignored."""
+        """Raise if the key is present and not null: ignoring it would change the results."""
         if self.values.get(key) is not None:
             raise self.error(key, remedy)

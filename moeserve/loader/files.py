@@ -1,4 +1,4 @@
-"""The files of a model directory: opens only files that belong to it, and decodes their JSON."""
+"""Files in a model directory: finds them, without following links out of it, and decodes JSON."""
 
 import os
 import re
@@ -21,14 +21,12 @@ def model_file(model_dir: Path, name: str) -> Path:
     """Return the path of the regular file `name` directly in `model_dir`.
 
     A link may lead to a file below this directory, or from a snapshot of the Hugging Face cache to
-    its `blobs`. Any other link is refused: a downloaded directory must not make us read other files
-    of this machine.
+    its `blobs`. Any other link is rejected, so that a downloaded directory cannot make moeserve
+    read other files of this machine. Raises CheckpointError.
     """
     home = model_dir.resolve()
     if Path(name).name != name or name in ("", ".", ".."):
-        raise CheckpointError(
-            f"{model_dir}: {name!r} is not the plain name of a file in this directory"
-        )
+        raise CheckpointError(f"{model_dir}: {name!r} is not the name of a file in this directory")
     path = home / name
     try:
         real = path.resolve(strict=True)
@@ -39,8 +37,8 @@ def model_file(model_dir: Path, name: str) -> Path:
         raise CheckpointError(f"{path} cannot be opened: {error}") from None
     if not any(real.is_relative_to(root) for root in (home, *_blobs(home))):
         raise CheckpointError(
-            f"{path} is a link to {real}, outside the model's directory; replace the link by the "
-            "file itself"
+            f"{path} is a link to {real}, outside of the model's directory; replace the link by "
+            "the file itself"
         )
     if not is_regular:
         raise CheckpointError(f"{path} is not a regular file")
@@ -48,9 +46,9 @@ def model_file(model_dir: Path, name: str) -> Path:
 
 
 def _blobs(home: Path) -> list[Path]:
-    """Return where the files of a folder in the Hugging Face cache are.
+    """Return the directory of the files to which a snapshot in the Hugging Face cache links.
 
-    The folder is models--ORG--NAME/snapshots/REVISION or below it.
+    home: a directory models--ORG--NAME/snapshots/REVISION, or one below it.
     """
     return [
         (snapshots.parent / "blobs").resolve()
@@ -60,10 +58,10 @@ def _blobs(home: Path) -> list[Path]:
 
 
 def decode_json(path: Path, shown: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of at most 64 MiB; errors call the file `shown`.
+    """Return the JSON object in a file of at most 64 MiB. Raises CheckpointError.
 
-    It is plain JSON without NaN. Infinity, which transformers 4 writes, is read as the object that
-    transformers 5 writes for it. Raises CheckpointError.
+    NaN is rejected. Infinity, which transformers 4 writes, is read as the object that transformers
+    5 writes for it. shown: the path in error messages.
     """
     with CheckpointError.instead_of(OSError, f"{shown} cannot be read"):
         if (num_bytes := path.stat().st_size) > _MAX_JSON_BYTES:
@@ -90,17 +88,17 @@ def _decoded(text: bytes) -> Any:
 
 
 def is_gguf(model_dir: Path) -> bool:
-    """Return whether a GGUF file stands for the model's directory, whatever its name is."""
+    """Return whether the model is a GGUF file, of any name, and not a directory."""
     return model_dir.is_file() or (has_gguf_name(model_dir) and not model_dir.is_dir())
 
 
 def has_gguf_name(path: Path) -> bool:
-    """Return whether a name ends in .gguf, in letters of any case."""
+    """Return whether a file's extension is .gguf, in any case."""
     return path.suffix.lower() == GGUF
 
 
 def begins_as_gguf(path: Path) -> bool:
-    """Return whether a file is GGUF by its first bytes. Ollama's have names without an ending."""
+    """Return whether a file begins with GGUF's magic number. Ollama's files have no extension."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
@@ -109,6 +107,8 @@ def begins_as_gguf(path: Path) -> bool:
 
 
 def config_name(model_dir: Path) -> str:
-    """Return the name of the model's config: config.json, or Mistral's params.json without it."""
-    alone = os.path.lexists(model_dir / PARAMS) and not os.path.lexists(model_dir / CONFIG)
-    return PARAMS if alone else CONFIG
+    """Return the name of the model's config: config.json, or Mistral's params.json if alone."""
+    has_only_params = os.path.lexists(model_dir / PARAMS) and not os.path.lexists(
+        model_dir / CONFIG
+    )
+    return PARAMS if has_only_params else CONFIG

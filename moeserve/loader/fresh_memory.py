@@ -1,5 +1,6 @@
-"""Memory whose pages a thread makes ahead of those that write: a system may take longer for that
-than packing does.
+"""Memory that a background thread pre-faults before it is written.
+
+Page faults on fresh memory can take longer than packing the weights into it.
 """
 
 import ctypes
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from moeserve.ops.native_layer import HUGE, new_room
 
-POPULATE_WRITE = 23  # advice to Linux, from 5.14 on; what is there stays
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14): faults pages in, and keeps their content
 
 
 class FreshMemory:
-    """One piece of so many bytes, taken at the first call, and new memory once it is used up."""
+    """An arena of `num_bytes`, allocated at the first call of `room` and pre-faulted meanwhile.
+
+    When it is used up, `room` allocates other memory.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._size = num_bytes
@@ -22,7 +26,7 @@ class FreshMemory:
         self._memory: Tensor
 
     def room(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """A `Room`."""
+        """Return memory for packed weights, and False: it is not filled yet (a `Room`)."""
         begin = self._used
         self._used = self._used + -(-num_bytes // 64) * 64
         if begin + num_bytes > self._size:
@@ -35,14 +39,18 @@ class FreshMemory:
         return self._memory[begin : begin + num_bytes], False
 
     def populate(self, number: int) -> bool:
-        """Makes large page `number`; returns whether there may be more."""
+        """Fault in huge page `number`, and return whether there may be more pages.
+
+        ctypes releases the GIL during the call.
+        """
         begin = self._memory.data_ptr()
-        end = self._memory.data_ptr() + self._size
+        end = begin + self._size
         page = (-(-begin // HUGE) + number) * HUGE
-        advised = ctypes.c_void_p(page), ctypes.c_size_t(HUGE), POPULATE_WRITE
-        return page + HUGE <= end and not ctypes.CDLL(None).madvise(
-            *advised
-        )  # the interpreter's lock is free
+        if page + HUGE > end:
+            return False
+        libc = ctypes.CDLL(None)
+        failed = libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), POPULATE_WRITE)
+        return not failed
 
 
 def _populate(memory: weakref.ref[FreshMemory]) -> None:

@@ -18,11 +18,11 @@ _LEAST_TOP_P = 1e-6
 
 
 def generation_defaults(model_dir: Path) -> dict[str, Any]:
-    """Return the sampling fields of generation_config.json, {} without the file.
+    """Return the sampling defaults in generation_config.json, {} without the file.
 
-    As in vLLM, only temperature, top_p, top_k, min_p and repetition_penalty count; do_sample does
-    not. They may exceed the limits of the HTTP API, and top_p 0 means the most likely token alone,
-    as in transformers. Raises CheckpointError for a value that means nothing.
+    As in vLLM, only temperature, top_p, top_k, min_p and repetition_penalty are used, not
+    do_sample. Values may exceed the limits of the HTTP API. As in transformers, top_p 0 selects the
+    most likely token. Raises CheckpointError for an invalid value.
     """
     values = read_optional_json(model_dir, _FILE)
     defaults = {key: values[key] for key in _SAMPLING_KEYS if values.get(key) is not None}
@@ -39,7 +39,7 @@ def generation_defaults(model_dir: Path) -> dict[str, Any]:
 
 
 def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the token ids that end an answer: generation_config.json's, else config.json's."""
+    """Return the ids of end tokens, from generation_config.json or else from config.json."""
     generation = Fields(
         model_dir / _FILE, read_optional_json(model_dir, _FILE), {"eos_token_id": None}
     )
@@ -51,10 +51,10 @@ def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int,
     if len(ids) > _MAX_EOS_IDS or not all(type(token) is int for token in ids):
         raise source.error("eos_token_id", "it must be one token id, a list of them, or null")
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
-        # many small or converted checkpoints keep the id of another vocabulary; it can never be
-        # sampled
+        # Many small or converted checkpoints keep an id of another vocabulary. It is harmless,
+        # because it can never be sampled.
         log.warning(
-            "%s: eos_token_id names %s, outside the vocabulary of %d",
+            "%s: eos_token_id has %s, outside of the vocabulary of %d tokens",
             source.path,
             unknown,
             vocab_size,

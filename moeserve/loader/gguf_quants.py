@@ -1,7 +1,7 @@
-"""ggml's quantised types: what the bytes of their blocks mean, as in ggml-quants.c.
+"""Decodes the blocks of ggml's quantized types, as ggml-quants.c does.
 
-A weight is value * scale - min, in fp32; blocks of 256 have a scale, in few bits, for every 16 or
-32 values. n rows, B blocks of a row.
+A weight is value * scale - min, in fp32. Blocks of 256 weights have a small integer scale for every
+16 or 32 weights. Shapes: n rows, B blocks per row.
 """
 
 from collections.abc import Callable
@@ -23,30 +23,29 @@ _BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in TYPES.va
 
 
 class Blocks(NamedTuple):
-    """values int8 [n, B, groups, elements]: numbers, or indices of `codes`; scales and mins fp32
-    [n, B, groups]. supers: see `Quantised`, [n, B, 1]."""
+    """Decoded blocks."""
 
-    values: Tensor
-    scales: Tensor
-    mins: Tensor | None = None
-    supers: tuple[Tensor, ...] = ()
+    values: Tensor  # int8 [n, B, groups, elements]: numbers, or indices into `codes`
+    scales: Tensor  # fp32 [n, B, groups]
+    mins: Tensor | None = None  # fp32 [n, B, groups]
+    supers: tuple[Tensor, ...] = ()  # fp32 [n, B, 1], see `Quantised`
     codes: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> Tensor:
-        """What values stand for, int8."""
-        return (
-            torch.tensor(self.codes, dtype=torch.int8)[self.values.int()]
-            if self.codes
-            else self.values
-        )
+        """The values as numbers, int8 [n, B, groups, elements]."""
+        if not self.codes:
+            return self.values
+        return torch.tensor(self.codes, dtype=torch.int8)[self.values.int()]
 
 
 def read_blocks(
     tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Index], Tensor]
 ) -> Blocks:
-    """Returns rows of a tensor. take: indices of all dimensions but the last. Raises
-    CheckpointError if a scale is NaN or infinite."""
+    """Read and decode rows of a tensor. take: index in all dimensions but the last.
+
+    Raises CheckpointError if a scale is NaN or infinite.
+    """
     elements, num_bytes = _BLOCKS[tensor.dtype]
     shape = (*tensor.shape[:-1], tensor.shape[-1] // elements * num_bytes)
     raw = read(replace(tensor, dtype="U8", shape=shape), take)
@@ -57,7 +56,7 @@ def read_blocks(
 
 
 def dense(blocks: Blocks) -> Tensor:
-    """Returns the weights, fp32 [n, K]."""
+    """Return the dequantized weights, fp32 [n, K]."""
     weights = blocks.numbers * blocks.scales.unsqueeze(-1)
     if blocks.mins is not None:
         weights -= blocks.mins.unsqueeze(-1)
@@ -65,30 +64,28 @@ def dense(blocks: Blocks) -> Tensor:
 
 
 def fill(blocks: Blocks, into: Quantised) -> None:
-    """Fills a parameter of the type's own kind, or of int8 in groups as large or smaller."""
+    """Fill a parameter of the type's own kind, or of int8 in groups of the same size or less."""
     values = (blocks.values if into.kind in ("fp4", "iq4_nl") else blocks.numbers).flatten(-3)
     scales = blocks.scales.flatten(-2) * (2 if into.kind == "fp4" else 1)
     into.values.copy_(values + 8 if into.kind == "int4" and into.mins is None else values)
-    each = into.scales.shape[-1] // scales.shape[-1]
-    into.scales.copy_(scales.repeat_interleave(each, -1))
+    repeats = into.scales.shape[-1] // scales.shape[-1]
+    into.scales.copy_(scales.repeat_interleave(repeats, -1))
     if into.mins is not None:
         mins = torch.zeros_like(scales) if blocks.mins is None else blocks.mins.flatten(-2)
-        into.mins.copy_(mins.repeat_interleave(each, -1))
-    for mine, theirs in zip(
-        into.supers or (), blocks.supers, strict=False
-    ):  # dmin may be missing in both
-        assert mine is not None
-        mine.copy_(theirs.flatten(-2))
+        into.mins.copy_(mins.repeat_interleave(repeats, -1))
+    # Not strict: without dmin, `into.supers` has None for it, and `blocks.supers` has one entry.
+    for target, source in zip(into.supers or (), blocks.supers, strict=False):
+        assert target is not None
+        target.copy_(source.flatten(-2))
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
-    """Returns the fp16 at a byte of each block, [n, B, 1]."""
+    """Return the fp16 at byte `at` of each block, as fp32 [n, B, 1]."""
     return raw[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(raw: Tensor, at: int, count: int = 16) -> Tensor:
-    """Returns the numbers of 4 bits in runs of `count` bytes from a byte on: those of low bits
-    first, of each run.
+    """Unpack 4-bit numbers from byte `at` on: of each `count` bytes, all low halves come first.
 
     [n, B, runs * count] -> [n, B, 2 * runs, count]
     """
@@ -97,26 +94,25 @@ def _nibbles(raw: Tensor, at: int, count: int = 16) -> Tensor:
 
 
 def _bits(raw: Tensor, at: int, count: int) -> Tensor:
-    """Returns the bits of bytes, [n, B, count] -> [n, B, 8, count]."""
-    return (
-        raw[..., at : at + count].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-        & 1
-    )
+    """Unpack the bits of bytes: [n, B, count] -> [n, B, 8, count]."""
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
+    return raw[..., at : at + count].unsqueeze(-2) >> shifts & 1
 
 
-def _of_32(raw: Tensor, at: int) -> Tensor:
-    """Returns 32 numbers of 4 bits as one group, int8 [n, B, 1, 32]."""
+def _32_nibbles(raw: Tensor, at: int) -> Tensor:
+    """Unpack 32 4-bit numbers of one group, int8 [n, B, 1, 32]."""
     return _nibbles(raw, at).flatten(-2).unsqueeze(-2).to(torch.int8)
 
 
-def _fifth(raw: Tensor, at: int) -> Tensor:
-    """Returns 32 fifth bits as 0 or 16, int8 [n, B, 1, 32]."""
+def _32_fifth_bits(raw: Tensor, at: int) -> Tensor:
+    """Unpack 32 fifth bits of one group as 0 or 16, int8 [n, B, 1, 32]."""
     return (_bits(raw, at, 4).transpose(-1, -2).flatten(-2).unsqueeze(-2) * 16).to(torch.int8)
 
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Returns scales, mins and supers of the 8 groups of Q4_K and Q5_K: d and dmin, and 6 bits of
-    each in 12 bytes.
+    """Return scales, mins and super-scales of Q4_K and Q5_K.
+
+    A block has d and dmin (fp16), then 8 scales and 8 mins of 6 bits each in 12 bytes.
     """
     first = raw[..., 4:8]
     second = raw[..., 8:12]
@@ -134,7 +130,7 @@ def _q5_k(raw: Tensor) -> Blocks:
 
 
 def _q6_k(raw: Tensor) -> Blocks:
-    """Halves of 128 values: 4 bits in 64 bytes, 2 bits in 32."""
+    """Each 128 of the 256 values have their low 4 bits in 64 bytes, and their high 2 bits in 32."""
     low = torch.unflatten(
         torch.unflatten(_nibbles(raw[..., :128], 0, 64), -2, (2, 2)), -1, (2, 32)
     ).flatten(-3, -2)
@@ -157,23 +153,25 @@ def _iq4_xs(raw: Tensor) -> Blocks:
 
 
 def _mxfp4(raw: Tensor) -> Blocks:
-    """Twice the numbers of E2M1, times half a power of two: bytes 0 and 1 are subnormal."""
+    """Values are integers, 2 * E2M1, so scales are half of e8m0's; for bytes 0 and 1 subnormal."""
     exponents = raw[..., :1].int()
     bits = (exponents - 1 << 23).where(exponents > 1, 0x200000 << exponents)
     scales = bits.view(torch.float32).where(exponents < 255, torch.nan)
-    return Blocks(_of_32(raw, 1), scales, codes=_E2M1_CODES)
+    return Blocks(_32_nibbles(raw, 1), scales, codes=_E2M1_CODES)
 
 
 _DECODERS: dict[str, Callable[[Tensor], Blocks]] = {
-    "Q4_0": lambda raw: Blocks(_of_32(raw, 2) - 8, _half(raw, 0)),
-    "Q4_1": lambda raw: Blocks(_of_32(raw, 4), _half(raw, 0), -_half(raw, 2)),
-    "Q5_0": lambda raw: Blocks((_of_32(raw, 6) | _fifth(raw, 2)) - 16, _half(raw, 0)),
-    "Q5_1": lambda raw: Blocks(_of_32(raw, 8) | _fifth(raw, 4), _half(raw, 0), -_half(raw, 2)),
+    "Q4_0": lambda raw: Blocks(_32_nibbles(raw, 2) - 8, _half(raw, 0)),
+    "Q4_1": lambda raw: Blocks(_32_nibbles(raw, 4), _half(raw, 0), -_half(raw, 2)),
+    "Q5_0": lambda raw: Blocks((_32_nibbles(raw, 6) | _32_fifth_bits(raw, 2)) - 16, _half(raw, 0)),
+    "Q5_1": lambda raw: Blocks(
+        _32_nibbles(raw, 8) | _32_fifth_bits(raw, 4), _half(raw, 0), -_half(raw, 2)
+    ),
     "Q8_0": lambda raw: Blocks(raw[..., None, 2:].view(torch.int8), _half(raw, 0)),
     "Q4_K": lambda raw: Blocks(_nibbles(raw, 16, 32).to(torch.int8), *_k_scales(raw)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": lambda raw: Blocks(_of_32(raw, 2), _half(raw, 0), codes=_CODES),
+    "IQ4_NL": lambda raw: Blocks(_32_nibbles(raw, 2), _half(raw, 0), codes=_CODES),
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

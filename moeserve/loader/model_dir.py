@@ -1,4 +1,4 @@
-"""Finds the directory of a model by name: built in, a path, or a copy in the Hugging Face cache."""
+"""Resolves a model's name: the built-in model, a path, or a copy in the Hugging Face cache."""
 
 import os
 import re
@@ -23,17 +23,17 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[\w.-]+)*)")  # org/name
 
 
 def resolve_model_dir(name: str) -> Path:
-    """Return the directory that `name` means; a GGUF file stands for one.
+    """Return the model directory or GGUF file with this name.
 
-    | name | means |
+    | name | result |
     |---|---|
     | demo | the built-in model |
     | a directory | itself, or the only GGUF model in it |
-    | a GGUF file | itself; of a split model, its first file |
+    | a GGUF file | itself; the first file of a split model |
     | org/name | the model's copy in the Hugging Face cache |
-    | org/name/path | a folder or a GGUF file in that copy |
+    | org/name/path | a directory or a GGUF file in that copy |
 
-    Nothing is ever downloaded. Raises CheckpointError.
+    Downloads nothing. Raises CheckpointError if there is no such model.
     """
     if name == DEMO:
         demo = Path(str(files("moeserve") / "assets" / "demo"))
@@ -56,7 +56,7 @@ def resolve_model_dir(name: str) -> Path:
         return _gguf(path)
     if not (hub := _HUB_ID.fullmatch(name)) or ".." in hub[2].split("/"):
         raise CheckpointError(
-            f"there is no directory {name!r}; pass a Hugging Face model directory or a GGUF file, "
+            f"there is no directory {name!r}; pass a Hugging Face model directory, a GGUF file, "
             f"or {DEMO!r} for the built-in model"
         )
     cache = _hub_cache()
@@ -70,22 +70,22 @@ def resolve_model_dir(name: str) -> Path:
 
 
 def _gguf(path: Path) -> Path:
-    """Return the first file of the model at a user's path to a file."""
+    """Return the first file of the GGUF model with this file."""
     if not has_gguf_name(path) and not begins_as_gguf(path):
         raise CheckpointError(
-            f"{path} is a file, and not GGUF; pass the directory that holds it and its "
-            "config.json, or a GGUF file"
+            f"{path} is a file, but not GGUF; pass the directory with it and its config.json, or "
+            "a GGUF file"
         )
     path = path.parent.resolve() / path.name
     try:
         model_file(path.parent, path.name)
-    except CheckpointError:  # a link out of its folder, which the user named
+    except CheckpointError:  # a link to another directory; the user named it, so it may be followed
         path = path.resolve()
     return first_file(path)
 
 
 def _only_gguf(folder: Path) -> Path:
-    """Return the only GGUF model in a folder, or the folder if it has a config or no GGUF file."""
+    """Return the only GGUF model in a directory; `folder` if it has a config or no GGUF file."""
     models = [] if any((folder / name).exists() for name in (CONFIG, PARAMS)) else models_in(folder)
     if len(models) > 1:
         raise CheckpointError(
@@ -96,7 +96,7 @@ def _only_gguf(folder: Path) -> Path:
 
 
 def _hub_cache() -> Path:
-    """Return the folder of huggingface_hub's downloads, by its own environment variables."""
+    """Return huggingface_hub's cache directory, according to its environment variables."""
     try:
         if cache := os.environ.get("HF_HUB_CACHE"):
             return Path(cache).expanduser()
@@ -107,14 +107,14 @@ def _hub_cache() -> Path:
     except RuntimeError:  # this user has no home directory
         raise CheckpointError(
             "the Hugging Face cache cannot be found, because this user has no home directory; "
-            "set HF_HOME to the folder that has it, or pass a model's directory"
+            "set HF_HOME, or pass a model's directory"
         ) from None
 
 
 def _hub_snapshot(cache: Path, name: str, inner: str) -> Path | None:
-    """Return `inner` of the snapshot that `main` points to, if the model there is complete.
+    """Return the path `inner` in the snapshot of `main`, or None if there is no complete model.
 
-    Raises CheckpointError if there are several models to choose from.
+    Raises CheckpointError if there are several models.
     """
     repo = cache / ("models--" + name.replace("/", "--"))
     try:
@@ -139,10 +139,10 @@ def _hub_snapshot(cache: Path, name: str, inner: str) -> Path | None:
 
 
 def _choose_folder(name: str, folder: Path) -> None:
-    """Raise CheckpointError with the folders that have GGUF models, if there are some."""
+    """Raise CheckpointError with the subdirectories that have GGUF models, if any."""
     inner = sorted(path.name for path in folder.glob("*") if path.is_dir() and models_in(path))
     if inner:
         raise CheckpointError(
-            f"{name} has its models in folders; pass one of "
+            f"{name} has its models in subdirectories; pass one of "
             + ", ".join(f"{name}/{each}" for each in inner)
         )

@@ -1,9 +1,9 @@
 """Reads the header of one safetensors file (github.com/huggingface/safetensors).
 
-The safetensors library checks every entry: a tensor is as long as its dtype and shape say, and
-tensors follow each other without gaps or overlap up to the end of the file. It does not tell where
-a tensor lies, so the checked header is decoded here again. No weight is read, so a file of any size
-takes milliseconds; it is mapped for that moment only.
+The safetensors library checks the header: each tensor has the length of its dtype and shape, and
+tensors cover the file up to its end without gaps or overlaps. The library does not return the
+offsets of tensors, so the checked header is decoded again here. No weight is read, so a file of
+any size takes milliseconds.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,13 @@ from moeserve.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The place of a tensor: `offset` and `num_bytes` in `path`, both checked against the file's
-    size.
-    """
+    """A tensor in a file."""
 
     name: str
     path: Path
-    dtype: str  # as the format spells it, such as "BF16"
+    dtype: str  # the format's name for it, such as "BF16"
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # in the file; offset and num_bytes are checked against its size
     num_bytes: int
 
     def __str__(self) -> str:
@@ -34,9 +32,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Returns all tensors of the file, in order. Raises CheckpointError with the file and what is
-    wrong with it.
-    """
+    """Return all tensors of a file by name, in the file's order. Raises CheckpointError."""
     try:
         with safe_open(path, "np"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -52,6 +48,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         tensors[name] = TensorInfo(
-            name, path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin
+            name=name,
+            path=path,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=8 + length + begin,
+            num_bytes=end - begin,
         )
     return tensors

@@ -1,27 +1,32 @@
-"""The tensors of each quantised weight in a checkpoint, by their names, dtypes and shapes. No torch
-here.
+"""Finds the tensors of each quantized weight in a checkpoint, by name, dtype and shape.
 
-N outputs, K inputs, R x C scales: R is 1, N or a block's share of N, C likewise of K. Dimensions of
-experts may come first. A weight that is `x.weight` in an unquantised checkpoint (y: its module
-`x.`; or whole fused experts, without `.weight`) lies in the files as
+Shapes: N outputs, K inputs, R x C scales. R is 1, N, or the number of blocks along N; C likewise
+along K. Dimensions of experts may come first.
 
-    plain       x.weight           int8 or e4m3, laid out as unquantised: [N, K], or
-                                   [K, N] with scales [C, R]
-    words       x.weight_packed    words of 32 bits [N, K / 8 or 4], first inputs lowest
-                x.weight_zero_point    words of eight outputs [N / 8, C], if int4 is not symmetric
-    nibbles     x.weight or x.weight_packed    bytes [N, K / 2], first inputs lowest
-    blocks      x.weight_blocks    bytes [N, C, 16], first inputs lowest; x.weight_scales [N, C]
-    gptq        y.qweight          words [K / 8 or 4, N], first inputs lowest; y.scales [C, N]
-                y.qzeros           words of outputs [C, N / 8 or 4]: zero points, less 1
-                                   unless gptq_v2
-                y.g_idx            each input's group
-    awq         y.qweight          words of eight outputs [K, N / 8], lowest first
-                                   0, 2, 4, 6, 1, 3, 5, 7
-                y.qzeros           likewise [C, N / 8]; y.scales [C, N]
+In an unquantized checkpoint the weight is `x.weight`, or `x` for fused experts. Quantized, it is
 
-Other scales are x.weight_scale or x.weight_scale_inv: floats, or bytes of e8m0, or e4m3, times
-x.weight_scale_2 (ModelOpt) or divided by x.weight_global_scale (compressed-tensors). What is said
-of activations or of the shape is not needed.
+    layout     tensor                format
+    plain      x.weight              int8 or e4m3 [N, K]; [K, N] with scales [C, R] if the
+                                     unquantized weight is transposed
+    words      x.weight_packed       int32 [N, K / 8 or 4], lowest bits: first input
+               x.weight_zero_point   int32 [N / 8, C] of eight outputs, for asymmetric int4
+    nibbles    x.weight_packed       uint8 [N, K / 2], lowest bits: first input; or x.weight
+    blocks     x.weight_blocks       uint8 [N, C, 16], lowest bits: first input
+               x.weight_scales       [N, C]
+    gptq       x.qweight             int32 [K / 8 or 4, N], lowest bits: first input
+               x.scales              [C, N]
+               x.qzeros              int32 [C, N / 8 or 4]: zero points, minus 1 unless gptq_v2
+               x.g_idx               group of each input
+    awq        x.qweight             int32 [K, N / 8] of eight outputs; from the lowest bits up
+                                     they are outputs 0, 2, 4, 6, 1, 3, 5, 7
+               x.scales              [C, N]
+               x.qzeros              int32 [C, N / 8], likewise
+
+The scales of the other layouts are x.weight_scale or x.weight_scale_inv: floats, or e8m0, or e4m3.
+Those in e4m3 are multiplied by x.weight_scale_2 (ModelOpt), or divided by x.weight_global_scale
+(compressed-tensors). Tensors about activations or shapes are not used.
+
+Does not import torch.
 """
 
 import math
@@ -36,12 +41,9 @@ from moeserve.loader.stored_format import StoredFormat
 _FLOATS = ("F32", "BF16", "F16")
 _E8M0 = ("U8", "F8_E8M0")
 _SCALES = ("_scale_inv", "_scale")
-_OUTER = ("_scale_2", "_global_scale")  # the first multiplies, the second divides
-_VALUES = {
-    "_packed": "",
-    "_blocks": "",
-    ".qweight": ".weight",
-}  # endings of values, and of the weight's own name
+_OUTER = ("_scale_2", "_global_scale")  # the first multiplies scales, the second divides them
+# Suffix of the tensor with the values -> suffix of the unquantized weight
+_VALUES = {"_packed": "", "_blocks": "", ".qweight": ".weight"}
 _UNUSED = (
     "_shape",
     "_activation_scale",
@@ -53,27 +55,26 @@ _UNUSED = (
     "output_scale",
     "input_scale_ub",
 )
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # for a cache in 8 bits
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # of an 8-bit KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One quantised weight in the files. outer: a scale of all scales. order: of the inputs, by
-    groups. bias: of its module; writers of GPTQ add zeros where a model has none. others: tensors
-    that belong to it and are not needed."""
+    """The tensors of one quantized weight."""
 
     form: StoredFormat
     values: TensorInfo
     scales: TensorInfo
     zeros: TensorInfo | None = None
-    outer: TensorInfo | None = None
-    order: TensorInfo | None = None
+    outer: TensorInfo | None = None  # one scale for all scales of a matrix
+    order: TensorInfo | None = None  # the group of each input (GPTQ's g_idx)
+    # of the weight's module; GPTQ checkpoints have zeros here if the model has no bias
     bias: TensorInfo | None = None
-    others: tuple[TensorInfo, ...] = field(default=())
+    others: tuple[TensorInfo, ...] = field(default=())  # tensors that are not used
 
     @property
     def parts(self) -> list[TensorInfo]:
-        """All tensors of the weight, the values first."""
+        """All tensors of the weight, starting with the values."""
         parts = (
             self.values,
             self.scales,
@@ -86,41 +87,45 @@ class StoredWeight:
         return [part for part in parts if part is not None]
 
     def mismatch(self, shape: tuple[int, ...], transposed: bool = False) -> str:
-        """Returns what is wrong with the headers for a weight of `shape`; empty if nothing is.
+        """Return how the tensors do not match a weight of `shape`; empty if they do.
 
-        transposed: unquantised it would be [..., K, N], of which the fixed layouts know nothing.
+        transposed: `shape` is [..., K, N]. This matters for the plain layout alone.
         """
         if len(shape) < 2:
-            return f"{self.values} is quantised, config.json implies a vector {list(shape)}"
+            return f"{self.values} is quantized, but config.json implies a vector {list(shape)}"
         form = self.form
-        scales = self.form.scales_shape(shape, transposed)
-        if self.values.shape != (found := form.values_shape(shape, transposed)):
+        scales_shape = form.scales_shape(shape, transposed)
+        values_shape = form.values_shape(shape, transposed)
+        if self.values.shape != values_shape:
             return (
                 f"{self.values} has shape {list(self.values.shape)}, config.json implies "
-                f"{list(found)}"
+                f"{list(values_shape)}"
             )
         if form.layout == "ggml":
             return ""
         dtypes = _FLOATS + (_E8M0 if form.kind in ("fp8", "fp4") else ())
         dtypes += ("F8_E4M3",) if form.kind == "fp4" else ()
-        if _wide(self.scales.shape) != _wide(scales) or self.scales.dtype not in dtypes:
-            what = f"{self.scales.dtype} {list(self.scales.shape)}"
+        if _squeezed(self.scales.shape) != _squeezed(scales_shape) or (
+            self.scales.dtype not in dtypes
+        ):
             return (
-                f"{self.scales} is {what}; supported: {list(scales)} scales in {', '.join(dtypes)}"
+                f"{self.scales} is {self.scales.dtype} {list(self.scales.shape)}; supported: "
+                f"{list(scales_shape)} scales in {', '.join(dtypes)}"
             )
-        return self._odd_companion(shape, transposed)
+        return self._companion_mismatch(shape, transposed)
 
-    def _odd_companion(self, shape: tuple[int, ...], transposed: bool) -> str:
+    def _companion_mismatch(self, shape: tuple[int, ...], transposed: bool) -> str:
+        """Return how zero points, outer scale or order do not match; empty if they do."""
         lead = shape[:-2]
         depth = shape[-2 if transposed else -1]
         zeros = list(self.form.zeros_shape(shape, transposed))
         have = None if self.zeros is None else (self.zeros.dtype, list(self.zeros.shape))
         if have != (("I32", zeros) if self.form.zeros or have else None):
-            return f"{self.values} needs zero points, I32 {zeros}, beside it"
+            return f"{self.values} needs a tensor of zero points, I32 {zeros}"
         if self.scales.dtype == "F8_E4M3" and self.outer is None:
             return (
-                f"{self.scales} is F8_E4M3, and there is no scale of all scales (_scale_2 or "
-                "_global_scale) beside it"
+                f"{self.scales} is F8_E4M3, and its outer scale (_scale_2 or _global_scale) is "
+                "missing"
             )
         if self.outer and (
             self.outer.dtype not in _FLOATS or _size(self.outer) not in (1, math.prod(lead))
@@ -140,70 +145,75 @@ class StoredWeight:
 def find_stored(
     tensors: Mapping[str, TensorInfo], formats: Sequence[StoredFormat]
 ) -> dict[str, StoredWeight]:
-    """Returns the quantised weights among `tensors`, by the names that they would have unquantised.
+    """Return the quantized weights, by the names that they have in an unquantized checkpoint.
 
-    Raises CheckpointError where one has no scales, or is present unquantised as well.
+    Raises CheckpointError for a weight without scales, or one that is also present unquantized.
     """
     found: dict[str, StoredWeight] = {}
     for name, tensor in tensors.items():
-        ending = next((ending for ending in _VALUES if name.endswith(ending)), "")
-        base = name.removesuffix(ending) + _VALUES.get(ending, "")
-        stored = list(_candidates(tensors, tensor, ending, base, formats))
-        if not stored:
+        suffix = next((suffix for suffix in _VALUES if name.endswith(suffix)), "")
+        base = name.removesuffix(suffix) + _VALUES.get(suffix, "")
+        candidates = list(_candidates(tensors, tensor, suffix, base, formats))
+        if not candidates:
             continue
-        if base in found or (ending and base in tensors):
+        if base in found or (suffix and base in tensors):
             raise CheckpointError(
-                f"{tensor} is there as {base!r}, too; only one of them can be meant"
+                f"{tensor} is there as {base!r}, too; remove the one that does not belong to the "
+                "model"
             )
-        found[base] = _choose(base, stored)
+        found[base] = _choose(base, candidates)
     return found
 
 
 def _candidates(
     tensors: Mapping[str, TensorInfo],
     values: TensorInfo,
-    ending: str,
+    suffix: str,
     base: str,
     formats: Sequence[StoredFormat],
 ) -> Iterator[StoredWeight]:
-    """Yields a weight as each format has it whose values these may be."""
+    """Yield the weight with these values in each format that they may have, nothing if in none.
+
+    suffix: the one of `_VALUES` that the values' name has; base: the unquantized weight's name.
+    """
     if len(values.shape) < 2 or values.name.endswith(
         (*_SCALES, *_OUTER, "_scales", "_zero_point", "_shape")
     ):
         return
     module = base.removesuffix("weight")
     for form in formats:
-        if values.dtype != form.values_dtype or ending not in _ENDINGS[form.layout]:
+        if values.dtype != form.values_dtype or suffix not in _SUFFIXES[form.layout]:
             continue
         scales_names = {".qweight": (module + "scales",), "_blocks": (base + "_scales",)}.get(
-            ending, tuple(base + end for end in _SCALES)
+            suffix, tuple(base + end for end in _SCALES)
         )
         scales = next((tensors[name] for name in scales_names if name in tensors), None)
         if scales is None:
             raise CheckpointError(
-                f"{values} is {values.dtype}, and there is no {scales_names[-1]}; download it again"
+                f"{values} is {values.dtype}, but {scales_names[-1]} is missing; download the "
+                "model again"
             )
-        gptq_like = ending == ".qweight"  # which has zero points even where they are all the same
+        # GPTQ and AWQ have zero points even for symmetric weights.
+        gptq_like = suffix == ".qweight"
         zeros = tensors.get(module + "qzeros" if gptq_like else base + "_zero_point")
-        outer = next((tensors[base + end] for end in _OUTER if base + end in tensors), None)
-        order = tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None
-        others = tuple(
-            tensors[at + end] for end in _UNUSED for at in {base, module} if at + end in tensors
-        )
-        bias = tensors.get(module + "bias") if gptq_like else None
         yield StoredWeight(
-            form,
-            values,
-            scales,
-            zeros if form.zeros or gptq_like else None,
-            outer,
-            order,
-            bias,
-            others,
+            form=form,
+            values=values,
+            scales=scales,
+            zeros=zeros if form.zeros or gptq_like else None,
+            outer=next((tensors[base + end] for end in _OUTER if base + end in tensors), None),
+            order=tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None,
+            bias=tensors.get(module + "bias") if gptq_like else None,
+            others=tuple(
+                tensors[prefix + end]
+                for end in _UNUSED
+                for prefix in {base, module}
+                if prefix + end in tensors
+            ),
         )
 
 
-_ENDINGS = {
+_SUFFIXES = {  # layout -> suffixes of the tensor with the values
     "plain": ("",),
     "words": ("_packed",),
     "nibbles": ("", "_packed"),
@@ -215,34 +225,34 @@ _ENDINGS = {
 
 
 def _choose(base: str, candidates: list[StoredWeight]) -> StoredWeight:
-    """Returns the weight in the format that its shapes agree with; of several the one whose targets
-    name its module.
-    """
+    """Return the candidate with matching shapes; of several, the one that targets the module."""
     if len(candidates) == 1:
         return candidates[0]
-    fitting = [
-        stored for stored in candidates if not stored.mismatch(_shape_of(stored))
-    ] or candidates
+    matching = [stored for stored in candidates if not stored.mismatch(_shape_of(stored))]
+    matching = matching or candidates
     module = base.removesuffix(".weight")
-    return next(
-        (s for s in fitting if any(_names(target, module) for target in s.form.targets)), fitting[0]
-    )
+    for stored in matching:
+        if any(_is_target(target, module) for target in stored.form.targets):
+            return stored
+    return matching[0]
 
 
 def _shape_of(stored: StoredWeight) -> tuple[int, ...]:
-    """The shape that a weight has in the format, if its own is in none of the rounded sizes."""
+    """Return the weight's unquantized shape, provided that packing did not pad it."""
     shape = stored.values.shape
-    each = stored.form.per_element
-    *lead, rows, depth = (
-        shape if stored.form.layout != "blocks" else (*shape[:-2], math.prod(shape[-2:]))
-    )
-    if stored.form.layout == "awq":
-        return depth * each, rows
-    return (depth, rows * each) if stored.form.inputs_first else (*lead, rows, depth * each)
+    per_element = stored.form.per_element
+    if stored.form.layout == "blocks":
+        shape = (*shape[:-2], math.prod(shape[-2:]))
+    *lead, rows, columns = shape
+    if stored.form.layout == "awq":  # [K, N / 8]
+        return columns * per_element, rows
+    if stored.form.inputs_first:  # [K / 8 or 4, N]
+        return columns, rows * per_element
+    return *lead, rows, columns * per_element
 
 
-def _names(target: str, module: str) -> bool:
-    """Whether an entry of `targets` names a module: itself, or a pattern behind "re:"."""
+def _is_target(target: str, module: str) -> bool:
+    """Return whether an entry of `targets`, a name or "re:PATTERN", matches a module."""
     with CheckpointError.instead_of(
         re.error, f"quantization_config: targets has the pattern {target!r}"
     ):
@@ -257,12 +267,12 @@ def _size(tensor: TensorInfo) -> int:
     return math.prod(tensor.shape)
 
 
-def _wide(shape: Sequence[int]) -> list[int]:
-    """Drops dimensions of size 1, which writers leave out or add."""
+def _squeezed(shape: Sequence[int]) -> list[int]:
+    """Return the shape without sizes of 1, which some writers omit and some add."""
     return [size for size in shape if size != 1]
 
 
 def logical(tensor: TensorInfo, *shape: int) -> TensorInfo:
-    """Returns the tensor with dimensions of size 1 added or dropped."""
+    """Return the tensor with `shape`, which may differ in dimensions of size 1."""
     assert _size(tensor) == math.prod(shape), (tensor, shape)
     return replace(tensor, shape=shape)

@@ -1,4 +1,4 @@
-"""The format of quantised weights in a checkpoint's files. No torch here."""
+"""Descriptions of the formats of quantized weights in checkpoints. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,77 +8,84 @@ from moeserve.config import Activations
 
 if TYPE_CHECKING:
     from moeserve.ops.quantised import Kind
-_BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4, "iq4_nl": 4}  # of a weight without scales
-_MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
+_BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4, "iq4_nl": 4}  # per weight, without scales
+# Largest group of int4 weights in memory: GPU kernels repeat the scales of larger groups.
+_MAX_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
-    """How quantised weights of N outputs and K inputs lie in the files; names and shapes are at
-    loader/stored.py.
+    """The format of quantized weights with N outputs and K inputs in a checkpoint's files.
 
-    kind: of the values; fp8 is e4m3, fp4 is e2m1. layout: `plain` one byte each; `words` of
-    compressed-tensors; `awq` (its version gemm), `gptq` and `gptq_v2` words; two values of fp4 in a
-    byte, in rows (`nibbles`) or in groups of 32 (`blocks`); `ggml` blocks of the type `ggml`, each
-    with its scales. rows, group: outputs and inputs that share a scale, 0 for all. zeros: with zero
-    points. activations: the config quantises them, too, which not all kernels do. targets: the
-    modules that have this format, where another group of the same config has another one. mins,
-    supers, bits, scales (their dtype): of ggml's types, see `Quantised`.
+    | layout | values |
+    |---|---|
+    | plain | one byte per weight |
+    | words | compressed-tensors: 4 or 8 weights per int32 |
+    | awq, gptq, gptq_v2 | 4 or 8 weights per int32 (AWQ: its version gemm) |
+    | nibbles | two fp4 weights per byte, in rows |
+    | blocks | two fp4 weights per byte, in groups of 32 |
+    | ggml | GGUF: blocks of the type `ggml` with their scales |
+
+    Names and shapes of the tensors are listed in loader/stored.py.
     """
 
-    kind: "Kind"
+    kind: "Kind"  # of the values; fp8 is e4m3, fp4 is e2m1
     layout: Literal["plain", "words", "awq", "gptq", "gptq_v2", "nibbles", "blocks", "ggml"] = (
         "plain"
     )
-    rows: int = 1
-    group: int = 0
-    zeros: bool = False
-    activations: bool = False
-    targets: tuple[str, ...] = ()
-    ggml: str = ""
+    rows: int = 1  # outputs that share a scale; 0: all
+    group: int = 0  # inputs that share a scale; 0: all
+    zeros: bool = False  # with zero points
+    activations: bool = False  # the config quantizes activations, too; not all kernels do
+    targets: tuple[str, ...] = ()  # modules with this format, if the config has several formats
+    ggml: str = ""  # the ggml type
+    # For ggml types, see `Quantised`:
     mins: bool = False
     supers: bool = False
     bits: int = 0
-    scales: Literal["F32", "BF16", "F16"] = "F32"
+    scales: Literal["F32", "BF16", "F16"] = "F32"  # dtype in which the scales are exact
 
     @property
     def values_dtype(self) -> str:
-        """The dtype of the values as safetensors spells it."""
+        """The dtype of the values, in safetensors' spelling."""
         if self.layout == "plain":
             return "F8_E4M3" if self.kind == "fp8" else "I8"
         return "U8" if self.kind == "fp4" else "I32"
 
     @property
     def per_element(self) -> int:
-        """Weights in one element of the file."""
+        """The number of weights in one element of the values' tensor."""
         return {"I32": 4, "U8": 1}.get(self.values_dtype, 1) * (
             2 if self.kind in ("int4", "fp4") else 1
         )
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight in memory, scales included. int4 in groups of 64 -> 0.5625"""
-        group = min(self.group or _MOST_GROUP, _MOST_GROUP) if self.kind == "int4" else self.group
-        scale = (
-            1 + group / 128 if self.supers else 4 if self.scales == "F32" else 2
-        )  # fp16 for 256 inputs, and bytes
-        heads = scale * (1 + self.mins) + 4 * self.zeros
-        return (self.bits or _BITS[self.kind]) / 8 + (heads / group if group else 0.0)
+        """The bytes of a weight in memory, including its scales. int4 in groups of 64 -> 0.5625."""
+        group = min(self.group or _MAX_GROUP, _MAX_GROUP) if self.kind == "int4" else self.group
+        if self.supers:  # a byte per group, and an fp16 super-scale per 256 inputs
+            scale = 1 + group / 128
+        else:
+            scale = 4 if self.scales == "F32" else 2
+        bytes_per_group = scale * (1 + self.mins) + 4 * self.zeros
+        return (self.bits or _BITS[self.kind]) / 8 + (bytes_per_group / group if group else 0.0)
 
     @property
     def inputs_first(self) -> bool:
-        """Whether scales are [C, N]."""
+        """Whether the scales are [C, N] and not [N, C]."""
         return self.layout in ("awq", "gptq", "gptq_v2")
 
     def turned(self, transposed: bool) -> bool:
-        """Whether values and scales are [K, N] and [C, R]. transposed: the unquantised weight would
-        be [K, N].
+        """Return whether values are [K, N], and scales [C, R].
+
+        transposed: whether the unquantized weight is [K, N], which matters for `plain` alone.
         """
         return transposed and self.layout == "plain"
 
     def values_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
-        """The shape of the values of a weight that would be `shape` unquantised. gptq, [64, 32] ->
-        [4, 64]
+        """Return the shape of the values of a weight with the unquantized shape `shape`.
+
+        transposed: `shape` is [..., K, N]. For example gptq, [64, 32] -> [4, 64].
         """
         if self.turned(transposed) or self.layout == "ggml":
             return shape
@@ -92,8 +99,9 @@ class StoredFormat:
         return *lead, rows, -(-depth // self.per_element)
 
     def scales_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
-        """Likewise of the scales, but for dimensions of size 1. gptq in groups of 8, [64, 32] ->
-        [4, 64]
+        """Return the shape of the scales, likewise, up to dimensions of size 1.
+
+        For example gptq in groups of 8, [64, 32] -> [4, 64].
         """
         lead = shape[:-2]
         sizes = shape[:-3:-1] if transposed else shape[-2:]
@@ -105,45 +113,51 @@ class StoredFormat:
         )
 
     def zeros_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
-        """Likewise of the words of zero points."""
+        """Return the shape of the tensor of packed zero points, likewise."""
         lead, (rows, depth) = shape[:-2], shape[:-3:-1] if transposed else shape[-2:]
         words = -(-rows // self.per_element)
         groups = self.scale_shape((rows, depth))[1]
         return (groups, words) if self.inputs_first else (*lead, words, groups)
 
-    def rows_as(self, asked: Activations) -> Literal["float", "int8"]:
-        """What rows are before a product. asked: the setting; auto follows the config where weights
-        are int8, too, and llama.cpp, which rounds rows for all of ggml's types."""
+    def rows_as(self, setting: Activations) -> Literal["float", "int8"]:
+        """Return the format of activations before a product.
+
+        With `auto` they are int8 if the config quantizes them and the weights are int8, and for all
+        ggml types, as in llama.cpp.
+        """
         rounds = self.layout == "ggml" or (self.activations and self.kind == "int8")
-        return "int8" if asked == "int8" or (asked == "auto" and rounds) else "float"
+        return "int8" if setting == "int8" or (setting == "auto" and rounds) else "float"
 
     @property
     def for_floats(self) -> "StoredFormat | None":
-        """The format where rows stay floats: without codes, and scales are fp32; None with minima,
-        which integers alone can have."""
+        """The format of a ggml type for kernels with float activations.
+
+        Codes become int8, and scales fp32. None for types with mins, which these kernels do not
+        support.
+        """
         kind: Kind = "int8" if self.kind == "iq4_nl" else self.kind
         return None if self.mins else replace(self, kind=kind, supers=False, bits=0, scales="F32")
 
     def rows_obstacle(self, inputs: int) -> str:
-        """Returns why rows cannot be int8 for weights with so many inputs; empty if they can."""
+        """Return why int8 activations are unsupported for these weights; empty if supported."""
         group = self.group or (-(-inputs // 8) * 8 if self.kind == "int4" else 0)
         if self.kind in ("int8", "int4") and (group == 16 or group % 32 == 0):
             return ""
         if self.kind in ("fp4", "iq4_nl") and group == 32:
             return ""
         return (
-            "activations=int8 takes int8 and int4 in groups of 16 or 32 n inputs, and fp4 in "
-            "groups of 32"
+            "activations=int8 supports int8 and int4 in groups of 16 inputs or a multiple of 32, "
+            "and fp4 in groups of 32"
         )
 
     @property
     def described(self) -> str:
-        """What parts of a weight must have in common: "int4 in groups of 64 with zero points"."""
+        """The properties that parts of a parameter must share: "int4 in groups of 64"."""
         groups = f" in groups of {self.group}" if self.group else ""
         return f"{self.kind}{groups}{' with zero points' if self.zeros else ''}"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The numbers of scales along the outputs and the inputs of a weight [..., N, K]."""
+        """Return the numbers of scales along outputs and inputs of a weight [..., N, K]."""
         sizes = zip(shape[-2:], (self.rows, self.group), strict=True)
         rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
         return rows, columns
@@ -172,13 +186,14 @@ GGML_FORMATS = {
 
 
 def common_format(
-    forms: Sequence[StoredFormat | None], linear: bool, asked: Activations = "auto"
+    forms: Sequence[StoredFormat | None], linear: bool, activations: Activations = "auto"
 ) -> StoredFormat | None:
-    """Returns the format of a parameter whose parts have these in the files (None: not quantised);
-    None: it is not.
+    """Return the format of a parameter, given those of its parts; None stands for unquantized.
 
-    linear: whether products read it. asked: the setting. int8 in small groups, with minima if need
-    be, holds all values of ggml's types. Parts of other layouts are alike (`check_plan`).
+    Parts of different ggml types become int8 in small groups, with mins if necessary, which can
+    represent the values of all ggml types. Parts in other layouts have equal formats, as
+    `check_plan` ensures. linear: whether the parameter is the weight of a product; activations: the
+    setting.
     """
     first = forms[0] if forms else None
     known = [form for form in forms if form is not None]
@@ -191,4 +206,4 @@ def common_format(
         form = _ggml(
             "", "int8", min(form.group for form in known), mins=any(form.mins for form in known)
         )
-    return form if form.rows_as(asked) == "int8" else form.for_floats
+    return form if form.rows_as(activations) == "int8" else form.for_floats

@@ -1,6 +1,6 @@
-"""Quantised weights from the layouts of files (loader/stored.py) to those of `Quantised`.
+"""Converts quantized weights from the layouts in files (loader/stored.py) to `Quantised`.
 
-N outputs, n of them taken, K inputs, R x C scales.
+Shapes: N outputs, of which n are read, K inputs, R x C scales.
 """
 
 import math
@@ -15,96 +15,93 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight, logical
 from moeserve.ops.quantised import Quantised
 
-Read = Callable[[TensorInfo, Index], Tensor]
+Read = Callable[[TensorInfo, Index], Tensor]  # returns a part of a tensor in a file
 _ALL = slice(None)
-_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight outputs lies in a word
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in an int32, from the low bits
 
 
 def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> None:
-    """Fills `into`, the part of a parameter that a piece is for.
+    """Read a piece of a quantized weight into `into`, the part of the parameter for it.
 
-    Raises CheckpointError when a value or a scale is NaN or infinite, or where inputs or zero
-    points are not those that config.json implies.
+    Raises CheckpointError if a value or scale is NaN or infinite, or if the order of inputs or the
+    zero points do not match config.json.
     """
     full = (*piece.take, *[_ALL] * (len(piece.shape) - len(piece.take)))
-    lead, (rows, inputs) = full[:-2], full[:-3:-1] if piece.transposed else full[-2:]
-    *sizes, num_rows, depth = (
-        piece.shape if not piece.transposed else (*piece.shape[:-2], *piece.shape[:-3:-1])
-    )
+    shape = piece.shape
+    lead = full[:-2]
+    rows, inputs = full[-2:]
+    if piece.transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+        rows, inputs = inputs, rows
+    depth = shape[-1]
     assert isinstance(rows, slice), piece
     assert isinstance(inputs, slice), piece
-    assert len(range(depth)[inputs]) == depth, (
-        f"all inputs of a quantised weight are taken: {piece}"
-    )
-    into.values.copy_(
-        _values(stored, (*lead, rows), depth, stored.form.turned(piece.transposed), read)
-    )
-    into.scales.copy_(
-        _scales(stored, (*lead, rows), (*sizes, num_rows, depth), piece.transposed, read)
-    )
+    assert len(range(depth)[inputs]) == depth, f"a piece must take all quantized inputs: {piece}"
+    take = (*lead, rows)
+    into.values.copy_(_values(stored, take, depth, stored.form.turned(piece.transposed), read))
+    into.scales.copy_(_scales(stored, take, shape, piece.transposed, read))
     if stored.order is not None:
         order = read(stored.order, ())
-        if not torch.equal(
-            order, torch.arange(len(order), dtype=order.dtype) // (stored.form.group or depth)
-        ):
+        group = stored.form.group or depth
+        if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // group):
             raise CheckpointError(
-                f"{stored.order} has groups of inputs in another order (desc_act), which is not "
-                "supported; use a "
-                "checkpoint without desc_act, or with static_groups"
+                f"{stored.order} has groups of reordered inputs (desc_act), which are not "
+                "supported; use a checkpoint without desc_act, or with static_groups"
             )
-    zeros = (
-        None
-        if stored.zeros is None
-        else _zeros(stored, (*lead, rows), (*sizes, num_rows, depth), read)
-    )
+    zeros = None if stored.zeros is None else _zeros(stored, take, shape, read)
     if into.zeros is not None:
         assert zeros is not None
         into.zeros.copy_(zeros)
-    elif zeros is not None and (zeros != (usual := 128 if stored.form.kind == "int8" else 8)).any():
-        raise CheckpointError(
-            f"{stored.zeros} has other zero points than {usual}, and config.json says that "
-            "weights are symmetric "
-            "(sym); correct it there, or download the model again"
-        )
+    elif zeros is not None:
+        symmetric = 128 if stored.form.kind == "int8" else 8
+        if (zeros != symmetric).any():
+            raise CheckpointError(
+                f"{stored.zeros} has other zero points than {symmetric}, but config.json says that "
+                "weights are symmetric (sym); correct config.json, or download the model again"
+            )
 
 
 def _values(stored: StoredWeight, take: Index, depth: int, turned: bool, read: Read) -> Tensor:
-    """The values [..., n, K] of some rows; take: the last index is that of rows."""
-    form, tensor, (*lead, rows) = stored.form, stored.values, take
+    """Read the values [..., n, K] of some rows. take: its last index is that of the rows."""
+    form = stored.form
+    tensor = stored.values
+    *lead, rows = take
     if form.layout == "plain":
         values = read(tensor, (*lead, _ALL, rows)).mT if turned else read(tensor, take)
         if form.kind == "fp8" and (values & 127 == 127).any():
             raise CheckpointError(f"{tensor} has NaN; download it again")
         return values
     if form.layout == "awq":
-        return _awq_order(_numbers(read(tensor, ()), 8))[:, rows].mT
+        return _awq_order(_unpacked(read(tensor, ()), 8))[:, rows].mT
     if form.inputs_first:
-        words = _turned(read(tensor, (_ALL, rows)))
+        words = _transposed(read(tensor, (_ALL, rows)))
     else:
         words = read(tensor, take)
         words = words.flatten(-2) if form.layout == "blocks" else words
     if form.kind == "int8":
-        return (words.view(torch.int8) ^ -128)[..., :depth]
-    return _numbers(words, 8)[..., :depth]
+        return (words.view(torch.int8) ^ -128)[..., :depth]  # stored with an offset of 128
+    return _unpacked(words, 8)[..., :depth]
 
 
 def _scales(
     stored: StoredWeight, take: Index, shape: tuple[int, ...], transposed: bool, read: Read
 ) -> Tensor:
-    """The scales [..., n, C] of some rows of a weight [..., N, K]."""
-    form, (*lead, rows), (*sizes, num_rows, _) = stored.form, take, shape
+    """Read the scales [..., n, C] of some rows of a weight [..., N, K]."""
+    form = stored.form
+    *lead, rows = take
+    *sizes, num_rows, _ = shape
     turned = form.inputs_first or form.turned(transposed)
     rows_and_groups = form.scale_shape(shape)
     tensor = logical(stored.scales, *sizes, *(rows_and_groups[::-1] if turned else rows_and_groups))
     scales = _decoded(tensor, read(tensor, tuple(lead)))
     if stored.outer is not None:
-        single = math.prod(stored.outer.shape) == 1
-        outer = read(
-            logical(stored.outer, *([] if single else sizes)), () if single else tuple(lead)
-        ).float()
+        if math.prod(stored.outer.shape) == 1:  # one for all experts
+            outer = read(logical(stored.outer), ()).float()
+        else:
+            outer = read(logical(stored.outer, *sizes), tuple(lead)).float()
         if not (outer.isfinite().all() and (outer > 0).all()):
             raise CheckpointError(
-                f"{stored.outer} has NaN, infinity or no positive number; download it again"
+                f"{stored.outer} has NaN, infinity, 0 or a negative number; download it again"
             )
         outer = outer[..., None, None]
         scales = scales / outer if stored.outer.name.endswith("_global_scale") else scales * outer
@@ -117,46 +114,49 @@ def _scales(
 
 
 def _decoded(tensor: TensorInfo, raw: Tensor) -> Tensor:
-    """Scales in fp32; NaN where bytes of e8m0 or e4m3 say so."""
+    """Convert scales to fp32. NaN codes of e8m0 and e4m3 become NaN."""
     if tensor.dtype == "F8_E4M3":
         return raw.view(torch.float8_e4m3fn).float()
-    if (
-        raw.dtype == torch.uint8
-    ):  # 2 ** (byte - 127): the exponent of a float, but for the least, which is half of one
+    if raw.dtype == torch.uint8:
+        # e8m0: 2 ** (byte - 127), so the byte is the exponent of a float. Byte 0 is 2 ** -127, a
+        # subnormal float: half of the smallest normal one.
         bits = (raw.int() << 23).where(raw > 0, 1 << 22)
         return bits.view(torch.float32).where(raw < 255, torch.nan)
     return raw.float()
 
 
 def _zeros(stored: StoredWeight, take: Index, shape: tuple[int, ...], read: Read) -> Tensor:
-    """The zero points [..., n, C] of some rows of a weight [..., N, K]."""
+    """Read the zero points [..., n, C] of some rows of a weight [..., N, K]."""
     assert stored.zeros is not None
-    form, (*lead, rows), num_rows = stored.form, take, shape[-2]
+    form = stored.form
+    *lead, rows = take
+    num_rows = shape[-2]
     words = read(logical(stored.zeros, *form.zeros_shape(shape)), tuple(lead))
-    numbers = _numbers(words if form.inputs_first else _turned(words), form.per_element)
+    zeros = _unpacked(words if form.inputs_first else _transposed(words), form.per_element)
     if form.layout == "awq":
-        numbers = _awq_order(numbers)
-    if form.layout == "gptq":
-        numbers = numbers.int() + 1
-    if form.kind == "int4" and (numbers > 15).any():
+        zeros = _awq_order(zeros)
+    if form.layout == "gptq":  # stored minus 1
+        zeros = zeros.int() + 1
+    if form.kind == "int4" and (zeros > 15).any():
         raise CheckpointError(
-            f"{stored.zeros} has a zero point of 16, which 4 bits are not; use another checkpoint"
+            f"{stored.zeros} has a zero point of 16, which does not fit into 4 bits; use another "
+            "checkpoint"
         )
-    return numbers.mT[..., :num_rows, :][..., rows, :].float()
+    return zeros.mT[..., :num_rows, :][..., rows, :].float()
 
 
-def _numbers(words: Tensor, per_word: int) -> Tensor:
-    """Returns the numbers of 4 (8 to a word of 32 bits) or 8 bits in the last dimension, lowest
-    bits first.
+def _unpacked(words: Tensor, per_word: int) -> Tensor:
+    """Unpack 4-bit (8 per int32) or 8-bit (4 per int32) numbers along the last dimension.
+
+    The lowest bits come first.
     """
     parts = words.view(torch.uint8)
     return parts if per_word == 4 else torch.stack((parts & 15, parts >> 4), -1).flatten(-2)
 
 
-def _turned(words: Tensor) -> Tensor:
-    return words.mT.clone(
-        memory_format=torch.contiguous_format
-    )  # `contiguous` keeps strides beside sizes of 1
+def _transposed(words: Tensor) -> Tensor:
+    # `contiguous` would keep odd strides of dimensions of size 1, with which `view` fails.
+    return words.mT.clone(memory_format=torch.contiguous_format)
 
 
 def _awq_order(numbers: Tensor) -> Tensor:

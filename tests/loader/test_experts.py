@@ -83,9 +83,9 @@ def test_a_file_that_is_written_to_is_refused(tmp_path: Path, harm: Callable[[Pa
     files = expert_files(tmp_path)
     files.read(0, 0)
     harm(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not what it was at start"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed since the start"):
         files.read(0, 1)
-    with pytest.raises(CheckpointError, match="is not what it was at start"):
+    with pytest.raises(CheckpointError, match="has changed since the start"):
         files.check()
 
 

@@ -39,7 +39,7 @@ def test_a_link_out_of_the_directory_is_refused(
 ) -> None:
     (model_dir / "config.json").symlink_to("../secret.json" if relative else secret)
     with pytest.raises(
-        CheckpointError, match=r"outside the model's directory; replace the link by the file"
+        CheckpointError, match=r"outside of the model's directory; replace the link by the file"
     ):
         read_json(model_dir, "config.json")
 
@@ -103,7 +103,7 @@ def test_links_out_of_the_hub_cache_are_refused(tmp_path: Path, secret: Path) ->
     (snapshot.parent.parent / "refs").write_text("{}")
     for i, target in enumerate(targets):
         (snapshot / f"{i}.json").symlink_to(target)
-        with pytest.raises(CheckpointError, match="outside the model's directory"):
+        with pytest.raises(CheckpointError, match="outside of the model's directory"):
             read_json(snapshot, f"{i}.json")
 
 

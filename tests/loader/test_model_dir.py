@@ -100,7 +100,9 @@ def test_a_folder_or_a_file_of_a_hub_copy(cache: Path) -> None:
     assert resolve_model_dir("org/name/Q4") == parts[0]
     assert resolve_model_dir("org/name/Q4/x-00002-of-00002.gguf") == parts[0]
     assert resolve_model_dir("org/name/Q8/x.gguf") == other
-    with pytest.raises(CheckpointError, match=r"in folders; pass one of org/name/Q4, org/name/Q8$"):
+    with pytest.raises(
+        CheckpointError, match=r"in subdirectories; pass one of org/name/Q4, org/name/Q8$"
+    ):
         resolve_model_dir("org/name")
     for name in ("org/name/Q5", "org/name/../name", "org/name/Q4/y.gguf"):
         with pytest.raises(CheckpointError, match="there is no directory"):
@@ -180,5 +182,5 @@ def test_a_name_that_means_nothing_says_what_to_pass(name: str, says: str, cache
 
 
 def test_a_file_is_not_a_model_directory(small_file: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a file, and not GGUF; pass the directory"):
+    with pytest.raises(CheckpointError, match="is a file, but not GGUF; pass the directory"):
         resolve_model_dir(str(small_file))

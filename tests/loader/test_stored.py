@@ -236,12 +236,12 @@ CHANGES: list[tuple[str, Change, str]] = [
         lambda t: t[Q + "qzeros"].fill_(-1),
         f"{Q}qzeros' in model.safetensors has a zero point of 16",
     ),
-    ("int4, gptq", lambda t: t.pop(Q + "qzeros"), "needs zero points, I32 [2, 16], beside it"),
-    ("int4, gptq", lambda t: t.pop(Q + "scales"), f"is I32, and there is no {Q}scales"),
+    ("int4, gptq", lambda t: t.pop(Q + "qzeros"), "needs a tensor of zero points, I32 [2, 16]"),
+    ("int4, gptq", lambda t: t.pop(Q + "scales"), f"is I32, but {Q}scales is missing"),
     (
         "int8, gptq",
         lambda t: t[Q + "qzeros"].fill_(0),
-        "has other zero points than 128, and config.json says",
+        "has other zero points than 128, but config.json says",
     ),
     (
         "int4, gptq_v2 and symmetric",
@@ -276,7 +276,7 @@ CHANGES: list[tuple[str, Change, str]] = [
     (
         "fp4, mxfp4",
         lambda t: t.pop(Q + "weight_scales"),
-        f"is U8, and there is no {Q}weight_scales",
+        f"is U8, but {Q}weight_scales is missing",
     ),
     (
         "fp4, mxfp4",
@@ -286,7 +286,7 @@ CHANGES: list[tuple[str, Change, str]] = [
     (
         "fp4, nvfp4 of ModelOpt",
         lambda t: t.pop(Q + "weight_scale_2"),
-        "there is no scale of all scales (_scale_2 or",
+        "its outer scale (_scale_2 or",
     ),
     (
         "fp4, nvfp4 of ModelOpt",

@@ -176,7 +176,7 @@ def test_a_truncated_checkpoint_keeps_the_old_placement(group: Group) -> None:
         file.truncate(path.stat().st_size // 3)
     group.prepare(shuffled(Placement.initial(L, E, 2, 2), 1, seed=2))
     notices = group.until_placed()
-    assert "is not what it was at start" in notices[0].error + notices[1].error
+    assert "has changed since the start" in notices[0].error + notices[1].error
     assert torch.equal(group.outputs(), before)
 
 
