@@ -1,7 +1,7 @@
-"""Alignment of routing choices for a grouped product, and the weighted sum of expert outputs.
+"""Alignment of routing choices for a grouped GEMM, and the weighted sum of expert outputs.
 
-Alignment sorts (token, k) pairs by expert and cuts them into tiles of rows. `combine` adds the
-outputs of a token's experts, weighted, in the order of the token's choices.
+`align` sorts (token, k) pairs by expert and splits them into tiles of rows (vLLM:
+moe_align_block_size). `combine` adds the weighted outputs of a token's experts in routing order.
 
 T tokens, K experts per token, N = T * K (token, k) pairs, e local experts, C chunks of pairs,
 Z tiles, D width.
@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW = 4096  # the most pairs that one launch sorts
-CHUNK = 1024  # pairs per program in the other case
-MOST_ROWS = 1 << 16  # rows of the cached tables; a larger product makes larger ones
-COLUMNS = 32  # experts per program of the scan
+FEW = 4096  # largest number of pairs that a single launch sorts
+CHUNK = 1024  # pairs per program if there are more than FEW
+MOST_ROWS = 1 << 16  # rows of the cached tables; larger inputs get larger tables
+COLUMNS = 32  # experts per program of `scan_kernel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def few_kernel(
     num_tiles, block_m,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert reads all ids. The program after the last marks unused tiles."""
+    """One program per expert reads all ids and stores its pairs; one more marks unused tiles."""
     expert = tl.program_id(0)
     pairs = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
@@ -107,7 +107,7 @@ def few_kernel(
 
 @triton.jit
 def _chunk(ids_ptr, chunk, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Return a chunk's ids, EXPERTS for pairs without an expert, and the count of each."""
+    """Return the ids of a chunk (EXPERTS for pairs without an expert) and the count of each id."""
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
     valid = (ids >= 0) & (ids < num_experts)
@@ -126,7 +126,7 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def scan_kernel(counts_ptr, totals_ptr, num_chunks, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr):
-    """One program turns counts per chunk into sums over all earlier chunks, for some experts."""
+    """One program computes the exclusive prefix sum over chunks for COLUMNS experts."""
     experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, num_chunks, 64):
@@ -148,7 +148,7 @@ def place_kernel(
     num_pairs, num_chunks,
     num_experts, num_tiles, block_m, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program sorts a chunk's pairs. The programs after the chunks describe an expert each."""
+    """The first programs sort one chunk of pairs each; the others describe one expert each."""
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(totals_ptr + experts)
@@ -227,8 +227,8 @@ def _empty(
     room: int = 0,
 ) -> Alignment:
     num_tiles = tile_bound(num_rows, num_experts, block_m)
-    # Each has memory of its own, not a part of one: a kernel is compiled anew where alignment
-    # differs.
+    # Allocate each table separately. Views of one buffer would differ in alignment, and Triton
+    # compiles a kernel again for each alignment.
     sizes = (num_experts, num_experts, num_tiles, num_tiles)
     counts_e, ends_e, expert_Z, row_Z = (like.new_empty(size) for size in sizes)
     return Alignment(block_m, order_N, counts_e, ends_e, expert_Z, row_Z, room)
@@ -281,11 +281,11 @@ def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
 
 
 def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> Alignment:
-    """Align rows that are sorted already, with their ends on the device.
+    """Align rows that are already sorted by expert.
 
+    ends_e: int32 on the device, the end of each expert's rows; with `room`, their counts.
     num_rows: an upper bound of the number of rows.
-    room: rows between the beginnings of two experts; each expert has an end of its own. 0: the
-        experts' rows follow each other.
+    room: the number of rows allocated for each expert; 0 if the experts' rows are contiguous.
 
     ends [1, 3], 4 rows, tiles of 2 -> counts [1, 2], tiles: experts [0, 1, -1], first rows [0, 1]
     ends [1, 3], 4 rows, tiles of 2, room 8 -> ends [1, 11], tiles: experts [0, 1, 1], first rows
@@ -322,7 +322,7 @@ def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
 def _table(rows: int, step: int, columns: int, device: torch.device) -> Tensor:
     """Return a table whose row i is i * step in each of four columns.
 
-    With four columns every row is aligned to 16 bytes. A different alignment would compile anew.
+    Four columns align every row to 16 bytes. Triton would compile again for another alignment.
     """
     numbers = torch.arange(rows, dtype=torch.int32, device=device) * step
     return numbers[:, None].expand(-1, columns).contiguous()
@@ -345,7 +345,7 @@ def combine_kernel(
         readable = columns < tl.where(is_there, width, 0)
         y = tl.load(y_ptr + pair * width + columns, mask=readable, other=0.0).to(tl.float32)
         term = y * tl.where(is_there, tl.load(weights_ptr + pair), 0.0)
-        total = term if k == 0 else total + term  # 0 + -0 would lose the sign
+        total = term if k == 0 else total + term  # not 0 + term: that would turn -0 into 0
     tl.store(
         out_ptr + token * out_stride + columns,
         total.to(out_ptr.dtype.element_ty),
@@ -358,9 +358,9 @@ def combine(
 ) -> Tensor:
     """Return the sum over k = 0..K-1, in this order, of weights[t, k] * y[t, k] in fp32.
 
-    The result is rounded once at the end. Where an id is -1, y is not read, the weight may be
-    anything, and zero is added. Multiplication and addition round separately, never fused, like the
-    native sum on CPUs: the bits are equal.
+    The result is rounded once at the end. Pairs with id -1 contribute zero: their y and weight are
+    not used, whatever they are. Multiplication and addition round separately, never fused, as in
+    the native CPU sum, so the bits are equal.
 
     y [[[1, 2], [3, 4]]], weights [[0.5, 2]], ids [[7, 0]] -> [[6.5, 9]]
     y [[[1, 2], [3, 4]]], weights [[0.5, 2]], ids [[7, -1]] -> [[0.5, 1]]
@@ -373,7 +373,8 @@ def combine(
     assert weights_TK.dtype == torch.float32, weights_TK.dtype
     out = y_TKD.new_empty((tokens, width)) if out_TD is None else out_TD
     assert out.stride(1) == 1, out.stride()
-    block = 512 if tokens >= 64 else 256  # few tokens: more programs per token fill the device
+    # With few tokens, smaller blocks give more programs to fill the device.
+    block = 512 if tokens >= 64 else 256
     if tokens:
         combine_kernel[(tokens, triton.cdiv(width, block))](
             y_TKD, weights_TK, ids_TK, out, out.stride(0), width,

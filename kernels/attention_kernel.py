@@ -1,9 +1,12 @@
-"""The kernel of attention over a paged cache: a program computes work items of attention_plan.py.
+"""The attention kernel over a paged KV cache (flash decoding with a fixed split size).
 
-N positions of a KV tile, M query rows of a program: h query heads of one KV head, a group, for some
-neighbouring tokens, so that keys and values are read once for all of them. KV tiles have a fixed
-size and are counted from position 0, splits too. A split is what ops/attention.py calls a cut, and
-`_attend_split` computes its (max, sum, values). A row's sums never depend on other rows of a tile.
+A program computes work items that attention_plan.py lists. Its M query rows are the query heads of
+one group, which share a KV head, for a few adjacent tokens; so keys and values are loaded once for
+all of them. It loops over KV tiles of N positions.
+
+KV tiles and splits have a fixed size and start at position 0. `_attend_split` computes the
+(max, sum, values) of one split; ops/attention.py calls a split a cut. The sums of a query row never
+depend on the other rows of its tile, so results are batch-invariant.
 """
 
 import triton
@@ -22,13 +25,16 @@ from moeserve.kernels.attention_sums import (
 )
 
 EVERYTHING = tl.constexpr(ALL)
-SCALE_BYTES = tl.constexpr(4)  # behind an int8 head in its entry: its fp32 scale
+SCALE_BYTES = tl.constexpr(4)  # the fp32 scale that follows the int8 values of a head in its entry
 
 
 @triton.constexpr_function
 def first_part(D, V_D, SHARED):
-    """The key elements of the first of two products: the values', if those are the keys' first;
-    else a power of two, if what is left is a product, too; else all.
+    """Return the width of the first of two products that a wide key is split into.
+
+    Block widths are powers of two, so one product over 192 elements would compute 256. If the
+    values are the first elements of the keys (SHARED), the first part is the values. Otherwise it
+    is the largest power of two, if the rest is a valid product. Otherwise there is one part.
 
     192 -> 128; 80 -> 64; 24 -> 24; 576 whose first 512 are the values -> 512
     """
@@ -38,7 +44,7 @@ def first_part(D, V_D, SHARED):
 
 @triton.jit
 def _load_columns(at, WIDTH: tl.constexpr):
-    """[N, WIDTH, padded] from the addresses `at` [N] on."""
+    """Load [N, WIDTH] from the addresses `at` [N], padded to a power of two."""
     columns = tl.arange(0, padded(WIDTH))
     ptrs = at[:, None] + columns[None, :]
     return (
@@ -50,7 +56,7 @@ def _load_columns(at, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_queries(at, valid, WIDTH: tl.constexpr):
-    """[M, WIDTH, padded] from the addresses `at` [M] on, zeros where a row is no query."""
+    """Load [M, WIDTH] from the addresses `at` [M], padded; rows that are not valid become zero."""
     columns = tl.arange(0, padded(WIDTH))
     return tl.load(at[:, None] + columns[None, :], mask=within(valid, columns, WIDTH), other=0.0)
 
@@ -63,9 +69,13 @@ def _attend_split(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sum over positions begin .. end-1 (multiples of BLOCK_N) that lie between low and high;
-    no others are read. seen [M]: the last that a row sees. sure: where positions begin that some
-    row does not see."""
+    """Return (largest, weight, values) of the positions begin .. end-1 between `low` and `high`.
+
+    begin, end: multiples of BLOCK_N.
+    low, high: bounds of the positions that any row sees; no others are read.
+    seen: [M], the last position that each row sees.
+    sure: the first position that some row may not see. Tiles before it need no mask.
+    """
     FIRST: tl.constexpr = first_part(D, V_D, v_ptr is None)
     PAST: tl.constexpr = 0 if k_scales_ptr is None else SCALE_BYTES
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -75,14 +85,14 @@ def _attend_split(
         tl.maximum(begin, low // BLOCK_N * BLOCK_N), tl.minimum(end, high + 1), BLOCK_N
     ):
         positions = at + tl.arange(0, BLOCK_N)
-        near = tl.minimum(tl.maximum(positions, low), high)  # what lies elsewhere may be NaN
+        near = tl.minimum(tl.maximum(positions, low), high)  # other positions may hold NaN
         block = tl.load(table_ptr + near // BLOCK_SIZE).to(tl.int32)
         rows = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * KV_HEADS + kv_head
         k = _load_columns(k_ptr + rows * (D + PAST), FIRST).to(q.dtype)
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if (
-            q_rest is not None
-        ):  # first: of two products in a row, Triton has all warps of 64 rows repeat the first one
+        # The rest comes first: of two consecutive products of 64 rows, Triton lets all warps repeat
+        # the first one, and this is the smaller one.
+        if q_rest is not None:
             k_rest = _load_columns(k_ptr + rows * (D + PAST) + FIRST, D - FIRST).to(q.dtype)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
@@ -120,8 +130,12 @@ def _attend_item(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """One work item of one group: its token rows' results, or the sums of one split. FLAT: splits
-    that are not cut run into each other, which is faster and rounds otherwise."""
+    """Compute one work item for one group of heads.
+
+    The result is either the output of the item's tokens, or the partial sums of one split.
+    FLAT: accumulate over split borders if the tile is not cut. This is faster, but rounds
+    differently from adding the splits.
+    """
     row = tl.load(items_ptr + item * 4).to(tl.int64)
     tile = tl.load(items_ptr + item * 4 + 1)
     split = tl.load(items_ptr + item * 4 + 2)
@@ -193,8 +207,10 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the items of all groups: how many there are, only the device knows. HEADS: of
-    one group. v_ptr None: the values are the first V_D elements of the keys."""
+    """Persistent programs share the items of all groups, because only the device knows the count.
+
+    HEADS: query heads of one group. v_ptr None: the values are the first V_D elements of the keys.
+    """
     zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, GROUPS * HEADS * V_D, 1024)
     for i in range(tl.program_id(0), tl.load(counts_ptr) * GROUPS, tl.num_programs(0)):
         _attend_item(

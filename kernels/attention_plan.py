@@ -1,11 +1,11 @@
-"""Cut the queries of one step into work items of attention.
+"""Split the queries of one step into work items of attention.
 
-This runs on the device: nothing waits for it, and graphs replay it.
+The plan is computed on the device, so the host does not wait and CUDA graphs can replay it.
 
-R rows (requests), T tokens. A tile is a few adjacent queries of one row. Splits are SPLIT absolute
+R rows (requests), T tokens. A tile is a few adjacent queries of one row. A split is SPLIT absolute
 positions of a context. A tile with a long context is cut: it has one item per split, whose sums
-attention_sums.py adds in order. Any other tile is one item, which adds its splits in the same order
-itself. Cutting therefore never changes the result.
+attention_sums.py adds in order. Any other tile is one item, which adds its splits itself, in the
+same order. Cutting therefore never changes the result.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from torch import Tensor
 
 SPLIT = 512  # positions; a multiple of every kernel's KV tile
 SPLIT_TILES = 8  # a row with more tiles fills the device without being cut
-EVERYTHING = 1 << 30  # a window or a chunk that hides nothing
-ANY = 1 << 30  # new tokens of a row, when there is no limit
-FIELDS = 4
+EVERYTHING = 1 << 30  # a window or chunk size that masks nothing
+ANY = 1 << 30  # no limit on the new tokens of a row
+FIELDS = 4  # of an item and of a merge, see `WorkList`
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Upper bounds of a step that the host knows. The bounds of a graph hold for every replay."""
+    """Upper bounds of a step that the host knows. In a CUDA graph they hold for every replay."""
 
     rows: int
     tokens: int
@@ -76,7 +76,10 @@ def plan_kernel(
     TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILES: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the items of one row behind those of earlier rows, which each program counts."""
+    """One program writes the items of one row.
+
+    Each program counts the items of all earlier rows itself, to find where its own begin.
+    """
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_R)
     tiles, first, splits = _cut(
@@ -94,9 +97,8 @@ def plan_kernel(
     )
     slots = tl.where(splits > 1, tiles * splits, 0)
     slots_end = tl.cumsum(slots, 0)
-    splits = tl.where(
-        slots_end <= capacity, splits, 1
-    )  # no slots left: not cut, which is slower with equal results
+    # Rows for which no slots are left are not cut, which is slower with equal results.
+    splits = tl.where(slots_end <= capacity, splits, 1)
     items = tiles * splits
     merges = tl.where(splits > 1, tiles, 0)
     if row == 0:
@@ -114,9 +116,7 @@ def plan_kernel(
     for at in range(0, count, BLOCK):
         i = at + tl.arange(0, BLOCK)
         inside = i < count
-        tile = (
-            tiles_here - 1 - i // splits_here
-        )  # the last tile has the longest context: it starts first
+        tile = tiles_here - 1 - i // splits_here  # last tile first: it has the longest context
         to = items_ptr + (item_base + i) * 4
         tl.store(to, row + tl.zeros_like(i), mask=inside)
         tl.store(to + 1, tile, mask=inside)
@@ -149,7 +149,7 @@ def most_splits(bounds: Bounds, reach: int, tile: int) -> int:
 
 
 def most_tiles(bounds: Bounds, tile: int) -> int:
-    """Return the largest number of tiles of all rows together."""
+    """Return the largest number of tiles that all rows together can have."""
     return min(
         bounds.tokens,
         bounds.tokens // tile + bounds.rows,
@@ -158,7 +158,7 @@ def most_tiles(bounds: Bounds, tile: int) -> int:
 
 
 def most_slots(bounds: Bounds, reach: int, tile: int) -> int:
-    """Return the number of partial results that cutting can use at most."""
+    """Return the largest number of slots (partial results) that cutting can use."""
     splits = most_splits(bounds, reach, tile)
     return 0 if splits == 1 else min(most_tiles(bounds, tile), bounds.rows * SPLIT_TILES) * splits
 

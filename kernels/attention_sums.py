@@ -1,9 +1,10 @@
-"""Sums of attention: how those of two stretches of a context become one, and the kernel that adds a
-cut tile's splits.
+"""Merge partial softmax sums of attention (the second half of flash decoding).
 
-A sum is (largest score, weight, values): scores in powers of two, the weight the sum of 2^(score -
-largest), values weighted by the same. G groups of heads that a tile's items share, M query rows of
-a tile: those of one token, head by head, then the next token's.
+The sum over some positions is (largest, weight, values), with scores in base 2: weight is the sum
+of 2^(score - largest), and values is the sum of the values with these weights. `fold` adds two such
+sums, and `merge_kernel` adds the splits of a cut tile.
+
+G groups of heads, M query rows of a tile: all heads of its first token, then of the next one.
 """
 
 import torch
@@ -17,17 +18,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.constexpr_function
 def padded(width):
-    """Columns of a block that holds `width` of them. 80 -> 128; 1 -> 16, the least that products
-    take
-    """
+    """Round up to a valid block width. 80 -> 128; 1 -> 16, the smallest that `tl.dot` takes"""
     return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit
 def within(rows, columns, WIDTH: tl.constexpr):
-    """The mask of a block whose rows are wanted where `rows` says so, and whose columns end at
-    WIDTH.
-    """
+    """Return a 2-D mask from a row mask and the number of columns."""
     mask = rows[:, None]
     if columns.shape[0] != WIDTH:
         mask = mask & (columns < WIDTH)[None, :]
@@ -36,9 +33,9 @@ def within(rows, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def fold(largest, weight, values, next_largest, next_weight, next_values):
-    """The sum of what came before and of the next stretch, for rows [M] and values [M, d].
+    """Add the sums of two ranges of positions. largest and weight are [M], values [M, d].
 
-    Each step is one explicit operation, so that every kernel rounds alike.
+    Each step is one explicit operation, so every kernel rounds in the same way.
     """
     most = tl.maximum(largest, next_largest)
     base = tl.maximum(most, LOWEST)
@@ -50,23 +47,22 @@ def fold(largest, weight, values, next_largest, next_weight, next_values):
 
 @triton.jit
 def normalised(largest, weight, values, sinks_ptr, heads, valid):
-    """values / weight, where each head's sink, if there are any, is a score that gives no value."""
+    """Return values / weight. A head's sink is one more score, which adds weight but no value."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads, mask=valid, other=0.0) * LOG2E
         most = tl.maximum(largest, sink)
         old = tl.exp2(largest - most)
         weight = tl.fma(weight, old, tl.exp2(sink - most))
         values = values * old[:, None]
-    return (
-        values / tl.where(weight == 0, 1.0, weight)[:, None]
-    )  # 0: a row of the tile that is no query
+    # The weight is 0 in rows of the tile that are no query.
+    return values / tl.where(weight == 0, 1.0, weight)[:, None]
 
 
 @triton.jit
 def zero_padding(
     out_ptr, offsets_ptr, num_rows, num_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Tokens that no row owns, shared by all programs."""
+    """Write zeros to padding tokens, which no row owns. All programs share the work."""
     for token in range(
         tl.load(offsets_ptr + num_rows) + tl.program_id(0), num_tokens, tl.num_programs(0)
     ):
@@ -84,7 +80,7 @@ def merge_kernel(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS query rows of a cut tile. HEADS: of one group."""
+    """One program merges ROWS query rows of a cut tile. HEADS: query heads of one group."""
     merge = tl.program_id(0)
     if merge >= tl.load(counts_ptr + 1):
         return
@@ -108,9 +104,8 @@ def merge_kernel(
     weight = tl.zeros((ROWS,), tl.float32)
     values = tl.zeros((ROWS, padded(D)), tl.float32)
     for at in range(0, count, UNROLL):
-        for i in tl.static_range(
-            UNROLL
-        ):  # loads of several splits at once; those beyond the last add nothing
+        # Unrolled to load several splits at once. Splits after the last one add nothing.
+        for i in tl.static_range(UNROLL):
             at_row = ((slot + at + i) * GROUPS + group) * BLOCK_M + m
             real = splits > at + i
             next_largest = tl.load(stats_ptr + at_row * 2, mask=real, other=float("-inf"))
@@ -127,12 +122,12 @@ def merge_kernel(
 
 
 def row_floats(width: int) -> int:
-    """fp32 numbers that hold the sum of one query row."""
+    """Return the size of one query row's sum, in fp32 numbers."""
     return width + 2
 
 
 def split_space(space: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """(values [rows, width], stats [rows, 2]) inside a work space; without rows, anything."""
+    """Return flat views of values [rows, width] and stats [rows, 2] inside a workspace."""
     assert space.dtype == torch.float32, space.dtype
     assert space.numel() >= rows * row_floats(width), (space.shape, rows, width)
     return space[: rows * width], space[rows * width :]

@@ -1,10 +1,11 @@
-"""Launch parameters per device and shape, measured or predicted, with those of the nearest size as
-fallback.
+"""Config tables: launch parameters of kernels per device, shape and size.
 
-A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is fixed
-by the weights (such as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of
-rows). Beside the parameters, "by" says where they are from: "predicted" by kernels/cost.py, or what
-measured them. Added folders take precedence over `kernels/configs/`, the folder of the package,
+A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. The weights
+determine the shape (such as "E128 I768 D2048 bfloat16"), the step determines the size (such as the
+number of rows). If a size is missing, the nearest one is used. Beside the parameters, "by" says
+where they are from: "predicted" by kernels/cost.py, or measured.
+
+Folders added by `add_folder` take precedence over `kernels/configs/`, the folder of the package,
 whose tables are all predicted.
 """
 
@@ -25,16 +26,17 @@ _folders = [FOLDER]
 
 
 class DeviceFacts(NamedTuple):
-    """name: as in tables of configurations."""
+    """The properties of a device that choose launch parameters."""
 
-    name: str
+    name: str  # also used in the file names of config tables
     multiprocessors: int
 
 
 @cache
 def facts_of(device: torch.device) -> DeviceFacts:
-    """Return facts about a device, cached: asking CUDA takes longer than a launch. cpu -> ("cpu",
-    1)
+    """Return the facts of a device. They are cached because a query takes longer than a launch.
+
+    cpu -> ("cpu", 1)
     """
     if device.type != "cuda":
         return DeviceFacts(device.type, 1)
@@ -43,35 +45,35 @@ def facts_of(device: torch.device) -> DeviceFacts:
 
 
 def cache_folder(name: str) -> Path:
-    """The folder `name` of the user's cache of moeserve."""
+    """Return the folder `name` in the user's moeserve cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve" / name
 
 
 def user_folder() -> Path:
-    """The folder in which `moeserve tune` keeps its tables."""
+    """Return the folder in which `moeserve tune` stores its tables."""
     return cache_folder("configs")
 
 
 def add_folder(folder: Path) -> None:
-    """Look in `folder` first from now on. Call it before the first launch: launches remember what
-    they found.
+    """Give `folder` precedence over the folders known so far.
+
+    Call it before the first launch, because launch parameters are cached.
     """
     if folder not in _folders:
         _folders.insert(0, folder)
 
 
 def path_of(family: str, device: str, folder: Path) -> Path:
-    """The file of a kernel family's table for a device. linear, NVIDIA H200 ->
-    linear-nvidia-h200.json
+    """Return the path of a kernel family's table for a device.
+
+    linear, NVIDIA H200 -> linear-nvidia-h200.json
     """
     return folder / f"{family}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 @cache
 def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mapping[int, Config]]:
-    """Return the known configurations of a kernel family on a device, with their "by"; empty where
-    there are none.
-    """
+    """Read the table of a kernel family for a device, "by" included; empty if there is none."""
     path = path_of(family, device, folder)
     if not path.exists():
         return {}
@@ -82,7 +84,7 @@ def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mappi
 
 
 def listing(folder: Path) -> Iterator[str]:
-    """Yield a line for each shape of a folder's tables: the sizes, and where they are from."""
+    """Yield a line for each shape in a folder's tables, with its sizes and their "by"."""
     for path in sorted(folder.glob("*.json")):
         for shape, sizes in json.loads(path.read_text()).items():
             origins = sorted({config.get("by", "measured") for config in sizes.values()})
@@ -90,7 +92,7 @@ def listing(folder: Path) -> Iterator[str]:
 
 
 def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
-    """Return the configuration whose size is nearest by ratio; of two equally near, the larger's.
+    """Return the config of the size with the nearest ratio to `size`; the larger one on a tie.
 
     {16: a, 64: b}, 20 -> a; {16: a, 64: b}, 32 -> b
     """
@@ -100,16 +102,14 @@ def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
 
 
 def tuned(family: str, device: str, shape: str, size: int, default: Config) -> Config:
-    """Return `default`, changed by what the tables know of the shape at the nearest size, if they
-    do.
-    """
+    """Return `default`, updated with the tables' entry for the nearest size, if there is one."""
     found = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
     changes = next((config for config in found if config), {})
     return {**default, **{name: value for name, value in changes.items() if name != "by"}}
 
 
 def known(family: str, device: str, shape: str) -> list[Config]:
-    """Return all configurations in tables for a shape, whatever the size."""
+    """Return the configs of all sizes that the tables have for a shape."""
     return [
         config
         for folder in _folders
@@ -125,9 +125,11 @@ def keep(
     folder: Path,
     by: str = "measured",
 ) -> Path:
-    """Add configurations by size to a shape's in a folder's table, and where they are from.
+    """Add configs by size to a table, and return its path.
 
-    The file is replaced atomically: readers find the old table or the new one.
+    The file is replaced atomically, so readers see the old table or the new one.
+
+    by: where the configs are from.
     """
     path = path_of(family, device, folder)
     whole = json.loads(path.read_text()) if path.exists() else {}

@@ -1,20 +1,29 @@
-"""A model of how long a kernel of products takes on a card, from its compiled form: which launch
-parameters to try.
+"""Predict the time of a compiled GEMM kernel on a GPU, to choose launch parameters to try.
 
-For each step of its innermost loop, from the machine code: cycles of the tensor cores (a
-warpgroup's 64 x N x 16 product takes N / 2, and 16 + N / 4 to read both sides from shared memory at
-128 bytes a cycle), cycles to issue (four instructions a cycle, one to memory, half an exponential),
-and bytes from L2. One program takes `steps * max(its own chain of instructions, a load's latency /
-the loads on their way) + PROLOGUE`; those that a multiprocessor holds at once (by registers, shared
-memory and threads) share what it has, so a round takes the longer of both, the last round as many
-as are left. Beside that the card reads each tile of DRAM once, or again where it does not stay in
-L2 until it is used again. A launch takes the longer of both, and a tenth of the shorter.
+The prediction only ranks configurations; `python -m benchmarks.cost` measures how well.
 
-Sources: peaks and limits, NVIDIA's data sheets and the CUDA programming guide (compute capability
-9.0); products from shared memory, Luo et al., arXiv 2402.13499; shares of the peaks, large copies
-and products on an H200 (4.3 of 4.8 TB/s, 790 of 989 TFLOP/s). LATENCY, PROLOGUE, MMA_SHARE and
-SPILL are guesses; L2_BYTES is what made large products like measured ones. It orders
-configurations, and is no measurement: `python -m benchmarks.cost` says how well.
+For each step of the innermost loop, `parse_facts` reads from the machine code:
+
+- tensor-core cycles. A warpgroup's 64 x N x 16 product takes N / 2 cycles, and at least 16 + N / 4
+  to read both operands from shared memory at 128 bytes per cycle.
+- issue cycles. A multiprocessor issues four instructions per cycle, but only one memory access, and
+  half an exponential.
+
+`seconds` predicts a launch:
+
+1. A program alone takes `steps * max(chain, latency / loads in flight) + PROLOGUE` cycles, where
+   `chain` is its own sequence of instructions.
+2. Programs that are resident on one multiprocessor (limited by registers, shared memory and
+   threads) share its tensor cores, issue slots and L2 bandwidth. A wave of programs takes the
+   longer of 1. and 2. The last wave has only the programs that are left.
+3. Each tile is read from DRAM once, or again if it does not stay in L2 until its next use.
+4. A launch takes the longer of computing and DRAM traffic, plus a tenth of the shorter.
+
+Sources: peaks and limits are from NVIDIA's data sheets and the CUDA programming guide (compute
+capability 9.0), products from shared memory from Luo et al. (arXiv 2402.13499). DRAM_SHARE and
+TENSOR_SHARE are from large copies and products measured on an H200 (4.3 of 4.8 TB/s, 790 of 989
+TFLOP/s). LATENCY, PROLOGUE, MMA_SHARE and SPILL are guesses. L2_BYTES was fitted to measurements of
+large products.
 """
 
 import math
@@ -30,80 +39,79 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-# of a multiprocessor
+# Limits of one multiprocessor.
 REGISTERS = 65_536
-SHARED = 233_472
+SHARED = 233_472  # bytes of shared memory
 WARPS = 64
 PROGRAMS = 32
-# of a program
+# Shared memory of one program, in bytes.
 MOST_SHARED = 232_448
-RESERVED = 1024
-# cycles, cycles, bytes a cycle for each multiprocessor
-LATENCY = 1200.0
-PROLOGUE = 3000.0
-L2_BYTES = 32.0
+RESERVED = 1024  # used by the system
+LATENCY = 1200.0  # cycles of a load
+PROLOGUE = 3000.0  # cycles of a program outside of its loop
+L2_BYTES = 32.0  # L2 bandwidth per multiprocessor, bytes per cycle
 LAUNCH_S = 2e-6
+# Shares of the peak that kernels reach.
 DRAM_SHARE = 0.9
 TENSOR_SHARE = 0.8
-MMA_SHARE = 0.6  # of the older instruction for tensor cores
-SPILL = 4.0  # cycles to issue; and the tensor cores wait for what spilled
+MMA_SHARE = 0.6  # with mma.sync, the older tensor-core instruction (HMMA)
+SPILL = 4.0  # cycles to issue a spill or reload; the tensor cores wait meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """multiprocessors, DRAM bandwidth, clock and L2."""
+    """The data of one GPU model."""
 
     multiprocessors: int
-    bytes_per_s: float
+    bytes_per_s: float  # of DRAM
     clock_hz: float
     l2_bytes: float
 
 
-CARDS: Mapping[
-    str, Card
-] = {  # bandwidths as in moeserve/plan/hardware.py, which works without Triton
-    "NVIDIA H100 80GB HBM3": Card(132, 3.35e12, 1.83e9, 50e6),
-    "NVIDIA H200": Card(132, 4.8e12, 1.83e9, 50e6),
+# Bandwidths are as in moeserve/plan/hardware.py, which must work without Triton.
+CARDS: Mapping[str, Card] = {
+    "NVIDIA H100 80GB HBM3": Card(
+        multiprocessors=132, bytes_per_s=3.35e12, clock_hz=1.83e9, l2_bytes=50e6
+    ),
+    "NVIDIA H200": Card(multiprocessors=132, bytes_per_s=4.8e12, clock_hz=1.83e9, l2_bytes=50e6),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A compiled kernel. registers, stack_bytes (spills): of a thread. tensor, issue: cycles of a
-    multiprocessor for a step of one program; chain: those that one program takes by itself."""
+    """A compiled kernel. Cycles are per step of the innermost loop."""
 
-    registers: int
-    stack_bytes: int
+    registers: int  # per thread
+    stack_bytes: int  # spilled registers per thread
     shared_bytes: int
     warps: int
-    tensor: float
-    issue: float
-    chain: float
+    tensor: float  # tensor-core cycles that one program uses on its multiprocessor
+    issue: float  # issue cycles that one program uses on its multiprocessor
+    chain: float  # cycles that one program takes when it is alone
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One launch. rows: of all experts, which choose at random if there are several. width: outputs
-    of each of its matrices; inner: inputs, `depth` in a step. weight_bytes, row_bytes: of an
-    element."""
+    """The sizes of one launch. With several experts, rows are routed at random."""
 
-    rows: int
+    rows: int  # of all experts together
     experts: int
-    width: int
-    inner: int
-    depth: int
-    matrices: int
-    weight_bytes: float
-    row_bytes: float
+    width: int  # outputs of each matrix
+    inner: int  # inputs
+    depth: int  # inputs of one step
+    matrices: int  # 2 for gate and up, otherwise 1
+    weight_bytes: float  # per weight
+    row_bytes: float  # per activation element
 
     @property
     def busy(self) -> float:
-        """The expected number of experts that have rows. 128 rows, 128 experts -> 80.9"""
+        """The expected number of experts with rows. 128 rows, 128 experts -> 80.9"""
         return -self.experts * math.expm1(-self.rows / self.experts) if self.experts > 1 else 1.0
 
     def tiles(self, block_m: int) -> float:
-        """The expected number of tiles: each expert has one for every multiple of block_m that its
-        rows exceed.
+        """Return the expected number of tiles.
+
+        An expert has a tile for every multiple of `block_m` (0 included) that its rows exceed.
         """
         if self.experts == 1:
             return math.ceil(self.rows / block_m)
@@ -114,8 +122,10 @@ class Product:
 
 
 def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
-    """The facts of cuobjdump's text: of the loop with most products, or of all instructions if
-    there is no loop.
+    """Read the facts of a kernel from the output of cuobjdump.
+
+    Cycles are counted in the loop with the most tensor-core instructions, or over all instructions
+    if there is no loop.
     """
     code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) ?(.*?) *;", text)
     loops = [list(range(len(code)))]
@@ -140,17 +150,17 @@ def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
 
 
 def _tensor_cycles(name: str, words: str) -> float:
-    """Cycles of the tensor cores for an instruction of four warps; 0 for others."""
+    """Return the tensor-core cycles of an instruction of four warps, 0 for other instructions."""
     if found := re.match(r"[HQI]GMMA\.64x(\d+)x", name):
-        # else in registers
         columns = int(found[1])
+        # The weights are read from shared memory, unless they are in registers.
         weights = 16 if words.split(", ")[1].startswith("gdesc") else 0
         return max(columns / 2 / TENSOR_SHARE, columns / 4 + weights)
     return 4 / MMA_SHARE if name.startswith("HMMA.16816") else 0.0
 
 
 def occupancy(facts: Facts) -> int:
-    """Return the number of programs on a multiprocessor; 0 if one does not fit.
+    """Return how many programs fit on a multiprocessor, 0 if not even one does.
 
     128 registers, 4 warps, 60,000 bytes -> 3
     """
@@ -166,8 +176,9 @@ def occupancy(facts: Facts) -> int:
 
 
 def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int]) -> float:
-    """Return the predicted time of a launch; infinity if it cannot run. config: block_m, block_n,
-    stages and group.
+    """Return the predicted time of a launch; infinity if it cannot run.
+
+    config: block_m, block_n, stages and group.
     """
     resident = occupancy(facts)
     if not resident:
@@ -179,34 +190,39 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
     steps = math.ceil(product.inner / product.depth)
     weights = product.matrices * block_n * product.depth * product.weight_bytes
     loaded = (weights + min(block_m, product.rows) * product.depth * product.row_bytes) / L2_BYTES
-    each = tiles * blocks / card.multiprocessors
-    step = (steps, loaded, LATENCY / max(1, config["stages"] - 1))
-    full, rest = divmod(each, resident)
-    cycles = full * round_cycles(facts, resident, *step) + (
-        round_cycles(facts, math.ceil(rest), *step) if rest else 0
-    )
-    together = card.multiprocessors * min(resident, math.ceil(each))
-    # From DRAM: an expert's weights for all of its tiles that run together, rows for all blocks;
-    # once if L2 keeps them.
+    wait = LATENCY / max(1, config["stages"] - 1)
+    each = tiles * blocks / card.multiprocessors  # programs of one multiprocessor
+    waves, rest = divmod(each, resident)
+    cycles = waves * wave_cycles(facts, resident, steps, loaded, wait)
+    if rest:
+        cycles += wave_cycles(facts, math.ceil(rest), steps, loaded, wait)
+    together = card.multiprocessors * min(resident, math.ceil(each))  # programs at the same time
+    # DRAM traffic: an expert's weights are read once for all of its tiles that run at the same
+    # time, and rows once for all blocks. If L2 keeps them, both are read only once.
     experts = product.busy
     group = config["group"]
-    kept = card.l2_bytes / 2
-    beside = max(min(group, tiles / experts), together / blocks)
-    expert = product.matrices * product.width * product.inner * product.weight_bytes
-    again = max(1.0, tiles / experts / beside) if expert > kept else 1.0
-    row = product.inner * product.row_bytes
-    passes = (
-        max(1.0, blocks * beside / together) if min(group, tiles) * block_m * row > kept else 1.0
-    )
-    num_bytes = experts * expert * again + product.rows * (
-        row * passes + product.width * product.row_bytes
-    )
+    l2_share = card.l2_bytes / 2
+    tiles_together = max(min(group, tiles / experts), together / blocks)
+    expert_bytes = product.matrices * product.width * product.inner * product.weight_bytes
+    weight_reads = 1.0
+    if expert_bytes > l2_share:
+        weight_reads = max(1.0, tiles / experts / tiles_together)
+    row_bytes = product.inner * product.row_bytes
+    row_reads = 1.0
+    if min(group, tiles) * block_m * row_bytes > l2_share:
+        row_reads = max(1.0, blocks * tiles_together / together)
+    out_bytes = product.width * product.row_bytes
+    num_bytes = experts * expert_bytes * weight_reads
+    num_bytes += product.rows * (row_bytes * row_reads + out_bytes)
     return launch_s(cycles, num_bytes, card)
 
 
-def round_cycles(facts: Facts, number: int, steps: float, loaded: float, wait: float) -> float:
-    """Cycles of so many programs on each multiprocessor. A step loads for `loaded`, and waits for
-    `wait` if alone.
+def wave_cycles(facts: Facts, number: int, steps: float, loaded: float, wait: float) -> float:
+    """Return the cycles of one wave with `number` programs on each multiprocessor.
+
+    steps: of each program.
+    loaded: cycles of L2 bandwidth that a step uses.
+    wait: cycles that a program alone waits for the loads of a step.
     """
     return max(
         steps * max(facts.chain, wait) + PROLOGUE,
@@ -215,9 +231,7 @@ def round_cycles(facts: Facts, number: int, steps: float, loaded: float, wait: f
 
 
 def launch_s(cycles: float, num_bytes: float, card: Card) -> float:
-    """Seconds of a launch whose programs take so many cycles, and whose bytes come from DRAM or go
-    there.
-    """
+    """Return the seconds of a launch. num_bytes: DRAM traffic."""
     both = cycles / card.clock_hz, num_bytes / card.bytes_per_s / DRAM_SHARE
     return max(both) + 0.1 * min(both) + LAUNCH_S
 
@@ -226,8 +240,11 @@ _compiled: list[Any] = []
 
 
 def compile_only() -> None:
-    """From now on, calls of kernels in this process compile for Hopper as a launch would, with the
-    same key in Triton's cache, and launch nothing. Tensors may be of the device meta."""
+    """Make kernel calls in this process compile for Hopper and launch nothing.
+
+    The compiled kernels get the same keys in Triton's cache as launches would. Tensors may be on
+    the meta device.
+    """
     run = triton.JITFunction.run
 
     def compiled(kernel: Any, *args: Any, warmup: bool, **options: Any) -> None:
@@ -243,8 +260,9 @@ def compile_only() -> None:
 
 
 def compiled_by(call: Callable[[], object], count: int) -> Iterator[Facts]:
-    """Yield facts about the last kernels that a call launches, after `compile_only`, by Triton's
-    disassembler.
+    """Yield facts about the last `count` kernels that `call` launches, after `compile_only`.
+
+    They are read with the disassembler that Triton ships.
     """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     _compiled.clear()

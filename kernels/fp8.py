@@ -1,7 +1,7 @@
-"""Rows in e4m3 with a scale for every 128 elements.
+"""Quantize activations to FP8 (e4m3) with one scale per 128 elements, and widen them again.
 
-M rows, K elements, G = K / 128 blocks. e local experts, C rows that each has room for, D <= K
-elements.
+Sizes: M rows of K elements, G = K / 128 blocks; in slots, e local experts, C rows allocated for
+each, D <= K elements.
 """
 
 import torch
@@ -13,8 +13,8 @@ from moeserve.kernels.activation import Act, gated
 from moeserve.kernels.align import Alignment
 
 BLOCK = 128  # elements that share a scale
-BLOCKS = 16  # of one program
-ROWS = 64  # that one program widens
+BLOCKS = 16  # blocks per program of `quantise_kernel`
+ROWS = 64  # rows per program of `widen_kernel`
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = tl.constexpr(448.0)
 LEAST_AMAX = tl.constexpr(1e-4)
@@ -22,8 +22,10 @@ LEAST_AMAX = tl.constexpr(1e-4)
 
 @triton.jit
 def round_blocks(x, AXIS: tl.constexpr):
-    """(e4m3 values, fp32 scales) of 2-D x, whose blocks lie along AXIS. What is not finite becomes
-    NaN and leaves its block unharmed."""
+    """Return (e4m3 values, fp32 scales) of 2-D x, whose blocks lie along AXIS.
+
+    Elements that are not finite become NaN and do not affect the rest of their block.
+    """
     finite = tl.abs(x) < float("inf")
     largest = tl.max(tl.where(finite, tl.abs(x), 0.0), AXIS)
     scales = tl.div_rn(tl.maximum(largest, LEAST_AMAX), E4M3_MAX + tl.zeros_like(largest))
@@ -36,8 +38,9 @@ def quantise_kernel(
     x_ptr, values_ptr, scales_ptr, ends_ptr, expert_ptr, row_ptr, row_stride, width,
     BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr = None,
 ):  # fmt: skip
-    """One program: BLOCKS blocks of a row, which is one of a tile of BLOCK_M rows if there are
-    tiles.
+    """One program quantizes BLOCKS blocks of a row.
+
+    If `expert_ptr` is given, program i takes row i % BLOCK_M of tile i // BLOCK_M.
     """
     row = tl.program_id(0)
     if expert_ptr is not None:
@@ -65,9 +68,12 @@ def quantise_kernel(
 def quantise(
     x_MK: Tensor, to: Alignment | None = None, act: Act | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(e4m3 [M, K], fp32 scales [M, G]); a scale is its block's largest magnitude, at least 1e-4,
-    over 448. to: whose rows there are; what belongs to the others is undefined. act: of x's 2 K
-    columns, gate and up.
+    """Return e4m3 values [M, K] and fp32 scales [M, G].
+
+    A scale is the largest magnitude of its block, at least 1e-4, divided by 448.
+
+    to: quantize only the rows of these experts' tiles; all other results are undefined.
+    act: apply this activation first; x then has 2 K columns, gate and up.
 
     [[448, -1]] -> values [[448, -1]], scales [[1]]; [[896, 1]] -> values [[448, 0.5]], scales [[2]]
     """
@@ -93,7 +99,7 @@ def widen_kernel(
     block_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of some of an expert's rows, those that are there."""
+    """One program widens one block of ROWS rows of an expert, as far as the expert has them."""
     expert = tl.program_id(0)
     block = tl.program_id(2)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -113,8 +119,9 @@ def widen_kernel(
 
 
 def widen(values_eCK: Tensor, scales_eCG: Tensor, counts_e: Tensor, out_eCD: Tensor) -> Tensor:
-    """Write e4m3 times its scale to out, once rounded, for the first counts_e rows of each expert,
-    and returns it.
+    """Write values times scales to `out_eCD`, rounded once, and return it.
+
+    Only the first `counts_e` rows of each expert are written.
 
     values [[[448, -1], [1, 1]]], scales [[[2], [1]]], counts [1] -> [[[896, -2], [undefined]]]
     """

@@ -1,8 +1,9 @@
-"""The experts' two products with weights and rows in e4m3: a scale per 128 x 128 weights and per
-128 elements of a row.
+"""Grouped GEMMs of the experts in FP8 (e4m3), with block scales as in DeepSeek-V3.
 
-T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model
-width, I expert width, F = 2 I, G blocks of 128 inputs, R blocks of 128 outputs.
+Weights have one scale per 128 x 128 block, activations one scale per 128 elements of a row.
+
+Sizes: T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts,
+D model width, I expert width, F = 2 I, G blocks of 128 inputs, R blocks of 128 outputs.
 """
 
 from dataclasses import dataclass
@@ -22,22 +23,23 @@ from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Rows: values e4m3 [M, K], scales fp32 [M, G], where rows lie in slots also [e, C, G], of any
-    strides. Weights: values e4m3 [e, N, K], scales fp32 [e, R, G]."""
+    """An e4m3 tensor with its block scales: activations or weights."""
 
-    values: Tensor
+    values: Tensor  # activations: e4m3 [M, K]; weights: e4m3 [e, N, K]
+    # Activations: fp32 [M, G], or [e, C, G] in slots, with any strides. Weights: fp32 [e, R, G].
     scales: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        """The values' shape."""
+        """The shape of the values."""
         return self.values.shape
 
 
 @triton.jit
 def _step(total, w, x, w_scale, x_scales):
-    """Tensor cores add 128 e4m3 products with few bits, so each step's sum is scaled and added in
-    fp32.
+    """Add the scaled product of one step to the total, in fp32.
+
+    Tensor cores accumulate e4m3 products with few bits, so no sum on them is longer than a step.
     """
     return total + tl.dot(w, x) * (w_scale * x_scales)[None, :]
 
@@ -50,8 +52,9 @@ def fp8_kernel(
     ACT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`; if ACT a block of e4m3
-    and its scale.
+    """One program computes BLOCK_N outputs of a tile of rows, like `grouped_kernel`.
+
+    With an ACT, it rounds them to one block of e4m3 and stores its scale too.
     """
     UP: tl.constexpr = ACT is not None
     tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
@@ -73,7 +76,7 @@ def fp8_kernel(
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for group in range(groups):
         k = group * BLOCK
-        # All scales first: they arrive while the tensor cores work.
+        # Load all scales first, so that they arrive while the tensor cores work.
         x_scales = tl.load(x_scale_ptrs + group, mask=live, other=0.0)
         scale = tl.load(w_scale_ptr + group)
         if UP:
@@ -101,8 +104,10 @@ def fp8_kernel(
 
 @lru_cache(4096)
 def launch_fp8_of(num_rows: int, num_experts: int, width: int, dim: int, device: str) -> Config:
-    """Launch parameters as of `grouped_gemm.launch_of`; gate and up make whole blocks of 128
-    outputs of 64 rows at most."""
+    """Return launch parameters like `grouped_gemm.launch_of`.
+
+    A program of gate and up computes a whole block of 128 outputs, for at most 64 rows.
+    """
     rows = tiles.tile_rows(num_rows / num_experts)
     large = rows["block_m"] == 64
     default = {
@@ -116,7 +121,7 @@ def launch_fp8_of(num_rows: int, num_experts: int, width: int, dim: int, device:
 
 
 def shape_of(num_experts: int, width: int, dim: int) -> str:
-    """The shape's name in tables of configurations."""
+    """Return the shape's key in the config tables."""
     return f"E{num_experts} I{width} D{dim}"
 
 
@@ -137,7 +142,8 @@ def _launch(
     assert BLOCK % block_n == 0, block_n
     assert not is_up or block_n == BLOCK, block_n
     groups = triton.cdiv(inner, BLOCK)
-    x_scales = x.scales.reshape(len(x.values), groups).contiguous()  # DeepEP leaves them across
+    # DeepEP stores the scales column by column, so this may copy.
+    x_scales = x.scales.reshape(len(x.values), groups).contiguous()
     for scales, shape in (
         (x_scales, (len(x.values), groups)),
         (w.scales, (len(to.ends_e), outputs // BLOCK, groups)),
@@ -167,12 +173,15 @@ def gate_up_fp8(
     act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
 ) -> Scaled:
-    """Does `grouped_gemm.gate_up` with e4m3 in and out: sums of 128 products on tensor cores,
-    scaled and added in fp32 in order; the results of each row are rounded in blocks of 128 as by
-    `fp8.quantise`. I must be a multiple of 128.
+    """Compute `grouped_gemm.gate_up` with e4m3 inputs and outputs.
 
-    One row, 128 inputs of value 1, scale 1; gate weights 1 and up weights 1 with scales 1/128: gate
-    1, up 1, so that 128 results are silu(1) = 0.7311: values 448, scale 0.7311 / 448
+    Each sum of 128 products is computed on tensor cores, then scaled and added in fp32, in order.
+    The outputs of each row are rounded in blocks of 128, like in `fp8.quantise`. I must be a
+    multiple of 128.
+
+    Example: one row of 128 inputs with value 1 and scale 1, gate and up weights with value 1 and
+    scale 1/128. Gate and up are 1, so all 128 results are silu(1) = 0.7311: values 448, scale
+    0.7311 / 448.
     """
     width = w13.values.shape[1] // 2
     rows = len(x.values) if to.order_N is None else len(to.order_N)
@@ -185,10 +194,12 @@ def gate_up_fp8(
 def down_fp8(
     h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor, bias_eD: Tensor | None = None
 ) -> Tensor:
-    """Does `grouped_gemm.down`: writes each sorted row's result to its pair's row of out [N, D], in
-    out's type.
+    """Compute `grouped_gemm.down` with e4m3 inputs.
 
-    One row, 128 inputs of value 2 with scale 1/2, weights 1 with scale 1/128 -> 128 results of 1
+    Write the result of each sorted row to the row of its pair in out [N, D], in the dtype of out.
+
+    Example: one row of 128 inputs with value 2 and scale 1/2, weights with value 1 and scale 1/128
+    -> 128 results of 1.
     """
     _launch(h, w2, bias_eD, out, None, to, 1, None, config)
     return out

@@ -1,8 +1,9 @@
-"""The experts' two products over rows that are sorted by expert: gate and up with their activation,
-and down.
+"""Grouped GEMMs of the experts, over rows sorted by expert.
 
-T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model
-width, I expert width, F = 2 I, Z tiles of rows.
+`gate_up` computes the gate and up projections with their activation, `down` the down projection.
+
+Sizes: T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts,
+D model width, I expert width, F = 2 I, Z tiles of rows.
 """
 
 from functools import lru_cache
@@ -25,8 +26,11 @@ def grouped_kernel(
     inner, top_k, ACT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of a tile of rows. With an order, rows come through it if there
-    is an ACT, else go. ACT: gate and up with this activation; None: down."""
+    """One program computes BLOCK_N outputs of a tile of rows.
+
+    ACT: the activation of gate and up; None for down. If `order_ptr` is given, gate and up gather
+    their input rows by it, and down scatters its output rows by it.
+    """
     UP: tl.constexpr = ACT is not None
     tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
@@ -69,11 +73,15 @@ def grouped_kernel(
 def launch_of(
     num_rows: int, num_experts: int, width: int, dim: int, dtype: torch.dtype, device: str
 ) -> Config:
-    """Launch parameters of the products for so many rows: rows of a tile (`block_m`, for `align`),
-    and per product outputs of a program, tiles that run together, warps, and steps over K that are
-    on their way. width: I, dim: D.
+    """Return the launch parameters of both products for `num_rows` rows.
 
-    8 experts: 8 rows -> block_m 16; 8,192 rows -> block_m 128
+    block_m: rows of a tile, also the argument of `align`.
+    tma: whether weights are loaded by Hopper's copy engine.
+    group: tiles that share a block of weights, see `tiles.tile_of`.
+    up_block_n, down_block_n: outputs of a program.
+    up_warps, down_warps; up_stages, down_stages: warps, and pipeline stages of the loop over K.
+
+    width is I, dim is D. Example with 8 experts: 8 rows -> block_m 16; 8,192 rows -> block_m 128.
     """
     rows = num_rows / num_experts
     block_m = 16 if rows <= 8 else 32 if rows <= 24 else 64 if rows <= 96 else 128
@@ -87,7 +95,7 @@ def launch_of(
 
 
 def shape_of(num_experts: int, width: int, dim: int, dtype: torch.dtype) -> str:
-    """The shape's name in tables of configurations."""
+    """Return the shape's key in the config tables."""
     return f"E{num_experts} I{width} D{dim} {str(dtype).removeprefix('torch.')}"
 
 
@@ -132,12 +140,18 @@ def gate_up(
     act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
 ) -> Tensor:
-    """act(w1 x + b1) * (w3 x + b3) for each sorted row with its expert's weights, gate rows first
-    in w13; [N, I], undefined where there is no row. x: the tokens' rows [T, D], of which pair p has
-    row p // top_k; or, without an order, sorted rows. bias_eF: fp32. Sums over D in fp32 and in one
-    order for any number of rows; one rounding. config: of `launch_of`.
+    """Return act(w1 x + b1) * (w3 x + b3) [N, I] for each sorted row, with its expert's weights.
 
-    x [[1]], w13 [[[2], [3]]] -> [[silu(2) * 3]] = [[5.2848]]
+    Rows after the last expert's end are undefined. Sums over D are fp32, in one order for any
+    number of rows, and rounded once.
+
+    x: the tokens' activations [T, D], where pair p reads row p // top_k. If `to` has no order:
+        sorted rows.
+    w13_eFD: the gate weights come first.
+    config: from `launch_of`.
+    bias_eF: fp32.
+
+    Example: x [[1]], w13 [[[2], [3]]] -> [[silu(2) * 3]] = [[5.2848]]
     """
     rows = x.shape[0] if to.order_N is None else len(to.order_N)
     out = x.new_empty((rows, w13_eFD.shape[1] // 2))
@@ -153,11 +167,12 @@ def down(
     out: Tensor | None = None,
     bias_eD: Tensor | None = None,
 ) -> Tensor:
-    """w2 h + b2 for each sorted row with its expert's weights, written to its pair's row [N, D],
-    or, without an order, to its own; rows of pairs that went nowhere are not written. Sums and
-    roundings as in `gate_up`.
+    """Return w2 h + b2 [N, D] for each sorted row, with its expert's weights.
 
-    h [[4], [5]] of pairs [1, 0] with expert 0, w2 [[[1], [2]]] -> [[5, 10], [4, 8]]
+    The result of a sorted row is written to the row of its pair, or to the same row if `to` has no
+    order. Rows of pairs without an expert are not written. Sums and rounding are as in `gate_up`.
+
+    Example: h [[4], [5]] of pairs [1, 0] with expert 0, w2 [[[1], [2]]] -> [[5, 10], [4, 8]]
     """
     if out is None:
         out = h_NI.new_empty((h_NI.shape[0], w2_eDI.shape[1]))

@@ -1,9 +1,10 @@
-"""The experts' two products with weights of 4 bits, two to a byte, or of 8 bits, and scales for
-groups of inputs.
+"""Grouped GEMMs of the experts with weight-only quantization: int4, fp4, int8 or fp8.
 
-Rows stay as they are; weights are widened to the rows' type in registers. T tokens, K experts per
-token, N = T * K (token, k) pairs or received rows, e local experts, D model width, I expert width,
-G groups of inputs.
+Scales apply to groups of inputs. Activations are not quantized: weights are widened to the dtype of
+the activations in registers.
+
+Sizes: T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts,
+D model width, I expert width, G groups of inputs.
 """
 
 import math
@@ -21,52 +22,52 @@ from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
 from moeserve.kernels.fp8 import E4M3
 
-GROUPS = (16, 32, 64, 128)  # of weights in 4 bits
-LEAST = (
-    16  # inputs of one instruction: of weights in 8 bits, inputs and those of a group are multiples
-)
+GROUPS = (16, 32, 64, 128)  # group sizes of 4-bit weights
+# Inputs of one tensor-core instruction. With 8-bit weights, the number of inputs and the group size
+# are multiples of it.
+MIN_K = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Narrow:
-    """w[s, n, k] = (value - zeros[s, k // group, n]) * scales[s, k // group, n].
+    """Quantized weights: w[s, n, k] = (value - zeros[s, k // group, n]) * scales[s, k // group, n].
 
-    values: int8 or e4m3 [e, outputs, inputs], whose zeros are None. Or two values of 0 to 15 in a
-    byte, uint8 [e, outputs, inputs / 2]: of every 2 * half inputs, byte j has input j in its low
-    bits and input half + j in its high bits, so that either are a tile of their own. scales: [e, G,
-    outputs], any float. zeros: whole numbers, the same shape and type; None: 8, and 0 for 8 bits.
-    floats: values of 4 bits are e2m1, without zeros.
+    4-bit values are packed in pairs. In every 2 * half inputs, byte j holds input j in its low bits
+    and input half + j in its high bits. So the low bits of `half` bytes are one tile of weights,
+    and the high bits are another.
     """
 
-    group: int
-    values: Tensor
-    scales: Tensor
+    group: int  # inputs that share a scale
+    values: Tensor  # int8 or e4m3 [e, outputs, inputs], or packed 4 bits, uint8 [.., inputs / 2]
+    scales: Tensor  # any float dtype [e, G, outputs]
+    # Whole numbers, shape and dtype of `scales`. None means 8 for int4, 0 otherwise. None is
+    # required for 8-bit values and for e2m1.
     zeros: Tensor | None = None
-    floats: bool = False
+    floats: bool = False  # 4-bit values are e2m1 instead of integers
 
     @property
     def kind(self) -> str:
-        """int4, fp4, int8 or fp8."""
+        """The format: int4, fp4, int8 or fp8."""
         return {torch.uint8: "fp4" if self.floats else "int4", torch.int8: "int8", E4M3: "fp8"}[
             self.values.dtype
         ]
 
     @property
     def in_pairs(self) -> bool:
-        """Whether two values are in a byte."""
+        """Whether a byte holds two values."""
         return self.values.dtype == torch.uint8
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[e, outputs, inputs], however the values are packed."""
+        """The shape without packing: [e, outputs, inputs]."""
         experts, outputs, num_bytes = self.values.shape
         return experts, outputs, num_bytes * (2 if self.in_pairs else 1)
 
     @property
     def half(self) -> int:
-        """Inputs of one product of tiles, all in one group.
+        """The depth of one `tl.dot`: inputs that lie in one group.
 
-        fp8, 2,048 inputs, groups of 128 -> 128
+        Example: fp8, 2,048 inputs, groups of 128 -> 128
         """
         return (
             half_of(self.group)
@@ -76,7 +77,7 @@ class Narrow:
 
 
 def half_of(group: int) -> int:
-    """Inputs of one product of tiles of weights in 4 bits. 32 -> 32; 128 -> 64"""
+    """Return the depth of one `tl.dot` with 4-bit weights. 32 -> 32; 128 -> 64"""
     assert group in GROUPS, group
     return min(group, 64)
 
@@ -84,8 +85,10 @@ def half_of(group: int) -> int:
 def pack_int4(
     values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, floats: bool = False
 ) -> Narrow:
-    """Pack bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole
-    bytes' tiles.
+    """Pack 4-bit values into `Narrow`.
+
+    values: uint8 from 0 to 15 [e, outputs, inputs]. inputs must be a multiple of 2 * half.
+    scales, zeros: [e, outputs, G].
     """
     half = half_of(group)
     assert values.shape[-1] % (2 * half) == 0, (values.shape, group)
@@ -99,8 +102,10 @@ def pack_int4(
 
 @triton.jit
 def _centred(values, zeros, like):
-    """values - zeros in the type of `like`, exactly: 16-bit floats by setting the low bits of 128
-    or 1,024.
+    """Return values - zeros in the dtype of `like`, exactly.
+
+    For 16-bit floats, the value is written into the low mantissa bits of 128 (bfloat16) or 1,024
+    (float16), which gives 128 + value or 1,024 + value without a conversion.
     """
     if like.dtype == tl.bfloat16:
         result = (values.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zeros + 128.0).to(
@@ -117,8 +122,10 @@ def _centred(values, zeros, like):
 
 @triton.jit
 def _of_e2m1(values, like):
-    """e2m1 in the type of `like`, exactly: 0 and 0.5 apart, their exponents and mantissas count on
-    from 0.5's bits.
+    """Return e2m1 values in the dtype of `like`, exactly.
+
+    0 and 0.5 are special cases. For all others, the exponent and mantissa bits are shifted into
+    place and added to the bits of 0.5.
     """
     if like.dtype == tl.bfloat16:
         bits = values.to(tl.int16)
@@ -137,13 +144,13 @@ def _of_e2m1(values, like):
 
 @triton.jit
 def _widened(values, zeros, like, FLOATS: tl.constexpr):
-    """4 bits in the type of `like`."""
+    """Return 4-bit values in the dtype of `like`."""
     return _of_e2m1(values, like) if FLOATS else _centred(values, zeros, like)
 
 
 @triton.jit
 def _group(scale_ptr, zero_ptr, places, mask):
-    """(scales, zeros) of a group of inputs."""
+    """Load (scales, zeros) of one group of inputs."""
     scales = tl.load(scale_ptr + places, mask=mask, other=0.0).to(tl.float32)
     zeros = tl.full(scales.shape, 8.0, tl.float32)
     if zero_ptr is not None:
@@ -153,7 +160,7 @@ def _group(scale_ptr, zero_ptr, places, mask):
 
 @triton.jit
 def _groups(scale_ptr, zero_ptr, places, step, mask, SHARED: tl.constexpr):
-    """(scales, zeros) of the low and of the high inputs' groups, which are one if SHARED."""
+    """Load (scales, zeros) of the low and of the high inputs. SHARED: both are in one group."""
     scales, zeros = _group(scale_ptr, zero_ptr, places, mask)
     more_scales = scales
     more_zeros = zeros
@@ -168,8 +175,9 @@ def _step(
     PAIRS: tl.constexpr,
     FLOATS: tl.constexpr,
 ):  # fmt: skip
-    """total + (value - zero) * scale * x over the low and the high inputs, or, if not PAIRS, over
-    the low ones.
+    """Return total + (value - zero) * scale * x.
+
+    PAIRS: sum over the low and the high inputs; otherwise over the low inputs only.
     """
     if PAIRS:
         part = tl.dot(_widened(values & 15, zeros, x_low, FLOATS), x_low, input_precision="ieee")
@@ -193,8 +201,10 @@ def weight_only_kernel(
     GROUP: tl.constexpr,
     INPUTS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of
-    weights. PAIRS: two weights in a byte, which are e2m1 if FLOATS."""
+    """One program computes BLOCK_N outputs of a tile of rows, like `grouped_kernel`.
+
+    INPUTS: group size of the weights. PAIRS: a byte holds two weights. FLOATS: they are e2m1.
+    """
     UP: tl.constexpr = ACT is not None
     tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
@@ -218,7 +228,7 @@ def weight_only_kernel(
     EACH: tl.constexpr = 2 if PAIRS else 1
     SHARED: tl.constexpr = INPUTS >= EACH * HALF
     for k in range(0, inner, EACH * HALF):
-        # All scales first: they arrive while the tensor cores work.
+        # Load all scales first, so that they arrive while the tensor cores work.
         places = k // INPUTS * outputs + columns
         scales, zeros, more_scales, more_zeros = _groups(
             scale_ptr, zero_ptr, places, outputs, mask, SHARED
@@ -274,12 +284,13 @@ def launch_narrow_of(
     dtype: torch.dtype,
     device: str,
 ) -> Config:
-    """Launch parameters as of `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once
-    per tile of rows, so many rows want large tiles."""
+    """Return launch parameters like `grouped_gemm.launch_of`, for activations of `dtype`.
+
+    A weight is widened once per tile of rows, so large tiles are faster when there are many rows.
+    """
     rows = num_rows / num_experts
-    big = (
-        rows > 256 and dtype != torch.float32
-    )  # tiles of such rows would not fit into shared memory
+    # Large tiles of fp32 do not fit into shared memory.
+    big = rows > 256 and dtype != torch.float32
     default = {
         **tiles.tile_rows(rows),
         "up_block_n": 64,
@@ -299,7 +310,7 @@ def launch_narrow_of(
 def shape_of(
     num_experts: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype
 ) -> str:
-    """The shape's name in tables of configurations."""
+    """Return the shape's key in the config tables."""
     return f"E{num_experts} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
 
 
@@ -320,7 +331,7 @@ def _launch(
     block_n = config[f"{name}_block_n"]
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert x.shape[1] == inner, (x.shape, inner)
-    assert half >= LEAST, (inner, w.group)
+    assert half >= MIN_K, (inner, w.group)
     assert inner % (2 * half if pairs else half) == 0, (inner, w.group)
     for part in (w.scales, w.zeros):
         assert part is None or part.shape == (experts, triton.cdiv(inner, w.group), outputs), (
@@ -350,11 +361,12 @@ def gate_up_narrow(
     act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
 ) -> Tensor:
-    """Does `grouped_gemm.gate_up`. Weights enter the tensor cores without scales; each group's sum
-    is scaled in fp32.
+    """Compute `grouped_gemm.gate_up` with quantized weights.
 
-    64 inputs of 1, int4 gate and up weights of value 9 with scales 1/64, groups of 32 -> silu(1) *
-    1 = 0.7311
+    The tensor cores multiply unscaled weights; the sum of each group is scaled in fp32.
+
+    Example: 64 inputs of 1, int4 gate and up weights with value 9 and scale 1/64, groups of 32 ->
+    silu(1) * 1 = 0.7311
     """
     rows = x.shape[0] if to.order_N is None else len(to.order_N)
     out = x.new_empty((rows, w13.shape[1] // 2))
@@ -370,8 +382,9 @@ def down_narrow(
     out: Tensor | None = None,
     bias_eD: Tensor | None = None,
 ) -> Tensor:
-    """Does `grouped_gemm.down`, in out's type. 64 inputs of 2, int4 weights of value 7 with scales
-    1/64 -> -2
+    """Compute `grouped_gemm.down` with quantized weights; the result has the dtype of `out`.
+
+    Example: 64 inputs of 2, int4 weights with value 7 and scale 1/64 -> -2
     """
     if out is None:
         out = h_NI.new_empty((h_NI.shape[0], w2.shape[1]))

@@ -1,12 +1,13 @@
-"""What lies between the projections of multi-head latent attention and attention itself, in its
-absorbed form.
+"""Kernels of multi-head latent attention (MLA, DeepSeek-V2) and of sparse attention's indexer.
 
-T tokens (padded rows included), H heads of this rank, n width of a query without rotation, p of its
-rotated part, e = n + p, L rank of the latents, C = L + p width of a cache entry. ops/latent.py says
-what is absorbed.
+`latent_rope_cache` runs between the projections and attention, in the absorbed form (see
+ops/latent.py): it writes the KV cache and prepares the queries. Sizes: T tokens (padding included),
+H heads of this rank, n width of the non-rotary part of a query, p width of its rotary part,
+e = n + p, L rank of the latents, C = L + p width of a cache entry.
 
-And the choice of an index selector over paged keys, as ops/selected.py specifies it: S queries, J
-index heads, d their width, K tokens that are chosen, N blocks per row, L positions.
+`index_select` picks the tokens that sparse attention reads (DeepSeek-V3.2; reference in
+ops/selected.py). Sizes: S queries, J index heads of width d, K selected tokens, R block tables of N
+blocks, L positions.
 """
 
 from typing import TYPE_CHECKING
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from moeserve.ops.inputs import RopeCacheInputs
     from moeserve.ops.latent import LatentRule
 
-KEYS = 64  # positions of a program
-LEAST = 16  # the side of a product's operand, at least
-LOWEST = tl.constexpr(-(1 << 63))  # of positions that a query does not see
+KEYS = 64  # positions per program
+LEAST = 16  # smallest dimension of an operand of `tl.dot`
+LOWEST = tl.constexpr(-(1 << 63))  # sort key of masked positions
 
 
 @triton.jit(do_not_specialize=["num_real"])
@@ -35,12 +36,12 @@ def latent_rope_cache_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token's cache entry, or as the others BLOCK_H of its queries."""
+    """Program (t, 0) writes the cache entry of token t, the others BLOCK_H query heads each."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     real = token < num_real
     columns = tl.arange(0, BLOCK_P)
-    present = columns < tl.where(real, ROPE, 0)  # padding is not read: its queries are zero
+    present = columns < tl.where(real, ROPE, 0)  # padding is not read, so its queries become zero
     cos = tl.load(cos_ptr + token * ROPE + columns, mask=present, other=0.0)
     sin = tl.load(sin_ptr + token * ROPE + columns, mask=present, other=0.0)
     swapped = tl.where(columns < ROPE // 2, columns + ROPE // 2, columns - ROPE // 2)
@@ -123,14 +124,20 @@ def latent_rope_cache(
     latent_cache: Tensor,
     q_THC: Tensor,
 ) -> Tensor:
-    """Write [rms_norm(latent) * norm | rotated key] to each token's KV slot, scaled and rotated
-    queries to the last p columns of q_THC; returns the rest of the queries, scaled, [T, H, n].
+    """Write the cache entries and rotary queries of a step, and return the other query part.
 
-    q_THe: queries, rotated part last. kv_TC: latents, then the key part that is rotated. Tokens of
-    both and of q_THC may be further apart. latent_cache [blocks, block size, 1, C]. Queries of
-    padding become zero; slots below 0 are padding as well. All in fp32 until one rounding. n 1, p
-    2, L 1, scale 2, turned by 90 degrees: q [1, 1, 0], kv [3, 1, 0], norm 5 -> entry [5, 0, 1],
-    q_THC [.., 0, 2] and the result [2]
+    The KV slot of each token gets [rms_norm(latent) * norm | rotated key]. The last p columns of
+    q_THC get the scaled, rotated part of the queries. The non-rotary part of the queries is scaled
+    and returned, [T, H, n]. Everything is fp32 until one rounding. Queries of padding become zero.
+    A slot below 0 is padding as well.
+
+    q_THe: queries, rotary part last.
+    kv_TC: latents, then the rotary part of the key. The tokens of q_THe, kv_TC and q_THC may have
+        any stride.
+    latent_cache: [blocks, block size, 1, C].
+
+    Example: n 1, p 2, L 1, scale 2, rotation by 90 degrees; q [1, 1, 0], kv [3, 1, 0], norm 5 ->
+    entry [5, 0, 1], q_THC [.., 0, 2] and the result [2]
     """
     (cos_T1p, sin_T1p, slot_mapping_T), norm_L = at, rule.norm_L
     (tokens, heads, width), rope, capacity = q_THe.shape, cos_T1p.shape[2], latent_cache.shape[3]
@@ -170,9 +177,12 @@ def order_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L positions and one query. It stores integers that are the larger the
-    sooner a position is chosen: a score's bits order as an integer, once negative ones flip; the
-    position below makes all different."""
+    """One program computes the sort keys of BLOCK_L positions for one query.
+
+    A key is an int64: positions with larger keys are selected first. Its high part is the score's
+    bit pattern, with the bits of negative scores flipped so that integers order like the floats.
+    Its low part is the negated position, so keys are unique and ties go to earlier positions.
+    """
     query = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_L
     last = tl.load(positions_ptr + query)
@@ -204,13 +214,18 @@ def index_select(
     blocks_RN: Tensor,
     context: int, top_k: int, most: int,
 ) -> Tensor:  # fmt: skip
-    """Return the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], by
-    ascending position.
+    """Return the slots (block * block_size + offset) of the selected tokens, int64 [S, K].
 
-    cache: of keys, of q's dtype [blocks, block size, 1, d]. weights: fp32. rows_S, positions_S:
-    int64, of the queries. context: L, at least what each sees, and top_k; behind all tokens of a
-    query that sees fewer, there are any. most: queries at once. d 1, q 1, weight 1, keys [5, 1, 7]
-    in block 0, top_k 2 -> [0, 2]
+    Slots are in ascending order of position. If a query sees fewer than K tokens, arbitrary slots
+    follow the ones that it sees.
+
+    weights_SJ: fp32, of the index heads.
+    cache: index keys [blocks, block size, 1, d], of q's dtype.
+    rows_S, positions_S: int64, the block table and the position of each query.
+    context: L, at least `top_k` and the number of positions that any query sees.
+    most: queries computed at once, which bounds the memory.
+
+    Example: d 1, q 1, weight 1, keys [5, 1, 7] in block 0, top_k 2 -> [0, 2]
     """
     (_, heads, dim), size = q_SJd.shape, cache.shape[1]
     assert cache.shape[2:] == (1, dim), (cache.shape, q_SJd.shape)

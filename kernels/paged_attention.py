@@ -1,10 +1,11 @@
-"""Attention over a paged cache, for prefill and decode alike.
+"""Attention over a paged KV cache, for prefill and decode: the launcher of attention_kernel.py.
 
 T tokens, R rows (requests), N blocks per row, H heads, G KV heads, d width of queries and keys, v
-of values. The cache is k [blocks, block size, G, d] and v [.., v], or int8 entries of 4 more: the
-whole numbers of a head and the bytes of its fp32 scale. In multi-head latent attention
-(DeepSeek-V2, 2024) with absorbed queries, one KV head serves all heads and its values are the first
-elements of its keys. attention_kernel.py has the kernel.
+width of values. The cache is k [blocks, block size, G, d] and v [.., v]. An int8 cache has entries
+that are 4 bytes longer: the quantized values of a head, then its fp32 scale.
+
+In multi-head latent attention (DeepSeek-V2, 2024) with absorbed queries, one KV head serves all
+query heads, and its values are the first elements of its keys.
 """
 
 from collections.abc import Sequence
@@ -27,32 +28,28 @@ from moeserve.kernels.attention_plan import (
 from moeserve.kernels.attention_sums import merge_kernel, row_floats, split_space
 from moeserve.kernels.configs import Config, facts_of, tuned
 
-SCALE_BYTES = 4
-INVARIANT_M = 64  # the smallest that Hopper's own matrix instruction takes
-WIDE = 256  # elements of a key; programs of wider ones have fewer query rows and positions
-MOST_SPACE = 1 << 26  # fp32 numbers of work space, if the caller brings none
+SCALE_BYTES = 4  # of the fp32 scale in an int8 cache entry
+INVARIANT_M = 64  # the smallest M of Hopper's wgmma instruction
+WIDE = 256  # for keys wider than this, programs have fewer query rows and positions
+MOST_SPACE = 1 << 26  # largest default workspace, in fp32 numbers
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes that a model fixes.
-
-    dim: of queries and keys. dtype: of queries. window: positions that a token sees, itself
-    included. chunk: a token sees the positions of its own chunk of so many (Llama-4). None for all.
-    """
+    """The sizes that are fixed by the model."""
 
     heads: int
     kv_heads: int
-    dim: int
+    dim: int  # of queries and keys
     v_dim: int
     block_size: int
-    dtype: torch.dtype
-    window: int | None = None
-    chunk: int | None = None
+    dtype: torch.dtype  # of queries
+    window: int | None = None  # positions that a token sees, itself included; None for all
+    chunk: int | None = None  # a token sees only its own chunk of this size (Llama 4)
 
     @property
     def group(self) -> int:
-        """Query heads of a program, all of one KV head: as many as its query rows can be."""
+        """Query heads of a program: of one KV head, and as many as its query rows allow."""
         heads = self.heads // self.kv_heads
         most = 128
         if self.dim > WIDE:
@@ -61,19 +58,17 @@ class AttentionShape:
 
     @property
     def groups(self) -> int:
-        """Programs that share a token's heads."""
+        """The number of groups, each of which a different program computes."""
         return self.heads // self.group
 
     @property
     def latent(self) -> bool:
-        """Whether launches count on values that are part of the keys, and need no room of their
-        own.
-        """
+        """Whether values are part of the keys, so that a launch needs no shared memory for them."""
         return self.dim > WIDE and self.v_dim < self.dim
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Window and chunk as numbers."""
+        """Window and chunk, EVERYTHING where there is none."""
         return (
             EVERYTHING if self.window is None else self.window,
             EVERYTHING if self.chunk is None else self.chunk,
@@ -82,13 +77,11 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One launch: the rows whose work it has, in tiles of `tile` tokens, block_m query rows; flat:
-    see the kernel.
-    """
+    """One launch of the kernel, for the rows that have few or many new tokens."""
 
-    block_m: int
-    tile: int
-    flat: bool
+    block_m: int  # query rows of a program
+    tile: int  # tokens of a program
+    flat: bool  # the kernel's FLAT
     work: WorkList
 
 
@@ -105,29 +98,31 @@ class AttentionMetadata:
 
 
 def tile_rows(shape: AttentionShape, invariant: bool) -> list[int]:
-    """Query rows of a program: for any number of tokens, or for few and for more."""
+    """Return the query rows of a program, one number per pass.
+
+    There is one pass for all rows, or one for rows with few new tokens and one for the others.
+    """
     assert shape.heads % shape.kv_heads == 0, shape
     assert shape.v_dim <= shape.dim, shape
     least = max(16, triton.next_power_of_2(shape.group))
     if shape.dtype == torch.float32:
-        return [least]  # no matrix instruction would use more rows better
+        return [least]  # fp32 does not use wgmma, so more rows gain nothing
     if invariant:
         return [max(INVARIANT_M, least)]
     return [least, max(128 if shape.dim <= 128 else 64, least)]
 
 
 def tile_positions(shape: AttentionShape, block_m: int) -> int:
-    """Positions of a KV tile: as many as fit beside queries and sums in shared memory and
-    registers.
-    """
+    """Return the positions of a KV tile: as many as shared memory and registers allow."""
     if shape.dtype == torch.float32:
         return 32 if shape.dim <= WIDE else 16
     return 64 if shape.dim <= WIDE or (shape.latent and block_m == 64) else 32
 
 
 def space_floats(shape: AttentionShape, bounds: Bounds, invariant: bool = True) -> int:
-    """The work space with which every long context is cut; with less, some are not: slower, with
-    the same bits.
+    """Return the workspace size, in fp32 numbers, that allows every long context to be cut.
+
+    With less workspace some contexts are not cut, which is slower with the same bits.
     """
     row = shape.groups * row_floats(shape.v_dim)
     sizes = tile_rows(shape, invariant)
@@ -146,10 +141,14 @@ def plan_attention(
 ) -> AttentionMetadata:
     """Compute a step's attention metadata on the device.
 
-    Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from position starts_R[i] on (int32); its
-    block table is padded with 0. invariant: a token's bits do not depend on how many new tokens its
-    row has; else small and large numbers take programs of different size, which may round
-    otherwise. space: fp32 work space, see `space_floats`.
+    Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, which begin at position starts_R[i].
+
+    blocks_RN: the block tables, padded with 0.
+    starts_R, offsets_R1: int32.
+    invariant: make a token's bits independent of the number of new tokens in its row. Otherwise
+        rows with few and with many new tokens are computed by programs of different size, which may
+        round differently.
+    space: fp32 workspace, see `space_floats`.
     """
     assert blocks_RN.stride(1) == 1, blocks_RN.stride()
     assert SPLIT % shape.block_size == 0, shape
@@ -184,13 +183,15 @@ def attention(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Attend to the paged cache: [T, H * v] of q's dtype, zero in tokens that no row owns.
+    """Attend to the paged cache, and return [T, H * v] of q's dtype; padding tokens become zero.
 
-    q_THd: already scaled; heads of a token lie side by side. v_cache: a view of k_cache where the
-    values are the first elements of the keys. soft_cap: scores become soft_cap * tanh(score /
-    soft_cap); 0 leaves them. sinks_H: fp32, one score per head that takes weight and gives no
-    value. config: default that of `launch_of` for each pass. one head of width 1, q 1, keys [0, ln
-    3], values [4, 8] -> (4 + 3 * 8) / (1 + 3) = [7]
+    q_THd: already scaled; the heads of a token must be contiguous.
+    v_cache: a view of `k_cache` if the values are the first elements of the keys.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap), unless it is 0.
+    sinks_H: fp32, one score per head that adds weight but no value.
+    config: launch parameters; by default those of `launch_of` for each pass.
+
+    Example: one head of width 1, q 1, keys [0, ln 3], values [4, 8] -> (4 + 3 * 8) / (1 + 3) = [7]
     """
     (tokens, heads, d), shape, v_d = q_THd.shape, plan.shape, plan.shape.v_dim
     assert (heads, d, q_THd.dtype) == (shape.heads, shape.dim, shape.dtype), (
@@ -255,7 +256,7 @@ def _merge(
     plan: AttentionMetadata,
     part: Pass,
 ) -> None:
-    """Write the tokens of all tiles that a pass has cut to out [T, H * v]."""
+    """Merge the splits of all cut tiles of a pass into out [T, H * v]."""
     shape = plan.shape
     work = part.work
     rows = 4
@@ -270,11 +271,12 @@ def _merge(
 
 
 def launch_of(shape: AttentionShape, cache_dtype: torch.dtype, block_m: int, device: str) -> Config:
-    """Launch parameters. They depend on what the model fixes, not on the step, because bits may
-    depend on them.
+    """Return the launch parameters.
 
-    num_stages: half of them buffer keys and values, since those wait for block numbers. programs:
-    per multiprocessor.
+    They depend on the model, not on the step, because the result's bits may depend on them.
+
+    num_stages: half of the stages buffer keys and values; the others load their block numbers.
+    programs: per multiprocessor.
     """
     if shape.dtype == torch.float32:
         default = {"num_warps": 4, "num_stages": 2, "programs": 8}
@@ -291,6 +293,6 @@ def launch_of(shape: AttentionShape, cache_dtype: torch.dtype, block_m: int, dev
 
 
 def shape_of(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
-    """The shape's name in tables of configurations."""
+    """Return the shape's key in the config tables."""
     width = f"D{shape.dim}" if shape.v_dim == shape.dim else f"D{shape.dim}-{shape.v_dim}"
     return f"G{shape.group} {width} {shape.dtype} {cache_dtype}".replace("torch.", "")

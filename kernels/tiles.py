@@ -1,10 +1,9 @@
-"""Shared parts of the matrix products: the order of tiles, the depth of a step over K, and loads of
-rows and weights.
+"""Shared parts of the GEMM kernels: the order of tiles, the depth of a step over K, and loads.
 
-Products compute y^T = w x^T: the weights' rows are the tensor cores' M, at least 64 of them, and
-the tokens' rows their N, as few as 16. So the same instructions (on Hopper: wgmma) serve one row
-and thousands, every sum over K has the same order, and a row's bits do not depend on how many there
-are.
+The kernels compute y^T = w x^T. The outputs are the M dimension of the tensor cores, which is at
+least 64 on Hopper, and the activation rows are the N dimension, which may be as small as 16. So the
+same instructions (wgmma on Hopper) serve one row and thousands, and every sum over K has the same
+order. A row's bits do not depend on the number of rows.
 """
 
 from typing import Any
@@ -15,14 +14,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# of a row of weights in one step over K: a line of the cache, and of shared memory's swizzle
+# Bytes of a weight row per step over K: a cache line, and the width of the shared-memory swizzle.
 STEP_BYTES = 128
 
 
 @triton.jit
 def tile_of(program, num_tiles, num_blocks, GROUP: tl.constexpr):
-    """(tile of rows, block of outputs) of a program: of GROUP tiles at a time, all in one block,
-    then in the next. So weights and rows that run at the same time are few enough for the L2 cache.
+    """Return (tile of rows, block of outputs) of a program.
+
+    Programs take GROUP tiles at a time: all of them in one block of outputs, then in the next. So
+    the weights and rows of programs that run at the same time fit into the L2 cache.
 
     4 tiles, 2 blocks, GROUP 2: (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)
     """
@@ -36,9 +37,12 @@ def tile_of(program, num_tiles, num_blocks, GROUP: tl.constexpr):
 def rows_of(
     tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """(rows of x, rows of the result, which of both there are) of a tile of the experts' sorted
-    rows. With an order, the first product (UP) fetches its rows through it, the second puts them
-    back. 32 bits each: until the end they take registers from the sums."""
+    """Return (input rows, output rows, row mask) of a tile of rows sorted by expert.
+
+    If there is an order, the first product (UP) gathers its input rows by it, and the second one
+    scatters its output rows by it. Indices are 32 bits, because they occupy registers that the sums
+    need until the end.
+    """
     rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
     live = rows < tl.load(ends_ptr + expert)
     sources = rows
@@ -54,8 +58,9 @@ def rows_of(
 
 @triton.jit
 def load_rows(ptrs, live, k, inner, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """[rows, BLOCK_K] from column k on, zeros where a row is not live or beyond the last column;
-    those are not read.
+    """Load [rows, BLOCK_K] from column k; rows that are not live and missing columns become zero.
+
+    EVEN: all columns exist.
     """
     mask = live[:, None] if EVEN else live[:, None] & (k + tl.arange(0, BLOCK_K) < inner)[None, :]
     return tl.load(ptrs + k, mask=mask, other=0.0)
@@ -74,10 +79,11 @@ def load_weights(
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K] weights from row `base + row` and column k on; instead of rows after base
-    + last, any others.
+    """Load [BLOCK_N, BLOCK_K] weights from row `base + row` and column k.
 
-    w: a descriptor if TMA, else a pointer.
+    Rows after `base + last` are replaced by arbitrary other rows.
+
+    w: a tensor descriptor if TMA, otherwise a pointer.
     """
     if TMA:
         tile = w.load([base + row, k])
@@ -91,15 +97,16 @@ def load_weights(
 
 @triton.jit
 def add_bias(total, bias_ptr, base, columns, width):
-    """total [BLOCK_N, rows] + the bias of its outputs, fp32 from base on; no pointer: total."""
+    """Add the fp32 bias, which begins at `base`, to total [BLOCK_N, rows], if there is a bias."""
     if bias_ptr is not None:
         total += tl.load(bias_ptr + base + columns, mask=columns < width, other=0.0)[:, None]
     return total
 
 
 def tile_rows(rows: float) -> dict[str, int]:
-    """Launch parameters that depend on the mean number of rows of an expert, at most 64 in a tile
-    of quantised weights.
+    """Return the launch parameters that depend on the mean number of rows per expert.
+
+    They are for quantized weights, where a tile has at most 64 rows.
 
     8 -> block_m 16; 1000 -> block_m 64
     """
@@ -111,7 +118,7 @@ def tile_rows(rows: float) -> dict[str, int]:
 
 
 def check_bias(bias: Tensor | None, w: Any) -> None:
-    """Asserts that a bias is fp32 [e, outputs], for weights [e, outputs, inputs]; or None."""
+    """Assert that a bias is None or fp32 [e, outputs], for weights [e, outputs, inputs]."""
     if bias is not None:
         assert (bias.dtype, bias.shape) == (torch.float32, w.shape[:2]), (
             bias.dtype,
@@ -122,7 +129,10 @@ def check_bias(bias: Tensor | None, w: Any) -> None:
 
 
 def block_k(inner: int, dtype: torch.dtype) -> int:
-    """Columns of one step over K: a function of the weights alone, so that sums have one order.
+    """Return the depth of one step over K.
+
+    It depends on the weights alone, so that sums have the same order for any number of rows.
+
     2048, bf16 -> 64
     """
     return max(16, min(STEP_BYTES // dtype.itemsize, int(triton.next_power_of_2(inner))))
@@ -131,8 +141,9 @@ def block_k(inner: int, dtype: torch.dtype) -> int:
 def weights_argument(
     w: Tensor, rows: int, columns: int, wanted: bool
 ) -> tuple[Tensor | TensorDescriptor, bool]:
-    """Return the kernel's argument for weights [..., K], and whether it is a descriptor (for
-    Hopper's copy engine).
+    """Return the kernel argument for weights [..., K], and whether it is a tensor descriptor.
+
+    A descriptor lets Hopper's copy engine (TMA) load tiles. wanted: use one if alignment allows.
     """
     assert w.is_contiguous(), w.stride()
     if not wanted or w.data_ptr() % 16 or w.shape[-1] * w.element_size() % 16:

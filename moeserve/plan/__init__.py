@@ -1,12 +1,14 @@
-"""What a cluster would do before there is one: the real scheduler in simulated time, and a roofline
-for its steps.
+"""Capacity planning: simulate a cluster with the real scheduler and a model of step times.
 
-trace      requests: synthetic, or from a file
-hardware   devices and links as data
-memory     what a rank has to keep, by the runner's own rules
-roofline   seconds of a step from bytes, operations and messages; tables: from measured kernels
-calibration seconds of a step from measured steps
-simulator  schedulers and the clock; counted: engines whose steps are sums
-report     what clients would see
-candidates the layouts that a number of devices allows, and which is best
+trace        requests: synthetic, or from a file
+hardware     data of devices and links
+memory       memory of a rank, by the runner's own rules
+roofline     step times from bytes, operations and messages
+tables       kernel times from published measurements, in place of the roofline
+calibration  step times fitted to measured steps
+measure      the benchmark that a calibration is fitted to
+simulator    engines in simulated time, with their real schedulers
+counted      a fast engine that computes the totals of each step without a scheduler
+report       latency and throughput as clients would see them
+candidates   parallel layouts of a cluster, and the load that each can serve
 """

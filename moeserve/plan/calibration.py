@@ -1,6 +1,9 @@
-"""Seconds of a step from measured ones: a table over tokens with a few terms beside it, what passes
-between two steps, none of it negative and fitted so that relative errors are least; and how far
-measured steps lay from that."""
+"""A model of step times that is fitted to measured steps, for `moeserve simulate --calibration`.
+
+The time of a step is linear in its features: a table over tokens, plus a few more terms. The time
+between two steps is fitted in the same way. Coefficients are not negative and minimize relative
+errors. The residuals are kept, and the simulation replays them.
+"""
 
 import math
 import random
@@ -16,9 +19,9 @@ from moeserve.errors import ConfigError
 from moeserve.plan.roofline import Shape, Spans
 
 F64 = NDArray[np.float64]
-KNOTS = tuple(2**i for i in range(12))  # tokens of a step, between which its time is interpolated
-ROUNDS = 4
-INTERRUPTED = 5.0
+KNOTS = tuple(2**i for i in range(12))  # tokens per step; times between them are interpolated
+ROUNDS = 4  # of iteratively reweighted least squares
+INTERRUPTED = 5.0  # steps that took this many times the expected time are ignored
 SIDES = (
     "other engines' tokens",
     "other engines at work",
@@ -29,55 +32,50 @@ SIDES = (
 )
 TERMS = (*(f"{n} tokens" for n in KNOTS), *SIDES)
 GAPS = ("between two steps", "between, a request", "between, a prompt")
-NEAR, ALIKE = (
-    64,
-    math.log(1.5),
-)  # residuals that one is drawn from; times so close count as of the same kind of step
+NEAR = 64  # number of residuals, of steps with the nearest times, from which one is drawn
+ALIKE = math.log(1.5)  # log ratio up to which two times count as the same kind of step
 MOST_RESIDUALS = 4000
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """A measured step, as `features` takes it. others: tokens of the other engines, of which `busy`
-    have any. device_s: in the model. period_s: from the result before to this one, where the engine
-    had this step ready. behind: the step before had a prompt, and left other things in the caches.
-    """
+    """A measured step: the arguments of `features`, and its times."""
 
-    tokens: int
-    rows: int
-    reads: float
-    pairs: float
-    others: int
-    busy: int
-    device_s: float
+    tokens: int  # of the engine with the most tokens
+    rows: int  # requests of that engine
+    reads: float  # KV positions that its rows read
+    pairs: float  # (query, position) pairs of its attention
+    others: int  # tokens of all other engines
+    busy: int  # number of other engines that have tokens
+    device_s: float  # time of the forward pass
+    # Time from the previous result to this one, None if the engine did not have this step queued.
     period_s: float | None = None
-    behind: bool = False
+    behind: bool = False  # the previous step had a prompt, so CPU caches hold other data
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of `moeserve simulate --measure`.
+    """The file that `moeserve simulate --measure` writes."""
 
-    model: its architecture and what it was measured with. terms: seconds of each of TERMS, in the
-    model, and of GAPS, between two steps. delay_s: from a client to the engine and back. error:
-    median relative error of the fit. residuals: of steps in their order, the fitted seconds from
-    result to result, and the measured share of them.
-    """
-
-    model: str
+    model: str  # architecture
     dp: int
     tp: int
-    limits: dict[str, int | float | bool]
-    terms: dict[str, float]
-    delay_s: float
+    limits: dict[str, int | float | bool]  # `Limits` of a measured engine
+    terms: dict[str, float]  # seconds of each of TERMS (forward pass) and GAPS (between two steps)
+    delay_s: float  # from a client to the engine and back
     num_samples: int
-    error: float
+    error: float  # median relative error of the fit
+    # For each step, in measured order: fitted seconds from result to result, and the ratio of the
+    # measured time to them.
     residuals: list[tuple[float, float]] = []
 
 
 class MeasuredCost:
-    """The `StepCost` of a calibration, for one group of engines: each step takes the fitted time,
-    times what a measured step of about that time took of its own. A late result is followed by an
-    early one, so that the measured steps behind are gone through as long as they are of the same
-    kind."""
+    """The `StepCost` of a calibration, for one group of engines.
+
+    Each step takes the fitted time multiplied by the residual of a measured step with about that
+    time. Residuals of consecutive steps are correlated, because an early result follows a late one.
+    So measured steps are replayed in order, as long as their times match; otherwise a new start is
+    drawn at random.
+    """
 
     spans: Spans = (None,)
 
@@ -92,8 +90,8 @@ class MeasuredCost:
         self._behind = False
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
-        """See `StepCost`: the slowest engine's time, and what passes before the next step."""
-        most = max(shapes)  # by tokens
+        """Return the slowest engine's step time plus the time until the next step."""
+        most = max(shapes)  # the engine with the most tokens
         others = sum(shape.tokens for shape in shapes) - most.tokens
         busy = sum(shape.tokens > 0 for shape in shapes) - 1
         x = features(
@@ -117,12 +115,12 @@ class MeasuredCost:
         return self._residuals[self._last][1]
 
     def host_seconds(self, shape: Shape) -> float:
-        """See `StepCost`: 0, as it is part of `seconds`."""
+        """Return 0, because `seconds` includes the host's time."""
         return 0.0
 
 
 def between(tokens: int, rows: int) -> F64:
-    """Return the numbers that the seconds between two steps are linear in, in the order of GAPS."""
+    """Return the features of the time between two steps, in the order of GAPS."""
     return np.array((1.0, rows, tokens > rows))
 
 
@@ -135,10 +133,12 @@ def features(
     busy: float,
     behind: bool = False,
 ) -> F64:
-    """Return the numbers that the seconds of a step are linear in, in the order of TERMS: those of
-    the engine with most tokens, the others' tokens, and how many others have any, as those share
-    the memory's rate. 3 tokens lie in the middle between 2 and 4; beyond the last knot time grows
-    as tokens do."""
+    """Return the features of a step's time, in the order of TERMS.
+
+    The arguments are those of `StepSample`. Other engines count because they share the memory
+    bandwidth. Tokens are interpolated between KNOTS: 3 is half of 2 and half of 4. After the last
+    knot, time is proportional to tokens.
+    """
     knots = np.zeros(len(KNOTS))
     above = min(int(np.searchsorted(KNOTS, tokens)), len(KNOTS) - 1)
     if tokens > KNOTS[-1] or not above:
@@ -151,10 +151,15 @@ def features(
 
 
 def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
-    """Return the calibration with terms, residuals and error of these samples. Raises ConfigError
-    if there are too few."""
+    """Return `unfitted` with the terms, residuals and error of these samples.
+
+    Raises ConfigError if there are too few of them.
+    """
     if len(samples) < 2 * len(TERMS):
-        raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(TERMS)} terms")
+        raise ConfigError(
+            f"{len(samples)} measured steps are too few to fit {len(TERMS)} terms; at least"
+            f" {2 * len(TERMS)} are needed"
+        )
     x = np.array(
         [features(s.tokens, s.rows, s.reads, s.pairs, s.others, s.busy, s.behind) for s in samples]
     )
@@ -181,9 +186,12 @@ def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
 
 
 def not_negative(x: F64, y: F64) -> F64:
-    """Return a >= 0 such that the relative errors of x @ a are least, and 0 on average: they are
-    relative to x @ a itself, which the last round gave. Steps that took much longer were
-    interrupted, and do not count."""
+    """Return a >= 0 that minimizes the squared relative errors of x @ a.
+
+    Errors are relative to the prediction of the previous round (iteratively reweighted least
+    squares), so that they are 0 on average. Steps that took much longer were interrupted and are
+    ignored.
+    """
     a = np.zeros(x.shape[1])
     size = y
     for _ in range(ROUNDS):
@@ -194,8 +202,9 @@ def not_negative(x: F64, y: F64) -> F64:
 
 
 def least(x: F64, y: F64, size: F64) -> F64:
-    """Return a >= 0 such that the squares of (x @ a - y) / size are least, by leaving out negative
-    terms.
+    """Return a >= 0 that minimizes the squares of (x @ a - y) / size.
+
+    As long as there are negative coefficients, the most negative one is set to 0.
     """
     a = np.zeros(x.shape[1])
     left = np.flatnonzero(x.any(0)).tolist()
@@ -211,7 +220,7 @@ def least(x: F64, y: F64, size: F64) -> F64:
 
 
 def limits_of(calibration: Calibration) -> Limits:
-    """Return the limits that the measured engine had."""
+    """Return the limits of the measured engine."""
     return msgspec.convert(calibration.limits, Limits)
 
 
@@ -222,8 +231,8 @@ def write(path: Path, calibration: Calibration) -> None:
 
 
 def read(path: Path) -> Calibration:
-    """Read a calibration. Raises ConfigError naming what is wrong."""
-    remedy = "; write one by `moeserve simulate --measure FILE`"
+    """Read a calibration. Raises ConfigError."""
+    remedy = "; write one with `moeserve simulate --measure FILE`"
     with ConfigError.instead_of((OSError, msgspec.DecodeError), f"--calibration {path}", remedy):
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
         limits_of(found)

@@ -1,9 +1,11 @@
-"""The layouts that a number of devices allows, and what each of them serves: first in closed form,
-for all; then the best few in simulation.
+"""The parallel layouts (dp, tp, ep, step tokens) of a cluster, and the load that each can serve.
 
-In closed form an engine decodes B rows in every step, and a prompt is read in chunks beside them. A
-step of the group is one with a chunk on some engine or one without; how often the first kind comes
-depends on how long both last, so that rows, steps and times are found by iteration.
+`moeserve simulate` ranks all layouts with the closed-form estimate here, then simulates the best.
+
+In the estimate, an engine decodes B rows in every step and prefills prompts in chunks beside them.
+A step of the group either has a chunk on some engine or has none. The share of steps with chunks
+depends on how long both kinds take, and the times depend on the number of rows, so all of them are
+found by fixed-point iteration.
 """
 
 import math
@@ -19,55 +21,47 @@ from moeserve.plan.memory import RankMemory, rank_memory
 from moeserve.plan.roofline import Roofline, Shape
 from moeserve.plan.tables import KernelTables
 
-STEP_TOKENS = (2048, 8192)
-CROWDED = (
-    1.1  # KV blocks for each of the tokens held on average, above which requests preempt each other
-)
-ROUNDS = 60
+STEP_TOKENS = (2048, 8192)  # values of --max-num-batched-tokens to try
+CROWDED = 1.1  # KV capacity needed per average token held, so that requests are not preempted
+ROUNDS = 60  # of the iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests per second of the whole cluster, tokens of each, and the goals in seconds (inf:
-    none).
-    """
+    """The load of the whole cluster, and its latency goals."""
 
-    rate: float
-    input: float
-    output: float
-    ttft_s: float = math.inf
+    rate: float  # requests per second
+    input: float  # prompt tokens per request
+    output: float  # generated tokens per request
+    ttft_s: float = math.inf  # goals, inf for none
     itl_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a layout would do. rows: of an engine. prefills: share of steps that read a prompt.
-    binds: what is used up first if more requests come. decode, prefill: the terms of both kinds of
-    steps."""
+    """The steady state of a layout under a load."""
 
     ttft_s: float
     itl_s: float
-    rows: float
-    prefills: float
-    binds: str
-    decode: dict[str, float]
-    prefill: dict[str, float]
+    rows: float  # running requests per engine
+    prefills: float  # share of steps that prefill
+    binds: str  # the bottleneck: the limit that is nearest to being reached
+    decode: dict[str, float]  # seconds of each part of a step without prefill
+    prefill: dict[str, float]  # the same for a step with prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layout. refused: why the engine would not start with it; it has no memory and no cost
-    then.
-    """
+    """One layout."""
 
     config: Config
-    refused: str = ""
+    refused: str = ""  # why the engine would not start; then `memory` and `cost` are None
     memory: RankMemory | None = None
     cost: Roofline | None = None
 
     @property
     def name(self) -> str:
-        """The layout in the flags of `moeserve serve`."""
+        """The layout as flags of `moeserve serve`."""
         parallel = self.config.parallel
         scheduler = self.config.scheduler
         words = [f"--dp {parallel.dp}", f"--tp {parallel.tp}"]
@@ -80,7 +74,7 @@ class Candidate:
         return " ".join([*words, f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}"])
 
     def estimate(self, load: Workload) -> Estimate | None:
-        """Return what happens at this load, in the long run; None if more comes than is served."""
+        """Return the steady state under this load, or None if the layout cannot keep up with it."""
         assert self.cost is not None
         assert self.memory is not None
         dp = self.config.parallel.dp
@@ -98,7 +92,7 @@ class Candidate:
             chunk = min(load.input, limits.prefill_chunk, limits.max_num_batched_tokens - rows)
             if rows > most_rows or chunk < 1:
                 return None
-            chunks = rate * load.input / chunk * step_s  # of an engine, per step
+            chunks = rate * load.input / chunk * step_s  # per engine and step
             if chunks > 1:
                 return None
             whole = max(1.0, rows)
@@ -117,9 +111,7 @@ class Candidate:
             times = [max(host_s, sum(terms.values())) for terms in (decode, prefill)]
             step_s += 0.5 * ((1 - share) * times[0] + share * times[1] - step_s)
         steps = math.ceil(load.input / chunk)
-        queue = chunks / max(
-            1e-6, 1 - chunks
-        )  # prompts before this one, as in a queue with random arrivals
+        queue = chunks / max(1e-6, 1 - chunks)  # waiting prompts in a queue with random arrivals
         ttft_s = 1.5 * step_s + (steps + queue) * times[1]
         used = {
             "max_num_seqs": rows / limits.max_num_seqs,
@@ -129,13 +121,23 @@ class Candidate:
             "itl goal": step_s / load.itl_s,
         }
         return Estimate(
-            ttft_s, step_s, rows, share, max(used, key=lambda key: used[key]), decode, prefill
+            ttft_s=ttft_s,
+            itl_s=step_s,
+            rows=rows,
+            prefills=share,
+            binds=max(used, key=lambda key: used[key]),
+            decode=decode,
+            prefill=prefill,
         )
 
     def _sums(
         self, rows: float, held: float, chunk: float, prompt: float = 0.0
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the reads and pairs of `Shape`. chunk: in the middle of a prompt."""
+        """Return `reads` and `pairs` of a `Shape`.
+
+        held: context length of a decoding row.
+        chunk: tokens of the prefill chunk, which is taken to be in the middle of its prompt.
+        """
         assert self.cost is not None
         reads = []
         pairs = []
@@ -148,7 +150,7 @@ class Candidate:
         return tuple(reads), tuple(pairs)
 
     def capacity(self, load: Workload) -> float:
-        """Return the most requests per second within the goals, to a hundredth; 0 if none."""
+        """Return the highest rate within the goals, with a precision of 1 %; 0 if there is none."""
         low = 0.0
         high = 1.0
         while high < 1e6 and self._good(replace(load, rate=high)):
@@ -173,8 +175,11 @@ def candidates(
     zipf: float = 0.0,
     tables: KernelTables | None = None,
 ) -> Iterator[Candidate]:
-    """Yield every layout of all devices that the engine runs or refuses. A setting that `config`
-    has is kept.
+    """Yield every layout that uses all devices of the cluster, including refused ones.
+
+    A --max-num-batched-tokens in `config` is kept.
+
+    zipf: exponent of the experts' popularity, see `ExpertShares`.
     """
     for tp in (n for n in spec.possible_tp if n <= cluster.per_node and cluster.per_node % n == 0):
         dp = cluster.num_devices // tp
@@ -201,14 +206,13 @@ def candidates(
 def _candidate(
     spec: ModelSpec, config: Config, cluster: Cluster, zipf: float, tables: KernelTables | None
 ) -> Candidate:
-    nodes = (
-        cluster.nodes if config.parallel.ep == "on" else 1
-    )  # engines that do not step together need no rendezvous
-    asked = config.parallel
+    parallel = config.parallel
+    # With --ep off, engines do not step together and need no rendezvous.
+    nodes = cluster.nodes if parallel.ep == "on" else 1
     if nodes > 1:
-        asked = replace(asked, nnodes=nodes, rendezvous="HOST:29500", cluster_key_file="KEY")
+        parallel = replace(parallel, nnodes=nodes, rendezvous="HOST:29500", cluster_key_file="KEY")
     try:
-        check_parallel(replace(config, parallel=asked), spec)
+        check_parallel(replace(config, parallel=parallel), spec)
         memory = rank_memory(spec, config, cluster.device)
     except ConfigError as error:
         return Candidate(config, refused=str(error))

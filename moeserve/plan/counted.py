@@ -1,10 +1,13 @@
-"""An engine whose steps are counted, not planned: the sums over the rows of each step that its
-scheduler would plan, at a cost that does not grow with rows. What the scheduler does is the
-specification; tests compare every number.
+"""A fast simulated engine that computes the totals of each step without running a scheduler.
 
-A decoding row is one token of each step from its first to a last one that is known at once, and
-needs a KV block whenever its position is a multiple of the block's size: so that all of an engine
-are a few counters, and a step touches only the requests that come, read their prompts or end in it.
+The scheduler is the specification: tests compare every number with the steps that it plans. The
+cost of a step does not grow with the number of decoding rows, because they are only counted:
+
+- A decoding row has one token in each step, from its first to a last step that is known in advance.
+- It allocates a KV block whenever its position is a multiple of the block size.
+
+So a few counters describe all decoding rows, and a step touches only the requests that arrive,
+prefill or finish in it.
 """
 
 from collections import deque
@@ -20,52 +23,51 @@ from moeserve.plan.roofline import NOTHING, Shape, Spans
 
 
 class Settled(NamedTuple):
-    """What a step came to on one engine: the rows that sampled, those among them that clients have
-    not been told of, each of which sampled in the step before as well; the first tokens, with the
-    request's prompt tokens from the cache; the requests that ended, and some of the step's record.
-    """
+    """The outcome of a step on one engine."""
 
-    rows: int
-    went_on: int
-    cached: dict[int, int]
-    ended: list[int]
+    rows: int  # rows that sampled a token
+    # Rows that also sampled in the previous step and were not reported to `Clients` one by one.
+    continued: int
+    cached: dict[int, int]  # requests that got their first token -> prompt tokens from the cache
+    ended: list[int]  # requests that finished
     tokens: int
     free_blocks: int
-    prompt_tokens: int
+    prompt_tokens: int  # of the prompts that began
     preempted: int = 0
     cached_tokens: int = 0
 
 
 class Uncountable(Exception):
-    """A step that cannot be counted: a request would be preempted."""
+    """Raised if a request would be preempted, which cannot be counted."""
 
 
 @dataclass(slots=True)
 class _Counted:
-    """A request. at: positions that planned steps compute. last: no step follows that one."""
+    """A request."""
 
     rid: int
-    prompt: int
-    last: int
-    at: int = 0
+    prompt: int  # prompt tokens
+    last: int  # number of positions that its steps compute in total
+    at: int = 0  # number of positions that planned steps compute
 
 
 class CountedStep(NamedTuple):
-    """One step: the requests whose first token it samples, those whose last one, in order, and what
-    these held.
-    """
+    """A planned step."""
 
     shape: Shape
-    first: Sequence[_Counted]
-    ended: Sequence[_Counted]
-    freed: int
-    prompt_tokens: int
+    first: Sequence[_Counted]  # requests whose first token it samples
+    ended: Sequence[_Counted]  # requests whose last token it samples, by rid
+    freed: int  # KV blocks of the requests that end
+    prompt_tokens: int  # of the prompts that begin
 
 
 def is_countable(limits: Limits, groups: Sequence[KVGroup], spans: Spans, longest: int) -> bool:
-    """Whether engines may be counted: full attention alone, no cached prefixes, no drafts, no limit
-    of a step's time, a token of each row in every step, and requests of at most `longest` tokens
-    fit."""
+    """Return whether `CountedEngine` can simulate these engines.
+
+    It supports full attention only, and neither prefix caching, speculative decoding nor a limit on
+    the time of a step. Every running row must fit into every step, and requests of `longest` tokens
+    must fit into the KV cache.
+    """
     return (
         spans == (None,)
         and [group.rule.is_full for group in groups] == [True]
@@ -76,8 +78,10 @@ def is_countable(limits: Limits, groups: Sequence[KVGroup], spans: Spans, longes
 
 
 class CountedEngine:
-    """An engine as `Engine`, for requests as `is_countable` wants them. Raises Uncountable where
-    the scheduler would preempt a request."""
+    """Like `Engine`, without a scheduler, if `is_countable`.
+
+    `plan` raises Uncountable if the scheduler would preempt a request.
+    """
 
     def __init__(self, rank: int, limits: Limits) -> None:
         self.rank = rank
@@ -86,23 +90,23 @@ class CountedEngine:
         self._chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
         self._waiting: deque[_Counted] = deque()
-        self._reading: list[
-            _Counted
-        ] = []  # rows that have read a part of their prompts, first in line first
-        self._ending: dict[int, list[_Counted]] = {}  # decoding rows by the step that is their last
+        self._reading: list[_Counted] = []  # rows that have begun to prefill, oldest first
+        self._ending: dict[int, list[_Counted]] = {}  # decoding rows by their last step
         self._crossing = [0] * limits.block_size  # decoding rows by (position - step) % block size
-        self._decoding = self._sum = 0  # rows, and the sum of the positions behind the next step
-        self._promised = 0  # blocks that the prompts of _reading still take
-        self._step = self._running = 0
-        self._free = limits.num_blocks - 1
+        self._decoding = 0  # number of decoding rows
+        self._sum = 0  # sum of their context lengths in the next step
+        self._promised = 0  # blocks that the prompts of _reading will still allocate
+        self._step = 0
+        self._running = 0
+        self._free = limits.num_blocks - 1  # without the null block
 
     @property
     def num_waiting(self) -> int:
-        """See `Engine`."""
+        """Requests that no step has begun."""
         return len(self.inbox) + len(self._waiting)
 
     def plan(self, now_s: float) -> tuple[CountedStep | None, Shape]:
-        """See `Engine`."""
+        """Read the requests that have arrived, and return the next step and its size."""
         while self.inbox and self.inbox[0][0] <= now_s:
             submit = self.inbox.popleft()[1]
             last = submit.num_prompt + submit.sampling.max_tokens - 1
@@ -115,12 +119,12 @@ class CountedEngine:
             self._take(crossing)
         shape = Shape(rows, rows, rows, (ends,), (ends,))
         prompt_tokens = 0
-        if rows and not (
-            self._waiting or self._reading or step in self._ending
-        ):  # as before, a position further
+        if rows and not (self._waiting or self._reading or step in self._ending):
+            # The same rows as in the previous step, one position further.
             self._step = step + 1
             self._sum = self._sum + rows
-            return CountedStep(shape, (), (), 0, 0), shape
+            same = CountedStep(shape=shape, first=(), ended=(), freed=0, prompt_tokens=0)
+            return same, shape
         ended = decoded = self._ending.pop(step, [])
         first: list[_Counted] = []
         if self._reading or self._waiting:
@@ -146,8 +150,11 @@ class CountedEngine:
         return CountedStep(shape, first, ended, freed, prompt_tokens), shape
 
     def _read(self, first: list[_Counted]) -> tuple[Shape, int]:
-        """Grants tokens to prompts behind the decoding rows; those that it ends are added to
-        `first`. Returns the shape of the whole step, and the tokens of prompts that begin."""
+        """Give the tokens that decoding rows leave to prefill.
+
+        Append the rows whose prompts are done to `first`. Return the shape of the whole step, and
+        the number of tokens of the prompts that begin.
+        """
         counts = [min(row.prompt - row.at, self._chunk) for row in self._reading]
         left = self._limits.max_num_batched_tokens - self._decoding - counts.count(1)
         granted: list[tuple[_Counted, int]] = []
@@ -197,11 +204,19 @@ class CountedEngine:
         return -(-positions // self._block_size)
 
     def settle(self, plan: CountedStep, clients: Clients, now_s: float) -> Settled:
-        """See `Engine`."""
+        """End the oldest step."""
         samples = plan.shape.samples
         tokens = plan.shape.tokens
         if not (plan.first or plan.ended):
-            return Settled(samples, samples, {}, [], tokens, self._free, plan.prompt_tokens)
+            return Settled(
+                rows=samples,
+                continued=samples,
+                cached={},
+                ended=[],
+                tokens=tokens,
+                free_blocks=self._free,
+                prompt_tokens=plan.prompt_tokens,
+            )
         self._free += plan.freed
         self._running -= len(plan.ended)
         for row in plan.first:
@@ -210,11 +225,11 @@ class CountedEngine:
             clients.last_s[row.rid] = now_s
             clients.tokens[row.rid] = row.last + 1 - row.prompt
         return Settled(
-            samples,
-            samples - len(plan.first),
-            {row.rid: 0 for row in plan.first},
-            [row.rid for row in plan.ended],
-            tokens,
-            self._free,
-            plan.prompt_tokens,
+            rows=samples,
+            continued=samples - len(plan.first),
+            cached={row.rid: 0 for row in plan.first},
+            ended=[row.rid for row in plan.ended],
+            tokens=tokens,
+            free_blocks=self._free,
+            prompt_tokens=plan.prompt_tokens,
         )

@@ -1,15 +1,17 @@
-"""Devices and links as data: peaks as their vendors give them, and the shares of them that kernels
-reach.
+"""Devices and links: the peak rates of the data sheets, and the shares of them that kernels reach.
 
-The shares are from kernels measured on H100, H800 and H200 by others: fused expert kernels read 3.4
-to 4.1 of the H200's 4.8 TB/s (vLLM, 128 experts of 704 by 2,816), and reach 0.53 of the bf16
-operations of the H100 and 0.61 of the H200 (vLLM, the median of shapes that are no row of
-benchmarks/published.py, which finds it); attention with latents reads 0.9 of the bandwidth and
-computes 0.58 PFLOP/s (FlashMLA on H800); fp8 products 0.93 to 1.35 of 1.98 PFLOP/s (DeepGEMM on
-H800). Those of all2all are from DeepEP's table of 8 to 128 ranks (128 tokens, width 7,168, 8
-experts). A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`, was
-fitted to the throughput of a server, decode and 4k prefill of SGLang's 96 H100;
-benchmarks/published.py compares with others.
+The shares are from measurements that others published:
+
+- Fused MoE kernels (vLLM) read 3.4 to 4.1 of the H200's 4.8 TB/s with 128 experts of 704 x 2,816.
+  They reach 0.53 of the H100's bf16 peak and 0.61 of the H200's: the median of the shapes that
+  benchmarks/published.py does not compare with.
+- MLA attention (FlashMLA on H800) reads at 0.9 of the bandwidth and computes 0.58 PFLOP/s.
+- FP8 GEMMs (DeepGEMM on H800) reach 0.93 to 1.35 of 1.98 PFLOP/s.
+- All-to-all rates are from DeepEP's table for 8 to 128 ranks (128 tokens, width 7,168, 8 experts).
+
+A gather is assumed to reach 0.7 of a link's rate in one direction. One number, `in_situ`, was
+fitted to a server's throughput: decode and 4k prefill of SGLang on 96 H100.
+benchmarks/published.py compares predictions with other published results.
 """
 
 import re
@@ -21,45 +23,35 @@ from moeserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What one device sends over, in bytes per second as reached, and the seconds that a message
-    takes at least. gather_bytes_per_s: of gathers between tensor-parallel devices; 0: none are made
-    over it."""
+    """A link between devices. Rates are per device, as reached by all-to-all messages."""
 
     name: str
     bytes_per_s: float
-    latency_s: float
-    gather_bytes_per_s: float = 0.0
+    latency_s: float  # of one message
+    gather_bytes_per_s: float = 0.0  # of tensor-parallel gathers; 0 if none use this link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A kind of device. memory: bytes. bytes_per_s: of its memory. flops: per second, of 16-bit and
-    8-bit operands.
-
-    reads, dense, expert, attention: the shares that kernels reach, of the bandwidth, and of the
-    operations in dense products, expert products and attention. overlap: the part of the shorter
-    one of reading and computing that the longer one hides. in_situ: the speed that kernels keep
-    among others, in a server. launch_s: of the kernels of a layer, in a graph. host_s, host_row_s:
-    the host's work on a step and on each of its requests, beside the device's. peer: within a
-    machine.
-    """
+    """A GPU model."""
 
     name: str
-    memory: int
-    bytes_per_s: float
-    flops: float
+    memory: int  # bytes
+    bytes_per_s: float  # memory bandwidth
+    flops: float  # operations per second with 16-bit operands
     flops_8bit: float
-    peer: Link
+    peer: Link  # to the other devices of a machine
+    # Shares of the peak that kernels reach: `reads` of the bandwidth, the others of the operations.
     reads: float = 0.82
     dense: float = 0.70
     expert: float = 0.57
     expert_8bit: float = 0.50
     attention: float = 0.55
-    overlap: float = 0.6
-    in_situ: float = 0.70
-    launch_s: float = 20e-6
-    host_s: float = 300e-6
-    host_row_s: float = 1.5e-6
+    overlap: float = 0.6  # of reading and computing, the hidden part of the shorter one
+    in_situ: float = 0.70  # speed of kernels in a server, relative to a benchmark of their own
+    launch_s: float = 20e-6  # for the kernels of a layer, in a CUDA graph
+    host_s: float = 300e-6  # host time per step
+    host_row_s: float = 1.5e-6  # host time per request of a step
 
 
 NVLINK4 = Link(name="NVLink 4", bytes_per_s=150e9, latency_s=25e-6, gather_bytes_per_s=315e9)
@@ -123,49 +115,50 @@ _GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z]\w*)")
 
 
 def find_device(name: str) -> Device:
-    """Return a device by its name, in any case. Raises ConfigError with the names there are."""
+    """Return a device by its name, in any case. Raises ConfigError with the known names."""
     if name.lower() not in DEVICES:
         near = get_close_matches(name.lower(), DEVICES, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"device {name!r} is not known; {hint}known: {', '.join(DEVICES)}")
+        raise ConfigError(f"unknown device {name!r}; {hint}known devices: {', '.join(DEVICES)}")
     return DEVICES[name.lower()]
 
 
 def find_link(name: str) -> Link:
-    """Return a link between machines by its name. Raises ConfigError with the names there are."""
+    """Return a link between machines by its name. Raises ConfigError with the known names."""
     if name not in LINKS:
-        raise ConfigError(f"--link {name!r} is not known; known: {', '.join(LINKS)}")
+        raise ConfigError(f"--link {name!r} is unknown; known links: {', '.join(LINKS)}")
     return LINKS[name]
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines with equally many devices of one kind."""
+    """Machines with the same number of devices of one model."""
 
     nodes: int
     per_node: int
     device: Device
-    link: Link
+    link: Link  # between machines
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """The number of devices on all machines."""
         return self.nodes * self.per_node
 
 
 def read_gpus(text: str, link: str = "ib400") -> Cluster:
-    """Parse `MACHINESxDEVICESxKIND`: 2x8xH100, 8xH200 (one machine), B200 (one device). Raises
-    ConfigError.
+    """Parse `MACHINESxDEVICESxMODEL`: 2x8xH100, 8xH200 (one machine), B200 (one device).
+
+    Raises ConfigError.
     """
     match = _GPUS.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
-            f"--gpus {text!r} is not like 2x8xH100 (machines x devices x kind), 8xH200 or B200"
+            f"--gpus {text!r} must be like 2x8xH100 (machines x devices x model), 8xH200 or B200"
         )
     first, second, kind = match.groups()
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
-    if not (0 < nodes <= 1024 and 0 < per_node <= 1024):  # as --nnodes
+    if not (0 < nodes <= 1024 and 0 < per_node <= 1024):  # the limit of --nnodes
         raise ConfigError(
-            f"--gpus {text!r:.100}: there must be 1 to 1024 machines, with 1 to 1024 devices each"
+            f"--gpus {text!r:.100}: must be 1 to 1024 machines with 1 to 1024 devices each"
         )
-    return Cluster(nodes, per_node, find_device(kind), find_link(link))
+    return Cluster(nodes=nodes, per_node=per_node, device=find_device(kind), link=find_link(link))

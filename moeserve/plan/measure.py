@@ -1,5 +1,8 @@
-"""A short benchmark of real engines, from which `calibration.py` fits its terms: some streams, each
-a request after the other, of all lengths mixed; and single prompts."""
+"""The benchmark behind `moeserve simulate --measure`: it times real steps for calibration.py.
+
+It runs different numbers of streams, each of which sends one request after the other with mixed
+lengths. Then it sends single prompts.
+"""
 
 import asyncio
 import random
@@ -21,41 +24,35 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.plan.calibration import GAPS, Calibration, StepSample, fit
 from moeserve.sampling import SamplingParams
 
-STREAMS = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-)  # of each engine, and of all where that is fewer than there are
-# for each number of streams, at least; they are broken off after twice as much
+STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of streams per engine
+# Each number of streams runs for at least this long. Answers are aborted after twice as long.
 STREAM_S = 2.5
 STREAM_STEPS = 40
-PROMPTS = (16, 32, 64, 128, 256, 512)
-LONGEST_ANSWER = 64
-LATE = 20.0  # times a step's own time: what comes later has not followed it
+PROMPTS = (16, 32, 64, 128, 256, 512)  # prompt tokens
+LONGEST_ANSWER = 64  # generated tokens
+LATE = 20.0  # a period longer than this many step times means that the engine was idle in between
 
 
 class Records(FrontStats):
-    """Keeps what engines say of their steps."""
+    """Statistics that keep the record of each step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[StepRecord] = []
 
     def step(self, record: StepRecord) -> None:
-        """Note a step."""
+        """Keep the record of a step."""
         super().step(record)
         self.seen.append(record)
 
 
 async def measure(config: Config, most_streams: int = 64) -> Calibration:
-    """Run the engines of this config for less than a minute, where a step takes milliseconds.
-    most_streams: of an engine."""
+    """Start the engines of this config, measure their steps, and return the fitted calibration.
+
+    This takes less than a minute if a step takes milliseconds.
+
+    most_streams: the most streams per engine.
+    """
     config = replace(
         config,
         cache=replace(config.cache, enable_prefix_caching=False),
@@ -97,16 +94,16 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
         samples: list[StepSample] = []
         delays: list[float] = []
         most = dp * min(most_streams, config.scheduler.max_num_seqs)
-        # Fewer streams than engines, too: an engine beside idle ones has the memory's rate for
-        # itself.
+        # Measure fewer streams than engines, too: an engine beside idle ones has the whole memory
+        # bandwidth.
         for streams in sorted(
             {n for n in STREAMS if n < dp} | {dp * n for n in STREAMS if dp * n <= most}
         ):
             records.seen.clear()
-            goes_on = partial(_goes_on, records.seen, STREAM_STEPS * dp, time.monotonic())
+            running = partial(_running, records.seen, STREAM_STEPS * dp, time.monotonic())
             async with asyncio.TaskGroup() as group:
                 for seed in range(streams):
-                    group.create_task(_stream(front, random.Random(seed), prompts, goes_on))
+                    group.create_task(_stream(front, random.Random(seed), prompts, running))
             samples += _samples(records.seen, limits.block_size)
         for prompt in prompts * 4:
             records.seen.clear()
@@ -120,8 +117,9 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
 
 
 def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
-    """Return the steps whose sizes the records tell: of decodes, and of decodes and one whole
-    prompt.
+    """Return the steps whose sizes are known from the records.
+
+    These are steps with decodes only, and steps with decodes and one whole prompt.
     """
     steps: list[list[StepRecord]] = []
     for record in sorted(records, key=lambda r: r.at_s):
@@ -143,36 +141,38 @@ def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
         reads = block_size * (most.num_blocks - 1 - most.num_free_blocks - most.num_running / 2)
         pairs = reads - prompt + prompt * (prompt + 1) / 2
         device_s = max(r.device_us for r in step) / 1e6
-        # A plan is made when the step before the one before it is over: these two are one step
-        # apart, if requests were left to go on with.
+        # `at_s` is the time when a step was planned. With two steps in flight, a step is planned
+        # when the one two before it ends. So the plans of the next two steps are one period of this
+        # step apart, if there were requests to continue with.
         period_s = third[0].at_s - second[0].at_s
         followed = all(any(r.num_running for r in one) for one in (before, step, second))
         samples.append(
             StepSample(
-                most.num_tokens,
-                most.num_requests,
-                reads,
-                pairs,
-                sum(r.num_tokens for r in step) - most.num_tokens,
-                sum(r.num_tokens > 0 for r in step) - 1,
-                device_s,
-                period_s if followed and period_s < LATE * device_s else None,
-                reading[i],
+                tokens=most.num_tokens,
+                rows=most.num_requests,
+                reads=reads,
+                pairs=pairs,
+                others=sum(r.num_tokens for r in step) - most.num_tokens,
+                busy=sum(r.num_tokens > 0 for r in step) - 1,
+                device_s=device_s,
+                period_s=period_s if followed and period_s < LATE * device_s else None,
+                behind=reading[i],
             )
         )
     return samples
 
 
-def _goes_on(seen: list[StepRecord], steps: int, begin_s: float, parts: int) -> bool:
-    return time.monotonic() < begin_s + parts * STREAM_S or len(seen) < parts * steps
+def _running(seen: list[StepRecord], steps: int, begin_s: float, factor: int) -> bool:
+    """Return whether `factor` times the least duration or number of steps is not reached yet."""
+    return time.monotonic() < begin_s + factor * STREAM_S or len(seen) < factor * steps
 
 
 async def _stream(
-    front: FrontEnd, rng: random.Random, prompts: list[int], goes_on: Callable[[int], bool]
+    front: FrontEnd, rng: random.Random, prompts: list[int], running: Callable[[int], bool]
 ) -> None:
-    """Ask for one answer after the other."""
-    while goes_on(1):
-        await _answer(front, rng, rng.choice(prompts), rng.randint(2, LONGEST_ANSWER), goes_on)
+    """Send one request after the other."""
+    while running(1):
+        await _answer(front, rng, rng.choice(prompts), rng.randint(2, LONGEST_ANSWER), running)
 
 
 async def _answer(
@@ -180,10 +180,11 @@ async def _answer(
     rng: random.Random,
     num_prompt: int,
     num_tokens: int,
-    goes_on: Callable[[int], bool] = bool,
+    running: Callable[[int], bool] = bool,
 ) -> float:
-    """Read one answer, to its end or as long as the test goes on; returns the seconds until its
-    first token.
+    """Send a request, and return the seconds until its first token.
+
+    The answer is read to its end, or aborted when the test has run for twice its duration.
     """
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     prompt = [rng.randrange(5, 200) for _ in range(num_prompt)]
@@ -192,6 +193,6 @@ async def _answer(
     async with await front.generate(prompt, params) as deltas:
         async for _ in deltas:
             first_s = first_s or time.monotonic() - begin_s
-            if not goes_on(2):
+            if not running(2):
                 break
     return first_s

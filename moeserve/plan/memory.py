@@ -1,4 +1,4 @@
-"""What one rank keeps in memory, by the rules of the loader and the runner themselves."""
+"""Memory of one rank: weights, workspace and KV cache, by the rules of loader and runner."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,33 +8,28 @@ from moeserve.engine.blocks import KVGroup, groups_of
 from moeserve.models.spec import ModelSpec, bytes_per_weight
 from moeserve.plan.hardware import Device
 
-CONTEXT_BYTES = 1.5e9  # of a GPU's driver, kernels and graphs, beside what is counted here
-COPIES = 5  # of received rows that a transport keeps at most (moe/all2all)
-FP32 = 4
+CONTEXT_BYTES = 1.5e9  # of the GPU driver, kernels and CUDA graphs, which are not counted here
+COPIES = 5  # the most copies of received activations that an all-to-all keeps (moe/all2all)
+FP32 = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWeights:
-    """The parameters of one rank, and their bytes as kernels read them. expert: of one expert in
-    one layer.
+    """The number of parameters of one rank, and their bytes as kernels read them."""
 
-    local_experts: places for experts in a layer. embedding: the table, of which a step reads hardly
-    anything.
-    """
-
-    dense: int
+    dense: int  # everything but experts, LM head and embedding
     dense_bytes: float
     head: int
     head_bytes: float
-    expert: int
+    expert: int  # of one expert in one layer
     expert_bytes: float
-    embedding_bytes: float
-    local_experts: int
+    embedding_bytes: float  # not the other weights' traffic: a step reads only a few rows
+    local_experts: int  # expert slots in a layer, redundant ones included
     moe_layers: int
 
     @property
     def total_bytes(self) -> float:
-        """All of them in memory."""
+        """The memory of all weights."""
         return (
             self.dense_bytes
             + self.head_bytes
@@ -44,26 +39,28 @@ class RankWeights:
 
 
 def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
-    """Count the parameters of rank 0. Those that a checkpoint stores in 4 bits are taken to be its
-    experts alone, and 8-bit ones all linear layers, as published checkpoints have them."""
+    """Count the parameters of rank 0.
+
+    In a 4-bit checkpoint only the experts are assumed to be quantized, in an 8-bit checkpoint all
+    linear layers, as in published checkpoints.
+    """
     from moeserve.comm.world import World
     from moeserve.models.load_plan import load_plan
     from moeserve.moe.placement.placement import Placement
 
     parallel = config.parallel
     world = World(0, parallel.num_ranks, parallel.tp, ep=parallel.ep == "on")
-    # One expert a layer is planned and counted as often as it is there: experts are alike.
+    # Plan a single expert per layer, and multiply: all experts have the same size.
     one = Placement.initial(
         len(spec.moe_layers), max(1, spec.num_experts), max(1, spec.num_experts)
     )
     plan = load_plan(spec, (), World(0, max(1, spec.num_experts) * parallel.tp, parallel.tp), one)
     itemsize = FP32 if spec.dtype == "float32" else 2
-    asked = None if config.model.quantization == "none" else config.model.quantization
+    quantization = None if config.model.quantization == "none" else config.model.quantization
+    # GPUs widen stored formats that have minima (GGUF) to floats.
     forms = tuple(form for stored in spec.stored if (form := stored.for_floats))
-    spec = replace(
-        spec, stored=forms if len(forms) == len(spec.stored) else ()
-    )  # GPUs widen files that have minima
-    narrow = bytes_per_weight(spec, asked, itemsize)
+    spec = replace(spec, stored=forms if len(forms) == len(spec.stored) else ())
+    narrow = bytes_per_weight(spec, quantization, itemsize)
     count = {"dense": 0, "head": 0, "embed": 0}
     num_bytes = dict.fromkeys(count, 0.0)
     for param in plan.params:
@@ -71,15 +68,13 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
         if param.name.rsplit(".", 1)[-1].startswith(("w13", "w2")):
             continue
         size = math.prod(param.shape)
-        per = (
-            FP32
-            if param.fp32
-            else narrow
-            if param.quantised_on_load and (narrow >= 1 or asked)
-            else itemsize
-        )
+        per_weight: float = itemsize
+        if param.fp32:
+            per_weight = FP32
+        elif param.quantised_on_load and (narrow >= 1 or quantization):
+            per_weight = narrow
         count[kind] += size
-        num_bytes[kind] += size * per
+        num_bytes[kind] += size * per_weight
     if spec.tie_embeddings:
         count["head"] = count["embed"]
         num_bytes["head"] = num_bytes["embed"]
@@ -101,20 +96,21 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank, and the limits that the scheduler gets with them."""
+    """Bytes of one rank, and the scheduler limits that follow from them."""
 
     weights: float
     workspace: float
     kv: float
     limits: Limits
     groups: tuple[KVGroup, ...]
-    bytes_per_token: float  # of KV
-    notes: tuple[str, ...]
+    bytes_per_token: float  # of the KV cache
+    notes: tuple[str, ...]  # remarks about the limits, for people
 
 
 def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
-    """Return the memory of a rank on a device of its own. Raises ConfigError (DoesNotFit) as the
-    engine would.
+    """Return the memory of a rank that has a device to itself.
+
+    Raises ConfigError (DoesNotFit) if the engine would not start.
     """
     import torch
 
@@ -133,9 +129,8 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     if spec.moe is not None and parallel.ep == "on" and parallel.num_ranks > 1:
         tokens = -(-limits_of.step_tokens(config) // parallel.tp)
         rows = most_rows(tokens, spec.experts_per_token, spec.hidden_size * dtype.itemsize, "cuda")
-        inflow = Inflow(
-            rows, 1 if parallel.dbo == "off" else 2, COPIES, weights.local_experts + 3
-        )  # as a runner's
+        # The same arguments as in the runner.
+        inflow = Inflow(rows, 1 if parallel.dbo == "off" else 2, COPIES, weights.local_experts + 3)
     workspace = limits_of.workspace_bytes(spec, config, dtype, inflow)
     memory = limits_of.MemoryFacts(
         device.memory, int(weights.total_bytes + CONTEXT_BYTES), device.memory
@@ -153,11 +148,11 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     )
     limits = replace(limits, num_states=states.num_states)
     return RankMemory(
-        weights.total_bytes,
-        workspace,
-        budget,
-        limits,
-        groups,
-        per_block / config.cache.block_size,
-        (*states.notes, *notes),
+        weights=weights.total_bytes,
+        workspace=workspace,
+        kv=budget,
+        limits=limits,
+        groups=groups,
+        bytes_per_token=per_block / config.cache.block_size,
+        notes=(*states.notes, *notes),
     )

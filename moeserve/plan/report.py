@@ -1,4 +1,4 @@
-"""What clients of a simulated server see, and what its engines were like meanwhile."""
+"""The results of a simulation: latency and throughput of clients, and totals of the engines."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -8,28 +8,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
-_EDGES = np.geomspace(
-    1e-6, 1e4, 2303
-)  # seconds, a hundredth apart: gaps between tokens are too many to keep
+# Bins of a histogram of inter-token latencies, which are too many to keep: seconds, 1 % apart.
+_EDGES = np.geomspace(1e-6, 1e4, 2303)
 _EDGE_LIST = _EDGES.tolist()
 QUANTILES = (50, 90, 99)
 
 
 class Clients:
-    """The times of all requests, in the order in which they came. All in seconds; nan until it is
-    known.
-    """
+    """The times of all requests, by request id. Times are seconds, nan until they are known."""
 
     def __init__(self, at_s: F64) -> None:
-        self.at_s = at_s
-        self.first_s = np.full(len(at_s), np.nan)
-        self.last_s = np.full(len(at_s), np.nan)
+        self.at_s = at_s  # arrival
+        self.first_s = np.full(len(at_s), np.nan)  # first token
+        self.last_s = np.full(len(at_s), np.nan)  # last token so far
         self.done = np.zeros(len(at_s), np.bool_)
         self.tokens = np.zeros(len(at_s), np.int64)
-        self.gaps = np.zeros(len(_EDGES) + 1, np.int64)
+        self.gaps = np.zeros(len(_EDGES) + 1, np.int64)  # histogram of inter-token latencies
 
     def emitted(self, rids: NDArray[np.int64], now_s: float) -> None:
-        """Note that each of these requests has one more token."""
+        """Record one more token of each of these requests."""
         before = self.last_s[rids]
         fresh = np.isnan(before)
         if fresh.any():
@@ -39,30 +36,35 @@ class Clients:
         self.last_s[rids] = now_s
         self.tokens[rids] += 1
 
-    def went_on(self, number: int, gap_s: float) -> None:
-        """Note that so many requests have one more token, each `gap_s` after the one before."""
+    def continued(self, number: int, gap_s: float) -> None:
+        """Record one more token of `number` requests, `gap_s` after the previous one of each.
+
+        This only counts the gaps: `last_s` and `tokens` are set when the requests end.
+        """
         self.gaps[bisect_left(_EDGE_LIST, gap_s)] += number
 
 
 @dataclass(slots=True)
 class Steps:
-    """Sums over the steps of all engines."""
+    """Totals over the steps of all engines."""
 
     number: int = 0
-    empty: int = 0  # an engine had nothing to do in them
+    empty: int = 0  # steps in which an engine had no tokens
     tokens: int = 0
     rows: int = 0
     preempted: int = 0
-    most_waiting: int = 0
-    least_free: float = 1.0  # share of KV blocks
+    most_waiting: int = 0  # maximum over time and engines
+    least_free: float = 1.0  # minimum share of free KV blocks
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)  # requests by error code
 
 
 def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str, Any]:
-    """Return the numbers of a simulation. Times in ms, as `moeserve bench serve` names them.
-    delay_s: from the engine to the client and back."""
+    """Return the metrics of a simulation, with the names of `moeserve bench serve`; times in ms.
+
+    delay_s: from the engine to the client and back.
+    """
     done = clients.done
     duration_s = float(np.nanmax(clients.last_s) - clients.at_s[0]) if done.any() else 0.0
     tokens = int(clients.tokens.sum())
@@ -101,7 +103,7 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the numbers as text."""
+    """Format the metrics as text."""
     lines = [
         f"{result['completed']:,} of {result['requests']:,} requests in {result['duration']:,.1f} "
         "s: "

@@ -1,14 +1,12 @@
-"""Seconds of a step: for each kind of kernel the bytes that it reads and the operations that it
-does, for messages the rows that travel, and a constant for launches and the host.
+"""A roofline model of step times.
 
-T tokens of a rank's step, E experts of a layer, k of them per token, R ranks that the experts are
-sharded over.
+For each kind of kernel it counts bytes and operations, for all-to-alls and gathers the activations
+that are sent. Kernel launches and the host take constant times.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,42 +20,43 @@ from moeserve.plan.hardware import Device, Link
 from moeserve.plan.memory import RankWeights, rank_weights
 from moeserve.plan.tables import AttentionTimes, KernelTables, Times
 
-DBO_SAVES = 0.03  # of a step's time: micro-batches must save so much (runner/dbo.py)
-SYNC_S = 30e-6  # of the step vote
-FAR_LATENCY_S = 100e-6  # of an all2all that sends a row once to each machine, which then spreads it
-COUNTED_TOKENS = 10_000.0  # for the load that experts are placed by
+DBO_SAVES = 0.03  # share of a step's time that two micro-batches must save (runner/dbo.py)
+SYNC_S = 30e-6  # time of the step vote
+FAR_LATENCY_S = 100e-6  # latency of a high-throughput all-to-all across machines
+COUNTED_TOKENS = 10_000.0  # tokens of the expert load that the placement is solved for
 
 
 class Shape(NamedTuple):
-    """The size of one engine's step. reads, pairs: for each span (see `CacheRead`), positions that
-    its rows read, and pairs of a query and a position."""
+    """The size of one engine's step."""
 
     tokens: int
-    rows: int
-    samples: int
-    reads: tuple[float, ...]
-    pairs: tuple[float, ...]
+    rows: int  # requests
+    samples: int  # rows that sample a token
+    reads: tuple[float, ...]  # for each span: KV positions that the rows read
+    pairs: tuple[float, ...]  # for each span: (query, position) pairs of attention
 
 
-NOTHING = Shape(0, 0, 0, (), ())
-Spans = tuple[int | None, ...]
+NOTHING = Shape(tokens=0, rows=0, samples=0, reads=(), pairs=())
+Spans = tuple[int | None, ...]  # attention windows of a model, see `CacheRead.span`
 
 
 class StepCost(Protocol):
-    """What a simulation asks. spans: those that shapes have to count."""
+    """A model of step times, for the simulator."""
 
-    spans: Spans
+    spans: Spans  # that every `Shape` has to count
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
-        """Return the time of a step that engines with these shapes run together."""
+        """Return the time of a step that engines with these shapes run in lockstep."""
 
     def host_seconds(self, shape: Shape) -> float:
         """Return the host's time between a result and the next plan."""
 
 
 def shape_of(plan: StepPlan, spans: Spans) -> Shape:
-    """Count a plan. Rows of 1 token at position 9 and 4 at 0: tokens 5, reads 10 + 4, pairs 10 +
-    (1 + 2 + 3 + 4).
+    """Return the shape of a plan.
+
+    Example: rows with 1 token at position 9 and 4 tokens at position 0 -> tokens 5, reads 10 + 4,
+    pairs 10 + (1 + 2 + 3 + 4)
     """
     counts = plan.counts_R.astype(np.float64)
     ends = plan.starts_R + counts
@@ -69,26 +68,29 @@ def shape_of(plan: StepPlan, spans: Spans) -> Shape:
         pairs.append(float(counts @ (middles if span is None else np.minimum(middles, span))))
     rows = len(counts)
     return Shape(
-        int(counts.sum()), rows, int(np.count_nonzero(plan.samples_R)), tuple(reads), tuple(pairs)
+        tokens=int(counts.sum()),
+        rows=rows,
+        samples=int(np.count_nonzero(plan.samples_R)),
+        reads=tuple(reads),
+        pairs=tuple(pairs),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """Layers whose attention costs the same. span: the index in `Roofline.spans`. times: if they
-    are measured.
-    """
+    """Attention layers that cost the same."""
 
-    span: int
-    layers: int
+    span: int  # index in `Roofline.spans`
+    layers: int  # their number
     bytes_per_position: float
-    operations: float
-    times: AttentionTimes | None
+    operations: float  # per (query, position) pair
+    times: AttentionTimes | None  # measured times, if there are any
 
 
 class ExpertShares:
-    """How the tokens of a step fall on experts, whose shares follow Zipf's law with an exponent,
-    and those on ranks.
+    """The distribution of a step's tokens over experts and ranks.
+
+    The popularity of experts follows Zipf's law with exponent `zipf`; 0 is uniform.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class ExpertShares:
         self._distinct = (hit_TE * copies).sum(1) / ranks
 
     def distinct(self, tokens: float) -> float:
-        """Return the number of a rank's experts that the tokens of all ranks need."""
+        """Return the expected number of a rank's experts that the tokens of all ranks use."""
         return float(np.interp(tokens, self._tokens, self._distinct))
 
 
@@ -139,8 +141,10 @@ def _reads(
 
 
 class Roofline:
-    """Steps of a model on dp engines of tp devices each. near, far: links within and between
-    machines of per_node. measured: of the parts of a step, those whose times are in the tables."""
+    """The `StepCost` of a model on dp engines of tp devices each.
+
+    `measured` lists the parts of a step whose times come from the kernel tables.
+    """
 
     def __init__(
         self,
@@ -165,8 +169,8 @@ class Roofline:
         kv_size = 1 if config.cache.kv_cache_dtype == "int8" else self.itemsize
         reads, self.state_bytes = _reads(spec, self.tp, kv_size)
         self.spans: Spans = tuple(dict.fromkeys(span for span, *_ in reads)) or (None,)
-        # A product reads its inputs and writes its outputs, and one pass over them lies before it;
-        # an expert's rows are copied there and back as well.
+        # A GEMM reads its inputs and writes its outputs, and one elementwise kernel before it reads
+        # and writes the inputs. Experts also copy their rows on dispatch and combine.
         elements = sum(3 * inputs + outputs for outputs, inputs in spec.products()) / self.tp
         self.passes = elements * self.itemsize
         self.expert_passes = (5 * spec.hidden_size + 6 * spec.expert_size) * self.itemsize
@@ -183,6 +187,7 @@ class Roofline:
         self.expert_flops = (
             device.expert_8bit * device.flops_8bit if expert_8bit else device.expert * device.flops
         )
+        # Bytes of an activation in dispatch (fp8 with scales if the experts are fp8), in combine.
         self.row_bytes = (
             spec.hidden_size * (1.03 if expert_8bit else self.itemsize),
             spec.hidden_size * self.itemsize,
@@ -214,30 +219,32 @@ class Roofline:
             )
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
-        """See `StepCost`."""
+        """Return the time of a step: the sum of its terms."""
         return sum(self.terms(shapes).values())
 
     def host_seconds(self, shape: Shape) -> float:
-        """See `StepCost`."""
+        """Return the host's time, which grows with the number of rows."""
         return self.device.host_s + self.device.host_row_s * shape.rows
 
     def terms(self, shapes: Sequence[Shape]) -> dict[str, float]:
-        """Return the seconds of each part of a step, in one micro-batch or in two, whichever is
-        shorter.
+        """Return the seconds of each part of a step.
+
+        With dual-batch overlap, the step uses two micro-batches if that is faster.
         """
         one = self._computing(shapes, 1) | {"all2all": self._all2all(shapes, 1)}
-        if not self.dbo or self.ep == 1 or max(map(itemgetter(0), shapes)) < 2:
+        if not self.dbo or self.ep == 1 or max(shape.tokens for shape in shapes) < 2:
             return one
         two = self._computing(shapes, 2)
         travels = self._all2all(shapes, 2)
-        # Each half's rows travel while the other half computes; the first ones and the last ones
-        # travel alone.
+        # The all-to-all of one half overlaps with the computation of the other. The first and the
+        # last all-to-all do not overlap.
         computes = sum(two.values()) - two["launch"]
-        alone = min(computes, travels) / max(1, 2 * self.weights.moe_layers)
-        two["all2all"] = max(0.0, travels - computes) + alone
+        exposed = min(computes, travels) / max(1, 2 * self.weights.moe_layers)
+        two["all2all"] = max(0.0, travels - computes) + exposed
         return two if sum(two.values()) < (1 - DBO_SAVES) * sum(one.values()) else one
 
     def _computing(self, shapes: Sequence[Shape], parts: int) -> dict[str, float]:
+        """Return the seconds of all parts but the all-to-all. parts: number of micro-batches."""
         weights = self.weights
         device = self.device
         each_tokens, each_rows, each_samples = list(zip(*shapes, strict=True))[:3]
@@ -254,8 +261,8 @@ class Roofline:
         attention += rows * self.state_bytes / (device.reads * device.bytes_per_s)
         experts = local = 0.0
         if self.load is not None:
-            # Each rank of an engine sends a part of its tokens; a rank alone computes all of its
-            # own.
+            # With EP, all tokens of the group are spread over its ranks. Otherwise each engine
+            # computes its own tokens.
             seen, spread = (total, self.ep) if self.ep > 1 else (tokens, 1)
             local = seen / parts * self.spec.experts_per_token / spread * self.load.imbalance
             read = self.load.distinct(seen / parts) * weights.expert_bytes
@@ -280,7 +287,7 @@ class Roofline:
                 * (parts * device.peer.latency_s / 2 + sent / device.peer.gather_bytes_per_s)
             )
         passes = tokens * self.passes
-        if self.expert_times is None:  # measured kernels copy their rows themselves
+        if self.expert_times is None:  # measured times include the copies
             passes += local * parts * weights.moe_layers * self.expert_passes
         launch = parts * len(self.spec.layers) * device.launch_s + (
             SYNC_S if self.ranks > self.tp else 0.0
@@ -301,7 +308,7 @@ class Roofline:
     def _product(
         self, times: Times | None, num_bytes: float, weights: float, rows: float, flops: float
     ) -> float:
-        """Seconds of products of so many rows with these weights."""
+        """Return the seconds of GEMMs of `rows` rows with `weights` weights."""
         return (
             times.seconds(rows)
             if times
@@ -309,7 +316,7 @@ class Roofline:
         )
 
     def _roof(self, num_bytes: Any, operations: Any, flops: float) -> Any:
-        """Seconds of one kernel, or of an array of them."""
+        """Return the seconds of a kernel, or of an array of kernels."""
         reading = num_bytes / (self.device.reads * self.device.bytes_per_s)
         computing = operations / flops
         return np.maximum(reading, computing) + (1 - self.device.overlap) * np.minimum(
@@ -317,13 +324,15 @@ class Roofline:
         )
 
     def _attention(self, shapes: Sequence[Shape]) -> float:
-        """Seconds of the engine that takes longest."""
+        """Return the seconds of the slowest engine's attention."""
         if not shapes:
             return 0.0
-        if any(
-            kind.times for kind in self.attending
-        ):  # one at a time: of the engines that have most to read
-            shapes = [max(shapes, key=itemgetter(3)), max(shapes, key=itemgetter(4))]
+        if any(kind.times for kind in self.attending):
+            # Measured times are not vectorized. Compute them only for the engines with the most
+            # reads and the most pairs.
+            most_reads = max(shapes, key=lambda shape: shape.reads)
+            most_pairs = max(shapes, key=lambda shape: shape.pairs)
+            shapes = [most_reads, most_pairs]
         reads = np.array([s.reads for s in shapes]).T
         pairs = np.array([s.pairs for s in shapes]).T
         flops = self.device.attention * self.device.flops
@@ -342,12 +351,14 @@ class Roofline:
         return float(total.max())
 
     def _all2all(self, shapes: Sequence[Shape], parts: int) -> float:
-        """Seconds of dispatch and combine in all layers: rows go to each expert's rank (low
-        latency), or once to each machine that has any of them (high throughput), whichever is
-        faster."""
+        """Return the seconds of dispatch and combine in all layers.
+
+        Activations are sent to the rank of each expert (low latency), or once to each machine that
+        has some of the experts (high throughput), whichever is faster.
+        """
         if self.ep == 1:
             return 0.0
-        tokens = max(map(itemgetter(0), shapes)) / self.tp
+        tokens = max(shape.tokens for shape in shapes) / self.tp
         k = self.spec.experts_per_token
         peer = self.device.peer
         link = self.link
@@ -355,7 +366,7 @@ class Roofline:
         far = 1 - self.near / self.ep
         machines = nodes * (1 - (1 - 1 / nodes) ** k) * far if nodes > 1 else 0.0
         seconds = 0.0
-        for size in self.row_bytes:
+        for size in self.row_bytes:  # dispatch, then combine
             direct = parts * max(peer.latency_s, link.latency_s if far else 0.0)
             direct += tokens * k * size * (far / link.bytes_per_s + (1 - far) / peer.bytes_per_s)
             staged = parts * FAR_LATENCY_S + tokens * size * max(

@@ -1,17 +1,15 @@
-"""Engines in simulated time: the real schedulers and balancer; only the model's forward pass is an
-estimate.
+"""Engines in simulated time: real schedulers and balancer, but a model of the forward pass's time.
 
-An engine turns as `engine/core.py` does: it plans up to `depth` steps ahead, and settles the oldest
-one when no more can be planned. Engines of a group run a step if any of them has work
-(engine/vote.py), and it lasts as long as the slowest of them needs; those with nothing to do run it
-all the same. Requests are read between two steps.
+An engine runs the loop of `engine/core.py`: it plans up to `depth` steps ahead, and settles the
+oldest one when it cannot plan another. Engines of a group run a step if any of them has work
+(engine/vote.py). The step takes as long as the slowest engine needs, and idle engines take part in
+it. New requests are read between two steps.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,12 +27,15 @@ from moeserve.plan.roofline import NOTHING, Shape, Spans, StepCost, shape_of
 from moeserve.plan.trace import RequestTrace, prompt_of
 from moeserve.sampling import TokenSampling
 
-Observe = Callable[[int, StepPlan], object]  # (engine, its plan)
+Observe = Callable[[int, StepPlan], object]  # called with an engine's rank and its plan
 
 
 class Engine:
-    """One engine with its real scheduler. inbox: requests that it has not read yet, and when they
-    came. refused: is told (rank, rid, code) of requests that can never fit."""
+    """One engine with its real scheduler.
+
+    `inbox` has the requests that the engine has not read yet, each with its time of arrival.
+    `refused` is called with (rank, rid, error code) for requests that can never fit.
+    """
 
     def __init__(
         self,
@@ -56,8 +57,9 @@ class Engine:
         return len(self.inbox) + self.scheduler.num_waiting
 
     def plan(self, now_s: float) -> tuple[Any, Shape]:
-        """Read the requests that are there by now, and returns the next step and its size; None if
-        there is none.
+        """Read the requests that have arrived, and return the next step and its size.
+
+        The step is None if there is nothing to do.
         """
         while self.inbox and self.inbox[0][0] <= now_s:
             _, submit = self.inbox.popleft()
@@ -78,15 +80,15 @@ class Engine:
             clients.emitted(rids, now_s)
         assert record is not None
         return Settled(
-            len(rids),
-            0,
-            output.cached,
-            rids[np.frombuffer(output.finish, np.uint8) > 0].tolist(),
-            record.num_tokens,
-            record.num_free_blocks,
-            record.prompt_tokens,
-            record.num_preempted,
-            record.cached_tokens,
+            rows=len(rids),
+            continued=0,
+            cached=output.cached,
+            ended=rids[np.frombuffer(output.finish, np.uint8) > 0].tolist(),
+            tokens=record.num_tokens,
+            free_blocks=record.num_free_blocks,
+            prompt_tokens=record.prompt_tokens,
+            preempted=record.num_preempted,
+            cached_tokens=record.cached_tokens,
         )
 
 
@@ -106,30 +108,31 @@ class Group:
         self._depth = depth
         self._simulation = simulation
         self._observe = observe
-        self._now_s = self._free_s = self._before_s = 0.0
-        self._in_flight: deque[tuple[tuple[Any, ...], float, float]] = (
-            deque()
-        )  # plans, their end, host's time
+        self._now_s = 0.0  # the hosts' clock
+        self._free_s = 0.0  # when the devices have finished all planned steps
+        self._before_s = 0.0  # when the last step ended
+        # Planned steps: the plan of each engine, the time of the end, the host's time afterwards.
+        self._in_flight: deque[tuple[tuple[Any, ...], float, float]] = deque()
         self._woken = False
 
     @property
     def next_s(self) -> float:
-        """When the next thing happens: the end of the oldest step, or the start of one if the
-        engines were woken.
-        """
-        return (
-            self._in_flight[0][1] if self._in_flight else self._now_s if self._woken else math.inf
-        )
+        """The time of the next event: the end of the oldest step, or the start of one if woken."""
+        if self._in_flight:
+            _, end_s, _ = self._in_flight[0]
+            return end_s
+        return self._now_s if self._woken else math.inf
 
     def wake(self, now_s: float) -> None:
-        """Let engines that sleep read a request that came now."""
+        """Wake idle engines, because a request has arrived now."""
         if not self._in_flight:
             self._now_s = max(self._now_s, now_s)
             self._woken = True
 
     def advance(self, until_s: float) -> None:
-        """Run steps until none ends before `until_s`. Requests that come by then are in the
-        engines' inboxes.
+        """Run all steps that end before `until_s`.
+
+        The requests that arrive before must already be in the engines' inboxes.
         """
         while True:
             if len(self._in_flight) < self._depth and self._now_s < until_s and self._start():
@@ -138,19 +141,19 @@ class Group:
                 return
             plans, end_s, host_s = self._in_flight.popleft()
             self._now_s = max(self._now_s, end_s)
-            went_on = 0
+            continued = 0
             clients = self._simulation.clients
             for engine, plan in zip(self.engines, plans, strict=True):
                 if plan is not None:
                     found = engine.settle(plan, clients, self._now_s)
                     self._simulation.settled(engine.rank, found)
-                    went_on += found.went_on
-            clients.went_on(went_on, self._now_s - self._before_s)
+                    continued += found.continued
+            clients.continued(continued, self._now_s - self._before_s)
             self._before_s = self._now_s
             self._now_s += host_s
 
     def _start(self) -> bool:
-        """Plans, and starts the step if any engine has work. Returns False if none has."""
+        """Plan and start a step. Return False if no engine has work."""
         self._woken = False
         plans, shapes = zip(*(engine.plan(self._now_s) for engine in self.engines), strict=True)
         busy = [shape for shape in shapes if shape.rows]
@@ -159,7 +162,7 @@ class Group:
         begin_s = max(self._now_s, self._free_s)
         took_s = self._cost.seconds(shapes)
         self._free_s = begin_s + took_s
-        host_s = self._cost.host_seconds(max(busy, key=itemgetter(1)))  # of most rows
+        host_s = self._cost.host_seconds(max(busy, key=lambda shape: shape.rows))
         self._in_flight.append((plans, self._free_s, host_s))
         steps = self._simulation.steps
         steps.number += len(shapes)
@@ -174,10 +177,12 @@ class Group:
 
 
 class Simulation:
-    """One run of a trace. cost: of a step of all engines that step together.
+    """One run of a trace.
 
-    dp: engines, which form one group if `together`, or each its own. observe: is told of every
-    plan. counted: steps are counted (plan/counted.py), and there are no plans to observe.
+    cost: the time of a step that a group of engines runs together.
+    dp: the number of engines. They form one group if `together`, otherwise each is its own group.
+    observe: called with every plan.
+    counted: use the engines of plan/counted.py, which have no plans to observe.
     """
 
     def __init__(
@@ -199,7 +204,7 @@ class Simulation:
             for rank in range(dp)
         ]
         parts = [engines] if together else [[engine] for engine in engines]
-        # A cost may know its last step.
+        # Copy the cost for each group, because it may remember the last step.
         self.groups = [Group(part, copy(cost), limits.depth, self, observe) for part in parts]
         self._home = {
             engine.rank: (group, engine) for group in self.groups for engine in group.engines
@@ -211,7 +216,7 @@ class Simulation:
         self.clients = Clients(np.zeros(0))
 
     def run(self, trace: RequestTrace) -> "Simulation":
-        """Simulate all requests to their ends, and returns itself. May be called once."""
+        """Simulate all requests to their ends, and return this simulation. May be called once."""
         self.clients = Clients(np.array([arrival.at_s for arrival in trace.arrivals]))
         for rid, arrival in enumerate(trace.arrivals):
             for group in self.groups:
@@ -247,7 +252,7 @@ class Simulation:
         self._balancer.end(rid)
 
     def settled(self, rank: int, found: Settled) -> None:
-        """Take what a step came to."""
+        """Add the outcome of an engine's step to the totals, and report it to the balancer."""
         steps = self.steps
         if found.prompt_tokens or found.preempted:
             steps.preempted += found.preempted

@@ -1,10 +1,13 @@
-"""Measured times of kernels on GPUs, in place of their roofline: tables as aiconfigurator-core
-publishes them (parquet files of systems/data/SYSTEM/KIND/ENGINE/VERSION; those of vLLM, whose
-kernels of experts are Triton's as ours).
+"""Measured times of GPU kernels, which replace the roofline: the tables of aiconfigurator-core.
 
-Not used: experts on several ranks, whose kernels there go through the rows of absent experts, as
-ours do not; and 8-bit products, which take at least 58 us there, whatever their size, as none does
-in a server's graphs.
+They are parquet files in systems/data/SYSTEM/KIND/ENGINE/VERSION. The tables of vLLM are used,
+because its MoE kernels are written in Triton like ours.
+
+Two kinds of tables are not used:
+
+- Experts on several ranks: the kernels measured there process the rows of absent experts as well.
+- 8-bit GEMMs: the measured times are at least 58 us at any size, while kernels in CUDA graphs take
+  less.
 """
 
 import importlib.util
@@ -22,21 +25,21 @@ from numpy.typing import NDArray
 from moeserve.errors import ConfigError
 from moeserve.plan.hardware import Device
 
-PACKAGE = "aiconfigurator"  # what --tables calls the installed package
+PACKAGE = "aiconfigurator"  # the value of --tables for the installed package
 HINT = "pip install 'moeserve[tables]', or name a folder with systems/data of aiconfigurator-core"
 EXPERTS = ("moe_dtype", "hidden_size", "inter_size", "num_experts", "topk", "num_tokens")
 PRODUCTS = ("n", "k", "m")
 HEADS = ("num_heads", "num_key_value_heads", "head_dim")
-Key = tuple[
-    str, int, int, int, int
-]  # 8-bit or 16-bit weights, width, an expert's width, experts, top k
-HeadKey = tuple[int, int, int]  # heads, KV heads, their width
+Key = tuple[str, int, int, int, int]  # the columns EXPERTS without num_tokens
+HeadKey = tuple[int, int, int]  # the columns HEADS
 
 
 class Times:
-    """Seconds over tokens, or another size, by straight lines between measured points on
-    logarithmic axes. Below the first point it is the first, beyond the last it grows as the size
-    does."""
+    """Seconds as a function of tokens or another size.
+
+    Measured points are interpolated linearly on logarithmic axes. Sizes below the first point take
+    as long as the first one; after the last point, the time is proportional to the size.
+    """
 
     def __init__(self, seconds: dict[int, float]) -> None:
         points = sorted(seconds.items())
@@ -45,7 +48,7 @@ class Times:
         self._most = float(points[-1][0])
 
     def seconds(self, size: float) -> float:
-        """Return the time of a kernel."""
+        """Return the time of a kernel of this size."""
         at = np.log(max(1.0, size))
         return float(np.exp(np.interp(at, self._log_sizes, self._log_s))) * max(
             1.0, size / self._most
@@ -54,16 +57,16 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTimes:
-    """Attention of one layer to all positions: `decoding` over those that are read, for each
-    measured number of rows, and `reading` a prompt over pairs of a query and a position before it.
-    """
+    """Measured times of one layer's full attention."""
 
-    decoding: dict[int, Times]
-    reading: Times
+    decoding: dict[int, Times]  # by number of rows: seconds over KV positions read
+    reading: Times  # prefill: seconds over pairs of a query and an earlier position
 
     def seconds(self, rows: int, prompts: int, reads: float, pairs: float) -> float:
-        """Return the time of a step with so many tokens of prompts beside a token of each row; see
-        `Shape`.
+        """Return the time of a step.
+
+        rows, reads, pairs: see `Shape`.
+        prompts: number of tokens beyond one per row.
         """
         near = min(self.decoding, key=lambda number: abs(math.log(number / rows)))
         decoding_s = self.decoding[near].seconds(reads - prompts) if reads - prompts > rows else 0.0
@@ -72,18 +75,19 @@ class AttentionTimes:
 
 @dataclass(frozen=True, slots=True)
 class KernelTables:
-    """The measurements of one device. products: of (outputs, inputs) 16-bit weights, seconds by
-    rows.
-    """
+    """The measurements of one device."""
 
     experts: dict[Key, Times]
+    # GEMMs with 16-bit weights of (outputs, inputs): seconds by number of rows.
     products: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
     attention: dict[HeadKey, AttentionTimes] = field(default_factory=dict)
 
     def dense(self, shapes: Sequence[tuple[float, float]]) -> Times | None:
-        """Return the times over rows of products of (outputs, inputs), one after the other; None
-        if none are measured. Between measured sizes, logarithms are linear; beyond them, time grows
-        as both do."""
+        """Return the total time of GEMMs with weights of these (outputs, inputs), by rows.
+
+        Return None if none are measured. Sizes are interpolated linearly on logarithmic axes;
+        after the largest one, the time is proportional to outputs and inputs.
+        """
         sizes = sorted({n for n, _ in self.products})
         curves = []
         for shape, number in Counter(shapes if sizes else ()).items():
@@ -116,9 +120,12 @@ class KernelTables:
 
 
 def read_tables(source: str, device: Device) -> KernelTables:
-    """Read the newest measurements of a device. source: "aiconfigurator" for the installed
-    package, or a folder. Raises ConfigError if there are none of experts; other kinds may be
-    missing."""
+    """Read the newest measurements of a device.
+
+    Raises ConfigError if there are no tables for experts. Other kinds may be missing.
+
+    source: "aiconfigurator" for the installed package, or a folder.
+    """
     folder = Path(source)
     if source == PACKAGE:
         found = importlib.util.find_spec("aiconfigurator_core")
@@ -131,12 +138,12 @@ def read_tables(source: str, device: Device) -> KernelTables:
         from pyarrow import parquet
     except ImportError:
         raise ConfigError(
-            f"--tables {source}: reading it needs pyarrow; pip install 'moeserve[tables]'"
+            f"--tables {source}: pyarrow is not installed; pip install 'moeserve[tables]'"
         ) from None
     name = device.name.lower()
 
     def points(path: str, names: Sequence[str], **only: Any) -> Iterator[tuple[list[Any], float]]:
-        """Yield the values of these columns, and the seconds."""
+        """Yield (values of the columns `names`, seconds) for each row with the values in `only`."""
         files = [f for system in (f"{name}_sxm", name) for f in folder.glob(f"{system}/{path}")]
         if not files:
             return
@@ -183,8 +190,10 @@ def read_tables(source: str, device: Device) -> KernelTables:
 
 
 def _fastest(points: Any) -> dict[Any, dict[int, float]]:
-    """Return seconds by the last value of each key, and those by the values before it: of the
-    fastest kernel, as an engine would choose."""
+    """Group points (key, size) -> seconds into {key: {size: seconds}}.
+
+    If several kernels were measured, the fastest one counts, as an engine would choose it.
+    """
     found: dict[Any, dict[int, float]] = defaultdict(dict)
     for (*key, size), took_s in points:
         row = found[tuple(key)]

@@ -1,8 +1,8 @@
-"""Requests of a simulation: how long prompt and answer are, when each comes, and which beginnings
-they share.
+"""The request trace of a simulation: arrival times, lengths and shared prefixes.
 
-Files: ShareGPT (JSON list of conversations), Mooncake's traces (JSON lines with timestamp in ms,
-input_length, output_length and hash_ids of blocks of 512 tokens), and an access log of moeserve.
+A trace is synthetic or read from a file: ShareGPT (a JSON list of conversations), Mooncake's traces
+(JSON lines with timestamp in ms, input_length, output_length and hash_ids of blocks of 512 tokens),
+or an access log of moeserve.
 """
 
 import itertools
@@ -17,47 +17,45 @@ import numpy as np
 
 from moeserve.errors import ConfigError
 
-MOONCAKE_BLOCK = 512  # tokens of a hash id
-CHARACTERS = 4  # of a token, where a file has text alone
+MOONCAKE_BLOCK = 512  # tokens per hash id
+CHARACTERS = 4  # per token, for files with text only
 _MOST_TOKENS = 10_000_000
 
 
 class Arrival(NamedTuple):
-    """One request. hash_ids: equal ones at the beginning of two prompts mean equal tokens."""
+    """One request."""
 
-    at_s: float
-    input: int
-    output: int
-    hash_ids: tuple[int, ...] = ()
+    at_s: float  # time of arrival
+    input: int  # prompt tokens
+    output: int  # generated tokens
+    hash_ids: tuple[int, ...] = ()  # of the prompt's blocks; equal ids mean equal tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """Requests in the order in which they come."""
+    """Requests in order of arrival."""
 
     arrivals: Sequence[Arrival]
 
     def __post_init__(self) -> None:
         if not self.arrivals:
-            raise ConfigError("there are no requests to simulate")
+            raise ConfigError("the trace has no requests to simulate")
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether any two prompts may begin alike."""
+        """Whether prompts may share prefixes."""
         return any(arrival.hash_ids for arrival in self.arrivals)
 
     @property
     def longest(self) -> int:
-        """The most tokens of a request."""
+        """The largest number of tokens of a request, prompt included."""
         return max(arrival.input + arrival.output for arrival in self.arrivals)
 
 
 def synthetic(
     times_s: Sequence[float], num_input: int, num_output: int, spread: float = 0.0, seed: int = 0
 ) -> RequestTrace:
-    """Return requests of about these lengths, uniform in length * (1 - spread .. 1 + spread), at
-    these times.
-    """
+    """Return requests at these times, with lengths uniform in mean * (1 - spread .. 1 + spread)."""
     rng = np.random.default_rng(seed)
     lengths = [
         np.maximum(1, np.rint(mean * rng.uniform(1 - spread, 1 + spread, len(times_s))))
@@ -69,8 +67,9 @@ def synthetic(
 
 
 def prompt_of(rid: int, arrival: Arrival) -> bytes:
-    """Return a prompt as int32 tokens: those of a hash id are the id itself. Without any they all
-    differ.
+    """Return a prompt as bytes of int32 tokens.
+
+    The tokens of a block are its hash id. Without hash ids, no two prompts share a prefix.
     """
     if not arrival.hash_ids:
         return rid.to_bytes(4, "little") + bytes(4 * arrival.input - 4)
@@ -79,16 +78,18 @@ def prompt_of(rid: int, arrival: Arrival) -> bytes:
 
 
 def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
-    """Read a file of any of the kinds. rate: requests per second, for files that do not say when
-    each comes; times of others are stretched to it. Raises ConfigError naming file, line and what
-    was expected."""
+    """Read a trace file of any kind. Raises ConfigError with the file, the line and the remedy.
+
+    rate: requests per second. Files with times are rescaled to it; it is required for files without
+        times, which get random arrivals.
+    """
     with ConfigError.instead_of(OSError, f"--trace {path}"):
         text = path.read_bytes()
     if text.lstrip()[:1] == b"[":
         if rate is None:
             raise ConfigError(
-                f"--trace {path}: conversations have no times; say how many come per second by "
-                "--rates"
+                f"--trace {path}: conversations have no times; give the requests per second with"
+                " --rates"
             )
         found = list(_conversations(path, text))
     else:
@@ -98,7 +99,7 @@ def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
             if (arrival := _line(path, n, line))
         ]
     if not found:
-        raise ConfigError(f"--trace {path}: there is no request in it")
+        raise ConfigError(f"--trace {path}: the file has no requests")
     found.sort(key=lambda arrival: arrival.at_s)
     first_s = found[0].at_s
     lasts_s = found[-1].at_s - found[0].at_s
@@ -131,9 +132,7 @@ def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:
 
 
 def _line(path: Path, number: int, line: bytes) -> Arrival | None:
-    """Return the request of a line; None for an empty one and for one of a log that generated
-    nothing.
-    """
+    """Parse a line. Return None if it is empty, or a log line of a request without answer."""
     if not line.strip():
         return None
     where = f"--trace {path}: line {number}"
