@@ -1,3 +1,5 @@
-"""Starting engines: link.py for the front end's side, engine_main.py for the engine's. No torch
-before a wire.
+"""Engine processes and their fleet.
+
+link.py is the front end's interface, engine_main.py the engine process. A process imports torch
+only after it has connected, so that it is visible early.
 """

@@ -1,5 +1,7 @@
-"""The first engine's process, begun before the server is imported: its own imports take longest,
-and need no order.
+"""Start the first engine's process early, before the server's own imports.
+
+The imports of the engine take longest at startup, and they need no settings. The process waits for
+its `EngineOrder` meanwhile.
 """
 
 import subprocess
@@ -10,14 +12,14 @@ from moeserve.cluster.order import command_of
 from moeserve.config import Config
 
 ENGINE = "moeserve.cluster.engine_main"
-_begun: list[subprocess.Popen[bytes]] = []  # and waits for its order
+_begun: list[subprocess.Popen[bytes]] = []  # the process that waits for its order, if any
 
 
 @contextmanager
 def begun(config: Config) -> Iterator[None]:
-    """Begin an engine's process for `take`, if this process will start one on its own.
+    """Start an engine process for `take`, if the server will need exactly one.
 
-    It ends if it was not taken.
+    On exit, the process is killed if nobody took it.
     """
     parallel = config.parallel
     if parallel.num_ranks == 1 and not (parallel.standby or config.device.null_runner):
@@ -35,5 +37,5 @@ def begun(config: Config) -> Iterator[None]:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """Return the process that has begun, once."""
+    """Return the process started by `begun`, or None if there is none or it was taken already."""
     return _begun.pop() if _begun else None

@@ -1,8 +1,7 @@
-"""What a launcher tells its processes: how many machines there are, which one this is, and where
-machine 0 is.
+"""Read a launcher's environment variables: the number of machines, this machine's rank, machine 0.
 
-Variables of `moeserve launch`, LWS, Grove, torchrun, SkyPilot and Slurm are read, in this order.
-The functions are pure: they map an environment to an `Allocation`. An empty variable counts as
+The variables of `moeserve launch`, LWS, Grove, torchrun, SkyPilot and Slurm are read, in this
+order. All functions are pure: they map an environment to an `Allocation`. Empty variables count as
 unset.
 """
 
@@ -17,41 +16,37 @@ from moeserve.cluster.launch import protocol
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
 
-PORT = 29500
+PORT = 29500  # default port of the rendezvous
 ALONE = "--nnodes 1 serves on this machine alone"
-BY_FLAGS = "--nnodes, --node-rank and --rendezvous together replace what the environment says"
+BY_FLAGS = "--nnodes, --node-rank and --rendezvous together override the environment"
 _FLAGS = {"nnodes", "node_rank", "rendezvous"}
-_MAX_MACHINES = 1024  # as --nnodes
-_FIRST_SPECIAL_STEP = (
-    0xFFFFFF00  # Slurm's numbers of steps that are none: the batch script, a shell of salloc
-)
-_JOB_PORTS = range(20_000, 30_000)  # below the ports that kernels give to whoever asks for any
-_LEADERS = {"wkr": "ldr", "worker": "leader"}  # by the last word of a Grove clique's name
+_MAX_MACHINES = 1024  # the limit of --nnodes
+_FIRST_SPECIAL_STEP = 0xFFFFFF00  # Slurm's step ids from here on are batch scripts and shells
+_JOB_PORTS = range(20_000, 30_000)  # below the range of ephemeral ports
+_LEADERS = {"wkr": "ldr", "worker": "leader"}  # names of a Grove clique: of workers -> of leader
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One launcher's machines. host, port: of the rendezvous on machine 0. local_rank: of this
-    process among those that the launcher started on this machine."""
+    """The machines that a launcher has allocated."""
 
-    source: str
+    source: str  # name of the launcher
     num_nodes: int
     node_rank: int
-    host: str
+    host: str  # of the rendezvous, on machine 0
     port: int = PORT
-    local_rank: int = 0
+    local_rank: int = 0  # of this process on its machine
 
     @property
     def rendezvous(self) -> str:
-        """The address of machine 0 as --rendezvous has it."""
+        """The address of machine 0 in the form of --rendezvous."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def find(env: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of several machines that this process belongs to, or None.
+    """Return the allocation that this process belongs to, None if it has only one machine.
 
-    Raises ConfigError for a variable that is missing or wrong, and for launchers that contradict
-    each other.
+    Raises ConfigError if a variable is missing or wrong, or if launchers contradict each other.
     """
     found = [
         it
@@ -63,7 +58,7 @@ def find(env: Mapping[str, str]) -> Allocation | None:
         return None
     first, *others = several
     for other in others:
-        # torchrun counts the machines in an order of its own, and anew after each elastic restart.
+        # torchrun numbers the machines in its own order, which changes with each elastic restart.
         same_order = "torchrun" not in (first.source, other.source)
         if first.num_nodes != other.num_nodes or (
             same_order and first.node_rank != other.node_rank
@@ -81,9 +76,12 @@ def find(env: Mapping[str, str]) -> Allocation | None:
 def apply(
     parallel: ParallelConfig, given: Collection[str], env: Mapping[str, str]
 ) -> tuple[ParallelConfig, Allocation | None]:
-    """Return the settings with those of the allocation, and the allocation if it was used. given:
-    names of settings that the user set, which win. Raises ConfigError where they contradict the
-    environment."""
+    """Fill in the settings from the allocation, and return them with the allocation if it was used.
+
+    Raises ConfigError if the user's settings contradict the environment.
+
+    given: names of the settings that the user gave, which have precedence.
+    """
     if (
         set(given) >= _FLAGS
         or ("nnodes" in given and parallel.nnodes == 1)
@@ -96,14 +94,12 @@ def apply(
         if name in given and (value := getattr(parallel, name)) != told:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} is {value}, {found.source} says {told}: leave it out; or {BY_FLAGS};"
-                f" {ALONE}"
+                f"{flag} is {value}, {found.source} says {told}: omit it; or {BY_FLAGS}; {ALONE}"
             )
     if parallel.dp < found.num_nodes:
         raise ConfigError(
-            f"--dp {parallel.dp}: the {found.num_nodes} machines of {found.source} need an engine"
-            " each, "
-            f"--dp {found.num_nodes} at least; {ALONE}"
+            f"--dp {parallel.dp}: each of the {found.num_nodes} machines of {found.source} needs an"
+            f" engine; give at least --dp {found.num_nodes}; {ALONE}"
         )
     rendezvous = parallel.rendezvous or found.rendezvous
     return replace(
@@ -112,31 +108,28 @@ def apply(
 
 
 def outside_of_step(env: Mapping[str, str]) -> str:
-    """Return advice to who has several machines of Slurm and starts on one: in a shell of salloc
-    or a batch script.
+    """Return a warning if a Slurm job has several machines, but this process is not a task of srun.
+
+    Such a process runs in a batch script or a shell of salloc, on one machine. Return "" otherwise.
     """
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or ""
     if _step(env) is not None or not re.fullmatch("[0-9]{1,4}", nodes) or int(nodes) < 2:
         return ""
     return (
-        f"this job of Slurm has {nodes} machines, and this is one process: serving on this"
-        " machine alone; "
-        "to serve on all of them: srun --ntasks-per-node=1 moeserve serve ..."
+        f"this Slurm job has {nodes} machines, but this process serves on this machine alone; to"
+        " serve on all of them: srun --ntasks-per-node=1 moeserve serve ..."
     )
 
 
 def expand(nodelist: str) -> list[str]:
-    """Return the names in Slurm's short form: "a[01-03,7],b" is a01, a02, a03, a7, b. Raises
-    ValueError.
-    """
-    # Own code, not `scontrol show hostnames`: containers of a job have no scontrol, and the form is
-    # this small.
+    """Expand a Slurm node list: "a[01-03,7],b" is a01, a02, a03, a7, b. Raises ValueError."""
+    # `scontrol show hostnames` does the same, but is not available in a job's containers.
     parts = re.findall(r"(?:[^,\[\]\s]|\[[^\[\]\s]*\])+", nodelist)
     if not parts or ",".join(parts) != nodelist:
         raise ValueError("not a list such as a[01-03,7],b")
     names: list[str] = []
     for part in parts:
-        plain_or_numbers = re.split(r"\[(.*?)\]", part)  # plain text and numbers take turns
+        plain_or_numbers = re.split(r"\[(.*?)\]", part)  # plain text and numbers alternate
         choices = [_numbers(it) if i % 2 else [it] for i, it in enumerate(plain_or_numbers)]
         if len(names) + math.prod(map(len, choices)) > _MAX_MACHINES:
             raise ValueError(f"more than {_MAX_MACHINES} names")
@@ -159,27 +152,25 @@ def _numbers(text: str) -> list[str]:
 
 
 class _Variables:
-    """An environment whose values are checked when read: ConfigError names the variable."""
+    """An environment whose values are checked when read. Raises ConfigError with the variable."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = env
 
     def any(self, *names: str) -> bool:
-        """Whether one of them is set."""
+        """Return whether one of the variables is set."""
         return any(self.env.get(name) for name in names)
 
     def text(self, name: str) -> str:
-        """Return a variable that has to be set."""
+        """Return a variable that must be set."""
         if value := self.env.get(name):
             return value
         raise ConfigError(
-            f"{name} is not set, as it must be beside others of its launcher; {BY_FLAGS}; {ALONE}"
+            f"{name} is not set, but other variables of its launcher are; {BY_FLAGS}; {ALONE}"
         )
 
     def number(self, name: str, low: int = 0, high: int = 2**32, why: str = "") -> int:
-        """Return a number from `low` to `high`. why: the rest of the sentence if it is another
-        one.
-        """
+        """Return a number from `low` to `high`. why: appended to the error message."""
         value = self.text(name)
         if re.fullmatch("[0-9]{1,10}", value) is None or not low <= int(value) <= high:
             raise self.wrong(
@@ -188,18 +179,17 @@ class _Variables:
         return int(value)
 
     def rank(self, name: str, nodes: int, first: int = 0) -> int:
-        """Return a machine's number among `nodes`, of which the launcher counts those from `first`
-        on.
-        """
+        """Return this machine's rank. The launcher's numbers begin with 0 at machine `first`."""
         return first + self.number(name, 0, nodes - 1 - first, f" with {nodes} machines")
 
     def nodes(self, name: str) -> int:
-        """Return a number of machines."""
+        """Return the number of machines."""
         return self.number(name, 1, _MAX_MACHINES)
 
     def host(self, name: str, value: str | None = None) -> str:
-        """Return a host's name or IP address. value: what the variable says, if it says more than
-        that.
+        """Return a host name or IP address.
+
+        value: the host, if it is only a part of the variable's value or derived from it.
         """
         host = self.text(name) if value is None else value
         try:
@@ -208,7 +198,7 @@ class _Variables:
             elif re.fullmatch(r"(?!-|.{254})[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*\.?", host) is None:
                 raise ValueError
         except ValueError:
-            raise self.wrong(name, "must have a host's name or IP address") from None
+            raise self.wrong(name, "must have a host name or IP address") from None
         return host
 
     def wrong(self, name: str, why: str) -> ConfigError:
@@ -232,7 +222,7 @@ def _launch(read: _Variables) -> Allocation | None:
 
 
 def _lws(read: _Variables) -> Allocation | None:
-    """LeaderWorkerSet, from 0.6 on."""
+    """LeaderWorkerSet 0.6 or newer."""
     if not read.any("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"):
         return None
     nodes = read.nodes("LWS_GROUP_SIZE")
@@ -242,8 +232,10 @@ def _lws(read: _Variables) -> Allocation | None:
 
 
 def _grove(read: _Variables) -> Allocation | None:
-    """A Grove scaling group that has a clique of one leader, NAME-ldr, and one of workers,
-    NAME-wkr, as Dynamo makes them. Other groups are no machines of one server."""
+    """A Grove scaling group with a clique of one leader, NAME-ldr, and one of workers, NAME-wkr.
+
+    Dynamo makes such groups. Other groups are not the machines of one server.
+    """
     if not read.any("GROVE_PCSG_NAME"):
         return None
     clique, _, role = read.text("GROVE_PCLQ_NAME").rpartition("-")
@@ -263,23 +255,21 @@ def _grove(read: _Variables) -> Allocation | None:
 
 
 def _torchrun(read: _Variables) -> Allocation | None:
-    if not read.any(
-        "TORCHELASTIC_RUN_ID", "GROUP_RANK"
-    ):  # RANK and MASTER_ADDR alone are set by many
+    # Other launchers set RANK and MASTER_ADDR, too.
+    if not read.any("TORCHELASTIC_RUN_ID", "GROUP_RANK"):
         return None
     world = read.number("WORLD_SIZE", 1)
     here = read.number("LOCAL_WORLD_SIZE", 1)
     if world % here or world // here > _MAX_MACHINES:
         raise read.wrong(
             "WORLD_SIZE",
-            f"must be a multiple of LOCAL_WORLD_SIZE={here}, {_MAX_MACHINES} times at most",
+            f"must be a multiple of LOCAL_WORLD_SIZE={here}, at most {_MAX_MACHINES} times as much",
         )
     nodes = world // here
     node = read.rank("GROUP_RANK", nodes)
     read.number("LOCAL_RANK", 0, here - 1)
-    local = (
-        read.number("RANK", 0, world - 1) - node * here
-    )  # LOCAL_RANK is 0 everywhere with --virtual-local-rank
+    # Derived from RANK, because LOCAL_RANK is 0 everywhere with --virtual-local-rank.
+    local = read.number("RANK", 0, world - 1) - node * here
     if not 0 <= local < here:
         raise read.wrong("RANK", f"contradicts GROUP_RANK={node} and LOCAL_WORLD_SIZE={here}")
     port = read.number("MASTER_PORT", 1, 65535)
@@ -302,9 +292,7 @@ def _skypilot(read: _Variables) -> Allocation | None:
 
 
 def _step(env: Mapping[str, str]) -> int | None:
-    """Return the number of the job step of Slurm that this process is a task of. Shells and batch
-    scripts are none.
-    """
+    """Return the Slurm step that this process is a task of, None in shells and batch scripts."""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
     if not step:
         return None
@@ -313,7 +301,7 @@ def _step(env: Mapping[str, str]) -> int | None:
 
 
 def _slurm(read: _Variables) -> Allocation | None:
-    """A job step: it may have fewer machines than its job. One task on each is expected."""
+    """A Slurm job step with one task on each machine. It may have fewer machines than its job."""
     if (step := _step(read.env)) is None:
         return None
     of_step = read.any("SLURM_STEP_NUM_NODES")
@@ -334,7 +322,6 @@ def _slurm(read: _Variables) -> Allocation | None:
     if len(hosts) != nodes:
         raise read.wrong(name, f"has {len(hosts)} names, the step {nodes} machines")
     rank = read.rank("SLURM_NODEID", nodes)
-    port = _JOB_PORTS[
-        (read.number("SLURM_JOB_ID") + step) % len(_JOB_PORTS)
-    ]  # jobs may share machine 0
+    # Each step gets a different port, because jobs may share machine 0.
+    port = _JOB_PORTS[(read.number("SLURM_JOB_ID") + step) % len(_JOB_PORTS)]
     return Allocation("Slurm", nodes, rank, read.host(name, hosts[0]), port)

@@ -1,5 +1,6 @@
-"""Builds an engine on the running loop: the runner in a thread, the core around it here. Connects
-it to its group.
+"""Build an engine: its runner in a thread, then the EngineCore around it on the running loop.
+
+`form` connects the ranks of an engine to the other engines of its group.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
     from moeserve.engine.plan import Runner
     from moeserve.engine.vote import DPCoordinator, GroupRunner
 
-# A builder gets the settings, the role, and progress(name of the phase, percent of the whole). It
-# returns runner, resolved limits, facts for the front end, KV groups, end-of-text ids.
+# What a builder returns: runner, resolved limits, facts for the front end, KV groups and
+# end-of-text token ids. Its arguments are the settings, the role and a Progress.
 Built = tuple["Runner", Limits, Ready, "tuple[KVGroup, ...]", "tuple[int, ...]"]
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int], None]  # called with the name of a phase and the percentage done
 
 
 @runtime_checkable
 class SeveralRanks(Protocol):
-    """A runner whose engine has other processes, too."""
+    """A runner whose engine has more than one process."""
 
     def watch_traces(self, on_traced: Callable[[Traced], object]) -> None:
         """Call `on_traced` with the traces of other ranks, from any thread."""
 
     async def died(self) -> Exception:
-        """Return why the engine cannot continue, once one of its ranks is gone."""
+        """Wait until the engine has lost one of its ranks, and return the cause."""
 
 
 async def assemble(
@@ -52,35 +53,36 @@ async def assemble(
     emit: Callable[[EngineOut], object],
     born_s: float,
 ) -> tuple[EngineCore, Ready]:
-    """Build the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase
-    meanwhile.
+    """Build a runner and an EngineCore for it, and emit Phase messages meanwhile.
 
-    role: the engine's place among others. born_s: monotonic time at which the start began. Raises
-    what the builder raises. The loop stays free throughout, imports of torch and the like included.
-    Cancelled, it leaves the building thread to itself.
+    The loop is never blocked, not even by slow imports. Raises what the builder raises. If this is
+    cancelled, the building thread runs on, and its result is ignored.
+
+    Args:
+        builder: `module:function` that makes the runner, see `Built`.
+        role: the engine's part in the fleet.
+        born_s: monotonic time at which the start began.
     """
     loop = asyncio.get_running_loop()
     abandoned = False
 
-    def tell(name: str, percent: int) -> None:
-        """Emit a Phase unless the build is over."""
+    def emit_phase(name: str, percent: int) -> None:
         if not abandoned:
             emit(Phase(name, percent, time.monotonic() - born_s))
 
-    def progress(name: str, percent: int) -> None:
-        """Emit a Phase from the building thread."""
-        loop.call_soon_threadsafe(tell, name, percent)
+    def progress(name: str, percent: int) -> None:  # called in the building thread
+        loop.call_soon_threadsafe(emit_phase, name, percent)
 
-    def build() -> Built:
-        """Build the runner; runs in a thread."""
+    def build() -> Built:  # runs in a thread
+        # Slow imports, which are needed below on the loop.
         import moeserve.engine.group_core
-        import moeserve.engine.scheduler  # noqa: F401  (slow: here, so that the loop stays free)
+        import moeserve.engine.scheduler  # noqa: F401
 
         module, _, function = builder.partition(":")
         built: Built = getattr(import_module(module), function)(config, role, progress)
         return built
 
-    tell("importing libraries", 1)
+    emit_phase("importing libraries", 1)
     try:
         runner, limits, ready, groups, eos_ids = await in_thread("engine start", build)
     finally:
@@ -105,34 +107,35 @@ async def assemble(
 
 
 def kv_identity(ready: Ready) -> dict[str, bytes]:
-    """Return what the keys of an engine's KV blocks have in common."""
+    """Return the parts of KV block keys that depend on the model and its numerics.
+
+    Blocks of one engine can be used by another one only if these are equal.
+    """
     numerics = msgspec.json.encode({"dtype": ready.dtype, **ready.numerics}, order="sorted")
     return {"model": ready.checkpoint.encode(), "numerics": numerics}
 
 
 async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
-    """Execute a Join: connects a runner's ranks, and return the connection to the coordinator,
-    for `GroupCore`.
+    """Execute a Join: connect the runner's ranks and the coordinator, and return the latter.
 
-    Raises PeerLost as soon as coordinator or runner fails, or another engine gives up before both
-    are connected.
+    Raises PeerLost as soon as the coordinator or the runner fails, or another engine leaves before
+    both are connected.
     """
     from moeserve.comm.dp_coordinator import open_coordinator
     from moeserve.comm.members import Members
     from moeserve.engine.group_core import drop_coordinator
 
-    os.makedirs(
-        join.directory, mode=0o700, exist_ok=True
-    )  # the front end may be on another machine
+    # The front end made the directory only on its own machine.
+    os.makedirs(join.directory, mode=0o700, exist_ok=True)
     loop = asyncio.get_running_loop()
     joining = loop.create_task(runner.join(join))
-    meeting = loop.create_task(open_coordinator(Members.of(join, 0)))
-    tasks: set[asyncio.Task[Any]] = {joining, meeting}
+    opening = loop.create_task(open_coordinator(Members.of(join, 0)))
+    tasks: set[asyncio.Task[Any]] = {joining, opening}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if joining.done():
             joining.result()
-        coordinator = await meeting
+        coordinator = await opening
         tasks.add(breaking := loop.create_task(coordinator.broken()))
         await asyncio.wait({joining, breaking}, return_when=asyncio.FIRST_COMPLETED)
         if coordinator.lost is not None:
@@ -142,7 +145,7 @@ async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
         return coordinator
     except BaseException as error:
         missing = error.missing if isinstance(error, PeerLost) else ()
-        meeting.add_done_callback(partial(drop_coordinator, cause=str(error), missing=missing))
+        opening.add_done_callback(partial(drop_coordinator, cause=str(error), missing=missing))
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -1,4 +1,4 @@
-"""Which machine each engine of a fleet runs on: pure functions over machines' numbers."""
+"""The assignment of engines to machines: pure functions over machine numbers."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -7,10 +7,13 @@ from moeserve.config import ParallelConfig
 
 
 def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
-    """Return the machines of new engines, in order: each goes to the one with the fewest, ties to
-    the lowest number.
+    """Return the machine of each new engine, in ascending order.
 
-    engines_on: the engines that each machine has already. 3, {0: 0, 1: 0} -> [0, 0, 1]
+    Each engine goes to the machine with the fewest engines; ties go to the lowest number.
+
+    engines_on: the number of engines that each machine has already.
+
+    3, {0: 0, 1: 0} -> [0, 0, 1]
     """
     counts = dict(engines_on)
     for _ in range(num_new):
@@ -21,15 +24,16 @@ def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
 
 
 def at_start(parallel: ParallelConfig) -> list[int]:
-    """Return the machine of each engine that a server starts with."""
+    """Return the machine of each engine at the start of a server."""
     return spread(parallel.dp, dict.fromkeys(range(parallel.nnodes), 0))
 
 
 def equal_shares(machines: Sequence[int]) -> int:
-    """Return the number of machines if each has equally many engines, one after the other;
-    otherwise 1.
+    """Return the number of machines if all have the same number of consecutive engines, else 1.
 
-    machines: of each engine. [0, 0, 1, 1] -> 2, [0, 0, 1] -> 1
+    machines: the machine of each engine.
+
+    [0, 0, 1, 1] -> 2, [0, 0, 1] -> 1
     """
     runs = [len(list(run)) for _, run in groupby(machines)]
     return len(runs) if len(runs) == len(set(machines)) and len(set(runs)) == 1 else 1

@@ -1,7 +1,8 @@
-"""The choice of an engine for each request: predicted work, room for K/V, and known prefixes.
+"""Data-parallel load balancing: choose an engine for each request.
 
-Pure: messages in, a rank out. Work is counted in prompt tokens to compute. A token to generate
-costs as much as DECODE_COST of them, because it takes a row of a step of its own.
+The choice considers predicted work, free KV blocks and cached prefixes. It is pure: it does no I/O
+and reads no clock. Work is counted in prompt tokens to compute. A token to generate costs as much
+as DECODE_COST of them, because each one needs a row in a step of its own.
 """
 
 from collections import OrderedDict
@@ -13,19 +14,19 @@ from moeserve.messages import StepOutput, Submit
 DECODE_COST = 8.0
 CHUNK = 64  # tokens per step of the prefix table
 MAX_PREFIXES = 1 << 15
-FIRST_MEAN = 128.0  # tokens that a request generates, before any has ended
-_TOKEN_BYTES = 4
+FIRST_MEAN = 128.0  # expected output tokens of a request before any has finished
+_TOKEN_BYTES = 4  # of int32 tokens in a Submit
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The prediction for a request, which is taken back when it ends."""
+    """The prediction for a request. It is subtracted from the load when the request ends."""
 
     rank: int
-    prefill: int  # tokens to compute
+    prefill: int  # prompt tokens to compute
     decode: float  # tokens to generate
     hits: int  # tokens expected in the prefix cache
-    emitted: int  # tokens that it had when it came to this engine
+    emitted: int  # tokens already generated when it was sent to this engine
     blocks: int
 
 
@@ -40,17 +41,17 @@ class Load:
     num_outputs: int = 0
     live: set[int] = field(default_factory=set)
     reserved: dict[int, int] = field(default_factory=dict)  # rid -> blocks until its first step
-    num_reserved: int = 0  # their sum
-    first_outputs: dict[int, int] = field(default_factory=dict)  # rid -> number of the output
+    num_reserved: int = 0  # sum of `reserved`
+    first_outputs: dict[int, int] = field(default_factory=dict)  # rid -> output of its first token
 
     @property
     def work(self) -> float:
-        """All that is left to do, in prompt tokens."""
+        """The remaining work, in prompt tokens."""
         return self.prefill + DECODE_COST * self.decode
 
     @property
     def room(self) -> int:
-        """Number of free blocks that are not reserved."""
+        """The number of free blocks that are not reserved."""
         return self.free_blocks - self.num_reserved
 
     def add(self, rid: int, request: _Request) -> None:
@@ -68,7 +69,11 @@ class Load:
         return blocks > 0
 
     def step(self, rows: int, least: float) -> None:
-        """Count an output with so many sampled rows. least: tokens left per request, at least."""
+        """Count a step's output.
+
+        rows: rows that sampled a token.
+        least: the smallest number of tokens to expect of each running request.
+        """
         self.num_outputs += 1
         self.decode = max(self.decode - rows, least * len(self.live))
 
@@ -78,17 +83,17 @@ class Load:
         self.prefill -= tokens
 
     def start(self, rid: int, unexpected_hits: int) -> None:
-        """Note the first token of a request. unexpected_hits: cached tokens more than predicted."""
+        """Count the first token of a request. unexpected_hits: cached tokens beyond predicted."""
         if self._unreserve(rid):
             self.first_outputs[rid] = self.num_outputs
             self.prefill -= unexpected_hits
 
     def settle(self) -> None:
-        """Correct what rounding and wrong predictions left of the prefill."""
+        """Remove the error that wrong predictions have left in `prefill`."""
         self.prefill = max(0.0, self.prefill) if self.reserved else 0.0
 
     def remove(self, rid: int, request: _Request, least: float) -> int | None:
-        """Remove a request. Return how many tokens it generated here, None if it had not begun."""
+        """Remove a request. Return how many tokens it generated, or None if it had not begun."""
         self.live.discard(rid)
         emitted = None
         if self._unreserve(rid):
@@ -102,37 +107,33 @@ class Load:
 
 
 class Balancer:
-    """Chooses an engine for each request from predictions, which step outputs correct. Engines are
-    known by rank.
+    """Chooses an engine for each request. Step outputs correct its predictions.
 
-    What `choose` compares lies in lists with an entry for each engine: work and requests, and room.
-    Those of `_stale` engines are written before they are read, so that a choice among hundreds of
-    engines takes microseconds.
+    `choose` compares lists with one entry per engine (`_costs` and `_room`). Entries of engines in
+    `_stale` are updated before they are read, so a choice among hundreds of engines takes
+    microseconds.
     """
 
     def __init__(self) -> None:
         self.loads: dict[int, Load] = {}
         self._ranks: list[int] = []
-        self._index: dict[int, int] = {}  # by rank
-        self._costs: list[tuple[float, int]] = []
-        self._room: list[int] = []
-        self._stale: set[int] = set()
+        self._index: dict[int, int] = {}  # rank -> index in the lists
+        self._costs: list[tuple[float, int]] = []  # (work, number of requests)
+        self._room: list[int] = []  # free KV blocks
+        self._stale: set[int] = set()  # ranks
         self._requests: dict[int, _Request] = {}
-        self._prefixes: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # hash of a prefix -> bit mask of engines
-        self._mean = FIRST_MEAN
+        # LRU: hash of a prefix -> bit mask of the engines that have seen it.
+        self._prefixes: OrderedDict[int, int] = OrderedDict()
+        self._mean = FIRST_MEAN  # moving average of output tokens
 
     def open(self, rank: int, block_size: int, num_blocks: int) -> None:
-        """Add an empty engine; a known one stays as it is."""
+        """Add an idle engine. Do nothing if it is known already."""
         if rank not in self.loads:
             self.loads[rank] = Load(block_size, num_blocks - 1)
             self._arrange()
 
     def close(self, rank: int) -> tuple[int, ...]:
-        """Remove an engine with its cached prefixes, and its requests, which are returned: oldest
-        first.
-        """
+        """Remove an engine and its prefixes. Return its requests, oldest first."""
         load = self.loads.pop(rank, None)
         rids = tuple(sorted(load.live)) if load is not None else ()
         for rid in rids:
@@ -152,16 +153,15 @@ class Balancer:
         self._stale = set(self.loads)
 
     def rank_of(self, rid: int) -> int | None:
-        """Return the engine that has this request, if one has it."""
+        """Return the engine that has this request, or None."""
         request = self._requests.get(rid)
         return request.rank if request is not None else None
 
     def choose(self, request: Submit, among: Collection[int]) -> int:
-        """Return the engine on which this request adds to the least work, if possible one with
-        room for its K/V.
+        """Return the engine with the least work, if possible one with room for the KV blocks.
 
-        Ties go to the fewest requests, then to the lowest rank. `among` holds at least one open
-        engine.
+        Cached tokens of the request count as negative work. Ties go to the engine with the fewest
+        requests, then to the lowest rank. `among` must contain at least one open engine.
         """
         num_tokens = len(request.tokens) // _TOKEN_BYTES
         blocks = -(-num_tokens // next(iter(self.loads.values())).block_size)
@@ -207,17 +207,26 @@ class Balancer:
         self._remember(request, rank)
 
     def note(self, rank: int, out: StepOutput) -> None:
-        """Correct the predictions for an engine by the output of one of its steps."""
-        tokens, free = (
-            (out.record.num_tokens, out.record.num_free_blocks) if out.record else (None, 0)
+        """Correct the predictions for an engine with the output of one of its steps."""
+        record = out.record
+        self.stepped(
+            rank,
+            rows=len(out.finish),
+            tokens=record.num_tokens if record else None,
+            free_blocks=record.num_free_blocks if record else 0,
+            cached=out.cached,
         )
-        self.stepped(rank, len(out.finish), tokens, free, out.cached)
 
     def stepped(
         self, rank: int, rows: int, tokens: int | None, free_blocks: int, cached: dict[int, int]
     ) -> None:
-        """See `note`: rows that sampled, tokens of the step, and the requests whose first token
-        came.
+        """Correct the predictions for an engine, like `note`.
+
+        Args:
+            rows: rows that sampled a token.
+            tokens: all tokens of the step, None if they are unknown.
+            free_blocks: KV blocks after the step.
+            cached: requests that got their first token, with their cached prompt tokens.
         """
         load = self.loads.get(rank)
         if load is None:
@@ -239,27 +248,24 @@ class Balancer:
             return
         self._stale.add(request.rank)
         emitted = self.loads[request.rank].remove(rid, request, self._least)
-        if emitted is not None:  # one that was aborted early says nothing about lengths
+        if emitted is not None:  # a request that never began says nothing about output lengths
             self._mean += 0.05 * (request.emitted + emitted - self._mean)
 
     @property
     def _least(self) -> float:
-        """The least number of tokens still expected of a request, however many it has generated."""
+        """The smallest number of tokens to expect of a request, however many it has generated."""
         return max(1.0, self._mean / 4)
 
     def _hits(self, request: Submit) -> dict[int, int]:
-        """Return how many tokens at the beginning of the request each engine has seen before, if
-        any.
-        """
+        """Return the number of leading tokens that each engine has seen, where there are any."""
         hits: dict[int, int] = {}
-        # the engines that have seen so many chunks, as a bit mask
-        seen = -1
-        number = 0
+        seen = -1  # bit mask of the engines that have seen all chunks so far
+        number = 0  # of chunks
         for key in _prefix_keys(request):
-            left = seen & self._prefixes.get(key, 0)
-            _write(hits, seen & ~left if number else 0, number * CHUNK)
-            seen = left
-            number = number + 1
+            seen_too = seen & self._prefixes.get(key, 0)
+            _write(hits, seen & ~seen_too if number else 0, number * CHUNK)
+            seen = seen_too
+            number += 1
             if not seen:
                 break
         _write(hits, max(seen, 0), number * CHUNK)
@@ -282,14 +288,13 @@ def _write(hits: dict[int, int], mask: int, tokens: int) -> None:
 
 
 def _prefix_keys(request: Submit) -> Iterator[int]:
-    """Yield a key for each CHUNK of tokens, which stands for all tokens up to its end.
+    """Yield a key for each CHUNK of tokens; a key identifies all tokens up to the end of its chunk.
 
-    Python salts the hash of bytes per process, so that no client can aim at another one's prefix.
+    Python salts the hash of bytes per process, so clients cannot construct collisions.
     """
     key = hash(request.salt)
     step = CHUNK * _TOKEN_BYTES
-    for start in range(
-        0, len(request.tokens) - step, step
-    ):  # the last token is computed in any case
+    # Omit a chunk that reaches the end of the prompt, because the last token is always computed.
+    for start in range(0, len(request.tokens) - step, step):
         key = hash((key, request.tokens[start : start + step]))
         yield key

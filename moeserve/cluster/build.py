@@ -1,6 +1,4 @@
-"""Builds the runner of an engine, with its weights in memory, and the facts about it, from the
-settings.
-"""
+"""The default builder of an engine's runner: load the weights and describe them (`Ready`)."""
 
 from __future__ import annotations
 
@@ -34,18 +32,19 @@ NULL_RUNNER_BYTES = 1 << 40  # no KV is ever allocated: only max_num_seqs and ma
 
 
 def build_runner(config: Config, role: Role, progress: Progress) -> Built:
-    """Return runner, limits, facts for the front end, KV groups and end-of-text ids.
+    """Build the runner of an engine; see `Built`.
 
-    Slow (imports torch, reads weights, starts the engine's other ranks): call it in a thread.
-    Raises ConfigError with what to change.
+    This imports torch, reads weights and starts the engine's other ranks, so call it in a thread.
+    Raises ConfigError.
     """
     began_s = time.monotonic()
     progress("reading the model's configuration", 2)
     spec = read_model_spec(resolve_model_dir(config.model.model))
     if config.device.null_runner:
         return _null(config, spec, began_s)
-    spec.check_tp(role.world.tp_size)  # before anything is started
-    threaded, limits, runner = (_grouped if role.grouped else _alone)(config, role, progress)
+    spec.check_tp(role.world.tp_size)  # before any process is started
+    build = _build_grouped if role.grouped else _build_single
+    threaded, limits, runner = build(config, role, progress)
     ready = _ready(
         config,
         spec,
@@ -61,26 +60,26 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
     return threaded, limits, ready, runner.groups, spec.eos_token_ids
 
 
-Made = tuple["Runner", Limits, "ModelRunnerBase"]
+# The runner that the engine calls, its limits, and the runner of rank 0 inside it.
+RankBuild = tuple["Runner", Limits, "ModelRunnerBase"]
 
 
-def _alone(config: Config, role: Role, progress: Progress) -> Made:
+def _build_single(config: Config, role: Role, progress: Progress) -> RankBuild:
     from moeserve.runner.thread import ThreadedRunner
 
-    assert role.world.size == 1, "an engine among others waits for a Join"
+    assert role.world.size == 1, "an engine with several ranks must be grouped"
     runner = make_rank(config, role.world, None, grouped=False)
     threaded = ThreadedRunner(runner)
     try:
-        limits = asyncio.run(
-            threaded.call(runner.prepare, progress)
-        )  # in the thread that will run it
+        # Prepare in the thread that will run the model.
+        limits = asyncio.run(threaded.call(runner.prepare, progress))
     except BaseException:
         threaded.close()
         raise
     return threaded, limits, runner
 
 
-def _grouped(config: Config, role: Role, progress: Progress) -> Made:
+def _build_grouped(config: Config, role: Role, progress: Progress) -> RankBuild:
     with _team(config, role) as team:
         from moeserve.runner.group import GroupedRunner
 
@@ -96,10 +95,7 @@ def _grouped(config: Config, role: Role, progress: Progress) -> Made:
 
 @contextmanager
 def _team(config: Config, role: Role) -> Iterator[Team | None]:
-    """Start the engine's other tensor-parallel ranks, if it has some.
-
-    They end if the block fails.
-    """
+    """Start the engine's other tensor-parallel ranks, if any. End them if the block fails."""
     if role.world.tp_size == 1:
         yield None
         return
@@ -123,9 +119,8 @@ def _team(config: Config, role: Role) -> Iterator[Team | None]:
         team.close()
         raise
     finally:
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # they are connected: nobody needs the socket's name any more
+        # All workers are connected, so the socket's path is not needed any more.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:

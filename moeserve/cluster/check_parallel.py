@@ -1,6 +1,4 @@
-"""Checks --dp, --tp and the settings of several machines against the model's config. Imports no
-torch.
-"""
+"""Check --dp, --tp and the multi-machine settings against the model, without importing torch."""
 
 from dataclasses import replace
 
@@ -20,7 +18,7 @@ def check_parallel(config: Config, spec: ModelSpec) -> None:
     check_name(parallel.all2all)
     spec.check_tp(parallel.tp)
     check_machines(parallel)
-    if parallel.node_rank:
+    if parallel.node_rank:  # `moeserve serve` runs an agent then, and does not get here
         raise ConfigError(
             f"--node-rank {parallel.node_rank}: requests go to machine 0; here run `moeserve serve`"
         )
@@ -28,11 +26,11 @@ def check_parallel(config: Config, spec: ModelSpec) -> None:
 
 
 def check_machines(parallel: ParallelConfig) -> None:
-    """Raise ConfigError if the settings of this machine cannot be those of one among several."""
+    """Raise ConfigError if --nnodes, --node-rank and the settings that belong to them conflict."""
     nnodes = parallel.nnodes
     if parallel.node_rank >= nnodes:
         raise ConfigError(
-            f"--node-rank {parallel.node_rank} needs --nnodes {parallel.node_rank + 1} at least"
+            f"--node-rank {parallel.node_rank} needs at least --nnodes {parallel.node_rank + 1}"
         )
     for name in ("rendezvous", "cluster_key_file"):
         flag = f"--{name.replace('_', '-')}"
@@ -43,35 +41,35 @@ def check_machines(parallel: ParallelConfig) -> None:
             )
         if nnodes == 1 and value:
             raise ConfigError(
-                f"{flag} {value}: there is one machine; give --nnodes, or leave it out"
+                f"{flag} {value}: there is only one machine; give --nnodes, or omit {flag}"
             )
     if parallel.encrypt_rows and (nnodes == 1 or parallel.ep == "off"):
         raise ConfigError(
-            "--encrypt-rows: no rows of tokens leave this machine; it needs --nnodes 2 or more"
-            " and --ep on"
+            "--encrypt-rows: no activations leave this machine; it needs --nnodes 2 or more and"
+            " --ep on"
         )
     if parallel.dp < nnodes:
         raise ConfigError(
-            f"--dp {parallel.dp}: --nnodes {nnodes} machines need an engine each, --dp {nnodes}"
-            " at least"
+            f"--dp {parallel.dp}: each of the {nnodes} machines (--nnodes) needs an engine; give at"
+            f" least --dp {nnodes}"
         )
     if nnodes > 1:
         rendezvous_of(parallel)
 
 
 def rendezvous_of(parallel: ParallelConfig) -> tuple[str, int]:
-    """Return host and port; an IPv6 host is in brackets. Raises ConfigError."""
+    """Split --rendezvous into host and port; an IPv6 host is in brackets. Raises ConfigError."""
     host, _, port = str(parallel.rendezvous).rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
             f"--rendezvous {parallel.rendezvous}: must be HOST:PORT with an address of machine 0,"
-            " as in 10.0.0.1:29500"
+            " for example 10.0.0.1:29500"
         )
     return host, int(port)
 
 
 def check_scale(config: Config, spec: ModelSpec, dp: int) -> None:
-    """Raise ConfigError if another number of engines cannot work; see `check_parallel`."""
+    """Raise ConfigError if the fleet cannot be scaled to `dp` engines."""
     _check_redundant(replace(config.parallel, dp=dp), spec)
 
 
@@ -91,7 +89,6 @@ def _check_redundant(parallel: ParallelConfig, spec: ModelSpec) -> None:
     most = experts * (ranks - 1)
     if redundant > most:
         raise ConfigError(
-            f"--redundant-experts {redundant}: {experts} experts on {ranks} ranks have use for"
-            f" {most} at most; "
-            "each rank has all of them then"
+            f"--redundant-experts {redundant}: at most {most} are of use for {experts} experts on"
+            f" {ranks} ranks, because then each rank has all of them"
         )

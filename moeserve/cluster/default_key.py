@@ -1,6 +1,4 @@
-"""The cluster's secret where no --cluster-key-file is given: a file in the user's home, if the
-machines share that.
-"""
+"""The default of --cluster-key-file: a secret in the user's home, if the machines share it."""
 
 import os
 import secrets
@@ -16,11 +14,12 @@ AGAIN_S = 0.1
 
 
 def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
-    """Return the file's path: machine 0 makes it where there is none, and others wait for it.
-    Raises ConfigError."""
-    # RuntimeError: there is no home
+    """Return the path of the secret.
+
+    Machine 0 creates the file if it does not exist, and the others wait for it. Raises ConfigError.
+    """
     what = "cannot keep a secret in the home"
-    kinds = (OSError, RuntimeError)
+    kinds = (OSError, RuntimeError)  # RuntimeError: the user has no home
     with ConfigError.instead_of(kinds, what, "; give --cluster-key-file"):
         path = (
             Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -33,18 +32,16 @@ def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
         while not path.exists():
             if time.monotonic() >= deadline_s:
                 raise ConfigError(
-                    f"{path} did not come: machine 0 makes it, but the machines seem to share no"
-                    " home; "
-                    "give all of them a copy of one secret by --cluster-key-file"
+                    f"{path} did not appear within {wait_s:g} s: machine 0 creates it, but the"
+                    " machines seem to share no home; give all of them a copy of one secret with"
+                    " --cluster-key-file"
                 )
             time.sleep(AGAIN_S)
     return str(path)
 
 
 def _make(path: Path) -> None:
-    """Make the file unless there is one. It appears with its content, for readers on other
-    machines.
-    """
+    """Create the file unless it exists. It is linked into place with its content, never empty."""
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +49,7 @@ def _make(path: Path) -> None:
     try:
         with os.fdopen(handle, "w") as out:
             out.write(secrets.token_urlsafe(32) + "\n")
-        with suppress(FileExistsError):  # another job was first
+        with suppress(FileExistsError):  # another job created it first
             os.link(made, path)
     finally:
         os.unlink(made)

@@ -1,4 +1,8 @@
-"""Brings the engines of a group together: one Join to each per epoch, anew after every loss."""
+"""Form groups of engines that compute in lockstep.
+
+An `EngineGroup` sends a Join to each member. After every loss it forms the group again, in a new
+epoch.
+"""
 
 import asyncio
 import logging
@@ -13,7 +17,7 @@ from contextlib import ExitStack
 import msgspec
 
 from moeserve.actor.tasks import cancel, spawn
-from moeserve.cluster.engine_state import EngineState, Held, MeetingBegun
+from moeserve.cluster.engine_state import EngineState, Held, JoinSent
 from moeserve.cluster.engine_table import EngineTable
 from moeserve.cluster.rendezvous import Rendezvous, bracketed
 from moeserve.errors import ConfigError, Overloaded
@@ -21,9 +25,9 @@ from moeserve.messages import Join, Joined, PlacementTable, Ready
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 600.0  # includes loading the weights that a new placement needs
-SETTLE_S = 0.1  # survivors often report a death before its own notice comes
-MAX_FAILURES = 6  # meetings in a row that fail although no engine died
+JOIN_S = 600.0  # timeout of an epoch's joins, which may load weights for a new placement
+SETTLE_S = 0.1  # survivors often report a dead engine before its supervisor notices
+MAX_FAILURES = 6  # epochs in a row that may fail although no engine died
 _EQUAL = (
     "version",
     "architecture",
@@ -39,7 +43,7 @@ _EQUAL = (
 
 
 class EngineGroup:
-    """A group of engines, which meet again whenever one of them was lost or replaced."""
+    """A group of engines, which is formed again whenever an engine is lost or replaced."""
 
     def __init__(
         self,
@@ -48,16 +52,16 @@ class EngineGroup:
         machines: Rendezvous,
         *,
         placement: PlacementTable | None,
-        on_met: Callable[["EngineGroup"], None],
+        on_formed: Callable[["EngineGroup"], None],
         on_failed: Callable[[str, int], None],
     ) -> None:
-        """Let these engines meet.
+        """Start to form a group.
 
         Args:
-            members: their ranks, in the order of their dp ranks within the group.
-            machines: where the engines run.
-            placement: of the experts, None where every engine has all of them.
-            on_met: called when all engines serve, together.
+            members: the engines' ranks, in the order of their dp ranks within the group.
+            machines: the machines of the fleet.
+            placement: the experts' placement, None if every engine has all experts.
+            on_formed: called each time when all engines serve together.
             on_failed: called with cause and exit code if they will never serve together.
         """
         self.members = tuple(members)
@@ -65,17 +69,17 @@ class EngineGroup:
         self.epoch = 0
         self._table = table
         self._machines = machines
-        self._on_met = on_met
+        self._on_formed = on_formed
         self._on_failed = on_failed
-        self._stale = True  # its members have changed since the last meeting
-        self._outcomes: list[asyncio.Future[str]] = []
-        self._folder = ""  # of the present epoch
+        self._stale = True  # the members have changed since the last epoch
+        self._outcomes: list[asyncio.Future[str]] = []  # see `regroup`
+        self._folder = ""  # for the sockets of the present epoch
         name = f"group of {self._states[0].name}"
         self._life = spawn(self._keep_together(), name=name, on_error=self._failed)
 
     @property
     def complete(self) -> bool:
-        """Whether all engines serve, together."""
+        """Whether all engines serve together."""
         return not self._stale and all(state.epoch == self.epoch for state in self._states)
 
     @property
@@ -89,15 +93,15 @@ class EngineGroup:
                 self._table.apply(rank, Held(True))
 
     def set_placement(self, placement: PlacementTable | None) -> None:
-        """Use this placement from the next meeting on."""
+        """Use this placement from the next epoch on."""
         self.placement = placement
 
     def regroup(
         self, members: Sequence[int], placement: PlacementTable | None
     ) -> asyncio.Future[str]:
-        """Make these engines the group, from the next meeting on.
+        """Form the group again, with these members.
 
-        Return a future of the reason why that meeting failed, "" if it did not.
+        Return a future of the reason why that failed, "" if it did not.
         """
         self.members = tuple(members)
         self.placement = placement
@@ -109,7 +113,7 @@ class EngineGroup:
         return outcome
 
     async def close(self) -> None:
-        """End the group, not its engines: connected ones stay connected."""
+        """Stop forming the group. Its engines run on, and stay connected to each other."""
         await cancel(self._life)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -118,7 +122,7 @@ class EngineGroup:
         self._on_failed(f"the {name} failed: {error!r}", 1)
 
     async def _keep_together(self) -> None:
-        """Form the group anew whenever it is not complete. Return after a final failure."""
+        """Form the group whenever it is not complete. Return after a final failure."""
         failures = 0
         while True:
             await self._table.until(lambda: not self.complete)
@@ -129,58 +133,58 @@ class EngineGroup:
             members = self.members
             try:
                 combined([state.ready for state in self._states if state.ready is not None])
-            except ConfigError as error:  # together they would compute nonsense
+            except ConfigError as error:  # their models differ
                 self._on_failed(str(error), error.exit_code)
                 return
             began_s = time.monotonic()
-            cause = await self._meet(members, self.placement)
+            cause = await self._form(members, self.placement)
             if not cause:
                 failures = 0
-                # A start ends with a log line of its own.
+                # The end of a server's start has a log line of its own.
                 level = logging.INFO if self.epoch > 1 else logging.DEBUG
                 took_s = time.monotonic() - began_s
                 log.log(
                     level, "%d engines serve in epoch %d (%.2f s)", len(members), self.epoch, took_s
                 )
                 if self.complete:
-                    self._on_met(self)
+                    self._on_formed(self)
             self._resolve(cause)
             if not cause:
                 continue
-            log.warning("epoch %d did not come about: %s", self.epoch, cause)
+            log.warning("epoch %d failed: %s", self.epoch, cause)
             failures += not self._first_ended(members)
             if failures >= MAX_FAILURES:
-                why = f"the engines could not meet, {failures} times in a row: {cause}"
+                why = f"the engines could not form a group, {failures} times in a row: {cause}"
                 self._on_failed(why, 1)
                 return
             await asyncio.sleep(min(0.05 * 2.0**failures, 5.0))
 
     def _resolve(self, cause: str) -> None:
-        """Give the outcome of a meeting to those who asked for it."""
+        """Resolve the futures of `regroup`."""
         if self._stale:
-            return  # regrouped meanwhile: the meeting with these members is yet to come
+            return  # regrouped meanwhile: the epoch of the new members is still to come
         outcomes = self._outcomes
         self._outcomes = []
         for outcome in outcomes:
             if not outcome.done():
                 outcome.set_result(cause)
 
-    async def _meet(self, members: Sequence[int], placement: PlacementTable | None) -> str:
-        """Send each engine its Join and wait for all. Return why the meeting failed, or ""."""
+    async def _form(self, members: Sequence[int], placement: PlacementTable | None) -> str:
+        """Send each engine its Join, and wait for all. Return why the epoch failed, or ""."""
         table = self._table
         epoch = self.epoch = next(self._machines.epochs)
         self._stale = False
         for rank in members:
-            table.apply(rank, MeetingBegun())
+            table.apply(rank, JoinSent())
         if not any(state.grouped for state in table.of(members)):
-            for rank in members:  # nobody to meet
+            for rank in members:  # ungrouped engines need no Join
                 table.apply(rank, Joined(epoch, 0.0))
             return ""
         folder = os.path.join(self._machines.here.folder, f"epoch-{epoch}")
         os.mkdir(folder, 0o700)
         cause = self._send_joins(members, epoch, placement)
 
-        def all_joined() -> bool:  # although the group may have other members by now
+        def all_joined() -> bool:  # `members`, although the group may have others by now
             return all(state.epoch == epoch for state in table.of(members))
 
         try:
@@ -205,7 +209,7 @@ class EngineGroup:
         hosts = tuple(state.host for state in self._table.of(members))
         store = vote = ""
         if len(set(hosts)) > 1:
-            # Free now. If one of the ports is taken meanwhile, they meet again with others.
+            # The ports are free now. If one is taken meanwhile, the next epoch uses others.
             store, vote = _free_addresses(self._machines.address, 2)
         token = secrets.token_hex(16)
         for number, rank in enumerate(members):
@@ -233,12 +237,12 @@ class EngineGroup:
             return f"{ended} ended"
         for state in self._table.of(members):
             if state.left_group is not None and state.left_group.epoch == self.epoch:
-                return f"{state.name} said: {state.left_group.cause}"
+                return f"{state.name} reported: {state.left_group.cause}"
         return ""
 
     def _first_ended(self, members: Sequence[int]) -> str:
         for rank in members:
-            # It may have left the fleet during the meeting.
+            # It may have left the fleet meanwhile.
             if rank not in self._table or not self._table[rank].up:
                 return f"engine {rank}"
         return ""
@@ -253,9 +257,9 @@ class EngineGroup:
 
 
 def combined(facts: Sequence[Ready]) -> Ready:
-    """Return the facts of all engines together: the sum of capacities, the smallest of limits.
+    """Combine the facts of all engines: the sum of their capacities, the smallest of their limits.
 
-    Raises ConfigError if the models are not the same.
+    Raises ConfigError if their models differ.
     """
     first = facts[0]
     for other in facts[1:]:
@@ -265,8 +269,8 @@ def combined(facts: Sequence[Ready]) -> Ready:
             if ours != theirs:
                 raise ConfigError(
                     f"the engines disagree: {name} is {ours!r} in process {first.pid}, {theirs!r}"
-                    f" in {other.pid}; the model's files are not the same on all machines, or"
-                    " changed since the first of them read them"
+                    f" in {other.pid}; the model's files differ between machines, or have changed"
+                    " since the first engine read them"
                 )
     return msgspec.structs.replace(
         first,
@@ -280,7 +284,7 @@ def combined(facts: Sequence[Ready]) -> Ready:
 
 
 def _free_addresses(address: str, count: int) -> list[str]:
-    """Return addresses host:port, as in a URL, whose ports are free now."""
+    """Return `count` addresses host:port (as in a URL) whose ports are free now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket(family)) for _ in range(count)]

@@ -1,10 +1,18 @@
-"""The engine process: `python -m moeserve.cluster.engine_main`, or a fork (fork_server.py); started
-by nobody else.
+"""The engine process: `python -m moeserve.cluster.engine_main`, or a fork of fork_server.py.
 
-It ties itself to its parent, connects, and only then does the slow part of its start, but for
-imports, if it was begun ahead of its order (ahead.py). With --standby it outlives its front end: it
-drops the requests and waits for the order of the next one. Exit codes: 0 after an ordered stop, 2
-to 5 for a ConfigError (its own code), 1 for a crash, 77 when the parent is gone.
+The process starts in this order:
+
+1. Arrange to die with its parent.
+2. Read its `EngineOrder` from stdin. If it was started early (ahead.py), it imports libraries
+   meanwhile.
+3. Connect to the front end.
+4. Build the engine, which is slow, and serve.
+
+With --standby the process outlives its front end: it drops all requests and waits for the order of
+the next one.
+
+Exit codes: 0 after an ordered stop, 1 for a crash, 2 to 5 for a ConfigError (its own code), 77 when
+the parent is gone.
 """
 
 import asyncio
@@ -34,16 +42,15 @@ from moeserve.messages import AbortAll, Drain, EngineIn, EngineOut, Ping, Pong, 
 log = logging.getLogger("moeserve.cluster.engine_main")
 
 CONNECT_S = 10.0
-LINGER_S = 2.0  # for the last words to leave
-MARK = -1  # number of the ping behind the requests of a lost front end
+LINGER_S = 2.0  # for the last messages to be sent
+MARK = -1  # number of the ping that follows the last message of a lost front end
 
 
 def main() -> None:
     """Run an engine until it is told to stop or fails, and end the process."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole terminal; the front end decides
-    later: SimpleQueue[bytes] = SimpleQueue()
+    # Ctrl-C reaches all processes of the terminal, but the front end decides what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    later: SimpleQueue[bytes] = SimpleQueue()  # orders of further front ends
     if "ahead" in sys.argv[1:]:
         threading.Thread(target=import_ahead, name="imports", daemon=True).start()
     order = msgspec.json.decode(guard.adopt(later.put), type=EngineOrder)
@@ -57,8 +64,8 @@ def main() -> None:
 
 
 def import_ahead() -> None:
-    """Imports what every rank needs. No import may leave a thread behind, or use a device."""
-    gc.disable()  # it would look at what is imported, and stays for life, again and again
+    """Import what every rank needs. No import may leave a thread behind or use a device."""
+    gc.disable()  # imports make many objects, which are never garbage
     with suppress(ImportError):
         import uvloop  # noqa: F401
     import moeserve.cluster.build
@@ -71,21 +78,19 @@ def import_ahead() -> None:
     import moeserve.runner.factory
     import moeserve.runner.group  # noqa: F401
 
-    gc.freeze()  # about 1 MB of garbage, too
+    gc.freeze()  # this includes about 1 MB of garbage
     gc.enable()
 
 
 async def _live_and_end(order: EngineOrder, later: SimpleQueue[bytes]) -> None:
-    guard.end_process(
-        await _serve(order, later)
-    )  # nothing of value is left in here, and a task may wait for a rank that is gone
+    # End the process without cleaning up, because a task may wait for a rank that is gone.
+    guard.end_process(await _serve(order, later))
 
 
 async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
     inbox: Inbox[EngineIn] = Inbox("engine")
 
     def drain() -> None:
-        """Let running requests finish, as a Drain does."""
         if not inbox.closed:
             inbox.put(Drain(order.config.server.shutdown_timeout), force=True)
 
@@ -98,7 +103,7 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
     try:
         await link.wire.connected(CONNECT_S)
         return await _live(order, inbox, send)
-    except ActorStopped as exc:  # refused by the front end; it knows why
+    except ActorStopped as exc:  # rejected by the front end, which logs why
         log.error("%s", exc)
         return 1
     except ConfigError as exc:
@@ -114,7 +119,7 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
 
 
 class FrontEndLink:
-    """The wire to the front end, and to the next one when that is lost (--standby)."""
+    """The wire to the front end. With --standby, it moves on to the next front end."""
 
     def __init__(self, order: EngineOrder, inbox: Inbox[EngineIn]) -> None:
         self._following: asyncio.Task[None] | None = None
@@ -124,7 +129,7 @@ class FrontEndLink:
         self.wire = self._connect(order)
 
     def _connect(self, order: EngineOrder) -> ZmqWire[EngineOut, EngineIn]:
-        # Without a front end nobody is left to compute for.
+        # When the front end is lost, end its requests; without --standby, end the engine too.
         notice = AbortAll() if order.config.parallel.standby else Drain(0.0)
         return connect(
             order.address,
@@ -136,7 +141,7 @@ class FrontEndLink:
         )
 
     def send(self, msg: EngineOut) -> None:
-        """Send the front end a message, if there is one."""
+        """Send the front end a message, or drop it if there is no front end."""
         match msg:
             case Pong(seq=seq) if seq == MARK:
                 self._emptied.set()
@@ -146,37 +151,36 @@ class FrontEndLink:
         self.wire.send(msg)
 
     def start_following(self, later: SimpleQueue[bytes]) -> None:
-        """Serve the front end of each further order. An error in that ends the process.
+        """Serve the front end of each further order. An error in this task ends the process.
 
-        The next front end starts another engine then; this one would never answer it.
+        Otherwise this engine would never answer the next front end. So that one starts another.
         """
         self._following = spawn(
             self.follow(later), name="next front end", on_error=_following_failed
         )
 
     async def follow(self, later: SimpleQueue[bytes]) -> None:
-        """Serve the front end of each further order in place of the one before; never returns."""
+        """Serve the front end of each further order in place of the previous one; never return."""
         orders: asyncio.Queue[bytes] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def hear() -> None:
-            """Pass orders on to the loop, in a thread that lets the process end."""
+        def pass_on_orders() -> None:
             while True:
                 loop.call_soon_threadsafe(orders.put_nowait, later.get())
 
-        threading.Thread(target=hear, name="orders", daemon=True).start()
+        threading.Thread(target=pass_on_orders, name="orders", daemon=True).start()
         while True:
             order = msgspec.json.decode(await orders.get(), type=EngineOrder)
             self.wire.close()
             if self._ready is not None:  # otherwise there are no requests yet
                 self._emptied.clear()
+                # The next front end uses the same request ids for other requests, so wait until the
+                # engine has dropped the old ones.
                 self._inbox.put(AbortAll(), force=True)
                 self._inbox.put(Ping(MARK), force=True)
-                await (
-                    self._emptied.wait()
-                )  # the next front end uses the same numbers for other requests
+                await self._emptied.wait()
             self.wire = self._connect(order)
-            with suppress(ActorStopped, TimeoutError):  # then it is gone, too
+            with suppress(ActorStopped, TimeoutError):  # this front end is gone, too
                 await self.wire.connected(CONNECT_S)
                 if self._ready is not None:
                     self.wire.send(self._ready)
@@ -212,24 +216,23 @@ async def _live(
     await asyncio.wait({stopping})
     core, ready = building.result()
     gc.collect()
-    gc.freeze()  # what is there now stays for life: no collection needs to look at it again
+    gc.freeze()  # all objects that exist now are permanent, so no collection needs to scan them
     emit(ready)
-    running = loop.create_task(core.run())  # its last message is Stopped, also when it fails
+    running = loop.create_task(core.run())  # emits Stopped at its end, even if it fails
     dying: asyncio.Future[Exception] = loop.create_future()
     if isinstance(core.runner, SeveralRanks):
         dying = loop.create_task(core.runner.died())
     either: tuple[asyncio.Future[Any], ...] = running, dying
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
-        running.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # the cause is known
+        # Retrieve the exception, so that asyncio does not log it: the cause is known already.
+        running.add_done_callback(lambda task: task.cancelled() or task.exception())
         log.error("%s", dying.result())
         emit(Stopped(str(dying.result())))
         return 1
     dying.cancel()
     if (error := running.exception()) is not None:
-        # Where the loss of another rank was noticed says nothing about its cause.
+        # The traceback of an EngineDied shows only where the loss of a rank was noticed.
         log.error(
             "the engine failed: %s",
             error,
@@ -241,7 +244,7 @@ async def _live(
 
 
 async def _order_to_stop(inbox: Inbox[EngineIn]) -> None:
-    """Return at the first Drain. Other messages wait for the engine that is being built."""
+    """Return at the first Drain. Keep all messages for the engine that is being built."""
     early: list[EngineIn] = []
     try:
         while not any(isinstance(msg, Drain) for msg in early):

@@ -1,6 +1,6 @@
-"""The state of one engine as the fleet knows it: an immutable struct, and its events.
+"""The state of one engine in the fleet: an immutable struct, and the events that change it.
 
-`EngineState.after` is the whole state machine of an engine. Only `EngineTable` keeps its results.
+`EngineState.after` is the whole state machine of an engine. Only `EngineTable` stores states.
 """
 
 from typing import assert_never
@@ -25,68 +25,68 @@ FromProcess = (
 
 
 class ProcessLost(msgspec.Struct, frozen=True):
-    """Event: the engine's process sends nothing more. It may not be dead yet."""
+    """Event: the connection to the engine's process is lost. The process may not be dead yet."""
 
 
-class MeetingBegun(msgspec.Struct, frozen=True):
-    """Event: the engine gets a Join; its membership of earlier epochs is void."""
+class JoinSent(msgspec.Struct, frozen=True):
+    """Event: the engine is sent a Join, which ends its membership in earlier epochs."""
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Event: the engine waits for other engines of its group, or no longer does."""
+    """Event: the engine begins or ends to wait for other engines of its group."""
 
     held: bool
 
 
 class NewRequestsEnded(msgspec.Struct, frozen=True):
-    """Event: the engine gets no new requests. ordered: by us; otherwise it got a SIGTERM."""
+    """Event: the engine gets no new requests."""
 
-    ordered: bool
+    ordered: bool  # by the fleet; otherwise the engine got a SIGTERM
 
 
 class LeftFleet(msgspec.Struct, frozen=True):
-    """Event: the engine is no longer part of the fleet; its requests went to other engines."""
+    """Event: the engine left the fleet, and its requests went to other engines."""
 
 
 EngineEvent = (
-    FromProcess | ProcessLost | EngineGone | MeetingBegun | Held | NewRequestsEnded | LeftFleet
+    FromProcess | ProcessLost | EngineGone | JoinSent | Held | NewRequestsEnded | LeftFleet
 )
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine and the process that it has at the moment."""
+    """One engine and its present process."""
 
-    rank: int  # stays the same, whatever other engines come and go
+    rank: int  # never changes, even if other engines are added or removed
     host: str  # name of its machine
     machine: int  # number of its machine
-    grouped: bool = False  # it serves after a Join only
-    phase: m.Phase = m.Phase("starting", 0, 0.0)  # progress of its start
-    ready: m.Ready | None = None  # facts of the process, from the moment when it could join
-    loaded: bool = False  # one of its processes was ready
+    grouped: bool = False  # it needs a Join before it serves
+    phase: m.Phase = m.Phase("starting", 0, 0.0)  # progress of the start
+    ready: m.Ready | None = None  # facts of the process, once it is loaded
+    loaded: bool = False  # this process or an earlier one was ready
     epoch: int = 0  # of the group in which it serves, 0 for none
-    left_group: m.LeftGroup | None = None  # why it left its group, or could not join
+    left_group: m.LeftGroup | None = None  # why it left its group or could not join
     has_served: bool = False  # the present process was in a group
     held: bool = False  # it waits for other engines, so it need not make progress
     restarts: int = 0
-    draining: bool = False  # no new requests
-    told_to_stop: bool = False
-    obeyed: bool = False  # its process ended because it was told to
-    left: bool = False  # it left the fleet: its messages do not count any more
-    end: EngineGone | None = None  # the final end, which no restart follows
+    draining: bool = False  # it gets no new requests
+    stop_ordered: bool = False  # the fleet ordered it to stop
+    ended_by_order: bool = False  # its process stopped as ordered
+    left: bool = False  # it left the fleet, so its messages are ignored
+    end: EngineGone | None = None  # set when no restart follows
 
     @property
     def name(self) -> str:
-        """The name for logs and errors."""
+        """The engine's name in logs and errors."""
         return f"engine {self.rank}"
 
     @property
     def up(self) -> bool:
-        """Whether there is a process that could join a group."""
+        """Whether there is a process that can join a group."""
         return self.ready is not None and self.end is None
 
     @property
     def serving(self) -> bool:
-        """Whether the engine, and all of its group, may get requests."""
+        """Whether the engine can take requests. A grouped engine needs its whole group for that."""
         return self.up and self.epoch > 0 and not self.held and not self.draining
 
     @property
@@ -107,7 +107,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
                 return _replace(self, phase=event)
             case m.Ready():
                 return _replace(self, ready=event, loaded=True)
-            case MeetingBegun():
+            case JoinSent():
                 return _replace(self, epoch=0, left_group=None)
             case m.Joined(epoch=epoch):
                 return _replace(self, epoch=epoch, left_group=None, has_served=True)
@@ -117,12 +117,12 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
             case Held(held):
                 return _replace(self, held=held and self.grouped)
             case NewRequestsEnded(ordered):
-                told_to_stop = self.told_to_stop or ordered
-                return _replace(self, draining=True, told_to_stop=told_to_stop)
+                stop_ordered = self.stop_ordered or ordered
+                return _replace(self, draining=True, stop_ordered=stop_ordered)
             case LeftFleet():
                 return _replace(self, left=True)
             case m.Stopped(cause):
-                return _replace(self, obeyed=not cause)
+                return _replace(self, ended_by_order=not cause)
             case ProcessLost():
                 return _replace(
                     self,
@@ -134,7 +134,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
                     draining=False,
                 )
             case EngineGone() if event.restarting:
-                return _replace(self, restarts=self.restarts + 1, obeyed=False)
+                return _replace(self, restarts=self.restarts + 1, ended_by_order=False)
             case EngineGone():
                 return _replace(self, end=event)
             case m.StepOutput() | m.Refused() | m.ExpertLoad() | m.PlacementResult() | m.Traced():

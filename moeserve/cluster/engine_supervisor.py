@@ -1,7 +1,7 @@
 """The supervision of one engine: its processes, one after the other, and their wires.
 
-The supervisor acts on processes and decides nothing about the fleet. It reports every message and
-every end to the fleet (`FleetState.heard`), which keeps the engine's `EngineState`.
+The supervisor handles processes and takes no decisions about the fleet. It reports every message
+and every end of a process to `FleetState.on_event`, which updates the engine's `EngineState`.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ from moeserve.errors import ConfigError, Overloaded
 
 log = logging.getLogger(__name__)
 
-EXIT_GRACE_S = 5.0  # for a process that closed its wire to end
-LAST_WORDS_S = 0.5  # for the last messages of a dead process to arrive
+EXIT_GRACE_S = 5.0  # timeout for the exit of a process that has closed its wire
+LAST_MESSAGES_S = 0.5  # timeout for the last messages of a dead process
 STOP_S = 1.0  # from SIGTERM to SIGKILL
 
 FromWire = m.EngineOut | PeerGone | EngineGone
 
 
 class EngineSupervisor(Supervisor):
-    """Keeps the process of one engine running, and carries messages between it and the fleet.
+    """Keeps the process of one engine running, and passes messages between it and the fleet.
 
-    Each process has a wire, a token and a heartbeat of its own. A first start that fails is final:
-    whoever starts a server wants to see why. A later death leads to a restart by `policy`, unless
-    its cause is lasting (settings, model files, memory).
+    Each process has its own wire, token and heartbeat. If the first start fails, there is no
+    restart, so that the user sees the error. A process that dies later is restarted by `policy`,
+    unless the cause is permanent (settings, model files, memory).
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class EngineSupervisor(Supervisor):
         stall_s: float = STALL_S,
         builder: str = BUILDER,
     ) -> None:
-        """Make the supervisor of an engine that is not started yet.
+        """Create the supervisor of an engine that is not started yet.
 
         Args:
             host: the machine of the engine.
             state: returns the present state of the engine.
-            report: gets every message of a process except Pong, ProcessLost when its wire is lost,
-                and EngineGone when it has ended.
-            outbox: where the fleet's messages to the front end wait. While it is full, no message
-                of the engine is read.
-            stall_s: an engine that has work and makes no progress for so long (longer if its steps
-                take long) is killed and started again.
-            builder: makes the runner, see order.py.
+            report: called with every message of a process except Pong, with ProcessLost when its
+                wire is lost, and with EngineGone when it has ended.
+            outbox: the fleet's messages to the front end. While it is full, no messages of the
+                engine are read.
+            stall_s: an engine with work is killed and restarted if it makes no progress for this
+                long, or longer if its steps take long.
+            builder: `module:function` that makes the runner, see assemble.py.
         """
         super().__init__(name, policy)
         self.host = host
@@ -83,10 +83,10 @@ class EngineSupervisor(Supervisor):
         self._inbox: Inbox[FromWire] = Inbox(f"{self.name} link", INBOX_LIMIT)
         self._wire: ZmqWire[m.EngineIn, FromWire] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._closing = False  # the front end may not read any more
-        self._last_words = ""  # the cause that the process gave for its end
+        self._closing = False  # the front end may have stopped reading
+        self._stop_cause = ""  # from the process's Stopped message
         self._handled_all = asyncio.Event()  # every message of the process was handled
-        self._unfit = ""  # why no process that is started here can talk to us
+        self._incompatible = ""  # why a process started here can never connect
         self._wire_lost_s: float | None = None
 
     def start(self, role: Role) -> None:
@@ -99,7 +99,7 @@ class EngineSupervisor(Supervisor):
         self.role = role
 
     async def close(self, deadline_s: float) -> None:
-        """Let the process finish for up to `deadline_s`, then end it. May be called again."""
+        """Let the process finish for up to `deadline_s`, then end it. May be called repeatedly."""
         if self._task is None:
             return
         self._closing = True
@@ -107,7 +107,7 @@ class EngineSupervisor(Supervisor):
         try:
             can_read = self.send(m.Drain(deadline_s))
         except Overloaded:
-            can_read = False  # a signal reaches it
+            can_read = False  # end it by a signal
         patience_s = 1.0 + (deadline_s if self._state().ready else 0.0)
         await asyncio.wait([self._task], timeout=patience_s if can_read else 0.0)
         if not self._task.done():
@@ -123,23 +123,23 @@ class EngineSupervisor(Supervisor):
 
     def drain(self, deadline_s: float) -> None:
         """Let running requests finish for up to `deadline_s`."""
-        with suppress(Overloaded):  # then it is stopped with the fleet
+        with suppress(Overloaded):  # `close` will end it
             self.send(m.Drain(deadline_s))
 
     @property
     def pid(self) -> int | None:
-        """Process id, None while there is no process."""
+        """The process id, None while there is no process."""
         return self.child.pid or None if self.child is not None and self.child.alive else None
 
     def kill(self, reason: str) -> None:
-        """End the process at once. reason: see `Process.kill`."""
+        """Send SIGKILL. reason: see `Process.kill`."""
         if self.child is not None and self.child.alive:
             self.child.kill(reason)
 
     # ---- the life of the engine
 
     async def _live(self) -> None:
-        """Return after a death that is final."""
+        """Run processes until one ends for good."""
         try:
             async with asyncio.TaskGroup() as group:
                 beats = every(INTERVAL_S, self._beat, name=f"{self.name} heartbeat")
@@ -177,8 +177,8 @@ class EngineSupervisor(Supervisor):
             builder=self._builder,
             role=msgspec.structs.replace(self.role, folder=self.host.folder),
         )
-        self._last_words = ""
-        self._unfit = ""
+        self._stop_cause = ""
+        self._incompatible = ""
         self._wire_lost_s = None
         self._handled_all.clear()
         waiting = spawn(
@@ -190,7 +190,7 @@ class EngineSupervisor(Supervisor):
             await cancel(waiting)
 
     async def _report_absence(self) -> None:
-        """Report what the start waits for, while the machine is not there."""
+        """Report a Phase at intervals while the start waits for a missing machine."""
         began_s = time.monotonic()
         while self.host.absent:
             elapsed_s = time.monotonic() - began_s
@@ -200,18 +200,21 @@ class EngineSupervisor(Supervisor):
     async def curable(self, death: Death) -> bool:
         if self._wire is not None and self._wire.greeted:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._handled_all.wait(), LAST_WORDS_S)
+                await asyncio.wait_for(self._handled_all.wait(), LAST_MESSAGES_S)
         state = self._state()
-        obeyed = state.told_to_stop and death.exit_code == 0
+        ended_by_order = state.stop_ordered and death.exit_code == 0
         return death.stranded or not (
-            self._unfit or not state.loaded or obeyed or is_config_error(death.exit_code)
+            self._incompatible
+            or not state.loaded
+            or ended_by_order
+            or is_config_error(death.exit_code)
         )
 
     async def on_death(self, death: Death, again_in_s: float | None) -> None:
         """Report the death, and return once the report was handled."""
         self._close_wire()
         self._handled_all.clear()
-        cause = self._unfit or self._last_words or death.summary
+        cause = self._incompatible or self._stop_cause or death.summary
         tail = death.log_tail if death.exit_code and not is_config_error(death.exit_code) else ()
         end = EngineGone(
             exit_code=death.exit_code, cause=cause, log_tail=tail, restart_in_s=again_in_s
@@ -227,7 +230,7 @@ class EngineSupervisor(Supervisor):
     # ---- messages and heartbeat
 
     async def _read(self) -> None:
-        """Handle messages as fast as the front end reads; the process is held back otherwise."""
+        """Handle messages no faster than the front end reads them (back pressure)."""
         while True:
             for msg in await self._inbox.drain(wait=True):
                 if self._outbox.full:
@@ -240,7 +243,7 @@ class EngineSupervisor(Supervisor):
             free = asyncio.Event()
             self._outbox.when_room(free.set)
             with suppress(TimeoutError):
-                await asyncio.wait_for(free.wait(), LAST_WORDS_S)
+                await asyncio.wait_for(free.wait(), LAST_MESSAGES_S)
 
     def _handle(self, msg: FromWire) -> None:
         match msg:
@@ -257,14 +260,14 @@ class EngineSupervisor(Supervisor):
                 self.progress_monitor = ProgressMonitor(time.monotonic(), msg.step_s)
                 self.serving()
             case m.Stopped(cause):
-                self._last_words = cause
+                self._stop_cause = cause
         self._report(msg)
         if isinstance(msg, EngineGone):
             self._handled_all.set()
 
     def _on_wire_lost(self, cause: str) -> None:
-        """The process should end now."""
-        self._unfit = "" if self._wire is not None and self._wire.greeted else cause
+        """Note the time, from which on the process should end by itself."""
+        self._incompatible = "" if self._wire is not None and self._wire.greeted else cause
         self._wire_lost_s = time.monotonic()
         self._handled_all.set()
 
@@ -277,9 +280,9 @@ class EngineSupervisor(Supervisor):
         state = self._state()
         if state.ready is None:
             return
-        with suppress(Overloaded):  # a missing pong is an answer, too
+        with suppress(Overloaded):  # the missing pong will show
             self.send(ping)
         if why := self.progress_monitor.fault(
             now_s, self.stall_s, held=state.held, grouped=state.grouped
         ):
-            self.kill(why)  # the other engines would wait for it for ever
+            self.kill(why)  # otherwise the other engines of its group would wait forever

@@ -9,9 +9,9 @@ from moeserve.messages import EngineIn, Phase
 
 
 class EngineTable:
-    """The engines by rank, also those that are not members of the fleet yet or no longer.
+    """All engines by rank, including those that are not yet or no longer members of the fleet.
 
-    `apply` is the only place where the state of an engine changes.
+    Only `apply` changes the state of an engine.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class EngineTable:
         del self._supervisors[rank]
 
     def apply(self, rank: int, event: EngineEvent) -> EngineState:
-        """Change the state of an engine by an event, and return the new state."""
+        """Apply an event to the state of an engine, and return the new state."""
         state = self._states[rank].after(event)
         if state != self._states[rank]:
             self._states[rank] = state
@@ -65,13 +65,13 @@ class EngineTable:
         return supervisor is not None and supervisor.send(msg)
 
     def wake(self) -> None:
-        """Make every `until` look at its condition again."""
+        """Make every `until` check its condition again."""
         for change in self._waiting:
             if not change.done():
                 change.set_result(None)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return once a condition on the states holds."""
+        """Wait until a condition on the states holds."""
         while not condition():
             change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.add(change)

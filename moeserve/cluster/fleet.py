@@ -1,12 +1,13 @@
-"""The fleet: the engines behind one link, which look like one engine to the front end.
+"""The fleet: all engines of a server behind one `EngineLink`, like a single engine.
 
     front end -- send -->  Fleet  -- Traffic -->  EngineSupervisor  -- wire -->  engine process
-              <- outbox --  FleetState  <-- heard --
+              <- outbox --  FleetState  <-- on_event --
 
-`FleetState` is the state machine, `Scaling` changes the number and the machines of the engines. The
-requests of an engine that dies are handed back (RequestsLost), the other engines keep theirs, and a
-new process joins them in the next epoch. With ep on, all engines form one group and compute in
-lockstep. With ep off, or for a model without experts, each is on its own.
+`FleetState` is the state machine. `Scaling` changes the number of engines and their machines.
+
+If an engine dies, its requests are returned to the front end (RequestsLost), the other engines keep
+theirs, and a new process joins them in the next epoch. With --ep on, all engines form one group and
+compute in lockstep. With --ep off, or for a dense model, each engine runs independently.
 """
 
 import asyncio
@@ -34,18 +35,18 @@ POLICY = RestartPolicy(first_pause_s=0.05, proven_s=10.0)
 class Fleet:
     """`EngineLink` to dp engines of tp processes each; see link.py.
 
-    A fleet is ready once all engines serve, and stays so while some of them are replaced. It ends
-    when the group cannot be brought together again: an engine cannot be restarted, or the engines
-    keep failing to meet. A single engine of one process has no others that could take over, so the
-    front end gets an EngineGone at each of its ends.
+    A fleet is ready once all engines serve, and stays ready while some of them are replaced. It
+    ends if an engine cannot be restarted or the engines repeatedly fail to form a group. A single
+    engine of one process has no others to take over its requests, so the front end gets an
+    EngineGone whenever its process ends.
     """
 
     def __init__(self, config: Config, root: Root | None = None, **options: Any) -> None:
-        """Make a fleet that is not started yet.
+        """Create a fleet that is not started yet.
 
         Args:
-            root: the process that keeps the engines of this machine, if that is another one.
-            options: of each `EngineSupervisor`.
+            root: the root process, if it keeps this machine's engines (--standby).
+            options: keyword arguments of each `EngineSupervisor`.
         """
         self.config = config
         self.root = root
@@ -65,7 +66,7 @@ class Fleet:
     # ---- start, requests, end
 
     def continue_from(self, snapshot: FleetSnapshot | None) -> None:
-        """Start with the engines of the front end before this one."""
+        """Take over the engines of the previous front end at the start."""
         self._snapshot = snapshot
 
     async def start(self) -> None:
@@ -78,7 +79,7 @@ class Fleet:
         self._started = True
 
     def send(self, msg: m.EngineIn) -> None:
-        """Send a message to the engine or the engines that it concerns.
+        """Send a message to the engine or engines that it concerns.
 
         Raises Overloaded if one does not keep up.
         """
@@ -91,14 +92,15 @@ class Fleet:
             case m.Drain(deadline_s=deadline_s) if state.single:
                 state.drain(state.members[0], deadline_s)
             case m.Drain(deadline_s=deadline_s):
-                # The engines get it at the deadline: one that dies before needs the others, also
-                # the idle ones.
+                # Send it to the engines at the deadline. If one dies before, a new one can replace
+                # it only if all others are still in the group, even the idle ones.
                 loop = asyncio.get_running_loop()
                 self._drain_timer = loop.call_later(deadline_s, state.stop_requests)
             case m.TraceNext():
                 for group in state.groups:
                     if group.complete:
-                        state.table.send(group.members[0], msg)  # one vote is enough for all
+                        # One vote is enough: all engines of the group trace that step.
+                        state.table.send(group.members[0], msg)
             case m.Ping() | m.Join() | m.UpdatePlacement() | m.AbortAll():
                 raise ValueError(f"a fleet sends {type(msg).__name__} itself")
             case _:
@@ -130,12 +132,12 @@ class Fleet:
 
     @property
     def experts(self) -> "Rebalancing | None":
-        """The experts that are sharded over the engines, None if each engine has all."""
+        """The experts if they are sharded over the engines, None if each engine has all of them."""
         return self._state.experts
 
     @property
     def ready(self) -> m.Ready | None:
-        """The facts of all engines together, None before all served and after the end."""
+        """The combined facts of all engines, None before all have served and after the end."""
         return self._state.ready
 
     @property
@@ -150,9 +152,9 @@ class Fleet:
 
     @property
     def healthy(self) -> bool:
-        """Whether some engines serve, and all of those make progress.
+        """Whether some engines serve, and all of these make progress.
 
-        A group may take a moment to meet again.
+        No engine may serve for UNHEALTHY_S, so that a group can be formed again.
         """
         state = self._state
         if state.ready is None or state.over:

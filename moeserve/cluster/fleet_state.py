@@ -1,4 +1,4 @@
-"""The fleet as one state machine: events of engines in, messages to the front end out."""
+"""The fleet's state machine: it takes events of engines and sends messages to the front end."""
 
 import asyncio
 import logging
@@ -17,8 +17,8 @@ from moeserve.cluster.engine_state import (
     EngineState,
     FromProcess,
     Held,
+    JoinSent,
     LeftFleet,
-    MeetingBegun,
     NewRequestsEnded,
     ProcessLost,
 )
@@ -35,32 +35,33 @@ log = logging.getLogger(__name__)
 
 
 class FleetState:
-    """The members of a fleet, their groups, requests and experts, and what follows from each event.
+    """The members of a fleet, their groups, their requests and their experts.
 
-    All of it changes here. `Fleet` offers it to the front end, `Scaling` adds and removes engines.
+    Only this class changes them. `Fleet` is the interface for the front end, and `Scaling` adds and
+    removes engines.
     """
 
     def __init__(self, *, single: bool, emit: Callable[[FromEngine], None]) -> None:
-        """Make the state of a fleet without engines.
+        """Create the state of a fleet without engines.
 
         Args:
-            single: one engine of one process. No other engine can take over its requests, so the
-                front end gets its EngineGone.
-            emit: sends the front end a message.
+            single: the fleet is one engine of one process. No other engine can take over its
+                requests, so the front end gets its EngineGone.
+            emit: sends a message to the front end.
         """
         self.single = single
         self.table = EngineTable()
         self.members: tuple[int, ...] = ()  # ranks, in the order of their dp ranks in a group
         self.groups: tuple[EngineGroup, ...] = ()
-        self.experts: Rebalancing | None = None  # None: no experts, or each engine has all of them
+        self.experts: Rebalancing | None = None  # None if experts are not sharded over engines
         self.traffic = Traffic(self.serving, self.table.send, self.fail)
         self.phase = m.Phase("starting", 0, 0.0)
-        self.ready: m.Ready | None = None  # facts of all engines together, once all served
-        self.unserved_since_s: float | None = None  # no engine serves
+        self.ready: m.Ready | None = None  # combined facts, once all engines have served
+        self.unserved_since_s: float | None = None  # monotonic time since when no engine serves
         self.over = False  # the final EngineGone was sent
-        self.failure = ""  # its cause, unless it was an ordered stop
+        self.failure = ""  # the cause of the end, unless it was an ordered stop
         self._emit = emit
-        self._deadline_passed = False  # of a drain
+        self._deadline_passed = False  # the deadline of a drain has passed
         self._closing: set[asyncio.Task[None]] = set()
 
     # ---- members and groups
@@ -80,36 +81,36 @@ class FleetState:
         return {state.rank for state in self.member_states if state.serving}
 
     def shard_experts(self, experts: "Rebalancing") -> None:
-        """Make the engines one group, over which the experts are sharded."""
+        """Make all engines one group that shares the experts."""
         self.experts = experts
 
     def set_members(self, ranks: Sequence[int]) -> None:
-        """Make these engines the members of the fleet."""
+        """Set the members of the fleet."""
         self.members = tuple(ranks)
 
     def add_groups(self, groups: Iterable[EngineGroup]) -> None:
-        """Add groups that meet from now on."""
+        """Add groups of engines."""
         self.groups += tuple(groups)
 
-    def take_out(self, ranks: Sequence[int], cause: str) -> list[EngineGroup]:
-        """Hand the requests of engines that leave the fleet back to the front end.
+    def detach(self, ranks: Sequence[int], cause: str) -> list[EngineGroup]:
+        """Let engines leave the fleet, and return their requests to the front end.
 
-        Return the groups that have no other members, to be closed.
+        Return the groups without other members, which the caller must close.
         """
         for rank in ranks:
             self.table.apply(rank, LeftFleet())
             self._hand_back(rank, died=False, cause=cause)
-        # A group of all engines gets other members by `regroup`.
+        # The group of all engines gets its new members by `regroup`.
         left = [] if self.together else [g for g in self.groups if g.members[0] in ranks]
         self.groups = tuple(group for group in self.groups if group not in left)
         return left
 
     # ---- events
 
-    def heard(self, rank: int, event: EngineEvent) -> None:
-        """Act on an event of an engine. An error in here is the end of the fleet."""
+    def on_event(self, rank: int, event: EngineEvent) -> None:
+        """Handle an event of an engine. An error in the handling ends the fleet."""
         try:
-            self._on_event(rank, event)
+            self._dispatch(rank, event)
         except Exception as error:
             self.fail(error)
 
@@ -118,7 +119,7 @@ class FleetState:
         log.error("the fleet failed", exc_info=error)
         self.end(EngineGone(exit_code=1, cause=f"the fleet failed: {error!r}"))
 
-    def _on_event(self, rank: int, event: EngineEvent) -> None:
+    def _dispatch(self, rank: int, event: EngineEvent) -> None:
         match event:
             case ProcessLost():
                 self._on_lost(rank)
@@ -126,11 +127,11 @@ class FleetState:
                 self._on_lost(rank)
                 self.table.apply(rank, event)
                 self._on_ended(rank, event)
-            case MeetingBegun() | Held() | NewRequestsEnded() | LeftFleet():
+            case JoinSent() | Held() | NewRequestsEnded() | LeftFleet():
                 self.table.apply(rank, event)
             case _:
                 state = self.table.apply(rank, event)
-                if not state.left:  # its requests have gone to other engines
+                if not state.left:  # otherwise its requests have gone to other engines
                     self._on_message(rank, event)
 
     def _on_message(self, rank: int, msg: FromProcess) -> None:
@@ -157,7 +158,7 @@ class FleetState:
         self.traffic.note(rank, output)
         record = output.record
         if record is not None and record.dp_rank != rank:
-            # An engine knows its place in its group only.
+            # An engine knows only its dp rank within the group.
             record = msgspec.structs.replace(record, dp_rank=rank)
             output = msgspec.structs.replace(output, record=record)
         self._emit(output)
@@ -173,7 +174,7 @@ class FleetState:
 
     def _on_experts(self, msg: m.ExpertLoad | m.PlacementResult) -> None:
         if self.experts is None:
-            self._emit(msg)  # no placement: the front end only sums up the load
+            self._emit(msg)  # the front end sums up the load
         elif isinstance(msg, m.PlacementResult):
             self.experts.placed(msg)
         else:
@@ -186,7 +187,7 @@ class FleetState:
             self._emit(phase)
 
     def _check_groups(self) -> None:
-        """Let the groups see a change in the state of an engine."""
+        """Update the groups after a change in the state of an engine."""
         for group in self.groups:
             group.check()
         if self.unserved_since_s is None and not self.serving():
@@ -197,7 +198,7 @@ class FleetState:
         self.table.apply(rank, ProcessLost())
         self._check_groups()
         if before.has_served and not before.left:
-            self._hand_back(rank, died=not before.obeyed, cause="it ended")
+            self._hand_back(rank, died=not before.ended_by_order, cause="it ended")
 
     def _hand_back(self, rank: int, *, died: bool, cause: str) -> None:
         """Return the requests of an engine to the front end."""
@@ -219,7 +220,7 @@ class FleetState:
             end = msgspec.structs.replace(end, cause=f"{state.name}: {end.cause}")
         if all(other.end is not None for other in self.member_states):
             self.end(end)
-        elif end.exit_code == 0 and state.obeyed:
+        elif end.exit_code == 0 and state.ended_by_order:
             self._close_group_of(rank)
         elif self.together or not self.ready:
             self.end(end)
@@ -228,7 +229,7 @@ class FleetState:
             log.error("%s is not started again; %d engines continue", state.name, num_serving)
 
     def _close_group_of(self, rank: int) -> None:
-        """End the engines that would wait in vain for one that has obeyed an order to stop."""
+        """Close the engines that are starting, and would wait in vain for one that was stopped."""
         others = [
             other for group in self.groups if rank in group.members for other in group.members
         ]
@@ -243,7 +244,7 @@ class FleetState:
                 closing.add_done_callback(self._closing.discard)
 
     def end(self, gone: EngineGone) -> None:
-        """Send the front end the final EngineGone; only the first one counts."""
+        """Send the front end the final EngineGone. Later calls have no effect."""
         if self.over:
             return
         self.over = True
@@ -251,10 +252,10 @@ class FleetState:
         self.failure = gone.cause if gone.exit_code else ""
         self._emit(gone)
 
-    # ---- meetings and facts
+    # ---- groups and facts
 
-    def on_met(self, group: EngineGroup) -> None:
-        """All engines of a group serve, together."""
+    def on_formed(self, group: EngineGroup) -> None:
+        """Handle that all engines of a group serve together."""
         self.unserved_since_s = None
         states = self.table.of(group.members)
         if self.experts is not None:
@@ -272,14 +273,14 @@ class FleetState:
             self.stop_requests()
 
     def on_group_failed(self, cause: str, exit_code: int) -> None:
-        """The engines of a group will never serve together."""
+        """Handle that the engines of a group will never serve together."""
         self.end(EngineGone(exit_code=exit_code, cause=cause))
 
     def announce(self) -> None:
-        """Send the front end the facts of all engines together, if they have changed."""
+        """Send the front end the combined facts of all engines, if they have changed."""
         present = [state.ready for state in self.member_states if state.ready is not None]
         if not present:
-            return  # all are being replaced; the next meeting announces them
+            return  # all are being replaced, and are announced when they form a group
         try:
             facts = combined(present)
         except ConfigError as error:
@@ -293,21 +294,21 @@ class FleetState:
             self._emit(Resized(facts))
 
     def settle(self) -> None:
-        """Announce a change of members, and send them the requests that wait."""
+        """Announce a change of members, and send waiting requests to engines."""
         self.announce()
         self.traffic.flush()
 
     def stop_requests(self) -> None:
         """End the running requests, because the deadline of a drain has passed.
 
-        Engines that do not serve yet get the order later: requests may wait for them.
+        Engines that do not serve yet are drained once they do, because requests may wait for them.
         """
         self._deadline_passed = True
         for rank in self.serving():
             self.drain(rank, 0.0)
 
     def drain(self, rank: int, deadline_s: float) -> None:
-        """Let the requests of an engine finish for up to `deadline_s`; it gets no new ones."""
+        """Send an engine no new requests, and let its requests finish for up to `deadline_s`."""
         self.table.apply(rank, NewRequestsEnded(ordered=True))
         self.table.supervisor(rank).drain(deadline_s)
 

@@ -1,7 +1,6 @@
-"""The fork server: `python -m moeserve.cluster.fork_server FD`, started by `LocalHost` and by
-nobody else.
+"""The fork server: `python -m moeserve.cluster.fork_server FD`, started by `LocalHost` only.
 
-Each of its forks first forks its tensor-parallel workers and then becomes an engine.
+Each fork first forks its tensor-parallel workers and then becomes an engine.
 """
 
 import signal
@@ -14,10 +13,9 @@ from moeserve.cluster import engine_main, tp_worker
 
 
 def main() -> None:
-    """Run the server, and in each fork the engine."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole terminal; the front end decides
+    """Run the server; in each fork, run an engine."""
+    # Ctrl-C reaches all processes of the terminal, but the front end decides what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard.die_with_parent()
     engine_main.import_ahead()
     num_ranks = serve(int(sys.argv[1]))

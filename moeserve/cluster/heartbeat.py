@@ -1,19 +1,21 @@
-"""Detects hangs from outside: pings, pongs and a step counter tell work from a hang."""
+"""Detect hanging engines: pings and a step counter distinguish long work from a hang."""
 
 from moeserve.messages import Ping, Pong
 
 INTERVAL_S = 1.0
-# Without progress for this long (or two long steps) an engine is not ready for new requests.
+# An engine without progress for this long (or two of its longest steps) is not ready for requests.
 UNHEALTHY_S = 5.0
-STALL_S = 60.0  # without progress for this long (or ten long steps) it is killed
+STALL_S = 60.0  # an engine without progress for this long (or ten of its longest steps) is killed
 
 
 class ProgressMonitor:
-    """Time since the last progress of an engine. Times are monotonic seconds, given by the caller.
+    """The time since the last progress of an engine. Callers pass monotonic seconds.
 
-    An engine makes progress when it answers and either has nothing to do or has counted another
-    step. So a blocked loop, a stopped process and a step that never ends all show. Engines answer
-    between steps only. step_s: the longest step to expect, and so the silence that is normal.
+    An engine makes progress when it answers a ping and is either idle or has counted another step.
+    This detects a blocked loop, a stopped process and a step that never ends.
+
+    step_s: the longest step to expect. Engines answer only between steps, so they may be silent for
+        this long.
     """
 
     def __init__(self, now_s: float, step_s: float = 0.0) -> None:
@@ -26,7 +28,7 @@ class ProgressMonitor:
         """Return the next ping to send; call it once per INTERVAL_S."""
         late_s = now_s - self._ping_s - INTERVAL_S
         if late_s > INTERVAL_S:
-            # This process stood still (stopped, or a blocked loop), so it knows nothing.
+            # This process itself stood still (stopped or blocked), so do not blame the engine.
             self._progress_s += late_s
             self._answer_s += late_s
         self._ping_s = now_s
@@ -34,29 +36,30 @@ class ProgressMonitor:
         return Ping(self._seq)
 
     def pong(self, msg: Pong, now_s: float) -> None:
-        """Note an answer."""
+        """Record an answer."""
         if not msg.busy or msg.steps != self._steps:
             self._progress_s = now_s
         self._steps = msg.steps
         self._answer_s = now_s
 
     def stalled_s(self, now_s: float) -> float:
-        """Seconds since the last progress; a little over INTERVAL_S is normal."""
+        """Return the seconds since the last progress; a little over INTERVAL_S is normal."""
         return max(0.0, now_s - self._progress_s)
 
     def healthy(self, now_s: float) -> bool:
-        """Return whether the last progress is recent enough for new requests."""
+        """Return whether the engine is ready for new requests."""
         return self.stalled_s(now_s) <= max(UNHEALTHY_S, 2 * self._step_s)
 
     def fault(
         self, now_s: float, stall_s: float = STALL_S, *, held: bool = False, grouped: bool = False
     ) -> str:
-        """Return why the engine must be killed, the end of a sentence about it; "" if it need not
-        be.
+        """Return why the engine must be killed, or "". The text continues "engine 0 ...".
 
-        held: the engine waits for others, so only answers are expected. One that leaves its group
-        first ends its steps. grouped: a group stands still with any one of its engines. Those that
-        answer get twice the time, because the silent one is more likely at fault.
+        Args:
+            held: the engine waits for others, so it only has to answer. It may first have to finish
+                its steps, though, if it has just left its group.
+            grouped: one hanging engine stops the whole group. An engine that still answers gets
+                twice the time, because a silent one is more likely the cause.
         """
         silent_s = now_s - self._answer_s
         if held:

@@ -1,7 +1,7 @@
-"""The machines that engine processes run on: this one (forks.py), or another one with an agent.
+"""The machines that engine processes run on: this one (forks.py), or others with an agent.
 
-The agent (node.py) starts the processes. Each engine talks to the front end over a wire of its own;
-the agent's wire carries starts, deaths and log lines only.
+The agent (node.py) starts the processes. Each engine has its own wire to the front end; the agent's
+wire carries only starts, deaths and log lines.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from moeserve.messages import PlacementTable
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0  # for an admitted node to open its wire
-SHUTDOWN_S = 1.0  # for a released node to hang up
+CONNECT_S = 5.0  # timeout for an admitted node to open its wire
+SHUTDOWN_S = 1.0  # timeout for a released node to disconnect
 HEARTBEAT_S = 1.0
 RELEASED = "it was released"
 
@@ -35,21 +35,21 @@ RELEASED = "it was released"
 class Start(msgspec.Struct, frozen=True, tag=True):
     """Order to start an engine."""
 
-    id: int  # names the process from now on
+    id: int  # identifies the process in later messages
     name: str
     order: bytes  # JSON of an EngineOrder
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sign, every HEARTBEAT_S, that the front end's loop runs. Only the root process needs it."""
+    """A sign that the front end's loop runs, every HEARTBEAT_S. Only the root process needs it."""
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True, tag=True):
-    """The changes of a fleet since its start. The root process keeps it for the next front end."""
+    """The state of a fleet, which the root process keeps for the next front end."""
 
-    engines: dict[int, int]  # machine of each engine by its number, in the order of ranks
-    drained: dict[int, int]  # number of engines that each drained machine had
-    placement: PlacementTable | None  # the last active one of the experts
+    engines: dict[int, int]  # rank of each engine -> number of its machine, in the order of ranks
+    drained: dict[int, int]  # drained machine -> number of engines that it had
+    placement: PlacementTable | None  # the last active placement of the experts
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
@@ -60,27 +60,27 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Machine 0 ends or releases the node: the node ends."""
+    """Order to end the agent, because machine 0 stops or releases the machine."""
 
     cause: str  # why machine 0 failed, empty after an ordered stop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The process runs."""
+    """Report that the process runs."""
 
     id: int
     pid: int
 
 
 class LogLine(msgspec.Struct, frozen=True, tag=True):
-    """A line that an engine wrote to its log."""
+    """A line of an engine's log."""
 
     id: int
     text: str
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The process is dead."""
+    """Report that the process is dead."""
 
     id: int
     death: Death
@@ -92,21 +92,22 @@ AgentWire = ZmqWire[ToNode, FromNode | PeerGone]
 
 
 class RemoteHost:
-    """Machine `number` of `num_machines`, through its agent. It may come late, and come back."""
+    """Machine `number` of `num_machines`, through its agent. The agent may join late, or again."""
 
     def __init__(self, number: int, num_machines: int, address: str, keys: Keys | None) -> None:
-        """Make the host of a machine that is not here yet.
+        """Create the host of a machine whose agent has not joined yet.
 
         Args:
-            address: our own (as in a URL), on which we listen for the agent and for its engines.
-            keys: of the cluster.
+            address: this machine's address (as in a URL), to listen at for the agent and its
+                engines.
+            keys: the cluster's keys.
         """
         self.number = number
         self.name = f"node-{number}"
         self.folder = ""
         self.absent = self._missing = f"waiting for machine {number} of {num_machines}"
         self.taken = False  # an agent was admitted as this machine
-        self.here = asyncio.Event()  # the wire to the agent is there
+        self.here = asyncio.Event()  # the agent is connected
         self._released = False
         self._keys = keys
         self._address = address
@@ -116,14 +117,11 @@ class RemoteHost:
         self._processes: dict[int, RemoteProcess] = {}
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Return an address here that the machine can reach, and the cluster's keys."""
+        """Return an address of this machine that the other one can reach, and the keys."""
         return f"tcp://{self._address}:*", self._keys
 
     async def start(self, name: str, order: bytes) -> Process:
-        """Wait for the machine, and order its agent to start an engine.
-
-        The engine ends with the machine.
-        """
+        """Wait for the agent, and order it to start an engine, which ends with the agent."""
         await self.here.wait()
         process = RemoteProcess(self.tell, next(self._ids), name)
         self._processes[process.id] = process
@@ -131,9 +129,9 @@ class RemoteHost:
         return process
 
     def admit(self, folder: str) -> tuple[str, str]:
-        """Return address and token of the wire to which the agent may connect now.
+        """Listen for the agent, and return address and token for it.
 
-        folder: private to the agent, on its machine.
+        folder: the agent's private directory, on its machine.
         """
         self.taken = True
         self._released = False
@@ -150,28 +148,27 @@ class RemoteHost:
         self._serving = spawn(self._serve(wire, inbox), name=inbox.owner, on_error=log_error)
 
     async def close(self, cause: str) -> None:
-        """Release the agent; another one may come.
+        """Release the agent. Another one may join later.
 
-        cause: why machine 0 fails, empty if nothing failed.
+        cause: why machine 0 fails, empty if it does not.
         """
         if self._serving is None:
             return
         if self._wire is not None:
-            # The node hangs up, not we: a network that loses packets just then would lose the
-            # message.
+            # Let the node close the connection, because closing it here could lose the message.
             self.tell(Shutdown(cause))
             self._released = True
             await asyncio.wait([self._serving], timeout=SHUTDOWN_S)
         await cancel(self._serving)
 
     def tell(self, msg: ToNode) -> None:
-        """Send the agent a message. Drop it if the agent is gone: its processes are gone, too."""
+        """Send the agent a message, or drop it if the agent is gone (with its processes)."""
         with suppress(Overloaded):
             if self._wire is not None:
                 self._wire.send(msg)
 
     async def _serve(self, wire: AgentWire, inbox: Inbox[FromNode | PeerGone]) -> None:
-        """Serve one life of the agent. However it ends, its processes are lost."""
+        """Serve one connection of the agent. When it ends, the agent's processes are lost."""
         cause = RELEASED
         try:
             await wire.connected(CONNECT_S)
@@ -216,20 +213,23 @@ class RemoteHost:
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True):
-    """The root process (server/standby.py), which keeps this machine's engines, for a front end."""
+    """The root process (server/standby.py), which keeps this machine's engines.
+
+    Each front end gets one such struct.
+    """
 
     number: int  # of the front end, from 0
-    # The time when the front end was made, in tenths of a second: greater than that of all before,
-    # also of those of another root, whose engines may wait on other machines.
+    # When the front end was created, in tenths of a second. It is greater than that of all earlier
+    # front ends, even those of another root, whose engines may wait on other machines.
     made_at: int
     folder: str  # private, for sockets
-    address: str  # where the root's agent listens
+    address: str  # at which the root's agent listens
     token: str
-    follows: int  # number of the front end that serves, -1 if there is none
-    secret: str  # of the journals' feeds
+    follows: int  # number of the front end that serves now, -1 if there is none
+    secret: str  # of the journal feeds
 
     def journal_of(self, number: int) -> str:
-        """Return the address at which a front end sends its journal."""
+        """Return the address of a front end's journal feed."""
         return f"ipc://{self.folder}/journal-{number}.sock"
 
 
@@ -247,7 +247,7 @@ class RootHost(RemoteHost):
         self._beating = spawn(beats, name="root heartbeat", on_error=log_error)
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Return the address where this front end listens for an engine."""
+        """Return the address at which this front end listens for an engine; no keys are needed."""
         return f"ipc://{self.folder}/{self._number}-{name.replace(' ', '-')}.sock", None
 
     async def close(self, cause: str) -> None:
@@ -255,12 +255,12 @@ class RootHost(RemoteHost):
         await super().close(cause)
 
     def _on_message(self, process: "RemoteProcess", msg: FromNode) -> None:
-        if not isinstance(msg, LogLine):  # the root has printed it
+        if not isinstance(msg, LogLine):  # the root process prints log lines itself
             super()._on_message(process, msg)
 
 
 class RemoteProcess(Process):
-    """A process on another machine; it ends with that machine."""
+    """A process that an agent has started. It ends with the agent."""
 
     def __init__(self, tell: Callable[[ToNode], None], id: int, name: str) -> None:
         super().__init__(name, pid=0)
@@ -278,16 +278,16 @@ class RemoteProcess(Process):
         self._tell(Signal(self.id))
 
     def started(self, pid: int) -> None:
-        """Note that the process runs."""
+        """Record that the process runs."""
         self.pid = pid
 
     def strand(self, reason: str) -> None:
-        """Note that the machine is gone, and the process with it."""
+        """Record that the process was lost with its machine."""
         lived_s = time.monotonic() - self._begun_s
         self.end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, (), reason, stranded=True))
 
     def end(self, death: Death) -> None:
-        """Note that the process is dead."""
+        """Record the death of the process."""
         if not self._death.done():
             self._death.set_result(death)
 

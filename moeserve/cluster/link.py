@@ -1,11 +1,11 @@
-"""The link of a front end to its engines, wherever they run: messages in, messages out.
+"""The link from a front end to its engines, wherever they run: messages in, messages out.
 
     link.send(EngineIn)  -->  engine  -->  link.outbox: Phase ... Ready, then StepOutput and the
                                            rest of EngineOut, and EngineGone;
                                            after a restart Phase ... Ready once more
 
-`Fleet` (fleet.py) supervises engine processes: when one of several dies, RequestsLost comes in
-place of EngineGone. `LocalEngine` (local_engine.py) runs in this process.
+There are two links. `Fleet` (fleet.py) supervises engine processes; when one of several dies, it
+sends RequestsLost in place of EngineGone. `LocalEngine` (local_engine.py) runs in this process.
 """
 
 from typing import Protocol
@@ -23,7 +23,7 @@ from moeserve.errors import (
 )
 from moeserve.messages import EngineIn, EngineOut, Ready
 
-INBOX_LIMIT = 20_000  # messages that may wait on their way from an engine to the front end
+INBOX_LIMIT = 20_000  # messages from an engine that may wait for the front end
 
 _ERRORS_BY_EXIT_CODE: dict[int, type[ConfigError]] = {
     error.exit_code: error for error in (ConfigError, CheckpointError, AddressInUse, DoesNotFit)
@@ -44,49 +44,42 @@ class EngineGone(msgspec.Struct, frozen=True, kw_only=True):
         return self.restart_in_s is not None
 
     def error(self) -> MoeserveError:
-        """Return the exception for a final end: ConfigError and its kin by exit code, otherwise
-        EngineDied.
-        """
+        """Return the exception for a final end: a ConfigError by exit code, or EngineDied."""
         kind = _ERRORS_BY_EXIT_CODE.get(self.exit_code)
         return kind(self.cause) if kind else EngineDied("\n    ".join([self.cause, *self.log_tail]))
 
 
 class RequestsLost(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine among several ended: these requests must be submitted again."""
+    """One of several engines has ended. These requests must be submitted again."""
 
     rids: tuple[int, ...]
     engine: int  # its data-parallel rank
-    died: bool  # False if it left because fewer engines are wanted
+    died: bool  # False if it was removed
     cause: str
 
 
 class Resized(msgspec.Struct, frozen=True):
-    """Engines came, left or were replaced, while requests continue."""
+    """Engines were added, removed or replaced, while requests continue."""
 
-    ready: Ready  # the facts from now on
+    ready: Ready  # the new facts
 
 
 FromEngine = EngineOut | EngineGone | RequestsLost | Resized
 
 
 def is_config_error(exit_code: int) -> bool:
-    """Return whether an engine ended for a reason that another start would meet again."""
+    """Return whether an engine ended with a ConfigError, which a restart would repeat."""
     return exit_code in _ERRORS_BY_EXIT_CODE
 
 
 class EngineLink(Protocol):
-    """One engine, or several that look like one. Belongs to the loop on which it was started.
+    """One engine, or several that look like one. Belongs to the loop on which it was started."""
 
-    outbox: messages for the front end.
-    """
-
-    outbox: Inbox[FromEngine]
+    outbox: Inbox[FromEngine]  # messages to the front end
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine serves and, in a process of its own, makes progress, as a readiness
-        probe asks.
-        """
+        """Whether the engine serves and makes progress, for readiness probes."""
 
     async def start(self) -> None:
         """Start the engine, and return before it is ready.
@@ -97,12 +90,12 @@ class EngineLink(Protocol):
     def send(self, msg: EngineIn) -> None:
         """Send the engine a message. Raises Overloaded if it does not keep up.
 
-        Drops the message if there is no engine: EngineGone has come, or is the next message.
+        If there is no engine, the message is dropped, and EngineGone was sent or is the next
+        message.
         """
 
     async def close(self, deadline_s: float) -> None:
-        """Let running requests finish for up to `deadline_s`, then ends the engine. The last
-        message is EngineGone.
+        """Let running requests finish for up to `deadline_s`, then end the engine.
 
-        May be called again with a shorter deadline.
+        The last message is EngineGone. May be called again with a shorter deadline.
         """

@@ -1,6 +1,4 @@
-"""An engine inside this process, on this loop, with the model runner in its thread: for `LLM` and
-`AsyncEngine`.
-"""
+"""An engine inside this process, for `LLM` and `AsyncEngine`. The model runs in a thread."""
 
 import asyncio
 import logging
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INBOX_LIMIT = 100_000  # both readers share this loop, so they are never far behind
-ABORT_S = 1.0  # for an engine that was told to stop at once
+INBOX_LIMIT = 100_000  # higher than for processes, because both readers share this loop
+ABORT_S = 1.0  # timeout for an engine to stop after its deadline
 
 
 class LocalEngine:
@@ -55,7 +53,7 @@ class LocalEngine:
             self._engine_inbox.put(msg, force=force)
 
     async def close(self, deadline_s: float) -> None:
-        """Let running requests finish for up to `deadline_s`, then ends the engine."""
+        """Let running requests finish for up to `deadline_s`, then end the engine."""
         if self._task is None:
             return
         if self.ready is None:
@@ -75,11 +73,11 @@ class LocalEngine:
                 self._builder,
                 Role(),
                 self._engine_inbox,
-                self._hear,
+                self._emit,
                 time.monotonic(),
             )
             self.ready = ready
-            self._hear(ready)
+            self._emit(ready)
             try:
                 await core.run()
             finally:
@@ -94,18 +92,20 @@ class LocalEngine:
             cause = f"{type(exc).__name__}: {exc}"
         finally:
             self.ready = None
-            # the front end answers for what was in there: see EngineGone
-            self._engine_inbox.close()
+            self._engine_inbox.close()  # the front end submits dropped requests again
             if not self.outbox.closed:
                 self.outbox.put(EngineGone(exit_code=exit_code, cause=cause), force=True)
 
-    def _hear(self, msg: EngineOut) -> None:
+    def _emit(self, msg: EngineOut) -> None:
         if not self.outbox.closed:
             self.outbox.put(msg)
 
 
 async def _close(runner: "Runner") -> None:
-    """Wait for the step that runs, beside the loop if the interpreter still starts threads."""
+    """Close the runner, which waits for its step.
+
+    This happens in a thread, unless the interpreter is shutting down and starts no threads.
+    """
     try:
         closing = in_thread("engine stop", runner.close)
     except RuntimeError:

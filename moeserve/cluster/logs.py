@@ -1,4 +1,4 @@
-"""Logging of every moeserve process: one line per record on stderr, as text or JSON."""
+"""Logging of all moeserve processes: one line per record on stderr, as text or JSON."""
 
 import logging
 import sys
@@ -11,8 +11,9 @@ from moeserve.actor.process import one_line
 
 
 def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text") -> None:
-    """Replace the root logger's handlers. Control characters are escaped: a prompt cannot forge a
-    line.
+    """Replace the root logger's handlers.
+
+    Control characters are escaped, so that a prompt cannot forge a log line.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLine() if format == "json" else _TextLine())
@@ -23,7 +24,6 @@ def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text"
 
 class _TextLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as text, each line of a traceback indented."""
         at = time.strftime("%H:%M:%S", time.localtime(record.created))
         source = record.name.removeprefix("moeserve.")
         lines = [
@@ -35,7 +35,6 @@ class _TextLine(logging.Formatter):
 
 class _JsonLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one JSON object."""
         line = {
             "time": record.created,
             "level": record.levelname.lower(),

@@ -1,11 +1,11 @@
-"""`moeserve serve --node-rank i`: the agent of a machine other than machine 0. It answers no HTTP.
+"""The agent of a machine other than machine 0 (`moeserve serve --node-rank i`). It serves no HTTP.
 
-The agent joins at the rendezvous, starts engines by order of machine 0, and reports their ends. Its
-engines end with it, and it ends with machine 0. With --standby it keeps them for the next machine
-0, for KEEP_S.
+The agent joins at the rendezvous, starts engines when machine 0 orders it, and reports their ends.
+Engines end with the agent, and the agent ends with machine 0. With --standby it keeps the engines
+for KEEP_S, so that the next machine 0 can take them over.
 
-Exit codes: 0 after a stop of machine 0 or of the agent, 1 when machine 0 is lost, 2 when the
-machine cannot join.
+Exit codes: 0 if machine 0 or the agent was stopped, 1 if machine 0 is lost, 2 if the machine cannot
+join.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ from moeserve.cluster.order import EngineOrder
 from moeserve.cluster.rendezvous import (
     TOKEN,
     Admitted,
-    Attendance,
-    TurnedAway,
-    attendance,
+    Registration,
+    Rejected,
     bracketed,
+    registration,
     resolve,
 )
 from moeserve.cluster.rundir import RunDir
@@ -59,21 +59,20 @@ from moeserve.errors import ActorStopped, ConfigError, EngineDied, Overloaded
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 4.0  # from the process's own start: an error is printed in less than 5 s
-# A launcher starts machine 0, too, at its own time. There may be an image to pull.
-LAUNCHED_JOIN_S = 600.0
-ATTEMPT_S = 1.0  # for joining, however slow the start was
-AGAIN_S = 0.1
-KEEP_S = 30.0  # for another front end to take over the engines of a lost one
+JOIN_S = 4.0  # timeout from the start of the process, so that an error is printed within 5 s
+LAUNCHED_JOIN_S = 600.0  # timeout under a launcher, whose machine 0 may still pull an image
+ATTEMPT_S = 1.0  # least time for joining if the start was slow
+AGAIN_S = 0.1  # between two attempts
+KEEP_S = 30.0  # time for another front end to take over the engines of a lost one
 
 
 class FrontEndLost(EngineDied):
-    """The front end is gone without a Shutdown."""
+    """Raised if the front end is gone without a Shutdown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """A running engine of this machine, with or without a front end, and its order."""
+    """A running engine of this machine and the order that it was started with."""
 
     child: Child
     order: EngineOrder
@@ -84,10 +83,11 @@ OpenWire = Callable[[Inbox[ToNode | PeerGone]], ZmqWire[FromNode, ToNode | PeerG
 
 
 def serve_node(config: Config, join_s: float = JOIN_S) -> int:
-    """Run an agent until machine 0 stops or a signal comes.
+    """Run an agent until machine 0 stops or this process gets SIGTERM or SIGINT.
 
-    join_s: from the process's start until it must have joined. Raises ConfigError, or EngineDied if
-    machine 0 is lost.
+    Raises ConfigError if the machine cannot join, EngineDied if machine 0 is lost.
+
+    join_s: timeout for joining, from the start of the process.
     """
     set_up_logging(config.server.log_level, config.server.log_format)
     check_machines(config.parallel)
@@ -101,7 +101,7 @@ async def _until_signal(config: Config, join_s: float) -> int:
     try:
         await task
     except asyncio.CancelledError:
-        log.info("told to stop")
+        log.info("stopped by a signal")
     return 0
 
 
@@ -113,7 +113,7 @@ async def _live(config: Config, join_s: float) -> None:
     lost = ""
     orphans: Orphans | None = {} if config.parallel.standby else None
     try:
-        facts = await in_thread("model", lambda: attendance(config, run_dir.path))
+        facts = await in_thread("model", lambda: registration(config, run_dir.path))
         deadline_s = clock() + max(ATTEMPT_S, join_s - _age_s())
         while True:
             try:
@@ -149,10 +149,10 @@ async def end_all(orphans: Orphans | None) -> None:
     await asyncio.gather(*(engine.child.death() for engine in engines))
 
 
-async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: float) -> Admitted:
-    """Try to join until the deadline, on the loop's clock.
+async def join(config: Config, secret: bytes, facts: Registration, deadline_s: float) -> Admitted:
+    """Register at machine 0, and retry until the deadline (on the loop's clock).
 
-    Raises ConfigError with machine 0's reason or a cause.
+    Raises ConfigError if machine 0 rejects this machine or does not answer.
     """
     host, port = rendezvous_of(config.parallel)
     cause = f"the name {host!r} was not resolved in time"
@@ -163,8 +163,8 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
             while True:
                 before = cause
                 try:
-                    # Again each time: a pod's name comes with the pod, and another pod has another
-                    # address.
+                    # Resolve the name each time: a pod's name appears with the pod, and a new pod
+                    # has another address.
                     ip_address = await in_thread("resolve", lambda: resolve(host))
                     address = f"tcp://{bracketed(ip_address)}:{port}"
                 except ConfigError as error:
@@ -173,14 +173,14 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
                     if address != tried:
                         tried = address
                         cause = (
-                            f"no answer from {address}: check --rendezvous, and that firewalls let"
-                            " its port through"
+                            f"no answer from {address}: check --rendezvous, and that firewalls"
+                            " allow its port"
                         )
                     answer = await _ask(address, secret, facts)
                     if isinstance(answer, Admitted):
                         return answer
-                    if isinstance(answer, TurnedAway):
-                        raise ConfigError(f"machine 0 turned this machine away: {answer.cause}")
+                    if isinstance(answer, Rejected):
+                        raise ConfigError(f"machine 0 rejected this machine: {answer.cause}")
                     cause = answer.cause
                     if cause.startswith("nobody listens"):
                         cause += ": start machine 0 first, or check --rendezvous"
@@ -191,7 +191,7 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
 
 
 def _age_s() -> float:
-    """Return the age of this process, Python's own start included; 0 where there is no /proc."""
+    """Return the age of this process, including Python's startup; 0 if there is no /proc."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -200,25 +200,25 @@ def _age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
 
 
-async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | TurnedAway | PeerGone:
-    """Register once. PeerGone: nobody answered, with the cause."""
-    inbox: Inbox[Admitted | TurnedAway | PeerGone] = Inbox("rendezvous")
+async def _ask(address: str, secret: bytes, facts: Registration) -> Admitted | Rejected | PeerGone:
+    """Register once. Return the answer, or PeerGone with the cause if there is none."""
+    inbox: Inbox[Admitted | Rejected | PeerGone] = Inbox("rendezvous")
     token = token_of(secret, TOKEN)
     keys = keys_of(secret)
-    wire = connect(address, token=token, receives=Admitted | TurnedAway, inbox=inbox, keys=keys)
+    wire = connect(address, token=token, receives=Admitted | Rejected, inbox=inbox, keys=keys)
     try:
-        wire.send(facts)  # after the hello
+        wire.send(facts)  # the wire sends its hello first
         return (await inbox.drain(wait=True))[0]
     finally:
         wire.close()
 
 
 class NodeAgent(Actor[ToNode | PeerGone]):
-    """Starts, ends and watches engines by machine 0's orders.
+    """Starts, ends and watches engines, as machine 0 orders.
 
-    `run` returns when machine 0 stops. It raises EngineDied when machine 0 fails, FrontEndLost when
-    machine 0 is lost. The engines end with it, unless machine 0 is lost and there is a dict of
-    `orphans`: then they go there, where the next agent finds them.
+    `run` returns when machine 0 stops. It raises EngineDied if machine 0 fails, FrontEndLost if
+    machine 0 is lost. The engines end with the agent, except if machine 0 is lost and there are
+    `orphans`: then the running engines are added to these, where the next agent finds them.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
     ) -> None:
         super().__init__("machine 0")
         self.beats = 0  # heartbeats of machine 0
-        self.snapshot: FleetSnapshot | None = None  # the last one, if this is the root process
+        self.snapshot: FleetSnapshot | None = None  # the last one that the root process received
         self._config = config
         self._host = host
         self._orphans = orphans
@@ -239,11 +239,11 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         self._lost = False
         self._engines: dict[int, RunningEngine] = {}
         self._sweeping: asyncio.Task[None] | None = None
-        self._lives: dict[int, asyncio.Task[None]] = {}  # of each engine, from the order to its end
+        self._lives: dict[int, asyncio.Task[None]] = {}  # for each engine, from order to end
         self._wire = open_wire(self.inbox)
 
     async def on_start(self) -> None:
-        """Wait for the connection. Raises EngineDied."""
+        """Wait for the connection to machine 0. Raises EngineDied."""
         try:
             await self._wire.connected(self._connect_s)
         except BaseException as error:
@@ -266,15 +266,15 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         return self._wire.greeted
 
     def continue_from(self, snapshot: FleetSnapshot | None) -> None:
-        """Keep the last snapshot of the front end before this one until a new one comes."""
+        """Keep the snapshot of the previous front end until the next one arrives."""
         self.snapshot = snapshot
 
     def close(self) -> None:
-        """Close the wire of an agent that did not run."""
+        """Close the wire of an agent that was not run."""
         self._wire.close()
 
     async def _sweep(self) -> None:
-        """End the engines that this front end does not take over."""
+        """End the engines that this front end has not taken over after KEEP_S."""
         await asyncio.sleep(KEEP_S)
         await end_all(self._orphans)
 
@@ -303,7 +303,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
                 assert_never(msg)
 
     async def on_stop(self) -> None:
-        """End all engines, or keep the running ones."""
+        """End all engines, or keep the running ones as orphans."""
         await cancel(self._sweeping)
         if self._lost and self._orphans is not None:
             for life in self._lives.values():
@@ -333,7 +333,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             await asyncio.sleep(AGAIN_S)
 
     def _life_failed(self, id: int, name: str, error: Exception) -> None:
-        """End an engine that is not watched any more: machine 0 starts another one."""
+        """End an engine whose task has failed; machine 0 will start another one."""
         log_error(name, error)
         self._lives.pop(id, None)
         engine = self._engines.pop(id, None)
@@ -343,13 +343,13 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         self._tell(Ended(id, Death(name, 0, -signal.SIGKILL, 0.0, (), reason)))
 
     async def _orphan_or_new(self, msg: Start, order: EngineOrder) -> Child:
-        """Give the order to the orphan of that name, or to a new engine if that does not fit."""
+        """Give the order to the orphan of that name, or start a new engine if it does not fit."""
         orphan = None if self._orphans is None else self._orphans.pop(msg.name, None)
         if orphan is not None and orphan.child.alive:
             if same_engine(orphan.order, order):
                 orphan.child.hand_over(msgspec.json.encode(order), self._relay(msg.id))
                 return orphan.child
-            orphan.child.kill("had other settings than the new front end asks for")
+            orphan.child.kill("has other settings than the new front end")
             await orphan.child.death()
         return await self._host.start(msg.name, msgspec.json.encode(order), self._relay(msg.id))
 
@@ -361,7 +361,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         return forward
 
     def _made_local(self, order: bytes) -> EngineOrder:
-        """Replace the settings that differ between machines by those of our own command line."""
+        """Replace the settings that may differ between machines by those of this machine."""
         own = self._config
         ordered = msgspec.json.decode(order, type=EngineOrder)
         config = replace(
@@ -382,7 +382,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
     def _signal(self, msg: Signal) -> None:
         if (engine := self._engines.get(msg.id)) is None:
-            if (life := self._lives.pop(msg.id, None)) is not None:  # its start is under way
+            if (life := self._lives.pop(msg.id, None)) is not None:  # it is still starting
                 life.cancel()
                 why = msg.reason or "was stopped before it began"
                 self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), why)))
@@ -392,7 +392,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             engine.child.terminate()
 
     def _tell(self, msg: FromNode) -> bool:
-        """Return False if machine 0 does not keep up; a log line may be lost then."""
+        """Send a message. Return False if machine 0 does not keep up, so that it was dropped."""
         try:
             self._wire.send(msg)
         except Overloaded:
@@ -401,8 +401,11 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
 
 def same_engine(ours: EngineOrder, asked: EngineOrder) -> bool:
-    """Return whether an engine of one order can serve by the other: all else comes with a Join."""
-    world = asked.role.world  # another rank in a group of another size
+    """Return whether an engine started with order `ours` can serve by order `asked`.
+
+    Its connection, its rank and the placement may differ, because a Join sets them.
+    """
+    world = asked.role.world
     if (ours.role.world.tp_size, ours.role.world.ep) != (world.tp_size, world.ep):
         return False
     role = msgspec.structs.replace(ours.role, placement=asked.role.placement, world=world)

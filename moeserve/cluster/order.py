@@ -1,6 +1,6 @@
-"""How an engine process is started: its command line, and its start document.
+"""The order to start an engine process, and the command line of moeserve's processes.
 
-Nobody else can read the document.
+An `EngineOrder` is sent over stdin, so that no other process can read its token.
 """
 
 import os
@@ -19,12 +19,12 @@ BUILDER = "moeserve.cluster.build:build_runner"
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's part among the engines of a fleet."""
+    """An engine's part in a fleet."""
 
     world: World = World()
-    grouped: bool = False  # it serves after a Join only
-    placement: PlacementTable | None = None  # of the experts that it loads
-    folder: str = ""  # private, on the engine's machine, for its sockets
+    grouped: bool = False  # it needs a Join before it serves
+    placement: PlacementTable | None = None  # of the experts to load
+    folder: str = ""  # private directory on the engine's machine, for sockets
 
 
 def role_of(
@@ -37,9 +37,9 @@ def role_of(
     """Return the role of engine `number`.
 
     Args:
-        together: all engines form one group.
-        machines: of each engine.
-        placement: of the experts.
+        together: whether all engines form one group.
+        machines: the machine of each engine.
+        placement: the placement of the experts.
     """
     tp = parallel.tp
     machine = machines[number]
@@ -56,7 +56,7 @@ class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The order to start an engine."""
 
     config: Config
-    address: str  # where the front end listens
+    address: str  # at which the front end listens
     token: str  # proves the engine's identity
     born_s: float  # monotonic time of the start
     builder: str = BUILDER  # `module:function` that makes the runner, see assemble.py
@@ -64,7 +64,7 @@ class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def without_secrets(config: Config) -> Config:
-    """Return the settings that an engine may know: API keys stay in the front end."""
+    """Return the settings for an engine, without those that only the front end needs (API keys)."""
     server = config.server
     kept = ServerConfig(
         log_level=server.log_level,
@@ -76,8 +76,8 @@ def without_secrets(config: Config) -> Config:
 
 def command_of(module: str) -> list[str]:
     """Return the command that runs `module` with this interpreter."""
-    # -P: a file torch.py in the user's folder must not become the engine's torch. In a bare
-    # checkout, though, moeserve itself is found by that folder.
+    # -P omits the working directory from sys.path, so that a file torch.py there is not imported.
+    # If the working directory is moeserve's own checkout, it must stay on the path.
     root = Path(__file__).resolve().parents[2]
     safe = [] if str(root) == os.getcwd() else ["-P"]
     return [sys.executable, *safe, "-m", module]

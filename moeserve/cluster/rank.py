@@ -1,4 +1,4 @@
-"""The runner of one rank, for an engine (build.py) and for its other ranks (tp_worker.py)."""
+"""Create the runner of one rank: of an engine's first (build.py), or another one (tp_worker.py)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 def make_rank(
     config: Config, world: World, table: PlacementTable | None, *, grouped: bool
 ) -> ModelRunnerBase:
-    """Return the runner of one rank, with nothing loaded yet. grouped: it waits for a Join."""
-    # Slow imports: the caller is a thread, or a process without an event loop.
+    """Return the runner of one rank, with nothing loaded yet. grouped: it needs a Join.
+
+    Slow imports happen here, so do not call it on an event loop.
+    """
     from moeserve.moe.placement.placement import Placement
     from moeserve.runner.factory import make_runner
 

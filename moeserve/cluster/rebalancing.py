@@ -1,6 +1,6 @@
-"""The placement of a fleet's experts, their load, and the placement that is under way.
+"""The experts of a fleet: their active placement, their load, and a placement being prepared.
 
-No other part of a fleet needs numpy: import this module late.
+Import this module late, because no other part of a fleet needs numpy.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ KEPT_DECISIONS = 32
 class Rebalancing:
     """The experts of a fleet: L MoE layers of E experts. Belongs to the fleet's loop.
 
-    `rebalancer` has the active placement, as far as is known here: a Join brings all ranks to it.
+    `rebalancer.current` is the active placement as far as the fleet knows. If a rank has another
+    one, the next Join corrects it.
     """
 
     def __init__(
@@ -46,15 +47,17 @@ class Rebalancing:
         self._redundant = redundant
         self._load_LE = np.zeros((num_layers, num_experts), np.int64)
         self._solving = False
-        self._held_back: list[ExpertLoad] = []  # came while the solver ran
-        self._outcome: asyncio.Future[str] | None = None  # of the placement that is on its way
+        self._held_back: list[ExpertLoad] = []  # reports received while the solver runs
+        self._outcome: asyncio.Future[str] | None = None  # of the proposed placement
 
     @classmethod
     def of(
         cls, spec: "ModelSpec", parallel: "ParallelConfig", machines: Sequence[int] = ()
     ) -> "Rebalancing":
-        """Return the experts of a model that is sharded over all ranks, each node with its share
-        of them. machines: of each engine, as at the start by default."""
+        """Return the experts of a model, sharded over all ranks.
+
+        machines: the machine of each engine; by default those at the start of a server.
+        """
         router = spec.moe.router if spec.moe is not None else None
         groups = router.groups if router is not None and router.kept_groups < router.groups else 1
         machines = machines or at_start(parallel)
@@ -68,17 +71,22 @@ class Rebalancing:
         return self.rebalancer.current.to_table()
 
     def joined(self, table: PlacementTable | None, expert_bytes: int, num_nodes: int = 1) -> None:
-        """All ranks have met with this placement, and dropped the one that was under way.
+        """Record that all ranks have joined a group with this placement.
 
-        num_nodes: nodes with equally many ranks, see `Nodes`.
+        A placement that was being prepared is dropped.
+
+        num_nodes: number of nodes if all have equally many ranks, see `Nodes`.
         """
         self.rebalancer.set_nodes(self._nodes(num_nodes), expert_bytes)
         if table is not None:
             self.rebalancer.joined(Placement.from_table(table))
-        self._conclude("the group was formed anew")
+        self._conclude("the group was formed again")
 
     def note(self, load: ExpertLoad) -> None:
-        """Add an engine's report. One of another shape is dropped: a null runner has no model."""
+        """Add an engine's report of expert load.
+
+        Reports of another shape are dropped; they come from null runners, which have no model.
+        """
         counts = np.frombuffer(load.counts, "<i8")
         if counts.size != self._load_LE.size:
             return
@@ -89,9 +97,11 @@ class Rebalancing:
             self.rebalancer.note(load, time.monotonic())
 
     async def propose(self, *, force: bool) -> Placement | None:
-        """Return a better placement if there is one that pays. force: whatever it costs.
+        """Solve for a better placement in a thread. Return None if no placement is worth its cost.
 
-        It is solved in a thread. The caller sends it to the engines and awaits `outcome`.
+        The caller must send the placement to the engines and await `outcome`.
+
+        force: ignore the cost of moving experts.
         """
         self._solving = True
         try:
@@ -114,12 +124,12 @@ class Rebalancing:
             self._num_placed += 1
 
     async def outcome(self) -> str:
-        """Return "" once the proposed placement is active, otherwise why it is not."""
+        """Wait for the proposed placement. Return "" if it became active, otherwise why not."""
         assert self._outcome is not None
         return await asyncio.shield(self._outcome)
 
     def placed(self, msg: PlacementResult) -> None:
-        """Note an engine's answer. The vote makes all answers alike, so the first one decides."""
+        """Record an engine's result. All engines report the same, so the first result decides."""
         if self.rebalancer.conclude(msg, time.monotonic()):
             self._conclude(msg.error)
 
@@ -128,9 +138,9 @@ class Rebalancing:
             self._outcome.set_result(error)
 
     def rescaled(self, was: Sequence[int], num_nodes: int) -> Placement:
-        """Return the placement for other ranks, for a Join.
+        """Return the placement for a changed set of ranks, for a Join.
 
-        was: the former number of each rank, -1 for a new one.
+        was: the previous number of each rank, -1 for a new rank.
         """
         return self.rebalancer.rescaled(len(was), self._redundant, self._nodes(num_nodes), was)
 
@@ -138,7 +148,7 @@ class Rebalancing:
         return replace(self.rebalancer.nodes, number=number)
 
     def view(self) -> ExpertsView:
-        """Return a snapshot."""
+        """Return a snapshot of placement and load."""
         rebalancer = self.rebalancer
         return ExpertsView(
             placement=self.table,

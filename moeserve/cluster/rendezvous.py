@@ -1,7 +1,7 @@
-"""The rendezvous of a cluster's machines: machine 0 listens, the others register.
+"""The rendezvous of a cluster's machines: machine 0 listens, and the others register.
 
-CURVE keys keep strangers out. Machine 0 compares everything that must be the same on all machines,
-so that a wrong flag or an outdated copy of the model is named within seconds.
+Connections are authenticated with CURVE keys. Machine 0 compares everything that must be the same
+on all machines, so a wrong flag or an outdated copy of the model is reported within seconds.
 """
 
 import asyncio
@@ -39,54 +39,53 @@ from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
 
-TOKEN = "rendezvous"  # what the first token is for
+TOKEN = "rendezvous"  # purpose from which the token of the rendezvous is derived
 MAX_HELLO_BYTES = 1 << 16
-MAX_GREETED = 4096  # nodes between hello and registration, more than a cluster has machines
+MAX_GREETED = 4096  # nodes between hello and registration; a cluster has fewer machines
 PAUSE_S = 0.1  # after an unexpected error
-LINGER_MS = 500
-EPOCHS = 1 << 18  # numbers for the groups of one front end: those of the next one are above them
-_SHARED = ("parallel", "cache", "scheduler", "device")  # sections of settings that must be alike
-# Settings that each machine has for itself.
-_OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
+LINGER_MS = 500  # for the last answers to be sent
+EPOCHS = 1 << 18  # epochs reserved for each front end, so that the next one's are higher
+_SHARED = ("parallel", "cache", "scheduler", "device")  # config sections that must be equal
+_OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}  # may differ
 
 
-class Attendance(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Registration(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A node's registration."""
 
     node_rank: int
     version: str  # of moeserve
-    model: str  # fingerprint
-    settings: dict[str, str | int | float | bool | None]  # that must be the same everywhere
-    folder: str = ""  # private to the node, for sockets on its machine
+    model: str  # fingerprint of the checkpoint
+    settings: dict[str, str | int | float | bool | None]  # those that must be equal everywhere
+    folder: str = ""  # the node's private directory, for sockets
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """Machine 0's answer to a node that may connect to this address."""
+    """Machine 0's answer to a node that may join: it connects to this address."""
 
     address: str
     token: str
 
 
-class TurnedAway(msgspec.Struct, frozen=True, tag=True):
-    """Machine 0's answer to a node that does not fit."""
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """Machine 0's answer to a node that may not join."""
 
     cause: str
 
 
-_decode = msgspec.msgpack.Decoder(Hello | Attendance).decode
+_decode = msgspec.msgpack.Decoder(Hello | Registration).decode
 
 
-def attendance(config: Config, folder: str = "") -> Attendance:
+def registration(config: Config, folder: str = "") -> Registration:
     """Return this node's registration. Raises ConfigError.
 
-    It reads the model's headers and samples of its weights, which is slow on a slow disk.
+    This reads the checkpoint's headers and samples of its weights, so it may be slow.
     """
     settings = {
         f.name: getattr(getattr(config, s), f.name)
         for s in _SHARED
         for f in fields(getattr(config, s))
     }
-    return Attendance(
+    return Registration(
         node_rank=config.parallel.node_rank,
         version=__version__,
         model=fingerprint(open_checkpoint(resolve_model_dir(config.model.model))),
@@ -96,14 +95,14 @@ def attendance(config: Config, folder: str = "") -> Attendance:
     )
 
 
-def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
-    """Return why a node cannot be admitted, or "". taken: machines that are here already."""
+def misfit(ours: Registration, theirs: Registration, taken: set[int]) -> str:
+    """Return why a node cannot join, or "". taken: machines that have joined already."""
     rank = theirs.node_rank
     num_nodes = ours.settings["nnodes"]
     if theirs.version != ours.version:
         return (
             f"machine {rank} runs moeserve {theirs.version}, machine 0 {ours.version}; install the"
-            " same everywhere"
+            " same version on all machines"
         )
     for name, value in ours.settings.items():
         if (found := theirs.settings.get(name)) != value:
@@ -111,9 +110,9 @@ def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
             return f"{flag}; start all machines with the same settings"
     if theirs.model != ours.model:
         return (
-            f"the model on machine {rank} is not the one on machine 0 (fingerprints"
-            f" {theirs.model}, {ours.model}: "
-            "config.json and *.safetensors); copy the same files to all machines"
+            f"the model on machine {rank} differs from the one on machine 0 (fingerprints"
+            f" {theirs.model}, {ours.model} of config.json and *.safetensors); copy the same files"
+            " to all machines"
         )
     if not 1 <= rank < int(num_nodes or 1):
         return (
@@ -122,23 +121,23 @@ def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
         )
     if rank in taken:
         return (
-            f"--node-rank {rank}: there is a machine {rank} already; give each machine a number of"
-            " its own"
+            f"--node-rank {rank}: there is a machine {rank} already; give each machine a different"
+            " number"
         )
     return ""
 
 
 class Rendezvous:
-    """The machines of a fleet, as its hosts.
+    """The machines of a fleet.
 
-    With several of them it listens until `close`: nodes may come back.
+    If there are several, machine 0 listens until `close`, because nodes may join again.
     """
 
     def __init__(self, folder: str) -> None:
         self.here = LocalHost(folder)
         self.hosts: tuple[Host, ...] = (self.here,)
-        self.address = "127.0.0.1"  # at which other machines reach this one
-        self.epochs = count(1)  # of all groups
+        self.address = "127.0.0.1"  # of this machine, for the others
+        self.epochs = count(1)  # numbers for the epochs of all groups
         self._root: RootHost | None = None
         self._nodes: dict[int, RemoteHost] = {}
         self._listening: asyncio.Task[None] | None = None
@@ -146,10 +145,13 @@ class Rendezvous:
 
     @classmethod
     async def open(cls, config: Config, folder: str, root: Root | None = None) -> "Rendezvous":
-        """Return the rendezvous of machine 0.
+        """Open the rendezvous on machine 0.
 
-        folder: private, for sockets. root: keeps the engines of this machine if they are to outlive
-        us. Raises ConfigError for a key or an address that cannot be used.
+        Raises ConfigError for a key or an address that cannot be used.
+
+        Args:
+            folder: a private directory, for sockets.
+            root: the root process, if it keeps this machine's engines (--standby).
         """
         self = cls(folder if root is None else root.folder)
         num_nodes = config.parallel.nnodes
@@ -158,7 +160,7 @@ class Rendezvous:
             self.hosts = (self._root,)
             self.epochs = count(1 + root.made_at * EPOCHS)
         if num_nodes > 1:
-            own = await asyncio.to_thread(attendance, config)
+            own = await asyncio.to_thread(registration, config)
             host, port = rendezvous_of(config.parallel)
             self.address = resolve(host, here=True)
             secret = read_secret(str(config.parallel.cluster_key_file))
@@ -171,7 +173,7 @@ class Rendezvous:
             serve = self._serve(socket, own, hello)
             self._listening = spawn(serve, name="rendezvous", on_error=log_error)
         if root is None:
-            self.here.keep(config)  # last: what raises above has no process to end
+            self.here.keep(config)  # last, so that no fork server is left if anything above raises
         return self
 
     async def close(self, cause: str = "") -> None:
@@ -181,15 +183,15 @@ class Rendezvous:
         far = [*self._nodes.values(), *([self._root] if self._root is not None else [])]
         await asyncio.gather(*(host.close(cause) for host in far))
 
-    async def _serve(self, socket: zmq.asyncio.Socket, own: Attendance, hello: Hello) -> None:
-        """Answer those who come, until cancelled. An error costs the message that caused it."""
+    async def _serve(self, socket: zmq.asyncio.Socket, own: Registration, hello: Hello) -> None:
+        """Answer nodes until cancelled. An error affects only the message that caused it."""
         try:
             while True:
                 try:
                     sender, *_, frame = await socket.recv_multipart()
                     answer = self._answer(sender, frame, own, hello)
                     if answer is not None:
-                        with suppress(zmq.ZMQError):  # it did not wait for us
+                        with suppress(zmq.ZMQError):  # the node is gone
                             await socket.send_multipart(
                                 [sender, msgspec.msgpack.encode(answer)], zmq.NOBLOCK
                             )
@@ -198,19 +200,19 @@ class Rendezvous:
                     await asyncio.sleep(PAUSE_S)  # a lasting error must not fill the log
         finally:
             socket.close()
-            # Its last answers have LINGER_MS to leave: term would block the loop so long.
+            # `term` blocks for up to LINGER_MS, until the last answers are sent.
             threading.Thread(target=socket.context.term, name="rendezvous end", daemon=True).start()
 
     def _answer(
-        self, sender: bytes, frame: bytes, own: Attendance, hello: Hello
+        self, sender: bytes, frame: bytes, own: Registration, hello: Hello
     ) -> msgspec.Struct | None:
-        """Return the answer to a message, None if it deserves none."""
+        """Return the answer to a message, None if it gets none."""
         try:
             msg = _decode(frame)
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            log.warning("the rendezvous dropped %d bytes that are no message", len(frame))
+            log.warning("the rendezvous dropped an invalid message of %d bytes", len(frame))
             return None
-        if isinstance(msg, Attendance):
+        if isinstance(msg, Registration):
             known = sender in self._greeted
             self._greeted.pop(sender, None)
             return self._admit(msg, own) if known else None
@@ -221,15 +223,15 @@ class Rendezvous:
                 self._greeted.popitem(last=False)
         return answer
 
-    def _admit(self, node: Attendance, own: Attendance) -> Admitted | TurnedAway:
+    def _admit(self, node: Registration, own: Registration) -> Admitted | Rejected:
         cause = misfit(own, node, {number for number, host in self._nodes.items() if host.taken})
         if cause:
-            log.warning("turned a machine away: %s", cause)
-            return TurnedAway(cause)
+            log.warning("rejected a machine: %s", cause)
+            return Rejected(cause)
         try:
             return Admitted(*self._nodes[node.node_rank].admit(node.folder))
         except ConfigError as error:
-            return TurnedAway(str(error))
+            return Rejected(str(error))
 
 
 def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
@@ -249,21 +251,21 @@ def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
 
 
 def resolve(host: str, *, here: bool = False) -> str:
-    """Return the IP address of a name, IPv4 if it has one. here: it names this machine.
+    """Return the IP address of a host name, IPv4 if it has one. Raises ConfigError.
 
-    Raises ConfigError.
+    here: the name is that of this machine, so others must be able to reach the address.
     """
-    with ConfigError.instead_of(OSError, f"--rendezvous: there is no address for {host!r}"):
+    with ConfigError.instead_of(OSError, f"--rendezvous: cannot resolve {host!r}"):
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     address = str(min(found, key=lambda info: info[0] != socket.AF_INET)[4][0])
     if here and address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         raise ConfigError(
-            f"--rendezvous: {host!r} means {address} on this machine, which others cannot reach; "
-            "give an address of the network that the machines share"
+            f"--rendezvous: {host!r} resolves to {address} on this machine, which others cannot"
+            " reach; give an address on the network that the machines share"
         )
     return address
 
 
 def bracketed(address: str) -> str:
-    """Return an IP address as it is written in a URL."""
+    """Return an IP address in URL form: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address

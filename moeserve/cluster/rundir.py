@@ -1,6 +1,4 @@
-"""The private directory of a running server: sockets live there, nobody else can enter, nothing
-stays behind.
-"""
+"""The private directory of a running server, for its sockets."""
 
 import fcntl
 import os
@@ -12,14 +10,14 @@ from moeserve.errors import ConfigError
 _PREFIX = "moeserve-"
 _LOCK = "lock"
 _REMEDY = "; set TMPDIR to one that can be written"
-_MAX_BASE_BYTES = (
-    48  # leaves room for our name, an epoch's and a socket's within the 107 bytes of a socket path
-)
+# A socket path may have 107 bytes. The rest is for the names of directory, epoch and socket.
+_MAX_BASE_BYTES = 48
 
 
 class RunDir:
-    """A fresh directory with mode 0700, removed by `close`, or by the next server if this one is
-    killed.
+    """A new directory with mode 0700.
+
+    `close` removes it. If this server is killed, the next server removes it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +29,7 @@ class RunDir:
             self._lock_fd = _lock(self.path)
 
     def close(self) -> None:
-        """Remove the directory. Safe to repeat."""
+        """Remove the directory. May be called repeatedly."""
         if self._lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock_fd)
@@ -39,7 +37,7 @@ class RunDir:
 
 
 def _base() -> str:
-    """Return TMPDIR, or /tmp where a socket path in TMPDIR would be too long for the kernel."""
+    """Return TMPDIR, or /tmp if a socket path in TMPDIR would be too long for the kernel."""
     what = "there is no directory for temporary files that can be written"
     with ConfigError.instead_of(OSError, what, _REMEDY):
         base = tempfile.gettempdir()
@@ -47,18 +45,21 @@ def _base() -> str:
 
 
 def _lock(path: str) -> int:
-    """Take a lock that the kernel releases however this process ends. (A process id may be
-    reused.)
+    """Lock a directory, and return the file descriptor that holds the lock.
+
+    The kernel releases the lock however this process ends. A process id would not be safe, because
+    ids are reused.
     """
-    unseen = os.path.join(path, _LOCK + ".new")  # a sweep must never see the file without its lock
-    fd = os.open(unseen, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    # Rename the file only when it is locked, so that a sweep never sees it unlocked.
+    unlocked = os.path.join(path, _LOCK + ".new")
+    fd = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    os.rename(unseen, os.path.join(path, _LOCK))
+    os.rename(unlocked, os.path.join(path, _LOCK))
     return fd
 
 
 def _sweep(base: str) -> None:
-    """Remove what killed servers of this user left. A directory whose lock is held is in use."""
+    """Remove the directories of this user's killed servers: those whose lock is not held."""
     try:
         entries = [e for e in os.scandir(base) if e.name.startswith(_PREFIX)]
     except OSError:
@@ -77,6 +78,6 @@ def _sweep(base: str) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(entry.path, ignore_errors=True)
         except OSError:
-            pass  # alive
+            pass  # locked by a running server
         finally:
             os.close(fd)

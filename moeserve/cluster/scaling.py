@@ -1,4 +1,4 @@
-"""Changes of a fleet while it serves: more or fewer engines, other machines, experts elsewhere."""
+"""Start a fleet, and change it while it serves: scale, drain machines, and move experts."""
 
 import asyncio
 import logging
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BOOT_S = 1800.0  # for new engines to load; one that shows no progress is given up long before
-MOVE_S = 600.0  # for a placement to be prepared and committed
-CHECK_S = 5.0  # between two looks at the load of the experts
-LOOK_S = 1.0  # between two looks at machines whose engines load
-VERSIONS = 1 << 16  # placements of one front end; those of the next one have higher numbers
+BOOT_S = 1800.0  # timeout for new engines to load; a hanging one is noticed long before
+MOVE_S = 600.0  # timeout for a placement to be prepared and become active
+CHECK_S = 5.0  # between two checks of the experts' load
+LOOK_S = 1.0  # between two checks of machines whose engines load
+VERSIONS = 1 << 16  # placement versions reserved per front end, so that the next one's are higher
 
 T = TypeVar("T")
 
 
 class Scaling:
-    """Starts the engines of a fleet, and changes them, one change at a time.
+    """Starts the engines of a fleet and makes changes, one at a time.
 
-    Each change is done, or undone with its cause in the error, before the next one begins.
+    A change is completed, or undone with the cause in the error, before the next one begins.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Scaling:
         """Prepare a fleet; `start` starts its engines.
 
         Args:
-            root: the process that keeps the engines of this machine, if that is another one.
-            options: of each `EngineSupervisor`.
+            root: the root process, if it keeps this machine's engines (--standby).
+            options: keyword arguments of each `EngineSupervisor`.
         """
-        self.machines: Rendezvous  # from `start` on
+        self.machines: Rendezvous  # set by `start`
         self._fleet = fleet
         self._config = config
         self._outbox = outbox
@@ -74,8 +74,8 @@ class Scaling:
         self._run_dir: RunDir
         self._spec: ModelSpec
         self._watching: asyncio.Task[None] | None = None
-        self._change: asyncio.Task[Any] | None = None  # the one that is under way
-        # By drained machine: the task that waits for its return, and how many engines it had.
+        self._change: asyncio.Task[Any] | None = None  # the change in progress
+        # For each drained machine: the task that waits for its return, and its number of engines.
         self._returning: dict[Host, asyncio.Task[None]] = {}
         self._engines_before: dict[int, int] = {}
 
@@ -84,7 +84,7 @@ class Scaling:
     async def start(self, snapshot: FleetSnapshot | None) -> None:
         """Start all engines. Raises ConfigError for settings that cannot work.
 
-        snapshot: the fleet of the front end before this one, to continue with.
+        snapshot: the fleet of the previous front end, to continue with.
         """
         fleet = self._fleet
         parallel = self._config.parallel
@@ -115,20 +115,20 @@ class Scaling:
             self._await_return(hosts[machine], num_engines)
 
     def _first_experts(self, snapshot: FleetSnapshot) -> "Rebalancing":
-        from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
+        from moeserve.cluster.rebalancing import Rebalancing  # late import: it needs numpy
         from moeserve.moe.placement.placement import Placement
 
         machines = list(snapshot.engines.values())
         experts = Rebalancing.of(self._spec, self._config.parallel, machines)
         if self._root is not None:
-            # Engines that served another front end know its placements by their versions.
+            # Engines that served another front end know its placement versions. Continue above.
             table = snapshot.placement
             first = experts.rebalancer.current if table is None else Placement.from_table(table)
             experts.rebalancer.joined(replace(first, version=self._root.made_at * VERSIONS))
         return experts
 
     def _add(self, rank: int, host: Host) -> None:
-        """Add an engine to the table, not yet to the members."""
+        """Add an engine to the table, but not yet to the members."""
         fleet = self._fleet
         state = EngineState(
             rank=rank,
@@ -142,7 +142,7 @@ class Scaling:
             host,
             self._config,
             state=partial(fleet.table.__getitem__, rank),
-            report=partial(fleet.heard, rank),
+            report=partial(fleet.on_event, rank),
             outbox=self._outbox,
             **self._options,
         )
@@ -154,7 +154,7 @@ class Scaling:
         return role_of(self._config.parallel, self._fleet.together, number, machines, table)
 
     def _add_groups(self, groups: Iterable[Sequence[int]], table: PlacementTable | None) -> None:
-        """Let each of these lists of engines meet as a group."""
+        """Form a group of each of these lists of engines."""
         fleet = self._fleet
         fleet.add_groups(
             EngineGroup(
@@ -162,14 +162,14 @@ class Scaling:
                 members,
                 self.machines,
                 placement=table,
-                on_met=fleet.on_met,
+                on_formed=fleet.on_formed,
                 on_failed=fleet.on_group_failed,
             )
             for members in groups
         )
 
     def _set_placement(self, placement: PlacementTable | None) -> None:
-        """Give this membership and placement to the processes that start from now on."""
+        """Use the present members and this placement for processes that start from now on."""
         fleet = self._fleet
         for rank in fleet.members:
             role = self._role_of(rank, fleet.members, placement)
@@ -179,7 +179,7 @@ class Scaling:
         self._save_snapshot()
 
     def _save_snapshot(self) -> None:
-        """Send the root process, if there is one, what the next front end continues with."""
+        """Send the state of the fleet to the root process, if there is one."""
         root = self.machines.hosts[0]
         if isinstance(root, RootHost):
             engines = {state.rank: state.machine for state in self._fleet.member_states}
@@ -187,9 +187,9 @@ class Scaling:
             root.tell(FleetSnapshot(engines, self._engines_before, placement))
 
     async def close(self, cause: str) -> None:
-        """Release groups and machines, once the engines have ended.
+        """Release groups and machines after the engines have ended.
 
-        cause: why the fleet fails, empty if it stops.
+        cause: why the fleet failed, empty if it was stopped.
         """
         for group in self._fleet.groups:
             await group.close()
@@ -198,7 +198,7 @@ class Scaling:
 
     @property
     def drained(self) -> Collection[Host]:
-        """The machines that were taken out of service."""
+        """The drained machines."""
         return self._returning.keys()
 
     # ---- one change at a time
@@ -206,8 +206,8 @@ class Scaling:
     async def scale(self, dp: int) -> int:
         """Change the number of engines to `dp` while requests continue.
 
-        Return how many engines there were before. Raises InvalidRequest for a number that cannot
-        work, Conflict if another change is under way or this one was undone.
+        Return the previous number of engines. Raises InvalidRequest for a number that cannot work,
+        Conflict if another change is in progress or this one was undone.
         """
         if not isinstance(dp, int) or not 1 <= dp <= 1024:
             raise InvalidRequest(f"dp must be from 1 to 1024, not {dp}", param="dp")
@@ -215,14 +215,15 @@ class Scaling:
             check_scale(self._config, self._spec, dp)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="dp") from error
-        return await self._alone(self._scale(dp))
+        return await self._exclusively(self._scale(dp))
 
     async def drain(self, machine: int) -> int:
-        """Take a machine out of service, also one that is lost.
+        """Take a machine out of service, even a lost one.
 
-        Its requests and experts go to the other machines, then its agent is released. If an agent
-        joins as this machine later, it gets as many engines again. Return how many engines there
-        were before. Raises InvalidRequest and Conflict.
+        Its requests and experts are moved to the other machines, then its agent is released. If an
+        agent joins as this machine later, it gets the same number of engines again.
+
+        Return the previous number of engines of the fleet. Raises InvalidRequest and Conflict.
         """
         hosts = self.machines.hosts
         if not 0 < machine < len(hosts):
@@ -230,37 +231,40 @@ class Scaling:
             if machine == 0:
                 why = "it answers HTTP and keeps the requests"
             raise InvalidRequest(f"machine {machine} cannot be drained: {why}", param="machine")
-        return await self._alone(self._drain(hosts[machine]))
+        return await self._exclusively(self._drain(hosts[machine]))
 
     async def rebalance(self) -> RebalanceDecision | None:
-        """Move experts to fit the load so far, even if that does not pay.
+        """Move experts to fit the load so far, even if that is not worth its cost.
 
         Return None if they fit already. Raises Conflict if this fleet has no experts to move or
-        another change is under way.
+        another change is in progress.
         """
         if self._fleet.experts is None:
             raise Conflict("there are no experts to move: the model is dense, or --ep is off")
-        return await self._alone(self._rebalance(forced=True))
+        return await self._exclusively(self._rebalance(forced=True))
 
     async def _rebalance_if_it_pays(self) -> None:
         fleet = self._fleet
         if self._change is not None or fleet.ready is None or not fleet.groups[0].complete:
             return
         try:
-            await self._alone(self._rebalance(forced=False))
+            await self._exclusively(self._rebalance(forced=False))
         except Conflict as cause:
-            log.info("experts stay where they are: %s", cause)
+            log.info("experts were not moved: %s", cause)
 
     async def stop(self) -> None:
-        """Cancel the change that is under way, and let no other follow."""
+        """Cancel the change in progress, and the tasks that would begin another."""
         await cancel(self._watching, *self._returning.values(), self._change)
 
-    async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run one change at a time, to its end even if the caller is cancelled."""
+    async def _exclusively(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a change if no other is in progress.
+
+        The change is completed even if the caller is cancelled. Raises Conflict.
+        """
         if self._change is not None or self._fleet.ready is None:
             work.close()
             busy = self._change is not None
-            raise Conflict("another change is under way" if busy else "the engines are not ready")
+            raise Conflict("another change is in progress" if busy else "the engines are not ready")
         change = spawn(work, name="change of the fleet", on_error=_log_unexpected)
         self._change = change
         change.add_done_callback(self._done)
@@ -287,11 +291,11 @@ class Scaling:
         elif dp < before:
             lowest = sorted(fleet.members)[:dp]
             stay = [rank for rank in fleet.members if rank in lowest]
-            await self._shrink(stay, f"only {dp} shall serve")
+            await self._shrink(stay, f"the fleet was scaled down to {dp}")
         return before
 
     def _rescaled(self, members: Sequence[int]) -> PlacementTable | None:
-        """Return the placement for these members instead of the present ones."""
+        """Return the experts' placement for these members, None if experts are not sharded."""
         experts = self._fleet.experts
         old = self._fleet.members
         tp = self._config.parallel.tp
@@ -305,7 +309,7 @@ class Scaling:
         return experts.rescaled(was, equal_shares(machines)).to_table()
 
     async def _grow(self, hosts: Sequence[Host]) -> None:
-        """Add an engine on each of these machines. They load while the others serve."""
+        """Add an engine on each of these machines. The new ones load while the others serve."""
         fleet = self._fleet
         old = fleet.members
         absent = [host for host in self._hosts_of(old) if host.absent]
@@ -322,7 +326,7 @@ class Scaling:
                 fleet.table.supervisor(rank).start(self._role_of(rank, members, table))
             await self._boot(new)
             if table is not None:
-                await self._meet(members, table)
+                await self._form_group(members, table)
             else:
                 fleet.set_members(members)
                 self._add_groups(([rank] for rank in new), None)
@@ -333,7 +337,7 @@ class Scaling:
             await self._close_engines(new)
             if isinstance(error, MoeserveError):
                 raise Conflict(
-                    f"{len(old)} engines continue, {len(members)} could not be made to: {error}"
+                    f"{len(old)} engines continue, growing to {len(members)} failed: {error}"
                 ) from error
             raise
         self._settle(len(old))
@@ -342,7 +346,7 @@ class Scaling:
         return [self._fleet.table.supervisor(rank).host for rank in ranks]
 
     async def _close_engines(self, ranks: Iterable[int]) -> None:
-        """End engines that have left the fleet, and forget them."""
+        """Close engines that have left the fleet, and remove them from the table."""
         table = self._fleet.table
         await asyncio.gather(*(table.supervisor(rank).close(0.0) for rank in ranks))
         for rank in ranks:
@@ -353,7 +357,7 @@ class Scaling:
         log.info("%d engines serve; there were %d", len(self._fleet.members), before)
 
     async def _boot(self, new: Sequence[int]) -> None:
-        """Return once the new engines are up. Raises the error that keeps one from serving."""
+        """Wait until the new engines are up. Raises the error if one of them fails."""
         table = self._fleet.table
         deadline_s = time.monotonic() + BOOT_S
 
@@ -382,11 +386,8 @@ class Scaling:
         if time.monotonic() > deadline_s:
             raise ConfigError(f"{names}: they did not load within {BOOT_S:g} s")
 
-    async def _meet(self, members: Sequence[int], table: PlacementTable) -> None:
-        """Make these engines the group.
-
-        Raises Conflict with the cause if the group stays as it was.
-        """
+    async def _form_group(self, members: Sequence[int], table: PlacementTable) -> None:
+        """Form the group with these members. If that fails, restore it and raise Conflict."""
         fleet = self._fleet
         (group,) = fleet.groups
         assert fleet.experts is not None
@@ -394,8 +395,8 @@ class Scaling:
         old_table = fleet.experts.table
         fleet.set_members(members)
         outcome = group.regroup(members, table)
-        await asyncio.wait([outcome], timeout=JOIN_S)  # an old one may be lost meanwhile
-        cause = outcome.result() if outcome.done() else f"not all were there within {JOIN_S:g} s"
+        await asyncio.wait([outcome], timeout=JOIN_S)  # an old engine may be lost meanwhile
+        cause = outcome.result() if outcome.done() else f"not all joined within {JOIN_S:g} s"
         if cause:
             fleet.set_members(old)
             group.regroup(old, old_table)
@@ -403,26 +404,30 @@ class Scaling:
         self._set_placement(table)
 
     async def _shrink(self, stay: Sequence[int], cause: str) -> None:
-        """Remove the other engines: their requests are handed back at once, the rest meets anew."""
+        """Remove all engines but `stay`.
+
+        Their requests are returned to the front end at once. The remaining engines form the group
+        again.
+        """
         fleet = self._fleet
         before = len(fleet.members)
         if all(state.end is not None for state in fleet.table.of(stay)):
-            raise Conflict("the engines that would stay are gone for good; start the server anew")
+            raise Conflict("the engines that would stay have failed; restart the server")
         leave = [rank for rank in fleet.members if rank not in stay]
         table = await asyncio.to_thread(self._rescaled, stay)
         fleet.set_members(stay)
-        for group in fleet.take_out(leave, cause):
+        for group in fleet.detach(leave, cause):
             await group.close()
         self._set_placement(table)
-        # By vote, some engines hold and the others end between the same two steps.
+        # The engines vote on each step, so those that stay stop after the same step as the others.
         ending = asyncio.gather(self._close_engines(leave))
         try:
             if table is not None:
-                # If it fails, the next meeting has the same engines. It cannot succeed while
-                # another machine is lost.
-                meeting = fleet.groups[0].regroup(stay, table)
+                # If this epoch fails, the next one has the same members. Do not wait for it while
+                # another machine is lost, because it cannot succeed.
+                regrouping = fleet.groups[0].regroup(stay, table)
                 all_up = all(state.up for state in fleet.table.of(stay))
-                await asyncio.wait([meeting], timeout=JOIN_S if all_up else 0.0)
+                await asyncio.wait([regrouping], timeout=JOIN_S if all_up else 0.0)
         finally:
             await ending
         self._settle(before)
@@ -452,37 +457,37 @@ class Scaling:
         assert isinstance(host, RemoteHost)
         self._engines_before[host.number] = num_engines
         self._returning[host] = spawn(
-            self._take_back(host, num_engines),
+            self._readmit(host, num_engines),
             name=f"return of {host.name}",
             on_error=partial(self._on_return_failed, host),
         )
 
-    async def _take_back(self, host: RemoteHost, num_engines: int) -> None:
-        """Give a drained machine its engines back once an agent joins as this machine."""
+    async def _readmit(self, host: RemoteHost, num_engines: int) -> None:
+        """Start engines on a drained machine again once an agent joins as this machine."""
         while True:
             await host.here.wait()
             while self._change is not None or self._fleet.ready is None:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
             try:
                 if num_engines:
-                    await self._alone(self._grow([host] * num_engines))
+                    await self._exclusively(self._grow([host] * num_engines))
                 break
             except Conflict as cause:
-                log.warning("%s is back, its engines are not: %s", host.name, cause)
+                log.warning("%s is back, but without its engines: %s", host.name, cause)
                 if not host.absent:
-                    break  # POST /v1/admin/scale tries again
-        self._is_back(host)
+                    break  # POST /v1/admin/scale can add them
+        self._end_return(host)
 
     def _on_return_failed(self, host: RemoteHost, name: str, error: Exception) -> None:
         log_error(name, error)
-        self._is_back(host)  # without its engines: POST /v1/admin/scale adds them
+        self._end_return(host)  # without its engines: POST /v1/admin/scale adds them
 
-    def _is_back(self, host: RemoteHost) -> None:
+    def _end_return(self, host: RemoteHost) -> None:
         del self._returning[host]
         del self._engines_before[host.number]
         self._save_snapshot()
 
-    # ---- the place of the experts
+    # ---- the placement of the experts
 
     async def _rebalance(self, *, forced: bool) -> RebalanceDecision | None:
         experts = self._fleet.experts
@@ -508,12 +513,12 @@ class Scaling:
         return decision
 
     async def _move(self, group: EngineGroup, placement: "Placement") -> str:
-        """Make a placement the active one. Return why it is not, or ""."""
+        """Make a placement active. Return why that failed, or ""."""
         experts = self._fleet.experts
         assert experts is not None
         try:
             if not group.complete:
-                raise MoeserveError("the engines were not together")
+                raise MoeserveError("the group of engines is not complete")
             for rank in group.members:
                 self._fleet.table.send(rank, UpdatePlacement(placement.to_table()))
             async with asyncio.timeout(MOVE_S):
@@ -523,14 +528,14 @@ class Scaling:
         except MoeserveError as cause:
             error = str(cause)
         else:
-            self._set_placement(experts.table)  # all of it, or the layers that were done
+            self._set_placement(experts.table)  # the whole placement, or the layers that were done
             return error
-        # Some may have begun: all meet again with the placement that was active.
+        # Some engines may have begun: form the group again with the placement that was active.
         group.regroup(group.members, experts.table)
         return error
 
 
 def _log_unexpected(name: str, error: Exception) -> None:
-    """Log a failure that is a bug; the caller of a change gets the others."""
+    """Log an unexpected error. MoeserveErrors are raised to the caller of the change."""
     if not isinstance(error, MoeserveError):
         log_error(name, error)

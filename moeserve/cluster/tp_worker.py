@@ -1,8 +1,8 @@
-"""A tensor-parallel rank that is not its engine's leader: a fork of the leader, or started by it.
+"""A tensor-parallel worker: a rank of an engine other than its leader.
 
-It executes the plans that the leader sends, with the same outcome, and keeps what it samples to
-itself. A rank that is lost ends a step, not the worker; it waits for the next command to join. Exit
-codes as in engine_main.py.
+It is a fork of the leader or started by it. It executes the plans that the leader sends, and
+samples the same tokens, but only the leader reports them. If another rank is lost, the worker ends
+its step and waits for the next Join. Exit codes are as in engine_main.py.
 """
 
 import logging
@@ -33,15 +33,15 @@ log = logging.getLogger("moeserve.cluster.tp_worker")
 
 WORKER = "moeserve.cluster.tp_worker"
 
-AGAIN_S = 0.1  # between two attempts to wake a step
-POLL_S = 0.02  # between two looks at a placement that is being prepared
+AGAIN_S = 0.1  # between two attempts to interrupt a step
+POLL_S = 0.02  # between two checks of a placement that is being prepared
 
 
-_forked: list[Forked] = []  # workers of this process that wait for their document
+_forked: list[Forked] = []  # forked workers that wait for their start document
 
 
 def fork_workers(number: int) -> None:
-    """Fork this process, which must have one thread, into so many workers."""
+    """Fork `number` workers. This process must have only one thread."""
     for _ in range(number):
         worker = fork_child()
         if worker is None:
@@ -54,7 +54,7 @@ def fork_workers(number: int) -> None:
 
 
 def take_forked() -> list[Forked]:
-    """Return the workers that `fork_workers` made, for a `Team`; an empty list the next time."""
+    """Return the workers that `fork_workers` made, for a `Team`, and forget them."""
     taken = _forked[:]
     _forked[:] = []
     return taken
@@ -62,10 +62,8 @@ def take_forked() -> list[Forked]:
 
 def main() -> None:
     """Run a worker until its leader closes the connection, and end the process."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # they reach whole process groups; the front end decides
+    # These signals reach whole process groups, but the front end decides what to do.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     birth = msgspec.json.decode(guard.adopt(), type=commands.WorkerBirth)
     set_up_logging(birth.log_level, birth.log_format)
@@ -74,14 +72,16 @@ def main() -> None:
 
 
 def _import() -> None:
-    """Do the slow imports, while the leader does the same."""
+    """Do the slow imports in the runner's thread, at the same time as the leader."""
     import moeserve.runner.cpu
     import moeserve.runner.factory  # noqa: F401
 
 
 class Worker:
-    """Commands are executed one after the other in the runner's thread; only `Leave` takes effect
-    at once.
+    """Executes the leader's commands.
+
+    Most commands run one after the other in the runner's thread. `Leave` and those about grammars
+    take effect at once, in the thread that reads commands.
     """
 
     def __init__(self, tp_rank: int, stream: "BlockingStream[commands.WorkerCommand]") -> None:
@@ -89,14 +89,14 @@ class Worker:
         self._stream = stream
         self._thread = JobThread("model runner", _import)
         self._runner: ModelRunnerBase | None = None
-        self._lost: PeerLost | None = None  # from a loss to the next Join nothing runs
+        self._lost: PeerLost | None = None  # set from the loss of a rank to the next Join
 
     def serve(self) -> None:
-        """Return when the leader has closed the connection."""
+        """Execute commands until the leader closes the connection."""
         while (command := self._stream.receive()) is not None:
             match command.what:
                 case commands.PrepareGrammar() | commands.DropGrammars():
-                    self._act_on_grammars(command)  # beside the step that runs
+                    self._act_on_grammars(command)  # without waiting for the running step
                     continue
                 case commands.Leave():
                     self._leave()
@@ -122,7 +122,7 @@ class Worker:
             self._propose()
 
     def _propose(self) -> None:
-        """Draft with the leader, which does so once it has passed on the step's result."""
+        """Propose draft tokens, as the leader does after a step."""
         try:
             self._here.propose()
         except PeerLost as exc:
@@ -153,9 +153,11 @@ class Worker:
                 self._here.join(Members.of(join, self._tp_rank), join.placement)
             case commands.Prepare(placement=placement):
                 self._here.peers.prepare(placement)
-                threading.Thread(target=self._tell_how_far, name="prepared", daemon=True).start()
+                threading.Thread(
+                    target=self._report_placement, name="prepared", daemon=True
+                ).start()
             case commands.Leave():
-                pass  # done before: this thread is idle now
+                pass  # `serve` has done it, so that this thread is idle now
         return commands.CommandDone(command.seq)
 
     @property
@@ -189,7 +191,7 @@ class Worker:
         )
 
     def _act_on_grammars(self, command: commands.WorkerCommand) -> None:
-        """Prepare or drop grammars. In the thread that reads commands."""
+        """Prepare or drop grammars, in the thread that reads commands."""
         constraints = self._here.constraints
 
         def report(error: str = "") -> None:
@@ -203,8 +205,9 @@ class Worker:
                 report()
 
     def _leave(self) -> None:
-        """Wake the step that runs, until the runner's thread is idle. In the thread that reads
-        commands.
+        """Interrupt the running step until the runner's thread is idle.
+
+        This runs in the thread that reads commands.
         """
         self._lost = self._lost or PeerLost("this engine left its group")
         idle = threading.Event()
@@ -214,9 +217,10 @@ class Worker:
                 self._runner.leave()
             idle.wait(AGAIN_S)
         if self._runner is not None:
-            self._runner.leave()  # a `join` may have got through just before the thread was idle
+            # Again, because a `join` may have completed just before the thread was idle.
+            self._runner.leave()
 
-    def _tell_how_far(self) -> None:
+    def _report_placement(self) -> None:
         """Report progress until the placement is in force or given up; between steps nothing else
         reports it.
         """

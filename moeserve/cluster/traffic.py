@@ -1,4 +1,4 @@
-"""The requests of a fleet: sent to an engine, or waiting while no engine serves."""
+"""Route the requests of a fleet to engines, and queue them while no engine serves."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -7,11 +7,11 @@ from moeserve.cluster.balance import Balancer
 from moeserve.errors import Overloaded
 from moeserve.messages import Abort, EngineIn, StepOutput, Submit
 
-RETRY_S = 0.05  # for requests whose engine did not read its messages
+RETRY_S = 0.05  # until queued requests are sent again if their engine did not keep up
 
 
 class Traffic:
-    """Sends each request to the engine that suits it best."""
+    """Sends each request to the engine that the `Balancer` chooses."""
 
     def __init__(
         self,
@@ -19,18 +19,18 @@ class Traffic:
         send: Callable[[int, EngineIn], object],
         fail: Callable[[Exception], None],
     ) -> None:
-        """Make the traffic of a fleet.
+        """Create the traffic of a fleet.
 
         Args:
-            serving: returns the ranks of the engines that may get requests.
-            send: sends an engine a message; raises Overloaded if it does not keep up.
-            fail: is told of an error in a retry, which has no caller.
+            serving: returns the ranks of the engines that can take requests.
+            send: sends a message to an engine; raises Overloaded if it does not keep up.
+            fail: called with an error in a retry, because a retry has no caller.
         """
         self.balancer = Balancer()
         self._serving = serving
         self._send = send
         self._fail = fail
-        self._waiting: dict[int, Submit] = {}  # for an engine
+        self._waiting: dict[int, Submit] = {}  # requests that wait for an engine, oldest first
         self._retry: asyncio.TimerHandle | None = None
 
     @property
@@ -39,9 +39,9 @@ class Traffic:
         return len(self._waiting)
 
     def submit(self, request: Submit) -> None:
-        """Send a request to the engine that suits it best, or keep it while no engine serves.
+        """Send a request to an engine, or queue it while no engine serves.
 
-        Raises Overloaded if that engine does not keep up.
+        Raises Overloaded if the engine does not keep up.
         """
         ranks = self._serving()
         if not ranks:
@@ -52,7 +52,7 @@ class Traffic:
         self.balancer.assign(request, rank)
 
     def flush(self) -> None:
-        """Send the requests that wait, oldest first, as far as engines accept them."""
+        """Send the queued requests, oldest first, as far as engines accept them."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -73,7 +73,7 @@ class Traffic:
             self._fail(error)
 
     def forget_waiting(self) -> None:
-        """Drop the requests that wait: the front end submits them again."""
+        """Drop the queued requests, which the front end will submit again."""
         self._waiting.clear()
 
     def abort(self, rids: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class Traffic:
             raise failure
 
     def note(self, rank: int, out: StepOutput) -> None:
-        """Note a step of an engine, and the requests that it finished."""
+        """Update the loads after a step of an engine, and remove the requests that finished."""
         self.balancer.note(rank, out)
         if any(out.finish):
             for rid, finish in zip(memoryview(out.rids).cast("q"), out.finish, strict=True):

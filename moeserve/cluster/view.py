@@ -11,7 +11,8 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     host: str  # name of its machine
     pid: int | None
-    state: str  # loading, waiting (for others), serving, draining, lost (a new one starts), gone
+    # loading; waiting (for other engines); serving; draining; lost (it is being restarted); gone
+    state: str
     epoch: int  # of its group, 0 for none
     restarts: int
     num_requests: int
@@ -33,14 +34,14 @@ class ExpertsView(msgspec.Struct, frozen=True, kw_only=True):
 
     placement: PlacementTable
     num_layers: int
-    counts: bytes  # int64: tokens since the start, as far as reported
-    recent: bytes  # float64: the same, with less weight for older tokens (see `Rebalancer`)
-    balance: float  # recent mean over maximum load of the ranks, averaged over layers; 1 is even
+    counts: bytes  # int64: tokens of each expert since the start, as far as reported
+    recent: bytes  # float64: the same with older tokens weighted less (see `Rebalancer`)
+    balance: float  # mean over maximum of the ranks' recent load, averaged over layers; 1 is even
     moved_bytes: int  # since the start, over all ranks
-    why: str  # the last decision, for people
-    decisions: tuple[RebalanceDecision, ...]  # the last ones
-    num_placed: int = 0  # of all decisions
-    num_given_up: int = 0
+    why: str  # the last decision as text
+    decisions: tuple[RebalanceDecision, ...]  # the most recent ones
+    num_placed: int = 0  # decisions that became active
+    num_given_up: int = 0  # decisions that failed
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,9 +50,9 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     dp: int
     tp: int
     together: bool  # the engines form one group
-    epoch: int  # the newest one
+    epoch: int  # the highest of all groups
     complete: bool  # all engines serve
     waiting: int  # requests that wait for an engine
     engines: tuple[EngineView, ...]
-    experts: ExpertsView | None  # None for a dense model, or with ep off
-    machines: dict[str, str] = {}  # by name: here, missing (it is waited for) or drained
+    experts: ExpertsView | None  # None for a dense model or with --ep off
+    machines: dict[str, str] = {}  # by name: "here", "missing" (waited for) or "drained"

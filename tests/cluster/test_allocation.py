@@ -238,12 +238,12 @@ def test_flags_win_but_do_not_contradict() -> None:
         of_dp,
         None,
     )
-    with pytest.raises(ConfigError, match=r"^--nnodes is 4, LWS says 2: leave it out"):
+    with pytest.raises(ConfigError, match=r"^--nnodes is 4, LWS says 2: omit it"):
         apply(ParallelConfig(dp=4, nnodes=4), {"nnodes"}, LWS)
-    with pytest.raises(ConfigError, match=r"^--node-rank is 0, LWS says 1: leave it out"):
+    with pytest.raises(ConfigError, match=r"^--node-rank is 0, LWS says 1: omit it"):
         apply(ParallelConfig(dp=2), {"node_rank"}, LWS)
     with pytest.raises(
-        ConfigError, match=r"^--dp 1: the 2 machines of LWS .* --dp 2 at least; --nnodes 1 serves"
+        ConfigError, match=r"^--dp 1: the 2 machines of LWS .* at least --dp 2; --nnodes 1 serves"
     ):
         apply(ParallelConfig(dp=1), {"dp"}, LWS)
 

@@ -19,10 +19,10 @@ from moeserve.models.hf_config import read_model_spec
     [
         ({"all2all": "torhc"}, "all2all: 'torhc' is unknown; did you mean 'torch'"),
         ({"dp": 2, "tp": 3}, "choose tp from 1, 2, 4"),
-        ({"dp": 2, "redundant_experts": 100}, "have use for 8 at most"),
+        ({"dp": 2, "redundant_experts": 100}, "at most 8 are of use"),
         (
             {"dp": 2, "nnodes": 3, "rendezvous": "a:1", "cluster_key_file": "k"},
-            "an engine each, --dp 3 at least",
+            "needs an engine; give at least --dp 3",
         ),
         ({"redundant_experts": 1}, "needs experts sharded over several ranks"),
         (

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from moeserve.cluster.engine_state import (
     EngineState,
     Held,
+    JoinSent,
     LeftFleet,
-    MeetingBegun,
     NewRequestsEnded,
     ProcessLost,
 )
@@ -47,13 +47,13 @@ def after(state: EngineState, *events: Any) -> EngineState:
     return state
 
 
-SERVING = after(NEW, READY, MeetingBegun(), Joined(epoch=5, took_s=0.1), Held(False))
+SERVING = after(NEW, READY, JoinSent(), Joined(epoch=5, took_s=0.1), Held(False))
 
 
 def test_a_start_in_a_group_serves_when_all_have_met() -> None:
     labels = [NEW.label]
     state = NEW
-    for event in (Phase("loading", 10, 1.0), READY, MeetingBegun(), Joined(5, 0.1)):
+    for event in (Phase("loading", 10, 1.0), READY, JoinSent(), Joined(5, 0.1)):
         state = state.after(event)
         labels.append(state.label)
     assert labels == ["loading", "loading", "waiting", "waiting", "serving"]
@@ -85,22 +85,22 @@ def test_an_old_epochs_notice_does_not_part_an_engine_from_a_newer_one() -> None
     assert SERVING.after(LeftGroup(4, "too late")) == SERVING
     left = SERVING.after(LeftGroup(5, "rank 2 is gone"))
     assert (left.epoch, left.serving) == (0, False)
-    assert left.after(MeetingBegun()).left_group is None
+    assert left.after(JoinSent()).left_group is None
 
 
 def test_only_an_ordered_stop_is_obedience() -> None:
-    assert SERVING.after(Stopped("")).obeyed
-    assert not SERVING.after(Stopped("out of memory")).obeyed
-    assert SERVING.after(NewRequestsEnded(ordered=True)).told_to_stop
+    assert SERVING.after(Stopped("")).ended_by_order
+    assert not SERVING.after(Stopped("out of memory")).ended_by_order
+    assert SERVING.after(NewRequestsEnded(ordered=True)).stop_ordered
     sigterm = SERVING.after(NewRequestsEnded(ordered=False))
-    assert (sigterm.draining, sigterm.told_to_stop) == (True, False)
+    assert (sigterm.draining, sigterm.stop_ordered) == (True, False)
 
 
 EVENTS = st.sampled_from(
     [
         Phase("loading", 50, 1.0),
         READY,
-        MeetingBegun(),
+        JoinSent(),
         Joined(5, 0.1),
         Joined(6, 0.1),
         LeftGroup(5, "why"),

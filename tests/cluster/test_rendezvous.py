@@ -21,7 +21,14 @@ from moeserve.actor.zmq_wire import PeerGone, connect
 from moeserve.cluster import rendezvous
 from moeserve.cluster.check_parallel import check_machines
 from moeserve.cluster.node import join
-from moeserve.cluster.rendezvous import Admitted, Rendezvous, attendance, bracketed, misfit, resolve
+from moeserve.cluster.rendezvous import (
+    Admitted,
+    Rendezvous,
+    bracketed,
+    misfit,
+    registration,
+    resolve,
+)
 from moeserve.config import CacheConfig, Config, DeviceConfig, ModelConfig, ParallelConfig
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.loader.model_dir import resolve_model_dir
@@ -63,7 +70,7 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[Rendezvous]:
 
 async def joins(config: Config, secret: str = SECRET, within_s: float = 1.0) -> Admitted:
     return await join(
-        config, secret.encode(), attendance(config, "/there"), time.monotonic() + within_s
+        config, secret.encode(), registration(config, "/there"), time.monotonic() + within_s
     )
 
 
@@ -137,7 +144,7 @@ async def test_nonsense_and_strangers_are_not_answered(config: Config, tmp_path:
         socket.curve_secretkey = keys.client_secret
         socket.curve_serverkey = keys.server_public
         socket.connect(f"tcp://{config.parallel.rendezvous}")
-        facts = msgspec.msgpack.encode(attendance(on(config, 1)))
+        facts = msgspec.msgpack.encode(registration(on(config, 1)))
         for frame in (b"", b"\xc1 no msgpack", facts):  # the last one without a hello
             socket.send(frame)
         await joins(on(config, 2))  # it lives
@@ -152,7 +159,7 @@ async def test_hellos_without_a_registration_are_not_kept_for_ever(
     monkeypatch.setattr(rendezvous, "MAX_GREETED", 3)
     async with opened(config, tmp_path) as machines:
         own = Hello(PROTOCOL_VERSION, token_of(SECRET.encode(), "rendezvous"))
-        facts = attendance(on(config, 1))
+        facts = registration(on(config, 1))
         for number in range(10):
             frame = msgspec.msgpack.encode(own)
             assert machines._answer(b"%d" % number, frame, facts, own) == own
@@ -208,14 +215,14 @@ async def test_an_address_that_is_taken_or_not_ours_is_named(
     ],
 )
 def test_what_must_be_the_same_is_compared(config: Config, changed: Any, why: str) -> None:
-    found = misfit(attendance(config), attendance(changed(config)), {2})
+    found = misfit(registration(config), registration(changed(config)), {2})
     assert why in found
     assert bool(why) == bool(found)
 
 
 def test_another_moeserve_is_named(config: Config) -> None:
-    ours = attendance(config)
-    theirs = msgspec.structs.replace(attendance(on(config, 1)), version="0.0.7")
+    ours = registration(config)
+    theirs = msgspec.structs.replace(registration(on(config, 1)), version="0.0.7")
     assert "machine 1 runs moeserve 0.0.7, machine 0 " in misfit(ours, theirs, set())
 
 
@@ -223,20 +230,20 @@ def test_another_model_is_found_by_its_files(config: Config, tmp_path: Path) -> 
     demo = resolve_model_dir("demo")
     copy = tmp_path / "copy"
     shutil.copytree(demo, copy)
-    ours = attendance(config)
+    ours = registration(config)
     there = replace(on(config, 1), model=ModelConfig(model=str(copy)))
-    assert misfit(ours, attendance(there), set()) == ""
+    assert misfit(ours, registration(there), set()) == ""
     weights = min(copy.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     weights.write_bytes(data)
-    theirs = attendance(there)
+    theirs = registration(there)
     assert f"fingerprints {theirs.model}, {ours.model}" in misfit(ours, theirs, set())
     shutil.copy(demo / weights.name, weights)
-    assert misfit(ours, attendance(there), set()) == ""
+    assert misfit(ours, registration(there), set()) == ""
     (copy / "config.json").write_text((demo / "config.json").read_text() + "\n")
-    assert "the model on machine 1 is not the one on machine 0" in misfit(
-        ours, attendance(there), set()
+    assert "the model on machine 1 differs from the one on machine 0" in misfit(
+        ours, registration(there), set()
     )
 
 
@@ -261,9 +268,9 @@ def test_another_model_is_found_by_its_files(config: Config, tmp_path: Path) -> 
             {"nnodes": 2, "dp": 2, "rendezvous": "h:x", "cluster_key_file": "f"},
             "--rendezvous h:x: must be",
         ),
-        ({"node_rank": 1}, "--node-rank 1 needs --nnodes 2"),
-        ({"rendezvous": "h:1"}, "--rendezvous h:1: there is one machine"),
-        ({"cluster_key_file": "f"}, "--cluster-key-file f: there is one machine"),
+        ({"node_rank": 1}, "--node-rank 1 needs at least --nnodes 2"),
+        ({"rendezvous": "h:1"}, "--rendezvous h:1: there is only one machine"),
+        ({"cluster_key_file": "f"}, "--cluster-key-file f: there is only one machine"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], why: str) -> None:
@@ -276,7 +283,7 @@ def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("[::1]") == "::1"
     assert bracketed("::1") == "[::1]"
     assert bracketed("10.0.0.1") == "10.0.0.1"
-    with pytest.raises(ConfigError, match=r"there is no address for 'nowhere\.invalid'"):
+    with pytest.raises(ConfigError, match=r"cannot resolve 'nowhere\.invalid'"):
         resolve("nowhere.invalid")
     answer = [
         (socket.AF_INET6, 1, 6, "", ("fe80::1", 0)),
@@ -284,11 +291,12 @@ def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: answer)
     with pytest.raises(
-        ConfigError, match=r"'head' means 127\.0\.1\.1 on this machine, which others cannot reach"
+        ConfigError,
+        match=r"'head' resolves to 127\.0\.1\.1 on this machine, which others cannot reach",
     ):
         resolve("head", here=True)
 
 
 def test_the_key_is_in_no_message(config: Config) -> None:
     secret = read_secret(str(config.parallel.cluster_key_file))
-    assert secret not in msgspec.msgpack.encode(attendance(on(config, 1)))
+    assert secret not in msgspec.msgpack.encode(registration(on(config, 1)))

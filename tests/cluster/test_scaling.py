@@ -40,7 +40,7 @@ async def test_rebalancing_that_a_stop_cuts_short_is_no_failure(
         await changes.stop()
         await looking
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "experts stay where they are: the server is stopping")
+        ("INFO", "experts were not moved: the server is stopping")
     ]
 
 
@@ -59,7 +59,7 @@ async def test_a_change_that_fails_by_a_bug_is_logged_though_its_caller_has_left
     await asyncio.sleep(0)
     caller.cancel()
     await asyncio.gather(caller, return_exceptions=True)
-    with pytest.raises(Conflict, match="another change is under way"):
+    with pytest.raises(Conflict, match="another change is in progress"):
         await changes.rebalance()
     release.set()
     while "ZeroDivisionError: a bug" not in caplog.text:  # noqa: ASYNC110

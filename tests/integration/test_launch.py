@@ -134,7 +134,7 @@ async def test_front_ends_of_machine_0_die_and_then_all_of_it(tmp_path: Path) ->
         until_said(server, "local-0 (machine 0 of 2): ready", times + 1)
         server.wait_ready()
         assert (
-            "machine 0 is gone, and all requests with it; it starts anew" in server.log.read_text()
+            "machine 0 is gone, and all requests with it; restarting it" in server.log.read_text()
         )
         assert await story(server) == expected
         assert {it.pid for it in part(server, 1).children()} == far

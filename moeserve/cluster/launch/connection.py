@@ -1,4 +1,4 @@
-"""The connection to a machine's part: its stdin and its stdout, whatever carries them."""
+"""The connection from the launcher to a machine's part: the part's stdin and stdout."""
 
 import asyncio
 import os
@@ -10,41 +10,41 @@ from contextlib import suppress
 from moeserve.actor.tasks import log_error, spawn
 from moeserve.errors import ConfigError, MoeserveError
 
-LAST_LINES_S = 1.0
+LAST_LINES_S = 1.0  # time to read the last lines of a process that has exited
 MAX_LINE_BYTES = 1 << 20
 
 
 class PartNotStarted(MoeserveError):
-    """A machine's part did not start. The message is the last line that came."""
+    """Raised if a machine's part did not start. The message is the last line of its output."""
 
 
 class PartConnection(ABC):
-    """What the launcher holds of a part. out: what the part says, until it has ended or is lost."""
+    """The launcher's connection to a part."""
 
     def __init__(self, out: asyncio.StreamReader) -> None:
-        self.out = out
+        self.out = out  # the part's stdout, which ends when the part ends or is lost
 
     async def readline(self) -> bytes:
-        """Return the next line that is no longer than MAX_LINE_BYTES, b"" at the end."""
+        """Return the next line, b"" at the end. Lines longer than MAX_LINE_BYTES are dropped."""
         while True:
-            with suppress(ValueError):  # too long: dropped
+            with suppress(ValueError):  # raised for a line that is too long
                 return await self.out.readline()
 
     @abstractmethod
     def write(self, data: bytes) -> None:
-        """Send to the part, if it is there."""
+        """Write to the part's stdin. Drop the data if the part is gone."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End the part at once, and so what it says."""
+        """Kill the part, which also ends its output."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Kill, and waits until nothing of the connection is left here."""
+        """Kill the part, and wait until the connection's resources are released."""
 
 
 class ProcessConnection(PartConnection):
-    """A child process: the part itself, or the ssh or srun that leads to it."""
+    """A child process: the part itself, or the ssh or srun process that runs it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -67,12 +67,11 @@ class ProcessConnection(PartConnection):
                 stdout=pipe,
                 stderr=asyncio.subprocess.STDOUT,
                 limit=MAX_LINE_BYTES,
-                start_new_session=True,  # the terminal's Ctrl-C is the launcher's to pass on
+                start_new_session=True,  # so that Ctrl-C reaches only the launcher
             )
         return ProcessConnection(process)
 
     def write(self, data: bytes) -> None:
-        """Send to the process."""
         assert self._process.stdin is not None
         with suppress(OSError, RuntimeError):
             self._process.stdin.write(data)
@@ -81,10 +80,9 @@ class ProcessConnection(PartConnection):
         """Kill the process and its children."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # srun is two processes
+                os.killpg(self._process.pid, signal.SIGKILL)  # a group, because srun forks
 
     async def close(self) -> None:
-        """Kill, and waits until the pipes are closed."""
         self.kill()
         self._end.cancel()
         await self._process.wait()
@@ -92,11 +90,11 @@ class ProcessConnection(PartConnection):
 
     def _waiting_failed(self, name: str, error: Exception) -> None:
         log_error(name, error)
-        self._close_pipes()  # its reader sees the end, as after an exit
+        self._close_pipes()  # so that the reader sees the end
 
     async def _close_after_exit(self) -> None:
         await self._process.wait()
-        await asyncio.sleep(LAST_LINES_S)  # a grandchild may hold the pipe
+        await asyncio.sleep(LAST_LINES_S)  # a grandchild may still write to the pipe
         self._close_pipes()
 
     def _close_pipes(self) -> None:

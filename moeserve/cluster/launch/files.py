@@ -1,5 +1,6 @@
-"""Files for what starts machines without `moeserve launch`, or around it: `moeserve launch --print
-KIND`.
+"""Deployment files: `moeserve launch --print KIND`.
+
+They start a server with Slurm, Kubernetes (LeaderWorkerSet), Docker Compose or systemd.
 """
 
 import re
@@ -13,9 +14,9 @@ import yaml
 
 from moeserve.errors import ConfigError
 
-KEY = "/run/secrets/moeserve/cluster.key"  # in a container
+KEY = "/run/secrets/moeserve/cluster.key"  # path in a container
 USER_ID = 10001  # of the image's user
-MARGIN_S = 15  # for the end of a server that has drained
+MARGIN_S = 15  # for a server to end after it has drained
 NAME = "moeserve"
 SECRET = "moeserve-cluster-key"
 LABEL = "leaderworkerset.sigs.k8s.io/"
@@ -34,53 +35,48 @@ The image is built by docs/observability/Containerfile. The machines' secret, on
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What all the files need to know of a server on several machines.
+    """A server on several machines, as the user described it."""
 
-    words: after `serve`. model: as given. drain_s: how long running requests may take at a stop.
-    """
-
-    words: Sequence[str]
+    words: Sequence[str]  # arguments of `moeserve serve`
     nodes: int
-    model: Path | None
+    model: Path | None  # as given
     rendezvous: str | None
-    host_given: bool
+    host_given: bool  # --host is among the words
     https: bool
     port: int
-    drain_s: int
+    drain_s: int  # how long running requests may take at a stop
     image: str
 
     @property
     def words_for_all(self) -> list[str]:
-        """The words of a server whose clients are on other machines."""
+        """The arguments of `moeserve serve`, so that clients on other machines can connect."""
         return [*self.words, *(() if self.host_given else ("--host", "0.0.0.0"))]
 
     @property
     def model_folder(self) -> str | None:
-        """The folder that has to be there on all machines, if the model is in one."""
+        """The folder of the model, which all machines need, if the model is an absolute path."""
         return (
             str(self.model.parent) if self.model is not None and self.model.is_absolute() else None
         )
 
     @property
     def stop_s(self) -> int:
-        """How long a stop takes at most."""
+        """The longest time that a stop takes."""
         return self.drain_s + MARGIN_S
 
 
 def as_yaml(head: str, *documents: dict[str, Any]) -> str:
-    """Return YAML documents below a comment."""
+    """Return YAML documents after a comment."""
     texts = [yaml.safe_dump(it, sort_keys=False, width=100, allow_unicode=True) for it in documents]
     return "".join(f"# {line}\n" for line in head.splitlines()) + "---\n".join(texts)
 
 
 def lws(it: Deployment) -> str:
-    """Return a LeaderWorkerSet, whose pods are the machines, and a Service in front of its leader,
-    for Kubernetes.
-    """
+    """Return a LeaderWorkerSet, whose pods are the machines, and a Service of its leader."""
     template = {
         "size": it.nodes,
-        # The other policies end the whole group with one pod, which would join again while requests
-        # wait.
+        # The other policies end the whole group if one pod ends. Here a single pod can join again,
+        # while requests wait.
         "restartPolicy": "None",
         "leaderTemplate": {"spec": _pod(it, leads=True)},
         "workerTemplate": {"spec": _pod(it, leads=False)},
@@ -129,13 +125,15 @@ def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
             "readinessProbe": _probe(it, "/readyz", 2, 1),
         }
         container["livenessProbe"] = _probe(it, "/livez", 10, 6)
-    # It ends with the leader. Kubernetes would end all pods at once, in the middle of the requests.
     else:
+        # Kubernetes stops all pods at once. Keep the workers until the leader has drained; then
+        # they end with it.
         container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(it.drain_s)]}}}
     return {
         "terminationGracePeriodSeconds": it.stop_s,
-        "enableServiceLinks": False,  # its variables look like settings of ours
-        # The kubelet lets the group read the secret, which root owns.
+        # Service links set variables MOESERVE_..., which would be read as settings.
+        "enableServiceLinks": False,
+        # fsGroup lets the user read the secret, which root owns.
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER_ID, "fsGroup": USER_ID},
         "containers": [container | {"volumeMounts": mounts}],
         "volumes": volumes,
@@ -153,7 +151,7 @@ def _probe(it: Deployment, path: str, period_s: int, failures: int) -> dict[str,
 
 
 def compose(it: Deployment) -> str:
-    """Return a compose file: the machines are containers of one computer."""
+    """Return a compose file, whose containers are the machines."""
     return as_yaml(
         COMPOSE_HEAD,
         {
@@ -181,10 +179,8 @@ def _service(it: Deployment, rank: int) -> dict[str, Any]:
     if not volumes:
         del service["volumes"]
     if rank:
-        return service | {
-            "healthcheck": {"disable": True},
-            "stop_signal": "SIGWINCH",
-        }  # no HTTP; ends with machine 0
+        # It serves no HTTP. It ends with machine 0, so its stop signal must have no effect.
+        return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}
     return service | {"ports": [f"{it.port}:{it.port}"], "healthcheck": _health(it)}
 
 
@@ -197,7 +193,7 @@ def _health(it: Deployment) -> dict[str, Any]:
 
 
 def slurm(it: Deployment) -> str:
-    """Return a batch script of Slurm, which runs `moeserve launch --slurm`."""
+    """Return a Slurm batch script that runs `moeserve launch --slurm`."""
     return f"""#!/bin/bash
 # Save as moeserve.sbatch, add partition, GPUs and so on, and start it: sbatch moeserve.sbatch
 # Let running requests finish and end it: scancel --batch --signal=TERM JOBID
@@ -217,12 +213,14 @@ exec moeserve launch --slurm -- serve {shlex.join(it.words_for_all)}
 
 
 def systemd(it: Deployment) -> str:
-    """Return one systemd unit for all machines: its instance is the machine's number. Raises
-    ConfigError without --rendezvous."""
+    """Return a systemd unit for all machines; its instance is the machine's number.
+
+    Raises ConfigError if there are several machines and no --rendezvous.
+    """
     if it.rendezvous is None and it.nodes > 1:
         raise ConfigError(
-            "--print systemd: say where machine 0 is, as in `-- serve MODEL --rendezvous"
-            " 10.0.0.1:29500`"
+            "--print systemd: give the address of machine 0, for example `-- serve MODEL"
+            " --rendezvous 10.0.0.1:29500`"
         )
     several = (
         f" --nnodes {it.nodes} --node-rank %i --cluster-key-file /etc/moeserve/cluster.key"
@@ -272,7 +270,7 @@ WantedBy=multi-user.target
 
 
 def _quoted(word: str) -> str:
-    """Return a word as systemd's command lines have it."""
+    """Quote a word for a command line of systemd."""
     word = word.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$")
     if re.fullmatch(r"[\w@%+=:,./$-]+", word):
         return word

@@ -1,5 +1,7 @@
-"""Kubernetes, by the system's kubectl: creates what `--print lws` prints and the machines' secret,
-says what becomes of the pods, shows their logs, and deletes everything when the leader has ended.
+"""`moeserve launch --kubernetes`, which calls kubectl.
+
+It creates a LeaderWorkerSet (like `--print lws`) and the machines' secret, reports the states of
+the pods, shows their logs, and deletes everything when the leader has ended.
 """
 
 import asyncio
@@ -19,29 +21,31 @@ from moeserve.cluster.launch.files import LABEL, NAME, SECRET, Deployment, lws
 from moeserve.errors import ConfigError
 
 AGAIN_S = 1.0  # before a kubectl that has ended is run again
-LAST_LOGS_S = 2.0
-KUBECTL_S = 60.0  # for what waits for no pod
-MARGIN_S = 30.0  # for the end of pods that have drained
+LAST_LOGS_S = 2.0  # time to show the last log lines
+KUBECTL_S = 60.0  # timeout of a kubectl that does not wait for pods
+MARGIN_S = 30.0  # for pods to end after they have drained
 
 
 async def run_on_kubernetes(it: Deployment, namespace: str | None) -> int:
-    """Serve until the leader ends; return its exit code, 1 if it was lost. Raises ConfigError if
-    kubectl cannot create something."""
+    """Serve until the leader ends, and return its exit code, 1 if it was lost.
+
+    Raises ConfigError if kubectl cannot create a resource.
+    """
     return await KubernetesLaunch(it, namespace).run()
 
 
 class KubernetesLaunch:
-    """A LeaderWorkerSet from its start to the leader's exit code."""
+    """A LeaderWorkerSet, from its creation to the leader's exit code."""
 
     def __init__(self, it: Deployment, namespace: str | None) -> None:
         self._it = it
         self._kubectl = ("kubectl", *(("--namespace", namespace) if namespace else ()))
-        self._states: dict[str, str] = {}  # by uid of the pod
-        self._logs: dict[str, asyncio.Task[None]] = {}  # by uid and the number of restarts
+        self._states: dict[str, str] = {}  # by the pod's uid
+        self._logs: dict[str, asyncio.Task[None]] = {}  # by the pod's uid and number of restarts
         self._ended, *self._signals = (asyncio.get_running_loop().create_future() for _ in range(3))
 
     async def run(self) -> int:
-        """As `run_on_kubernetes`."""
+        """Serve; see `run_on_kubernetes`."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         drain, kill = self._signals
@@ -59,7 +63,7 @@ class KubernetesLaunch:
                 await self._delete(created)
                 return 128 + int(kill.result())
             if watching.done():
-                await watching  # it has failed
+                await watching  # raises, because it never returns
             await asyncio.wait((self._ended,), timeout=AGAIN_S)
             return int(self._ended.result()) if self._ended.done() and deleting.result() else 1
         finally:
@@ -71,7 +75,7 @@ class KubernetesLaunch:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The first signal drains, the second one ends all at once."""
+        """Drain on the first signal, stop at once on the second."""
         waiting = [it for it in self._signals if not it.done()]
         if len(waiting) == 2:
             to_stderr(f"moeserve launch: {number.name}: draining; once more stops now")
@@ -79,9 +83,8 @@ class KubernetesLaunch:
             waiting[0].set_result(number)
 
     async def _create(self) -> list[str]:
-        """Return what was created, as kubectl names it."""
-        # `create` refuses what is there, where `apply` would change a server that somebody else has
-        # started.
+        """Create the resources, and return their names in kubectl's form."""
+        # `create` fails if they exist already. `apply` would change the server of somebody else.
         documents = lws(self._it)
         if self._it.nodes > 1:
             key = {"cluster.key": secrets.token_urlsafe(32)}
@@ -102,7 +105,7 @@ class KubernetesLaunch:
                 f" secret/{SECRET}"
             )
             remedy = (
-                f"; `{left}` ends another launch or what is left of it"
+                f"; `{left}` deletes another launch, or what is left of one"
                 if "AlreadyExists" in why
                 else ""
             )
@@ -111,7 +114,7 @@ class KubernetesLaunch:
         return created
 
     async def _delete(self, created: list[str]) -> bool:
-        """Delete these objects, and wait for the end of their pods. Return whether they ended."""
+        """Delete these resources, and wait for the end of their pods. Return whether they ended."""
         limit_s = self._it.stop_s + MARGIN_S
         words = (
             "delete",
@@ -126,7 +129,7 @@ class KubernetesLaunch:
         return code == 0
 
     async def _watch(self) -> None:
-        """Follow the pods; a watch that ends, as all do sometimes, is made again."""
+        """Follow the pods' states. Start the watch again whenever it ends, which is normal."""
         words = ("get", "pods", "-l", f"{LABEL}name={NAME}", "--watch", "-o", "json")
         while True:
             pod = ""
@@ -135,7 +138,7 @@ class KubernetesLaunch:
                     pod += line
                 else:
                     to_stderr(f"kubectl | {line}")
-                if line == "}":  # of the outermost object: others are indented
+                if line == "}":  # the end of the outermost object, because others are indented
                     with suppress(json.JSONDecodeError):
                         self._on_pod(json.loads(pod))
                     pod = ""
@@ -147,7 +150,7 @@ class KubernetesLaunch:
         uid = meta["uid"]
         rank = int(meta["labels"][f"{LABEL}worker-index"])
         if uid not in self._states and "deletionTimestamp" in meta:
-            return  # of a launch before this one
+            return  # a pod of an earlier launch
         container: dict[str, Any] = next(iter(status.get("containerStatuses", ())), {})
         state = _state(status, container, leads=rank == 0)
         if state != self._states.get(uid):
@@ -167,7 +170,7 @@ class KubernetesLaunch:
             self._ended.set_result(int(end["exitCode"]) if end else 1)
 
     async def _follow(self, pod: str, uid: str) -> None:
-        """Show a container's log; a connection that ends before the container is made again."""
+        """Show a container's log. Connect again if the connection ends before the container."""
         since: tuple[str, ...] = ()
         while not since or self._states[uid] in ("running", "ready"):
             async for line in self._lines("logs", "--follow", pod, *since):
@@ -186,13 +189,12 @@ class KubernetesLaunch:
     async def _run(
         self, *words: str, stdin: str = "", limit_s: float = KUBECTL_S
     ) -> tuple[int, str, str]:
-        """Return kubectl's exit code, what it printed, and the last line of its errors, which are
-        all shown.
+        """Run kubectl. Return its exit code, its output and the last line of its stderr.
+
+        All lines of stderr are shown.
         """
         if shutil.which("kubectl") is None:
-            raise ConfigError(
-                "--kubernetes: there is no kubectl on PATH; install it on this machine"
-            )
+            raise ConfigError("--kubernetes: kubectl is not on PATH; install it on this machine")
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self._kubectl, *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -209,11 +211,11 @@ class KubernetesLaunch:
         errors = [one_line(line) for line in err.decode(errors="replace").splitlines()]
         for line in errors:
             to_stderr(f"kubectl | {line}")
-        return process.returncode or 0, out.decode(), errors[-1] if errors else "it said nothing"
+        return process.returncode or 0, out.decode(), errors[-1] if errors else "no output"
 
 
 def _state(status: dict[str, Any], container: dict[str, Any], *, leads: bool) -> str:
-    """Return what a pod does, in words of Kubernetes where it does not run."""
+    """Return the state of a pod as text, in Kubernetes' own words if it does not run."""
     state = container.get("state", {})
     if "terminated" in state:
         return f"ended with code {state['terminated']['exitCode']}"

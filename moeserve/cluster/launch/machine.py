@@ -1,4 +1,4 @@
-"""One machine as the launcher sees it: the connection to its part, its state, and its log."""
+"""A machine in the launcher: the connection to its part, its state and its log."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from moeserve.cluster.launch.connection import PartConnection, PartNotStarted
 from moeserve.cluster.launch.protocol import ENDED, MARK, PING, PING_S, PONG, Order, PartHello
 from moeserve.cluster.launch.targets import LaunchTarget
 
-HELLO_S = 30.0  # ssh itself gives up earlier
-UNANSWERED = 6  # pings, until a silent machine is lost
-UNANSWERED_BY_FIRST = 30  # all ends with machine 0
+HELLO_S = 30.0  # timeout of a part's start; ssh has a shorter one
+UNANSWERED = 6  # unanswered pings after which a machine counts as lost
+UNANSWERED_BY_FIRST = 30  # the same for machine 0, whose loss ends all requests
 
 
 class Machine:
@@ -24,22 +24,22 @@ class Machine:
         self.remedy = target.remedy
         self.rank = rank
         self.state = ""
-        self.joined = False  # once at least; machine 0 has been ready
-        self.alive = False  # its part has an order
+        self.joined = False  # it has joined at least once; for machine 0, it has been ready
+        self.alive = False  # its part runs an order
         self._on_state: Callable[[str], None] = lambda state: None
         self._title = f"{target.name} (machine {rank} of {num_machines})"
         self._target = target
         self._connection: PartConnection | None = None
-        self._code: int | None = None  # of the part, once it has said so
+        self._code: int | None = None  # the part's exit code, once it has reported one
         self._unanswered = 0
-        self.last_line = ""  # of its log
+        self.last_line = ""  # of the log
 
     def watch(self, on_state: Callable[[str], None]) -> None:
         """Call `on_state` with each new state."""
         self._on_state = on_state
 
     def enter(self, state: str) -> None:
-        """Note and prints a new state."""
+        """Set the state, and print it if it is new."""
         if state != self.state:
             self.state = state
             self.joined |= state in ("joined", "ready")
@@ -47,10 +47,11 @@ class Machine:
             self._on_state(state)
 
     async def connect(self) -> PartHello:
-        """Start the part, which waits for its order then. Raises PartNotStarted; ConfigError
-        without ssh or srun.
+        """Start the part, which then waits for its order.
+
+        Raises PartNotStarted, or ConfigError if ssh or srun is not installed.
         """
-        self.last_line = "it said nothing"
+        self.last_line = "no output"
         try:
             async with asyncio.timeout(HELLO_S):
                 self._connection = await self._target.connect()
@@ -65,8 +66,9 @@ class Machine:
         raise PartNotStarted(why)
 
     async def live(self, order: Order) -> int | None:
-        """Give the part its order, and return the exit code once it has ended; None if it was
-        lost before that.
+        """Send the part its order, and wait for its end.
+
+        Return the exit code, None if the part was lost.
         """
         self._code = None
         self.alive = True
@@ -81,13 +83,13 @@ class Machine:
             await self.end()
 
     def _pinging_failed(self, name: str, error: Exception) -> None:
-        """End a part whose silence nobody would notice."""
+        """Kill the part, because nobody would notice its loss any more."""
         log_error(name, error)
         if self._connection is not None:
             self._connection.kill()
 
     def send(self, data: bytes) -> None:
-        """Write to the part, if there is one."""
+        """Write to the part, if it is connected."""
         if self._connection is not None:
             self._connection.write(data)
 
@@ -99,8 +101,9 @@ class Machine:
             await connection.close()
 
     async def _ping(self) -> None:
-        """End the connection if the part is silent. It counts pings, not seconds: Ctrl-Z may stop
-        this process.
+        """Kill the part if it does not answer.
+
+        The number of unanswered pings counts, not the time, because Ctrl-Z may stop this process.
         """
         most = UNANSWERED if self.rank else UNANSWERED_BY_FIRST
         self._unanswered = 0
@@ -113,7 +116,7 @@ class Machine:
             self._connection.kill()
 
     async def _read(self) -> None:
-        """Print the log and note states, until the end."""
+        """Print the part's log and follow its state until its output ends."""
         while (line := await self._line()) is not None:
             self._unanswered = 0
             if line == MARK + PONG:

@@ -1,8 +1,7 @@
-"""Ray: an actor for each machine in a placement group. It starts the part as its child and carries
-what is said.
+"""`moeserve launch --ray`: an actor per machine, in a placement group.
 
-Ray starts an actor again where it can, on another node if need be; the launcher then starts its
-part again.
+The actor starts the part as its child process and passes on its stdin and stdout. If an actor is
+lost, Ray restarts it, maybe on another node, and the launcher starts its part again.
 """
 
 import asyncio
@@ -25,14 +24,20 @@ from moeserve.cluster.launch.targets import PART, LaunchTarget
 from moeserve.errors import ConfigError
 
 CONNECT_S = 5.0
-PLACE_S = 60.0  # for Ray to find the nodes, an autoscaler to start some
+PLACE_S = 60.0  # timeout of the placement, which includes starting nodes (autoscaler)
 STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
 _REMEDY = "Check `ray status`, and that Ray's Python on all nodes has moeserve"
 
 
 def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) -> list[LaunchTarget]:
-    """Return as many machines, every node of the cluster if None, each with a CPU and so many GPUs
-    of a node. Raises ConfigError without Ray, or if there is no room."""
+    """Start actors in a placement group, and return them as machines.
+
+    Raises ConfigError if Ray is not installed or not reachable, or if there is no room.
+
+    nodes: the number of machines; None for every node of the cluster.
+    placement: "spread" (one machine per node) or "pack" (all on one node).
+    gpus: GPUs per machine; each one also gets a CPU.
+    """
     with ConfigError.instead_of(ImportError, "--ray", "; install Ray: pip install 'moeserve[ray]'"):
         import ray
         from ray.util.placement_group import placement_group, placement_group_table
@@ -42,15 +47,13 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
                 raise ValueError("must be HOST:PORT or ray://HOST:10001")
-            socket.create_connection(
-                (host, int(port)), CONNECT_S
-            ).close()  # Ray itself tries for minutes
+            # Test the connection first, because Ray itself would try for minutes.
+            socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"--ray-address {address or 'auto'}: {_first_line(error)}; run this on a node of a"
-            " cluster of Ray "
-            "(`ray start` makes it one), or give --ray-address ray://HEAD:10001"
+            f"--ray-address {address or 'auto'}: {_first_line(error)}; run this on a node of a Ray"
+            " cluster (see `ray start`), or give --ray-address ray://HEAD:10001"
         ) from None
     bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
     nodes = nodes or sum(it["Alive"] for it in ray.nodes())
@@ -59,32 +62,29 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
         free = ray.available_resources()
         raise ConfigError(
             f"--ray: no room within {PLACE_S:g} s for {nodes} machines of {bundle},"
-            f" {STRATEGIES[placement]}; "
-            f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs (see `ray"
-            " status`)"
+            f" {STRATEGIES[placement]}; {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+            " are free (see `ray status`)"
         )
     made = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1)(PartActor)
     here = ray.get_runtime_context().get_node_id()
     chosen = placement_group_table(group)["bundles_to_node_id"]
-    ordered = sorted(
-        range(nodes), key=lambda bundle: chosen[bundle] != here
-    )  # machine 0 is here if it can be
+    # Machine 0 is the node of this process if it was chosen.
+    ordered = sorted(range(nodes), key=lambda bundle: chosen[bundle] != here)
     places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in ordered]
     actors = [made.options(scheduling_strategy=place).remote() for place in places]
     return [RayTarget(f"ray-{rank}", (), _REMEDY, actor) for rank, actor in enumerate(actors)]
 
 
 class PartActor:
-    """Runs on a node of Ray: its child is the part."""
+    """The actor that runs on a node of Ray. Its child process is the part."""
 
     def __init__(self) -> None:
-        os.environ.pop(
-            "OMP_NUM_THREADS", None
-        )  # Ray sets it to the actor's CPUs; --threads decides
+        # Ray sets it to the actor's CPUs, but --threads decides.
+        os.environ.pop("OMP_NUM_THREADS", None)
         self._part: ProcessConnection | None = None
 
     async def start(self) -> str:
-        """Start a part, in place of one that is left. Return the node's address."""
+        """Kill the previous part, if any, and start another. Return the node's address."""
         import ray
 
         await self.kill()
@@ -93,46 +93,45 @@ class PartActor:
         return address
 
     async def read(self) -> bytes:
-        """Return what the part said, b"" at its end."""
+        """Return output of the part, b"" at its end."""
         return await self._part.out.read(MAX_LINE_BYTES) if self._part else b""
 
     async def write(self, data: bytes) -> None:
-        """Say something to the part."""
+        """Write to the part's stdin."""
         if self._part:
             self._part.write(data)
 
     async def kill(self) -> None:
-        """End the part at once."""
+        """Kill the part."""
         if self._part:
             await self._part.close()
 
 
 @dataclass(frozen=True, slots=True)
 class RayTarget(LaunchTarget):
-    """A machine that Ray chooses, by its actor."""
+    """A machine that Ray has chosen."""
 
     actor: Any = None
 
     async def connect(self) -> PartConnection:
-        """Start the part, once Ray has a place for the actor. Raises PartNotStarted."""
+        """Start the part once its actor runs. Raises PartNotStarted."""
         import ray
         from ray.exceptions import RayError
 
-        # Ray keeps a call that may be tried again until the actor is there, and sends it at once
-        # then.
+        # With retries, Ray queues the call until the actor runs.
         call = self.actor.start.options(max_task_retries=-1).remote()
         try:
             address = await call
         except RayError as error:
             raise PartNotStarted(_first_line(error)) from None
         finally:
-            ray.cancel(call)  # without effect on one that is done
+            ray.cancel(call)  # has no effect if the call is done
         to_stderr(f"moeserve launch: {self.name} is on {address}")
         return RayConnection(self.actor)
 
 
 class RayConnection(PartConnection):
-    """A part's stdin and stdout by calls of its actor."""
+    """A part's stdin and stdout, over calls of its actor."""
 
     def __init__(self, actor: Any) -> None:
         super().__init__(asyncio.StreamReader(limit=MAX_LINE_BYTES))
@@ -144,30 +143,28 @@ class RayConnection(PartConnection):
         ]
 
     def _failed(self, name: str, error: Exception) -> None:
-        """End a part that cannot be reached: the launcher starts it again."""
+        """Kill a part that cannot be reached. The launcher will start it again."""
         log_error(name, error)
         self.kill()
 
     def write(self, data: bytes) -> None:
-        """Send to the part."""
         self._unsent.put_nowait(data)
 
     def kill(self) -> None:
-        """End the part, if its actor is there."""
         for task in self._tasks:
             task.cancel()
         self._actor.kill.remote()
 
     async def close(self) -> None:
-        """End the part, without waiting for an actor that may be gone."""
+        """Kill the part, without waiting for an actor that may be gone."""
         self.kill()
         await asyncio.wait(self._tasks)
 
     async def _send(self) -> None:
         from ray.exceptions import RayError
 
-        with suppress(RayError):  # _read says so
-            while True:  # one call at a time: Ray may run calls of an async actor in another order
+        with suppress(RayError):  # `_read` reports it
+            while True:  # one call at a time, because Ray may reorder calls of an async actor
                 await self._actor.write.remote(await self._unsent.get())
 
     async def _read(self) -> None:

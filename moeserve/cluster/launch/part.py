@@ -1,10 +1,11 @@
-"""The part of one machine: `python -m moeserve.cluster.launch.part`, which ssh, srun, Ray or the
-launcher starts.
+"""The part of one machine: `python -m moeserve.cluster.launch.part`, started by ssh, srun, Ray or
+the launcher.
 
-It runs `moeserve serve` and ends with it. Its stdin is the launcher: end-of-file, or silence for a
-minute, means that the launcher or the network is gone, and then everything here ends. The secret
-comes over stdin too and stays in memory: serve reads it from a file without a name that only this
-user can open.
+It runs `moeserve serve` and ends with it. Its stdin is connected to the launcher. An end-of-file,
+or silence for a minute, means that the launcher or the network is gone, so the part ends.
+
+The cluster's secret arrives over stdin, too, and is never written to disk: `serve` reads it from an
+unnamed file in memory that only this user can open.
 """
 
 import os
@@ -31,23 +32,23 @@ from moeserve.cluster.launch.protocol import (
     say,
 )
 
-END_S = 10.0  # for a server whose launcher is gone, before it is killed
+END_S = 10.0  # for a server to end when the launcher is gone, before it is killed
 
 
 def main() -> int:
-    """Return the exit code of what was run, as a shell counts it."""
+    """Run the part, and return the server's exit code (128 + n after signal n)."""
     with socket.create_server(("", 0)) as free:
         port = int(free.getsockname()[1])
     say(msgspec.json.encode(PartHello(_own_address(sys.argv[1]), port)).decode())
     line = _read_line()
     if not line:
-        return 0  # the launcher has ended, or has no use for us
+        return 0  # the launcher has ended, or does not need this part
     order = msgspec.json.decode(line, type=Order)
     with suppress(OSError):
         os.chdir(order.folder)
-    with tempfile.TemporaryFile(
-        dir="/dev/shm" if os.path.isdir("/dev/shm") else None
-    ) as key:  # has no name
+    # The file has no name, and is in memory if there is /dev/shm.
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryFile(dir=folder) as key:
         key.write(order.key.encode())
         key.flush()
         path = f"/proc/{os.getpid()}/fd/{key.fileno()}"
@@ -66,8 +67,9 @@ def main() -> int:
 
 
 def _own_address(way: str) -> str:
-    """Return this machine's address on the network by which it was reached. way: ssh, slurm, or
-    that address.
+    """Return this machine's address on the network by which it was reached.
+
+    way: "ssh", "slurm", or the address itself.
     """
     if way == "ssh":
         return os.environ["SSH_CONNECTION"].split()[2]
@@ -77,12 +79,12 @@ def _own_address(way: str) -> str:
     with socket.socket(
         socket.AF_INET6 if ":" in launcher else socket.AF_INET, socket.SOCK_DGRAM
     ) as probe:
-        probe.connect((launcher, 9))  # sends nothing, but chooses our address
+        probe.connect((launcher, 9))  # sends nothing, but selects the local address
         return str(probe.getsockname()[0])
 
 
 def _read_line() -> bytes:
-    # Not sys.stdin: its buffer would swallow the bytes that follow.
+    # Do not use sys.stdin, because its buffer would consume the bytes that follow the line.
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):
@@ -92,13 +94,13 @@ def _read_line() -> bytes:
 
 
 def _obey(child: subprocess.Popen[bytes]) -> None:
-    """Obey the launcher until it is gone, and end the child then."""
-    while select.select([0], [], [], SILENCE_S)[0] and (said := os.read(0, 4096)):
-        if KILL in said:
+    """Execute the launcher's commands until it is gone, then end the child."""
+    while select.select([0], [], [], SILENCE_S)[0] and (commands := os.read(0, 4096)):
+        if KILL in commands:
             child.kill()
-        elif DRAIN in said:
+        elif DRAIN in commands:
             child.terminate()
-        if PING in said:
+        if PING in commands:
             say(PONG)
     child.terminate()
     try:

@@ -1,8 +1,11 @@
-"""What the launcher and a machine's part say to each other, over the part's stdin and stdout.
+"""The protocol between the launcher and a machine's part, over the part's stdin and stdout.
 
-The part says `PartHello`, gets one line with its `Order`, and from then on single bytes. Its stdout
-is its log; lines that begin with MARK are no log but what happens. Logs cannot forge them, because
-loggers escape control characters.
+1. The part sends a `PartHello`.
+2. The launcher sends one line with an `Order`.
+3. The launcher sends commands of a single byte: DRAIN, KILL or PING.
+
+The part's stdout carries the server's log. Lines that begin with MARK are messages: PartHello,
+PONG, ENDED or a state. A log cannot forge them, because loggers escape control characters.
 """
 
 import os
@@ -15,15 +18,16 @@ import msgspec
 from moeserve.actor.tasks import every
 
 MARK = "\x1e"  # ASCII's record separator
-ENDED = "ended "  # and the exit code: a part that is gone without having said so was lost
+ENDED = "ended "  # followed by the exit code; a part that ends without this message was lost
 DRAIN = b"d"
 KILL = b"k"
 PING = b"."
-PONG = "pong"  # a part's answer to a ping, so that each side notices that the other is gone
+PONG = "pong"  # the answer to a ping; so each side notices when the other is gone
 PING_S = 1.0
-SILENCE_S = 60.0  # a part ends after that: as long as one may hold a launcher by Ctrl-Z
-REPORT_S = 0.2
+SILENCE_S = 60.0  # without pings for this long, a part ends; Ctrl-Z may stop a launcher meanwhile
+REPORT_S = 0.2  # interval at which a state is checked for changes
 
+# Environment variables that the launcher sets, see allocation.py.
 NNODES = "MOESERVE_LAUNCH_NNODES"
 NODE_RANK = "MOESERVE_LAUNCH_NODE_RANK"
 ADDRESS = "MOESERVE_LAUNCH_ADDRESS"
@@ -31,40 +35,39 @@ PORT = "MOESERVE_LAUNCH_PORT"
 
 
 class PartHello(msgspec.Struct, frozen=True):
-    """A part is there. address: of its machine, on the network by which it was reached. port: a
-    free one.
-    """
+    """The first message of a part."""
 
-    address: str
-    port: int
+    address: str  # of its machine, on the network by which it was reached
+    port: int  # free, for the rendezvous
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a part runs: `moeserve` with these words, in this folder where there is one. key: the
-    cluster's secret.
-    """
+    """The command that a part runs."""
 
-    words: list[str]
+    words: list[str]  # arguments of `moeserve`
     env: dict[str, str]
-    folder: str
-    key: str
+    folder: str  # working directory, ignored if it does not exist
+    key: str  # the cluster's secret
 
 
 def tell(what: str) -> None:
-    """Tell the launcher, if there is one, what has happened on this machine."""
+    """Report a state of this machine to the launcher, if there is one."""
     if NNODES in os.environ:
         say(what)
 
 
 def say(what: str) -> None:
-    """Write one line for the launcher."""
-    with suppress(OSError, ValueError):  # a launcher that is gone ends us in another way
+    """Write a message to the launcher."""
+    with suppress(OSError, ValueError):  # the launcher is gone, which part.py notices itself
         sys.stdout.write(f"{MARK}{what}\n")
         sys.stdout.flush()
 
 
 async def report(state: Callable[[], str]) -> None:
-    """Send the launcher each change of a state, until cancelled. Return without a launcher."""
+    """Report each change of a state to the launcher, until cancelled.
+
+    Return at once if there is no launcher.
+    """
     sent = ""
 
     def send_change() -> None:

@@ -1,8 +1,9 @@
-"""The launcher's policy: who is started when, what is started again, and when all end.
+"""The launcher's policy: start machines, restart those that fail, and stop all at the end.
 
-Machine 0 decides: where it ends by itself, all end, and its exit code is ours. A machine that is
-killed or lost is started again: machine 0 with nothing of what it knew, any other one while machine
-0 goes on. One that cannot be reached is tried until it can.
+- If machine 0 ends by itself, all machines end, and the launcher returns its exit code.
+- A machine that is killed or lost is restarted. If it is machine 0, all requests are lost; if it is
+  another one, machine 0 continues meanwhile.
+- A machine that cannot be reached is tried again until it can.
 """
 
 import asyncio
@@ -21,25 +22,24 @@ from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError
 
 RESTARTS_WITHIN_S = 3600.0
-# before a restart; twice as long for each within RECENT_S
-PAUSE_S = 0.5
+PAUSE_S = 0.5  # before a restart, doubled for each restart within RECENT_S
 MAX_PAUSE_S = 30.0
 RECENT_S = 60.0
-REACH_S = 1.0  # between tries to reach a machine
-FAREWELL_S = 10.0  # for the others to end after machine 0
+REACH_S = 1.0  # between attempts to reach a machine
+FAREWELL_S = 10.0  # for the other machines to end after machine 0
 KILL_S = 2.0
 SETTLED_S = (
     UNHEALTHY_S + 1
-)  # machine 0 says by then that it waits for a machine that has joined, or it serves with it
+)  # by then, machine 0 serves with a joined machine or reports that it waits
 CONNECTING = "connecting"
-KILLED = 128  # and above: exit codes by a signal
-_HOPELESS = range(2, 6)  # settings, model files, port, memory: a new try would end alike
+KILLED = 128  # exit codes from here on are caused by signals
+_HOPELESS = range(2, 6)  # settings, model files, port, memory: a restart would fail again
 
-MakeOrder = Callable[[int, PartHello], Order]  # by a machine's number and machine 0's hello
+MakeOrder = Callable[[int, PartHello], Order]  # from a machine's number and machine 0's hello
 
 
 class Launch:
-    """All machines from their start to one exit code."""
+    """All machines, from their start to a single exit code."""
 
     def __init__(
         self, targets: Sequence[LaunchTarget], make_order: MakeOrder, max_restarts: int
@@ -54,8 +54,9 @@ class Launch:
         self._killed: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
-        """Return machine 0's exit code, or the first failure's. Raises ConfigError if a machine
-        cannot be used.
+        """Run until the end, and return the exit code of machine 0 or of the first failure.
+
+        Raises ConfigError if a part cannot be started at the beginning.
         """
         loop = asyncio.get_running_loop()
         killed: asyncio.Future[int] = loop.create_future()
@@ -76,9 +77,8 @@ class Launch:
             for machine in self._machines[1:]:
                 machine.watch(self._on_state_of_other)
             await asyncio.wait((*tasks, killed), return_when=asyncio.FIRST_COMPLETED)
-            first = next(
-                it for it in (*tasks, killed) if it.done()
-            )  # machine 0's end counts, if it is among them
+            # If several have ended, machine 0, which is the first task, decides.
+            first = next(it for it in (*tasks, killed) if it.done())
             return await self._finish(tasks, first.result())
         finally:
             for task in tasks:
@@ -87,7 +87,7 @@ class Launch:
             await asyncio.gather(*(machine.end() for machine in self._machines))
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The first signal drains, the second one ends all at once."""
+        """Drain on the first signal, stop at once on the second."""
         self._signals += 1
         assert self._killed is not None
         if self._signals > 1 or not self._machines[0].alive:
@@ -98,8 +98,10 @@ class Launch:
         self._machines[0].send(DRAIN)
 
     async def _connect(self) -> PartHello:
-        """Connect to all machines at once, so that every one that cannot be used is named. Returns
-        machine 0's hello."""
+        """Connect to all machines, and return machine 0's hello.
+
+        Raises ConfigError that names every machine that cannot be used.
+        """
         for machine in self._machines:
             machine.enter(CONNECTING)
         found = await asyncio.gather(
@@ -121,13 +123,12 @@ class Launch:
         if zero.address.startswith("127.") and len(addresses) > 1:
             raise ConfigError(
                 f"machine 0 ({self._machines[0].name}) was reached at {zero.address}, where the"
-                " others cannot reach "
-                "it; name it by its address on the network that they share"
+                " others cannot reach it; give its address on the network that they share"
             )
         return zero
 
     async def _keep(self, machine: Machine, zero: PartHello) -> int:
-        """A machine's lives. Return an exit code when there is no use in going on."""
+        """Run a machine, and restart it when it ends. Return an exit code when all must end."""
         restarts: deque[float] = deque()
         while True:
             code = await self._live(machine, zero)
@@ -136,11 +137,11 @@ class Launch:
                     self._over.set()
                     return 1 if code is None else code
                 to_stderr(
-                    "moeserve launch: machine 0 is gone, and all requests with it; it starts anew"
+                    "moeserve launch: machine 0 is gone, and all requests with it; restarting it"
                 )
             elif code in _HOPELESS and not machine.joined:
                 return self._give_up(
-                    f"{machine.name} cannot take part: {machine.last_line}", int(code or 0)
+                    f"{machine.name} cannot join: {machine.last_line}", int(code or 0)
                 )
             now = time.monotonic()
             while restarts and now - restarts[0] > RESTARTS_WITHIN_S:
@@ -169,14 +170,14 @@ class Launch:
         return code
 
     async def _is_over(self, within_s: float) -> bool:
-        """Whether machine 0 ends, within so many seconds."""
+        """Wait for up to `within_s`, and return whether machine 0 has ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._over.wait()
         return self._over.is_set()
 
     async def _reach(self, machine: Machine) -> bool:
-        """Return when the machine is connected again, False if machine 0 ends before that."""
+        """Connect to a machine again. Return False if machine 0 ends before that succeeds."""
         machine.enter("restarting")
         while True:
             try:
@@ -193,14 +194,17 @@ class Launch:
                 machine.enter("ready")
 
     def _on_state_of_other(self, state: str) -> None:
-        """Machine 0 is silent about a machine that comes back so fast that no probe would fail."""
+        """Set a machine to "ready" some time after it has joined again.
+
+        Machine 0 does not report it if the machine came back before a readiness probe failed.
+        """
         if state == "joined" and self._machines[0].state == "ready":
             asyncio.get_running_loop().call_later(
                 SETTLED_S, lambda: self._on_state_of_first(self._machines[0].state)
             )
 
     async def _finish(self, tasks: Sequence[asyncio.Task[int]], code: int) -> int:
-        """End what still runs: with machine 0 those who have joined end on their own."""
+        """End all machines. Those that have joined end with machine 0 by themselves."""
         killed = self._killed
         assert killed is not None
         for machine in self._machines:

@@ -1,5 +1,6 @@
-"""Where parts run: the machines that a user names (--hosts, and the hostfiles of MPI and
-DeepSpeed), and the command that starts one on each machine, over ssh, by srun, or here.
+"""The machines of a launch, and the command that starts a part on each: ssh, srun, or none.
+
+Users name machines with --hosts or in hostfiles, as for MPI and DeepSpeed.
 """
 
 import re
@@ -13,27 +14,28 @@ from moeserve.cluster.allocation import expand
 from moeserve.cluster.launch.connection import PartConnection, ProcessConnection
 from moeserve.errors import ConfigError
 
-MAX_HOSTS = 1024  # as --nnodes
+MAX_HOSTS = 1024  # the limit of --nnodes
 _NAME = r"(?P<name>(?:[\w.+-]+@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_][\w.-]*))"
 _HOST = re.compile(rf"{_NAME}(?::(?P<after>[0-9]{{1,5}})|\s+slots\s*=\s*(?P<slots>[0-9]{{1,5}}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine by the name that ssh knows. slots: its processes, if the user says how many."""
+    """A machine that the user named."""
 
-    name: str
-    slots: int | None = None
+    name: str  # for ssh
+    slots: int | None = None  # number of processes, if given
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Read --hosts: a, b:8 or user@c, by commas. Raises ConfigError."""
+    """Parse --hosts: comma-separated a, b:8 or user@c. Raises ConfigError."""
     return _several((_host(word.strip(), "--hosts") for word in text.split(",")), "--hosts")
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Read a file with `host`, `host slots=8` or `host:8` in each line, and # comments. Raises
-    ConfigError.
+    """Read a hostfile: a `host`, `host slots=8` or `host:8` per line, and # comments.
+
+    Raises ConfigError.
     """
     with ConfigError.instead_of((OSError, UnicodeDecodeError), f"--hostfile {path}"):
         lines = Path(path).read_text("utf-8-sig").splitlines()
@@ -42,16 +44,15 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def common_slots(hosts: Iterable[Host]) -> int | None:
-    """Return how many processes every host has, if that was said. Raises ConfigError where hosts
-    differ.
-    """
+    """Return the slots of every host, None if not given. Raises ConfigError if hosts differ."""
     found = {host.slots: host.name for host in hosts}
     if len(found) > 1:
         told = ", ".join(
             f"{name} has {slots or 'no number of'} slots" for slots, name in found.items()
         )
         raise ConfigError(
-            f"{told}: all machines get equally many engines, so give all the same slots, or none"
+            f"{told}: all machines get the same number of engines, so give all of them the same"
+            " slots, or none"
         )
     return next(iter(found))
 
@@ -62,8 +63,8 @@ def _host(text: str, where: str) -> Host:
     if match is None or (slots and int(slots) == 0):
         raise ConfigError(
             f"{where}: {text!r:.100} is no host; write `host`, `user@host`, `host slots=8` or"
-            " `host:8` "
-            "(8: its processes; ports of ssh belong into ~/.ssh/config or --ssh-option Port=N)"
+            " `host:8` (8 is the number of processes; give ssh ports in ~/.ssh/config or by"
+            " --ssh-option Port=N)"
         )
     return Host(match["name"].replace("[", "").replace("]", ""), int(slots) if slots else None)
 
@@ -73,8 +74,8 @@ def _several(hosts: Iterable[Host], where: str) -> list[Host]:
     for host in hosts:
         if host.name in (other.name for other in found):
             raise ConfigError(
-                f"{where}: {host.name} is named twice; a machine has one part, `slots` say how"
-                " large"
+                f"{where}: {host.name} is named twice; name each machine once, and give the number"
+                " of its processes as `slots`"
             )
         found.append(host)
     if not 1 <= len(found) <= MAX_HOSTS:
@@ -83,39 +84,36 @@ def _several(hosts: Iterable[Host], where: str) -> list[Host]:
 
 
 PART = ("-m", "moeserve.cluster.launch.part")
-_SSH = {  # the first value that ssh sees of an option counts
-    "BatchMode": "yes",  # never ask
+_SSH = {  # defaults, after the user's options: ssh uses the first value of each option
+    "BatchMode": "yes",  # never prompt
     "ConnectTimeout": "5",
     "LogLevel": "ERROR",
 }
 _SSH_REMEDY = (
     "Check that `ssh -o BatchMode=yes HOST true` works, and that moeserve is installed there at"
-    " the path that it has "
-    "here, or name its Python with --python"
+    " the same path as here, or name its Python with --python"
 )
 _SLURM_REMEDY = (
-    "Check that `srun hostname` works, and that moeserve is installed on all nodes at the path"
-    " that it has here"
+    "Check that `srun hostname` works, and that moeserve is installed on all nodes at the same"
+    " path as here"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTarget:
-    """A machine, by its name for people, the command that starts its part, and what to check if
-    that fails.
-    """
+    """A machine of a launch."""
 
-    name: str
-    command: tuple[str, ...]
-    remedy: str = ""
+    name: str  # for the log
+    command: tuple[str, ...]  # starts the part
+    remedy: str = ""  # what to check if the part does not start
 
     async def connect(self) -> PartConnection:
-        """Start the part. Raises ConfigError where the command is not installed."""
+        """Start the part. Raises ConfigError if the command is not installed."""
         return await ProcessConnection.open(self.command)
 
 
 def on_this_machine(number: int) -> list[LaunchTarget]:
-    """Return `number` machines that are all this one."""
+    """Return `number` machines that are all processes on this one."""
     return [
         LaunchTarget(f"local-{rank}", (sys.executable, *PART, "127.0.0.1"))
         for rank in range(number)
@@ -125,9 +123,13 @@ def on_this_machine(number: int) -> list[LaunchTarget]:
 def over_ssh(
     hosts: Sequence[Host], python: str | None, options: Sequence[str]
 ) -> list[LaunchTarget]:
-    """Return the hosts, by the system's ssh, which reads the user's ~/.ssh/config. python: shell
-    text that runs Python there; the path of ours by default. options: as in ssh_config, Port=2222.
-    Raises ConfigError."""
+    """Return the hosts as machines that are reached by ssh, which reads ~/.ssh/config.
+
+    Raises ConfigError.
+
+    python: shell command of Python on the hosts; by default the path of this Python.
+    options: NAME=VALUE as in ssh_config.
+    """
     for option in options:
         if "=" not in option or option.startswith(("-", "=")):
             raise ConfigError(
@@ -144,14 +146,15 @@ def over_ssh(
 
 
 def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
-    """Return the nodes of this job of Slurm: a step for each, so that one alone can be started
-    again. Raises ConfigError outside of a job."""
+    """Return the nodes of this Slurm job as machines.
+
+    Each gets its own job step, so that it can be restarted alone. Raises ConfigError outside a job.
+    """
     nodes = env.get("SLURM_JOB_NODELIST") if env.get("SLURM_JOB_ID") else None
     if not nodes:
         raise ConfigError(
-            "--slurm: this is no job of Slurm; run it in `salloc --nodes N --no-kill` or a batch"
-            " script "
-            "(`moeserve launch --print slurm --nodes N -- serve MODEL` writes one)"
+            "--slurm: this is not a Slurm job; run it in `salloc --nodes N --no-kill` or a batch"
+            " script (`moeserve launch --print slurm --nodes N -- serve MODEL` writes one)"
         )
     with ConfigError.instead_of(ValueError, f"SLURM_JOB_NODELIST={nodes!r:.100}"):
         names = expand(nodes)

@@ -38,7 +38,7 @@ def test_hostfiles_of_mpi_and_deepspeed(tmp_path: Path) -> None:
         ("a slots=0", "is no host"),
         ("-oProxyCommand=x", "is no host"),
         ("a b", "is no host"),
-        ("a:b", "ports of ssh belong into"),
+        ("a:b", "give ssh ports in"),
         ("first", "first is named twice"),
     ],
 )
@@ -78,5 +78,5 @@ def test_a_step_for_each_node_of_a_job() -> None:
     places = in_slurm({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[08-10]"})
     assert [place.name for place in places] == ["n08", "n09", "n10"]
     assert {"--nodelist=n09", "--overlap", "--no-kill"} <= set(places[1].command)
-    with pytest.raises(ConfigError, match="this is no job of Slurm"):
+    with pytest.raises(ConfigError, match="this is not a Slurm job"):
         in_slurm({"SLURM_JOB_NODELIST": "n1"})

@@ -189,5 +189,5 @@ async def test_what_kubectl_refuses_is_said_at_once_and_nothing_is_left(cluster:
 
 async def test_no_kubectl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(cluster.folder))
-    with pytest.raises(ConfigError, match="there is no kubectl on PATH"):
+    with pytest.raises(ConfigError, match="kubectl is not on PATH"):
         await launched(1)

@@ -75,13 +75,13 @@ async def test_machine_0_that_is_killed_once_it_was_ready_starts_anew(
     assert await launch(place("a", lives, ends), place("b", FOREVER)) == 3
     err = capfd.readouterr().err
     assert err.count("a (machine 0 of 2): starting") == 2
-    assert err.count("machine 0 is gone, and all requests with it; it starts anew") == 1
+    assert err.count("machine 0 is gone, and all requests with it; restarting it") == 1
 
 
 async def test_who_cannot_take_part_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     why = "print('moeserve serve: no model here')"
     assert await launch(place("a", FOREVER, ended(0)), place("b", why, ended(3))) == 3
-    assert "giving up: b cannot take part: moeserve serve: no model here" in capfd.readouterr().err
+    assert "giving up: b cannot join: moeserve serve: no model here" in capfd.readouterr().err
 
 
 async def test_restarts_are_bounded(
@@ -153,7 +153,7 @@ async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
     began = time.monotonic()
     refused = "print('ssh: PartConnection refused')"
     with pytest.raises(
-        ConfigError, match="cannot start on b: ssh: PartConnection refused; c: it said nothing"
+        ConfigError, match="cannot start on b: ssh: PartConnection refused; c: no output"
     ):
         await launch(
             place("a", FOREVER), place("b", refused, hello=False), place("c", "pass", hello=False)
