@@ -1,4 +1,4 @@
-"""Fixtures that tests of several folders share."""
+"""Fixtures shared by tests of several folders, and the choice of full tests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from tests.checkpoints import Checkpoint, write_checkpoint
 from tests.full import left_out
 from tests.plugin_packages import Install, installer
 
-# Real processes, killed at real moments on a shared machine: a failure here that does not repeat is
-# listed as RERUN in the summary, to be looked into, and fails nothing. Everything else fails at
-# once.
+# Tests with real processes on a shared machine. A failure that does not repeat is listed as RERUN
+# in the summary, to be investigated, and does not fail the run. All other tests fail at once.
 OF_PROCESSES = {"cli", "client", "cluster", "comm", "integration", "launch", "server"}
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # started in the background: tests press Ctrl-C in children
+# SIGINT is ignored if pytest was started in the background, but tests send it to children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each
     torch.set_num_threads(1)
@@ -40,8 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects full tests of the groups that `--full` does not name; tests of processes get a
-    second try.
+    """Deselect full tests of groups that `--full` does not name.
+
+    Tests of processes may rerun once.
     """
     for item in items:
         if Path(item.path).relative_to(Path(__file__).parent).parts[0] in OF_PROCESSES:
@@ -54,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Installs a package with entry points for the time of a test."""
+    """Install a package with entry points for the duration of a test."""
     return installer(tmp_path, monkeypatch)
 
 
@@ -68,8 +67,9 @@ def _quick_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    """A server in the tests' process sets up logging, which would hide records from the tests after
-    it.
+    """Restore the root logger after each test.
+
+    A server in the tests' process configures logging, which would hide records from later tests.
     """
     root = logging.getLogger()
     level = root.level
@@ -81,7 +81,10 @@ def _logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def one_torch_thread() -> Iterator[None]:
-    """Where many small products, or ranks as threads, would only wait for torch's pool."""
+    """Run torch on one thread.
+
+    With many small products, or ranks as threads, the time would go into waiting for torch's pool.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,7 +93,10 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
-    """make_checkpoint(family, **config overrides): written once per session and combination."""
+    """Return make_checkpoint(family, **config overrides).
+
+    Each combination is written once per session.
+    """
     made: dict[str, Checkpoint] = {}
 
     def make(name: str, **overrides: Any) -> Checkpoint:

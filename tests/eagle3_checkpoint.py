@@ -1,6 +1,4 @@
-"""Small random EAGLE-3 heads for the checkpoints of tests/checkpoints.py, and what they compute, in
-plain torch.
-"""
+"""Small random EAGLE-3 heads for the checkpoints of tests/checkpoints.py, and a torch reference."""
 
 from __future__ import annotations
 
@@ -36,8 +34,9 @@ HEAD: dict[str, Any] = {
 def write_eagle3(
     path: Path, *, target_size: int = 64, num_aux: int = 2, **changes: Any
 ) -> dict[str, Tensor]:
-    """Writes a head and returns its tensors. changes: of its config; a value of `...` leaves the
-    key out.
+    """Write a head and return its tensors.
+
+    `changes` are changes of its config; a value of `...` omits the key.
     """
     config = {key: value for key, value in {**HEAD, **changes}.items() if value is not ...}
     path.mkdir(parents=True, exist_ok=True)
@@ -90,8 +89,9 @@ def write_eagle3(
 
 
 def _nested(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as the speculators library has it: heads begin with normed hidden states unless
-    told otherwise.
+    """Return the config in the layout of the speculators library.
+
+    There, heads start with normed hidden states by default.
     """
     outer = {
         key: config[key]
@@ -112,7 +112,7 @@ def _nested(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Reference:
-    """What a head computes of a whole sequence from position 0 on."""
+    """Computes a head on a whole sequence from position 0."""
 
     def __init__(
         self, tensors: dict[str, Tensor], embed_VD: Tensor, config: dict[str, Any]
@@ -129,8 +129,9 @@ class Reference:
         return linear(aux_TN, self.tensors["fc.weight"])
 
     def forward(self, ids_T: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [T, V], -inf outside the draft vocabulary, and the next hidden states [T,
-        D].
+        """Return logits [T, V] and the next hidden states [T, D].
+
+        Logits outside the draft vocabulary are -inf.
         """
         t = self.tensors
         normed = self._norm(hidden_TD, "layers.0.hidden_norm")

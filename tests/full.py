@@ -1,6 +1,4 @@
-"""Which items of a `full` test run in `make test` all the same: the first few, or a cover of their
-parameters.
-"""
+"""Select the items of `full` tests that `make test` runs anyway."""
 
 from __future__ import annotations
 
@@ -12,11 +10,10 @@ import pytest
 
 
 def left_out(items: Sequence[pytest.Item], asked: set[str]) -> set[pytest.Item]:
-    """Returns the items that are not to run: marked `full`, of a group that was not asked for, and
-    not kept.
+    """Return the items to skip: marked `full`, of a group that is not selected, and not kept.
 
-    full(group) keeps none; keep=N the first N sets of parameters; keep="each" some in which every
-    value of a parameter occurs; keep="pairs" some in which every pair of values occurs.
+    full(group) keeps none. keep=N keeps the first N sets of parameters, keep="each" a few in which
+    every value of a parameter occurs, and keep="pairs" a few in which every pair of values occurs.
     """
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -42,10 +39,10 @@ def _kept(keep: int | str, items: list[pytest.Item]) -> set[int]:
 
 
 def cover(params: Sequence[dict[str, Any]], size: int) -> set[int]:
-    """Returns the indices of a few sets of parameters in which each combination of `size` values
-    occurs (greedy).
+    """Return the indices of a few sets of parameters that cover each combination of `size` values.
 
-    [{a: 0, b: 0}, {a: 0, b: 1}, {a: 1, b: 0}, {a: 1, b: 1}], 1 -> {0, 3}
+    The choice is greedy. For example, [{a: 0, b: 0}, {a: 0, b: 1}, {a: 1, b: 0}, {a: 1, b: 1}] with
+    size 1 gives {0, 3}.
     """
     found = [
         set(combinations([(name, repr(value)) for name, value in sorted(one.items())], size))

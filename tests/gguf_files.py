@@ -1,6 +1,4 @@
-"""Writes the small checkpoints as GGUF files, as llama.cpp's converters do: names, orders of rows,
-and keys.
-"""
+"""Write small checkpoints as GGUF files, as llama.cpp's converters do."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from torch import Tensor
 from moeserve.text.tokenizer import Tokenizer
 from tests.families import YARN
 
-FAMILIES = {  # family of tests/families.py -> GGUF's architecture
+FAMILIES = {  # family of tests/families.py -> architecture in GGUF
     "qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "llama": "llama",
     "qwen2": "qwen2", "qwen3": "qwen3", "olmoe": "olmoe", "granite_moe": "granitemoe",
     "granite_moe_shared": "granitemoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
     "dots1": "dots1", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }  # fmt: skip
-OPTIONS = {  # of checkpoints: values that llama.cpp computes without a key for them
+OPTIONS = {  # config overrides: values that llama.cpp assumes, because it has no key for them
     "gpt_oss": {"swiglu_limit": 7.0},
     "dots1": {"sliding_window": None},
     "deepseek_v2": {"rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.9}},
@@ -44,13 +42,13 @@ KINDS = (
     "IQ4_XS",
     "MXFP4",
 )
-_SCALES = {
+_SCALES = {  # offsets of fp16 scales in a block; other types have one at 0
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
-}  # bytes of fp16; others: 0
+}
 F32 = gguf.GGMLQuantizationType.F32
 
 
@@ -59,8 +57,9 @@ def as_f32(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType:
 
 
 def matrices(*kinds: str) -> Choose:
-    """Returns the choice of these types by turns for all matrices whose rows have whole blocks, but
-    for routers.
+    """Return a function that chooses one of these types for each matrix.
+
+    Routers, and matrices whose rows are no whole number of blocks, stay in F32.
     """
     quantised = [gguf.GGMLQuantizationType[kind] for kind in kinds]
 
@@ -73,9 +72,7 @@ def matrices(*kinds: str) -> Choose:
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Returns rows of a type with all bits at random but those of the scales, which give weights
-    around 0.1.
-    """
+    """Return rows of a type with random bits, and scales for weights around 0.1."""
     elements, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
@@ -106,10 +103,11 @@ def write_gguf(
     meaning: bool = False,
     **metadata: Any,
 ) -> Path:
-    """Writes the checkpoint of a row as GGUF; returns the (first) file. choose: the type of a
-    tensor. metadata: of the architecture, instead of what a converter writes; None leaves a key
-    out. split: tensors in each file. meaning: write what the quantised tensors mean, in fp32. Those
-    have random blocks.
+    """Write a family's checkpoint as GGUF; return the (first) file.
+
+    choose gives the type of each tensor; quantized ones get random blocks. metadata replaces the
+    keys that a converter writes; None omits a key. split is the number of tensors per file. With
+    `meaning`, quantized tensors are written dequantized, in fp32.
     """
     arch = FAMILIES[name]
     config = json.loads((checkpoint / "config.json").read_text())
@@ -141,7 +139,7 @@ def write_gguf(
 
 
 def _rope_freqs(rope: dict[str, Any], config: dict[str, Any]) -> np.ndarray:
-    """Llama 3.1's factor of each wavelength, as llama.cpp's converter computes it."""
+    """Return Llama 3.1's factor for each wavelength, as llama.cpp's converter does."""
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -152,7 +150,7 @@ def _rope_freqs(rope: dict[str, Any], config: dict[str, Any]) -> np.ndarray:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """Adds a byte-level BPE tokenizer."""
+    """Add a byte-level BPE tokenizer."""
     spec = json.loads(Tokenizer.load(folder).backend.to_str())
     config = json.loads((folder / "tokenizer_config.json").read_text())
     vocab = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
@@ -273,7 +271,7 @@ def _tensors(  # noqa: C901
 
     for theirs, tensor in tensors.items():
         if theirs.startswith(f"model.layers.{config['num_hidden_layers']}."):
-            continue  # for multi-token prediction, which this converter leaves out
+            continue  # MTP layers, which this converter omits
         head, _, last = theirs.rpartition(".")
         if "q_proj" in theirs and arch in ("llama", "granitemoe"):
             put(theirs, _permuted(tensor, config["num_attention_heads"]))

@@ -1,5 +1,6 @@
-"""Lightning attention, token by token, in place of that of a transformers model: transformers has
-none of Ling 2.6.
+"""A token-by-token reference of lightning attention, which transformers lacks (Ling 2.6).
+
+It replaces the attention of layers in a transformers model.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# layers, of which the last keeps its attention; groups of the norm of results
-GROUP = 3
-NORM_GROUPS = 2
+GROUP = 3  # layers per group, of which the last one keeps its attention
+NORM_GROUPS = 2  # groups of the norm over results
 
 
 class LightningReference(nn.Module):
-    """One layer, with the names of its checkpoints."""
+    """One layer with the tensor names of published checkpoints."""
 
     def __init__(self, config: Any, layer: int, dim: int) -> None:
         super().__init__()
@@ -29,10 +29,9 @@ class LightningReference(nn.Module):
         self.dense = nn.Linear(heads * dim, width, bias=False)
         self.query_layernorm = nn.RMSNorm(dim, self.eps)
         self.key_layernorm = nn.RMSNorm(dim, self.eps)
-        self.g_norm = nn.RMSNorm(heads * dim)  # its weights only
-        slopes = torch.tensor(
-            [2.0 ** (-8 * (head + 1) / heads) for head in range(heads)]
-        )  # heads: a power of two
+        self.g_norm = nn.RMSNorm(heads * dim)  # only its weight is used
+        # ALiBi slopes for a number of heads that is a power of two.
+        slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])
         self.decays = slopes * -(1 - (layer - 1) / (config.num_hidden_layers - 1) + 1e-5)
         rotated = dim // 2
         self.freqs = config.rope_parameters["rope_theta"] ** -(
@@ -40,7 +39,7 @@ class LightningReference(nn.Module):
         )
 
     def rotate(self, x_THd: Tensor) -> Tensor:
-        """Rotates the first half of each head."""
+        """Rotate the first half of each head."""
         angles = (torch.arange(len(x_THd))[:, None] * self.freqs)[:, None]
         first, second, still = torch.split(x_THd, [self.dim // 4, self.dim // 4, self.dim // 2], -1)
         cos = angles.cos()
@@ -48,7 +47,7 @@ class LightningReference(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin, still), -1)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        """Returns the block's output for one sequence from its beginning."""
+        """Return the output for one sequence from its beginning."""
         (x_TD,) = hidden_states
         q, k, v = (
             part.reshape(-1, self.heads, self.dim)
@@ -71,8 +70,9 @@ class LightningReference(nn.Module):
 
 
 def add_lightning(model: Any, dim: int) -> None:
-    """Replaces the attention of all layers but the last of each group and those behind the last
-    group.
+    """Replace the attention of most layers by lightning attention.
+
+    The last layer of each group, and layers after the last whole group, keep theirs.
     """
     layers = model.model.layers
     for i, layer in enumerate(layers):

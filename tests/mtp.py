@@ -1,6 +1,6 @@
-"""Checkpoints with a head for multi-token prediction, and what it computes, in plain torch.
+"""Small checkpoints with an MTP head, and a torch reference of the head.
 
-transformers has no such heads: the layer is one of its own, in a model that has no other.
+transformers has no such heads: the head's layer is the only layer of a model of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moeserve.models.registry import FAMILIES as OURS
 from tests.checkpoints import Checkpoint, randomise, write_checkpoint
 from tests.families import FAMILIES, SLIDING, SMALL, Options
 
-# of a model whose only layer is that of the head, where they are not those of the checkpoint
+# Options of the model with only the head's layer, where they differ from the checkpoint's.
 LAYER: dict[str, Options] = {
     "deepseek_v3": {"first_k_dense_replace": 0},
     "deepseek_v32": {"mlp_layer_types": ["sparse"]},
@@ -34,12 +34,12 @@ LAYER: dict[str, Options] = {
     "qwen3_moe": {"mlp_only_layers": [0]},
     "mimo_v2_flash": {"layer_types": [SLIDING], "mlp_layer_types": ["dense"]},
 }
-# config.json's key, where the checkpoint's writer does not know it
+# Keys that config.json needs for the head, if transformers does not write them.
 KEYS: dict[str, Options] = {
     **{name: {"mtp_num_hidden_layers": 1} for name in ("qwen3_moe", "qwen3_5_moe")},
     **{name: {"num_nextn_predict_layers": 1} for name in ("glm_moe_dsa", "glm4_moe_lite")},
 }
-SPELLED = {
+SPELLED = {  # parts of tensor names: transformers' -> published
     "mimo_v2_flash": {
         "self_attn.sinks": "self_attn.attention_sink_bias",
         "post_attention": "pre_mlp",
@@ -49,18 +49,18 @@ SPELLED = {
 
 @dataclass
 class Head:
-    """A head beside its model, fp32. layer: a model whose layer and last norm are the head's."""
+    """An MTP head beside its model, in fp32."""
 
     path: Path
     target: Any
-    layer: Any
+    layer: Any  # a model whose layer and last norm are the head's
     embed_norm: Any
     hidden_norm: Any
     product: Tensor
 
     @torch.no_grad()
     def inputs(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
-        """What the layer reads: rows of W [norm(embedding), norm(hidden)]."""
+        """Return the layer's inputs, W [norm(embedding), norm(hidden)]."""
         embedded = self.target.get_input_embeddings()(torch.tensor(tokens))
         return torch.cat((self.embed_norm(embedded), self.hidden_norm(hidden)), -1) @ self.product.T
 
@@ -82,7 +82,7 @@ def text_model(model: Any) -> Any:
 
 
 def write_mtp_checkpoint(name: str, path: Path, **overrides: Any) -> Head:
-    """Writes the checkpoint of a row of tests/checkpoints.py with a head."""
+    """Write the checkpoint of a family with an MTP head."""
     import transformers
 
     checkpoint: Checkpoint = write_checkpoint(name, path, **overrides)

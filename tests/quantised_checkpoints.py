@@ -1,5 +1,7 @@
-"""Checkpoints with quantised weights in all published layouts, each beside one that says in fp32
-what the quantised weights mean."""
+"""Checkpoints with quantized weights in all published layouts, each beside its fp32 meaning.
+
+The meaning is the same checkpoint with dequantized weights.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,13 @@ LINEAR = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "put_linear.
 
 @dataclass(frozen=True)
 class Form:
-    """rows, group: outputs and inputs that share a scale, 0 for all. packed: as compressed-tensors
-    packs.
-    """
+    """A format of quantized weights and its layout in a checkpoint."""
 
     kind: str  # int4, int8, fp8, fp4
-    rows: int = 1
-    group: int = 0
-    zeros: bool = False
-    packed: bool = False
+    rows: int = 1  # outputs that share a scale; 0: all
+    group: int = 0  # inputs that share a scale; 0: all
+    zeros: bool = False  # whether there are zero points
+    packed: bool = False  # in int32 words, as compressed-tensors packs them
     method: str = "compressed-tensors"
 
     @property
@@ -150,8 +150,9 @@ E2M1 = torch.tensor([s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6
 
 
 def scales_of(peak_RC: Tensor, form: Form) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scales in fp32 for blocks with such largest magnitudes, and how they are stored, by the
-    ending of the name.
+    """Return fp32 scales for blocks with the given largest magnitudes, and the scales as stored.
+
+    The stored ones are keyed by the ending of the tensor's name.
     """
     levels = {"int8": 127, "int4": 7, "fp8": 448, "fp4": 6}[form.kind]
     if form.kind == "fp4" and form.group == 16:
@@ -175,7 +176,7 @@ def scales_of(peak_RC: Tensor, form: Form) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def rounded(w_NK: Tensor, form: Form) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
-    """Values [N, K], zero points [R, C], what they mean, and stored scales."""
+    """Return values [N, K], zero points [R, C], the dequantized values, and stored scales."""
     outputs, inputs = w_NK.shape
     rows = form.rows or outputs
     group = form.group or inputs
@@ -200,7 +201,7 @@ def rounded(w_NK: Tensor, form: Form) -> tuple[Tensor, Tensor | None, Tensor, di
         return values, None, values.float() * spread(scales), stored
     if form.kind == "fp4":
         values = (scaled[..., None] - E2M1).abs().argmin(-1)
-        values[0, 0] = 8  # -0
+        values[0, 0] = 8  # the code of -0
         return values, None, E2M1[values] * spread(scales), stored
     shift = spread(zeros) if zeros is not None else torch.zeros(())
     levels = 2 ** (form.bits - 1) - 1
@@ -210,7 +211,7 @@ def rounded(w_NK: Tensor, form: Form) -> tuple[Tensor, Tensor | None, Tensor, di
 
 
 def words(values_NK: Tensor, bits: int) -> Tensor:
-    """int32 words of 32 / bits numbers from 0, the first lowest."""
+    """Pack unsigned numbers into int32 words of 32 / bits each, the first one lowest."""
     each = 32 // bits
     numbers = pad(values_NK, (0, -values_NK.shape[1] % each)).long()
     total = sum(numbers[:, i::each] << (bits * i) for i in range(each))
@@ -219,7 +220,7 @@ def words(values_NK: Tensor, bits: int) -> Tensor:
 
 
 def by_turns(numbers_MN: Tensor) -> Tensor:
-    """Columns in the order in which AWQ's words take them, lowest bits first."""
+    """Return the columns in the order in which AWQ packs them, lowest bits first."""
     return torch.cat(
         [
             numbers_MN[:, i : i + 8][:, [0, 2, 4, 6, 1, 3, 5, 7]]
@@ -230,7 +231,7 @@ def by_turns(numbers_MN: Tensor) -> Tensor:
 
 
 def stored(name: str, w_NK: Tensor, form: Form) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of one weight, and what they mean."""
+    """Return the tensors that store one weight, and its dequantized values."""
     if w_NK.ndim == 3:
         each, meant = zip(*(stored(name, w, form) for w in w_NK), strict=True)
         return {key: torch.stack([one[key] for one in each]) for key in each[0]}, torch.stack(meant)
@@ -282,7 +283,7 @@ def stored(name: str, w_NK: Tensor, form: Form) -> tuple[dict[str, Tensor], Tens
 
 
 def dequantised(weight: Quantised) -> Tensor:
-    """What it means, in fp32, number by number."""
+    """Return the values in fp32, computed element by element."""
     values = weight.values.view(torch.float8_e4m3fn) if weight.kind == "fp8" else weight.values
     values = E2M1[values.long()] if weight.kind == "fp4" else values
     inputs = values.shape[-1]
@@ -298,7 +299,10 @@ def dequantised(weight: Quantised) -> Tensor:
 def write_quantised(
     source: Path, folder: Path, form: Form, plain: str = "layers.1.self_attn"
 ) -> tuple[Path, Path]:
-    """The quantised checkpoint and its meaning in fp32. plain: layers that keep their weights."""
+    """Write the quantized checkpoint and its fp32 meaning; return both folders.
+
+    Layers whose name contains `plain` keep their weights.
+    """
     tensors = load_file(source / "model.safetensors")
     quantised = dict[str, Tensor]()
     meaning = dict[str, Tensor]()

@@ -1,6 +1,4 @@
-"""Model specs for tests that need no config.json: grouped-query attention, layers told apart by
-window and experts.
-"""
+"""Model specs for tests without a config.json: grouped-query attention, windows and experts."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def make_spec(
     shared_expert_size: int = 0,
     **fields: Any,
 ) -> ModelSpec:
-    """fields: further ones of Attention and of ModelSpec."""
+    """Return a spec; `fields` are further fields of Attention and of ModelSpec."""
     attention = {
         name: fields.pop(name) for name in Attention.__dataclass_fields__ if name in fields
     }

@@ -1,5 +1,6 @@
-"""Python programs as forks of a process that has imported torch: each starts in 50 ms, not in three
-seconds.
+"""Run Python programs as forks of a process that has imported torch.
+
+Each starts in 50 ms instead of three seconds.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ _forks.set_forkserver_preload(
 
 
 class Program:
-    """`code` as `python -c code *words` would run it, until the end of the context. stdout: what it
-    prints.
+    """Runs `code` as `python -c code *words` would, until the end of the context.
+
+    `stdout` is what it prints.
     """
 
     def __init__(self, code: str, *words: str) -> None:
@@ -31,11 +33,11 @@ class Program:
         assert self.pid is not None
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
+        """Send SIGKILL."""
         self._process.kill()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Returns the exit code, None if the program still runs after so long."""
+        """Return the exit code, or None if the program still runs after `timeout_s`."""
         self._process.join(timeout_s)
         return self._process.exitcode
 

@@ -1,15 +1,14 @@
-"""A model of hashes that reads and writes K/V through block tables exactly as a real one, and its
-plain oracle.
+"""A model of hashes that uses block tables exactly as a real model does, and a plain oracle for it.
 
-Layer g belongs to KV group g. The KV entry of a position is a hash of the layer's input there; a
+Layer g belongs to KV group g. The KV entry of a position is a hash of the layer's input there. A
 layer's output is a hash of all entries that its group lets the position see. So a token depends on
-every entry ever read: one wrong block, one block reused too early, one missing copy, and the tokens
-differ from `oracle`, which knows no blocks at all.
+every entry ever read: if one block is wrong, is reused too early, or misses a copy, the tokens
+differ from those of `oracle`, which has no blocks.
 
-A recurrent layer's block has an entry per token and the state at the border of each of its tiles: a
-hash of the state at the border before and of the sum of the entries between them. An output is a
-hash of the state at the border of its tile and of the sum of the tile's entries so far. What is
-read that is in no block must come from the same row.
+A recurrent layer's block has an entry per token, and the state at the start of each of its tiles: a
+hash of the state before it and of the sum of the entries between them. An output is a hash of its
+tile's starting state and of the sum of the tile's entries so far. Entries of the current step that
+have no block must come from the same row.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.sampling import TokenSampling
 
 VOCAB = 50
-POISON = 13  # a prompt that begins with this token fails in sampling
+POISON = 13  # sampling fails for a prompt that begins with this token
 U64 = NDArray[np.uint64]
 _GARBAGE = np.uint64(0xDEAD)
 ONE = np.uint64(1)
@@ -48,8 +47,10 @@ def positions(start: int, end: int) -> U64:
 
 @dataclass(frozen=True, slots=True)
 class First(KVRule):
-    """Entries of the first so many positions alone, which all later ones see: they never grow
-    further, as those of an encoder."""
+    """Only the first `entries` positions have entries, and all later positions see them.
+
+    So the cache stops growing, like that of an encoder.
+    """
 
     entries: int = 6
 
@@ -58,7 +59,7 @@ class First(KVRule):
 
 
 def end_seen(group: KVGroup, position: int) -> int:
-    """How many entries exist for this position to see, its own included."""
+    """Return how many entries this position can see, its own included."""
     return int(group.rule.length(position + 1))
 
 
@@ -83,12 +84,12 @@ def score(state: np.uint64, token: int) -> Logprobs:
 
 
 def states(groups: tuple[KVGroup, ...], tokens: list[int]) -> U64:
-    """The last layer's output at each position, computed from the tokens alone."""
+    """Return the last layer's output at each position, computed from the tokens alone."""
     return layers(groups, tokens)[0]
 
 
 def layers(groups: tuple[KVGroup, ...], tokens: list[int]) -> tuple[U64, list[U64]]:
-    """The last layer's outputs, and the full blocks of every layer."""
+    """Return the last layer's outputs, and the full blocks of every layer."""
     values = first_input(np.array(tokens, np.int32))
     blocks = []
     for group in groups:
@@ -119,7 +120,7 @@ def layers(groups: tuple[KVGroup, ...], tokens: list[int]) -> tuple[U64, list[U6
 def oracle(
     groups: tuple[KVGroup, ...], prompt: list[int], sampling: TokenSampling, max_len: int
 ) -> tuple[list[int], str]:
-    """What a request must produce, one token after the other, and how it ends."""
+    """Return the tokens that a request must produce, and its finish reason."""
     tokens = list(prompt)
     output = []
     while True:
@@ -133,7 +134,7 @@ def oracle(
 
 
 class FakeModelRunner:
-    """Executes plans in order but as late as it is told to; checks that they never clash."""
+    """Executes plans in order, as late as told, and checks that they never conflict."""
 
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
         self.groups = groups
@@ -160,7 +161,7 @@ class FakeModelRunner:
         self.todo: deque[StepPlan] = deque()
         self.done: deque[StepResult] = deque()
         self.num_stored = self.num_loaded = 0
-        self.tears = 0.0  # probability that a plan's loads bring something else
+        self.tears = 0.0  # probability that a plan's loads bring wrong contents
         self.num_torn = 0
         self.num_drafts = limits.num_drafts
         self.drafts: dict[int, list[int]] = {}
@@ -174,7 +175,7 @@ class FakeModelRunner:
             self.done.append(self.execute(self.todo.popleft()))
 
     def spoil(self, slot: int, where: NDArray[np.int64]) -> None:
-        """Overwrites what a step writes at these positions."""
+        """Overwrite what a step writes at these positions."""
         for g, group in enumerate(self.groups):
             blocks = self.tables[g, slot, where // self.block_size]
             places = where % self.block_size
@@ -186,9 +187,7 @@ class FakeModelRunner:
                 )
 
     def start_over(self) -> None:
-        """Forgets the plans that nobody waits for any more; some of them may have run, and some
-        not.
-        """
+        """Drop the plans whose results nobody awaits any more; some may have been executed."""
         self.todo.clear()
         self.done.clear()
 
@@ -212,7 +211,7 @@ class FakeModelRunner:
         for g, group in enumerate(self.groups):
             self._check_writes(g, rows)
             if group.rule.tile is not None:
-                before = self.kv[g].copy()  # rows run at once
+                before = self.kv[g].copy()  # because rows run in parallel
                 values = [
                     self._recur(g, group.rule.tile, before, *row, value)
                     for row, value in zip(rows, values, strict=True)
@@ -223,7 +222,7 @@ class FakeModelRunner:
         return replace(self._sample(plan, rows, values), kv_lost=is_torn)
 
     def _apply(self, plan: StepPlan) -> bool:
-        """Returns whether the loads brought something else."""
+        """Apply a plan's tables and copies; return whether its loads were torn."""
         is_torn = bool(plan.loads) and self.rng.random() < self.tears
         self.num_torn += is_torn
         for g, group in enumerate(self.groups):
@@ -282,13 +281,13 @@ class FakeModelRunner:
     def _recur(
         self, g: int, tile: int, before: U64, slot: int, start: int, count: int, value: U64
     ) -> U64:
-        """before: the blocks' content when the step began."""
+        """Compute a recurrent layer; `before` is the cache at the start of the step."""
         kv = self.kv[g]
         size = self.block_size
         end = start + count
         entries = kv_entry(value, positions(start, end))
         out = []
-        # of the tile before
+        # State and entries of the previous tile.
         border = np.zeros(1, np.uint64)
         rows = np.zeros(0, np.uint64)
         for at in range(start // tile * tile, end, tile):
@@ -378,7 +377,7 @@ class FakeModelRunner:
         )
 
     def _guess(self, slot: int, known: int) -> int:
-        """Guesses tokens behind the known ones, most of them right; returns how many."""
+        """Draft tokens after the known ones, most of them right; return how many."""
         number = self.rng.choice((0, self.num_drafts, self.rng.randint(0, self.num_drafts)))
         tokens = self.tokens[slot, :known].tolist()
         for _ in range(number):

@@ -1,6 +1,7 @@
-"""Several engines on one loop: real cores and real DP coordinators around models whose steps need
-all ranks, as a real exchange does, and which break off in the middle of a step when the test says
-so."""
+"""Several engines on one event loop: real cores and DP coordinators around fake models.
+
+A step needs all ranks, as with a real exchange, and breaks off in the middle when the test says so.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ from tests.engine.harness import EOS, FULL, limits_of, submit_of
 
 
 class Exchange:
-    """The collectives of one epoch: a step ends on a rank once all have started it, and all must
-    agree about it.
+    """The collectives of one epoch.
+
+    A step ends on a rank once all ranks have started it. All must agree on its decision.
     """
 
     def __init__(self, size: int) -> None:
@@ -74,13 +76,14 @@ class Exchange:
 
 
 class GroupModel:
-    """A GroupRunner around the fake model. A step that fails has applied its tables and spoiled its
-    KV entries.
+    """A GroupRunner around the fake model.
+
+    A step that fails has applied its tables and overwritten its KV entries.
     """
 
     on_placement_result: Callable[[PlacementResult], None] | None = None
     overtaken = False
-    # whether a step begins before the one before it is over, so that both fail, and both spoil
+    # Whether a step may start before the previous one has ended, so that both fail and overwrite.
     ahead = False
 
     def __init__(
@@ -98,7 +101,7 @@ class GroupModel:
         self.failing: BaseException | None = None
         self._last: asyncio.Task[StepResult] | None = None
         self._moved = -1
-        self.grammar_s = 0.0  # time that a grammar takes
+        self.grammar_s = 0.0  # the most that compiling a grammar takes
         self.grammars: dict[int, list[int]] = {}  # prepared answers by ticket
 
     def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
@@ -138,7 +141,7 @@ class GroupModel:
             await exchange.meet(self.rank, decision)
             for _ in range(self.rng.randrange(4)):
                 await asyncio.sleep(0)
-            if exchange.broken:  # the others may have got through
+            if exchange.broken:  # other ranks may have finished the step
                 raise PeerLost("the exchange broke")
         except PeerLost:
             self._execute(plan, spoil=True)
@@ -147,9 +150,8 @@ class GroupModel:
         return self._execute(plan)
 
     def _execute(self, plan: StepPlan, spoil: bool = False) -> StepResult:
-        if (
-            plan.step == self._moved
-        ):  # its blocks were saved at the first attempt; now they hold other things
+        # A retried step: its blocks were stored at the first attempt and have other contents now.
+        if plan.step == self._moved:
             plan = _without_stores(plan)
         elif plan.step >= 0:
             self._moved = plan.step
@@ -163,9 +165,8 @@ class GroupModel:
             self.model.tokens = np.where(tokens >= 0, tokens, self.model.tokens)
             for slot, start, count in zip(plan.slots_R, plan.starts_R, plan.counts_R, strict=True):
                 if plan.samples_R[plan.slots_R.tolist().index(slot)]:
-                    self.model.tokens[slot, start + count] = (
-                        3 if self.ahead else -1
-                    )  # a wrong one, or none
+                    # A wrong token, or none.
+                    self.model.tokens[slot, start + count] = 3 if self.ahead else -1
                 where = np.arange(start, start + count)
                 self.model.spoil(int(slot), where)
         return result
@@ -225,7 +226,7 @@ class Engine:
         self.dead = False
 
     def tell(self, msg: EngineIn) -> None:
-        """Sends a message, as the cluster does: one for an engine that has ended is dropped."""
+        """Send a message as the cluster does: one for an ended engine is dropped."""
         if not self.inbox.closed:
             self.inbox.put(msg, force=True)
 
@@ -237,8 +238,9 @@ class Engine:
 
 
 class Group:
-    """The front end's part: numbers epochs, sends every engine its Join, submits again what a dead
-    engine owned.
+    """Plays the front end.
+
+    It numbers epochs, sends every engine its Join, and resubmits the requests of a dead engine.
     """
 
     def __init__(self, size: int, rng: random.Random | None = None, **limits: int | bool) -> None:
@@ -355,7 +357,7 @@ class Group:
             engine.scheduler.audit()
 
     def check(self) -> None:
-        """Every answer is the oracle's, or its beginning if it was aborted."""
+        """Check that every answer is the oracle's, or a prefix of it if aborted."""
         for answer in self.answers.values():
             prompt = np.frombuffer(answer.msg.tokens, "<i4").tolist()
             tokens, finish = oracle(FULL, prompt, answer.msg.sampling, self.limits.max_model_len)

@@ -1,6 +1,4 @@
-"""Drives a scheduler and the fake model through random traffic, and checks every answer against the
-oracle.
-"""
+"""Drive a scheduler and the fake model through random traffic; compare answers with the oracle."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from tests.engine.late_store import LateStore
 
 EOS = 1
 GRAMMAR = GrammarSpec("regex", "a*")
-BAD_GRAMMAR = GrammarSpec("regex", "(")  # preparing it fails
+BAD_GRAMMAR = GrammarSpec("regex", "(")  # does not compile
 FULL = groups_of((KVRule(),), 4)
 HYBRID = groups_of((KVRule(), KVRule(6)), 4)
 WINDOWS = groups_of((KVRule(6), KVRule(11)), 4)
@@ -47,7 +45,7 @@ ALL_KINDS = groups_of((KVRule(tile=2), KVRule(), KVRule(6)), 4)
 
 
 def limits_of(**changes: int | bool) -> Limits:
-    """A small engine: 4 slots, blocks of 4 tokens, context of 64."""
+    """Return a small engine's limits: 4 slots, blocks of 4 tokens, context of 64."""
     values: dict[str, int | bool] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 24,
@@ -70,7 +68,7 @@ def submit_of(
     emitted: int = 0,
     **sampling: object,
 ) -> Submit:
-    """The last `emitted` tokens of `prompt` were an answer already (a replay)."""
+    """Return a Submit. The last `emitted` tokens of `prompt` are an earlier answer (a replay)."""
     values: dict[str, object] = {"seed": rid, "max_tokens": 8, **sampling}
     return Submit(
         rid=rid,
@@ -106,8 +104,8 @@ class SlowGrammars:
     """A GrammarSource whose jobs end when the test says so, in any order."""
 
     def __init__(self) -> None:
-        self.jobs: dict[int, GrammarJob] = {}  # begun
-        self.prepared: dict[int, GrammarJob] = {}  # and neither taken by a plan nor dropped
+        self.jobs: dict[int, GrammarJob] = {}  # started
+        self.prepared: dict[int, GrammarJob] = {}  # finished, not yet used or dropped
 
     def begin(self, job: GrammarJob) -> None:
         self.jobs[job.ticket] = job
@@ -122,8 +120,9 @@ class SlowGrammars:
 
 
 class Harness:
-    """The loop of the engine core without a loop: results arrive as late as `rng` likes, but in
-    order.
+    """The steps of the engine core without its loop.
+
+    Results arrive in order, but as late as `rng` decides.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class Harness:
         self.record: StepRecord | None = None
         self.num_preempted = 0
         self.num_resets = 0
-        self.num_drafts = 0  # verified
+        self.num_drafts = 0  # verified drafts
         self.num_right = 0
 
     @property
@@ -166,7 +165,7 @@ class Harness:
         self.take(self.scheduler.abort(rids))
 
     def prepare(self, *rids: int) -> None:
-        """Ends the grammar jobs of these requests, of all without an argument."""
+        """Finish the grammar jobs of these requests; of all without arguments."""
         for request in list(self.scheduler.awaiting):
             ticket = request.grammar_ticket
             if ticket in self.grammars.jobs and (not rids or request.rid in rids):
@@ -202,7 +201,7 @@ class Harness:
         return output
 
     def step(self) -> None:
-        """One turn of the core's loop."""
+        """Run one iteration of the core's loop."""
         if len(self.in_flight) < self.limits.depth and self.plan() is not None:
             return
         if self.in_flight:
@@ -243,7 +242,7 @@ class Harness:
                 self.answers[rid].prompt_scores[position] = row
 
     def check_answers(self) -> None:
-        """Everything was answered, as the oracle would; nothing is held any more."""
+        """Check that all answers are the oracle's and no resources are held."""
         for answer in self.answers.values():
             self._check_answer(answer)
         self.scheduler.audit()
@@ -301,7 +300,7 @@ class Harness:
                 for g, content in enumerate(blocks):
                     most = getattr(self.groups[g].rule, "entries", 10**6)
                     for i, h in enumerate(hashes):
-                        if i * size < most:  # the last entries of a block may be no part of it
+                        if i * size < most:  # a block's last entries may be unused
                             expected[h, g] = content[i][: most - i * size]
         kv_manager = self.scheduler.kv_manager
         store: Any = kv_manager.connector
@@ -318,9 +317,9 @@ class Harness:
         self.num_resets += 1
 
     def start_over(self) -> None:
-        """The group broke: steps in flight are lost."""
+        """Break the group: steps in flight are lost."""
         tickets = [new.grammar_ticket for plan in self.in_flight for new in plan.new_requests]
-        for ticket in tickets:  # as if the runner had never had these plans
+        for ticket in tickets:  # as if the runner had never seen these plans
             if ticket and self.rng.random() < 0.5:
                 self.grammars.prepared[ticket] = GrammarJob(ticket, GRAMMAR, [])
         self.scheduler.start_over()
@@ -376,8 +375,10 @@ def random_submit(rng: random.Random, rid: int, stems: list[list[int]], limits: 
 def random_traffic(
     harness: Harness, rng: random.Random, num_requests: int, *, resets: float = 0.01
 ) -> None:
-    """Submits, aborts, resets and steps in random order until every request has its ending. resets:
-    the probability of each kind of reset in a step."""
+    """Submit, abort and reset in random order until every request has ended.
+
+    `resets` is the probability of each kind of reset per step.
+    """
     stems = [[rng.randrange(20, VOCAB) for _ in range(rng.choice([9, 17, 30]))] for _ in range(3)]
     rid = 0
     while rid < num_requests or harness.scheduler.has_work or harness.in_flight:

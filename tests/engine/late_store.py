@@ -1,4 +1,4 @@
-"""A connector that breaks every promise it can: the host store behind a slow, forgetful courier."""
+"""A connector that breaks every promise it may: a host store behind a slow, forgetful courier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from moeserve.engine.store import HostStore
 
 
 class LateStore(KVConnector):
-    """Blocks of the host store become near some time after `begin`: late, in part, in any order, or
-    never. Near ones are forgotten again, whether a request waits for them or not."""
+    """Fetches blocks of the host store some time after `begin`.
+
+    They arrive late, partially, in any order, or never, and are evicted again even while a request
+    waits for them.
+    """
 
     may_wait = True
     wait_s = 1.0
@@ -25,9 +28,9 @@ class LateStore(KVConnector):
         sizes = (limits.num_store_blocks, limits.num_store_states)
         self.store = HostStore(sizes, [group.pool for group in groups])
         self.rng = rng
-        self.chance = chance  # that a fetch ends, or a lookup is answered
+        self.chance = chance  # of a fetch to end, or a lookup to be answered
         self.near: set[Key] = set()
-        self.fetches: dict[int, Sequence[Key]] = {}  # begun, not ended
+        self.fetches: dict[int, Sequence[Key]] = {}  # in progress
         self.ended: list[int] = []
         self.num_begun = 0
         self.num_loaded = 0
