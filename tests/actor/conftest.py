@@ -1,4 +1,4 @@
-"""Both event loops, for everything that touches file descriptors and processes."""
+"""Both event loops, for everything that uses file descriptors and processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """run(coroutine) -> its result, on a fresh loop of each kind, within 20 s."""
+    """Return run(coroutine), which runs it on a fresh loop of each kind with a limit of 20 s."""
     factory = None
     if request.param == "uvloop":
         factory = pytest.importorskip("uvloop").new_event_loop

@@ -1,6 +1,4 @@
-"""A small OpenAI-compatible server on a thread of its own: it repeats what it was asked, word by
-word.
-"""
+"""A small OpenAI-compatible server on a thread, which echoes its prompts word by word."""
 
 from __future__ import annotations
 
@@ -13,15 +11,16 @@ from aiohttp import web
 
 
 class FakeOpenAI:
-    """Answers with the words of the prompt, one per chunk. A prompt with the word FAIL is a 400,
-    SLOW never ends.
+    """Answers with the words of the prompt, one per chunk.
+
+    A prompt with the word FAIL gets status 400; one with SLOW never ends.
     """
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] = []
         self.running = self.most_running = 0
         self.vanished = threading.Event()
-        self.refuse_after: int | None = None  # after this many answers the connection breaks
+        self.refuse_after: int | None = None  # break connections after this many answers
         self.has_tokenizer = True
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

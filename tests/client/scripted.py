@@ -1,4 +1,4 @@
-"""A real HTTP server on a loopback port whose answers a test writes down in advance."""
+"""A real HTTP server on a loopback port with answers that a test sets in advance."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def error(
 
 
 def hang_up() -> Reply:
-    """Closes the connection without an answer."""
+    """Close the connection without an answer."""
 
     async def reply(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -70,8 +70,9 @@ def hang_up() -> Reply:
 
 
 def stream(*pieces: bytes, forever: bool = False, cut: bool = False) -> Reply:
-    """Sends the pieces one by one. forever: then waits until the client leaves. cut: then breaks
-    the connection.
+    """Send the pieces one by one.
+
+    With `forever`, wait until the client disconnects; with `cut`, break the connection.
     """
 
     async def reply(request: web.Request) -> web.StreamResponse:

@@ -1,6 +1,4 @@
-"""Builders for engine processes under test: the real core around a null runner, or a start that
-goes wrong.
-"""
+"""Builders of engine processes under test: a null runner in the real core, or a failing start."""
 
 from __future__ import annotations
 
@@ -72,34 +70,34 @@ def crash(config: Config, role: Role, progress: Progress) -> Built:
 
 
 def slow(config: Config, role: Role, progress: Progress) -> Built:
-    """Loads for ever, and says so."""
+    """Load forever, reporting progress."""
     while True:
         progress("loading", 10)
         time.sleep(0.02)
 
 
 def hang(config: Config, role: Role, progress: Progress) -> Built:
-    """Loads for ever, and says nothing, inside a native call that holds the GIL."""
+    """Load forever without progress, inside a native call that holds the GIL."""
     ctypes.PyDLL(None).sleep(1000)
     raise AssertionError
 
 
 class EndlessRunner(NullRunner):
-    """A step takes a moment, so that a long request runs while something else happens."""
+    """Steps take a moment, so that a long request runs while something else happens."""
 
     def start(self, plan: StepPlan) -> Any:
         return _Late(super().start(plan), 0.005)
 
 
 class WaitingRunner(NullRunner):
-    """Its third step never ends, while everything around it lives."""
+    """The third step never ends, while the process stays responsive."""
 
     def start(self, plan: StepPlan) -> Any:
         return _Late(super().start(plan), 1000.0 if plan.step >= 3 else 0.0)
 
 
 class FailingRunner(NullRunner):
-    """Its third step raises."""
+    """The third step raises."""
 
     def start(self, plan: StepPlan) -> Any:
         return _Late(
@@ -125,7 +123,7 @@ def endless(config: Config, role: Role, progress: Progress) -> Built:
 
 
 def slow_steps(config: Config, role: Role, progress: Progress) -> Built:
-    """Each step takes longer than the link's patience with engines that do not say so."""
+    """Each step takes longer than the link waits for engines that have not announced it."""
 
     class Slow(NullRunner):
         def start(self, plan: StepPlan) -> Any:
@@ -153,7 +151,7 @@ def failing(config: Config, role: Role, progress: Progress) -> Built:
 
 
 class StuckRunner(NullRunner):
-    """Its third step blocks the whole process in native code, with the GIL held."""
+    """The third step blocks the whole process in native code that holds the GIL."""
 
     def start(self, plan: StepPlan) -> NullHandle:
         if plan.step >= 3:
@@ -166,7 +164,7 @@ def stuck(config: Config, role: Role, progress: Progress) -> Built:
 
 
 class CrashingRunner(NullRunner):
-    """Its third step kills the process the way a segmentation fault does."""
+    """The third step kills the process as a segmentation fault would."""
 
     def start(self, plan: StepPlan) -> NullHandle:
         if plan.step >= 3:
@@ -179,7 +177,7 @@ def crashing(config: Config, role: Role, progress: Progress) -> Built:
 
 
 class PacedRunner(NullRunner):
-    """Some two milliseconds per step. refusal: why it does not join, if it does not."""
+    """A step takes two milliseconds. `refusal` returns a reason not to join, or an empty string."""
 
     def __init__(self, refusal: Callable[[Join], str] = lambda join: "") -> None:
         super().__init__()
@@ -198,7 +196,7 @@ def paced(config: Config, role: Role, progress: Progress) -> Built:
 
 
 def fingerprinted(config: Config, role: Role, progress: Progress) -> Built:
-    """The checkpoint is what the environment says at the start of the process."""
+    """The checkpoint's fingerprint is that in the process's environment."""
     runner, limits, ready, groups, ends = paced(config, role, progress)
     return (
         runner,
@@ -223,7 +221,7 @@ def two_meet(config: Config, role: Role, progress: Progress) -> Built:
 
 
 def two_only(config: Config, role: Role, progress: Progress) -> Built:
-    """Memory is short for a third engine."""
+    """A third engine has too little memory."""
     return (
         too_large(config, role, progress)
         if role.world.dp_rank == 2
@@ -238,5 +236,5 @@ def second_crashes(config: Config, role: Role, progress: Progress) -> Built:
 
 
 def newcomers_load_for_ever(config: Config, role: Role, progress: Progress) -> Built:
-    """Two engines serve; those of a larger fleet never come up."""
+    """Two engines serve; those of a larger fleet never finish loading."""
     return slow(config, role, progress) if role.world.size > 2 else paced(config, role, progress)

@@ -1,4 +1,4 @@
-"""Engine links around the builders of builders.py, in this process and in children."""
+"""Engine links around the builders of builders.py, in this process and in child processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moeserve.sampling import TokenSampling
 
 
 class Reader:
-    """Reads a link as a front end does and keeps everything, in order."""
+    """Reads a link as a front end does, and keeps all messages in order."""
 
     def __init__(self, link: EngineLink) -> None:
         self.link = link
@@ -41,7 +41,7 @@ class Reader:
         self.link.send(Submit(rid=rid, tokens=tokens, num_prompt=len(prompt), sampling=sampling))
 
     async def until(self, condition: Callable[[FromEngine], bool]) -> Any:
-        """The next message for which the condition holds."""
+        """Return the next message that meets the condition."""
         async with asyncio.timeout(20):
             while True:
                 self._unread = self._unread or await self.link.outbox.drain(wait=True)
@@ -50,7 +50,7 @@ class Reader:
                     return msg
 
     async def ready(self) -> Ready:
-        """The facts of the next engine that serves."""
+        """Return the facts of the next engine that is ready."""
         ready: Ready = await self.until(lambda msg: isinstance(msg, Ready))
         return ready
 
@@ -59,7 +59,7 @@ class Reader:
         return gone
 
     async def finished(self, rid: int) -> list[int]:
-        """Tokens of a request, from now to its end."""
+        """Return the remaining tokens of a request."""
         tokens: list[int] = []
 
         def last(msg: FromEngine) -> bool:
@@ -88,15 +88,16 @@ async def _opened(link: EngineLink) -> AsyncIterator[tuple[Any, Reader]]:
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    """A temporary directory in which the path of a socket fits (pytest's own are too long)."""
+    """Yield a temporary directory with a path short enough for sockets, unlike pytest's."""
     with tempfile.TemporaryDirectory(prefix="t-") as path:
         yield Path(path)
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[socket.socket]:
-    """A warm fork server (light_fork_server.py) for all tests' engines: a start takes 30 ms, not
-    half a second.
+    """Yield a warm fork server (light_fork_server.py) for all tests' engines.
+
+    An engine then starts in 30 ms instead of half a second.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "light_fork_server", str(theirs.fileno())]
@@ -116,8 +117,9 @@ def fork_server() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def warm(fork_server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that would start alone are forks of that server, with the environment that the
-    session began with.
+    """Fork engines that would start on their own from the warm server.
+
+    They have the environment with which the session began.
     """
 
     class WarmChild(Child):
@@ -139,7 +141,7 @@ def warm(fork_server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch, warm: None) -> Callable[..., Any]:
-    """child("null", policy=...) opens a fleet of one engine on that builder, with a Reader."""
+    """Return child("null", policy=...), which opens a fleet of one engine and a Reader."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
     def open_link(builder: str, config: Config | None = None, **options: Any) -> Any:
@@ -150,7 +152,7 @@ def child(monkeypatch: pytest.MonkeyPatch, warm: None) -> Callable[..., Any]:
 
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """local("null") opens a LocalEngine on that builder, with a Reader."""
+    """Return local("null"), which opens a LocalEngine and a Reader."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     def open_link(builder: str, config: Config | None = None) -> Any:
@@ -161,6 +163,6 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture(params=["child", "local"])
 def engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Either kind of link: what a front end may rely on."""
+    """Return either kind of link, for tests of what front ends may rely on."""
     opener: Callable[..., Any] = request.getfixturevalue(request.param)
     return opener

@@ -1,4 +1,4 @@
-"""A fork server without the imports that take long: for engines of builders.py."""
+"""A fork server without slow imports, for the engines of builders.py."""
 
 import builders  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Gathers between ranks that are threads of one process, without any transport."""
+"""Gathers between ranks that are threads of one process, without a transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeserve.comm.tensor import TensorParallel, side_by_side
 
 
 class Board:
-    """Where the ranks of one engine lay down what they have."""
+    """The place where the ranks of one engine exchange their parts."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor] = [torch.empty(0)] * size
@@ -21,7 +21,7 @@ class Board:
 
 
 class BoardTensor(TensorParallel):
-    """TensorParallel over a Board; every rank has the same one."""
+    """TensorParallel over a Board that all ranks share."""
 
     def __init__(self, rank: int, board: Board) -> None:
         super().__init__(rank, len(board.parts))

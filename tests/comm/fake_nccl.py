@@ -1,11 +1,11 @@
-"""What NCCL does for ranks with a GPU each, by Gloo between CPU tensors.
+"""NCCL for ranks with a GPU each, played by Gloo between CPU tensors.
 
-On a device that stands in for CUDA's (tests/runner/fake_cuda.py) collectives run on a stream of
-their own, graphs record them, ranks that call different ones fail, and aborting waits for the
-graphs that are left.
+On a fake CUDA device (tests/runner/fake_cuda.py) collectives run on a stream of their own, and
+graphs record them. Ranks that call different collectives fail, and aborting waits for the remaining
+graphs.
 
-As with NCCL, a collective whose peer is gone ends when the group is aborted or its deadline is
-over, without saying anything but in `get_error`, and with whatever was in memory.
+As with NCCL, a collective whose peer is gone ends when the group is aborted or its deadline passes.
+The only sign of it is `get_error`, and the output is whatever was in memory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ ABORTS_S = 10.0
 
 
 class Group:
-    """key: the same on all ranks. device: returns what stands in for CUDA's, if anything does."""
+    """One rank's process group.
 
-    called: dict[
-        tuple[str, int], str
-    ]  # (group, number of the collective) -> name and bytes on the first rank there
+    `key` is the same on all ranks. `device` returns the fake CUDA device, if there is one.
+    """
+
+    # (group, number of the collective) -> name and bytes on the first rank to arrive.
+    called: dict[tuple[str, int], str]
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Group:
                 work.wait(TURN)
                 return
             except RuntimeError:
-                if work.is_completed():  # maybe in good order, when its turn was just over
+                if work.is_completed():  # it may have succeeded just after the timeout
                     with contextlib.suppress(RuntimeError):
                         work.wait()
                         return
@@ -133,7 +135,7 @@ class Group:
 
 
 def use(patch: pytest.MonkeyPatch, device: Callable[[], Any] | None = None) -> None:
-    """Device meshes are between CPU tensors from now on."""
+    """Make device meshes use CPU tensors and this module."""
     patch.setattr(Group, "called", {}, raising=False)
 
     def make(mesh: DeviceMesh, store: Any) -> Group:

@@ -1,9 +1,8 @@
-"""Symmetric memory of CPU ranks, and streams for them: what stands in for CUDA's where there is
-none.
+"""Symmetric memory and streams of CPU ranks, in place of CUDA's.
 
 Regions are shared memory, so ranks may be threads or processes. Kernels are interpreted, one at a
-time in a process: the interpreter belongs to one thread. Waiting for others is done here, or nobody
-else could be interpreted meanwhile.
+time per process, because the interpreter belongs to one thread. It is released while a rank waits
+for others, so that they can be interpreted meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def interpreting() -> Iterator[None]:
 
 
 class HostMemory(CudaMemory):
-    """In which `meet` is what the kernel does, in Python."""
+    """CudaMemory whose `meet` does in Python what the kernel does."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -59,7 +58,7 @@ class HostMemory(CudaMemory):
         return ctypes.addressof(ctypes.c_char.from_buffer(self._mapped[-1]))
 
     def close(self) -> None:
-        """Mapped memory stays: it costs little, and a stream of a failed test may still use it."""
+        """Keep mapped memory: it costs little, and a failed test's stream may still use it."""
 
     def words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
@@ -95,8 +94,9 @@ class HostMemory(CudaMemory):
 
 
 class HostStream(CommStream):
-    """Work is done in order by a thread of its own, as by a device. `join` waits, and asks whether
-    it failed.
+    """Runs work in order on a thread of its own, as a device does.
+
+    `join` waits for it and checks whether it failed.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -119,6 +119,6 @@ class HostStream(CommStream):
 
 
 def host_symmetric() -> tuple[Symmetric, Callable[[torch.device], HostStream]]:
-    """For a rank: its memory, and what makes its streams."""
+    """Return a rank's memory, and a function that makes its streams."""
     memory = Symmetric(HostMemory())
     return memory, lambda device: HostStream(memory.check)

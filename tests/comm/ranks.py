@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, or as processes, that join one epoch."""
+"""Run ranks of one epoch as threads of this process, or as processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port() -> int:
 def members_of(
     size: int, directory: str = "", *, epoch: int = 1, tp_size: int = 1, deadline_s: float = 20.0
 ) -> list[Members]:
-    """One epoch on this machine, as each rank sees it."""
+    """Return each rank's Members for one epoch on this machine."""
     store = f"127.0.0.1:{free_port()}"
     return [
         Members(
@@ -39,8 +39,9 @@ def members_of(
 
 
 def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[T]:
-    """Run the calls at the same time, one thread each, then raise the first error: a rank's own
-    before PeerLost.
+    """Run the calls at the same time, one thread each, and return their results.
+
+    Raises the first error; a rank's own error comes before PeerLost.
     """
     results: list[T | None] = [None] * len(calls)
     errors: list[BaseException] = []
@@ -48,7 +49,7 @@ def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[
     def run(index: int) -> None:
         try:
             results[index] = calls[index]()
-        except BaseException as error:  # handed on below
+        except BaseException as error:  # raised below
             errors.append(error)
 
     threads = [

@@ -1,4 +1,4 @@
-"""Someone on the way between two ranks, who sees what they send each other and may alter it."""
+"""A man in the middle between two ranks, who reads their frames and may alter them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from moeserve.comm.cipher import SEALED_HEADER
 
 UP = "to the listener"
 DOWN = "to the connector"
-_GREETING = {UP: (40, 32), DOWN: (48, 1)}  # bytes: hello and proof; nonce with proof, and accepted
+# Bytes of the handshake: hello and proof; nonce with proof, and acceptance.
+_GREETING = {UP: (40, 32), DOWN: (48, 1)}
 Alter = Callable[[str, list[bytes]], Sequence[bytes]]
 
 
@@ -19,8 +20,11 @@ def untouched(way: str, frames: list[bytes]) -> Sequence[bytes]:
 
 
 class Relay:
-    """Takes connections at `address` to a listener at `target`. alter: what to pass on, from the
-    way and all frames of it so far, the last one being new."""
+    """Forwards connections from `address` to a listener at `target`.
+
+    `alter` gets the direction and all its frames so far, and returns the frames to forward in place
+    of the newest.
+    """
 
     def __init__(self, target: str, alter: Alter = untouched) -> None:
         self._target = target
@@ -42,7 +46,7 @@ class Relay:
             try:
                 their_reader, their_writer = await asyncio.open_connection(host, int(port))
                 break
-            except OSError:  # nobody listens yet
+            except OSError:  # the target does not listen yet
                 await asyncio.sleep(0.005)
         await asyncio.gather(
             self._pass(UP, reader, their_writer), self._pass(DOWN, their_reader, writer)
@@ -75,7 +79,7 @@ def shortened(frame: bytes) -> bytes:
     return SEALED_HEADER.pack(num_bytes - 1, code) + frame[SEALED_HEADER.size : -1]
 
 
-# What someone on the way does, from the frames so far.
+# Attacks: from all frames so far to the frames to forward.
 FORGERIES: dict[str, Callable[[list[bytes]], Sequence[bytes]]] = {
     "a bit is flipped": lambda frames: [flipped(frames[-1])],
     "a part is cut off": lambda frames: [shortened(frames[-1])],
@@ -87,7 +91,7 @@ FORGERIES: dict[str, Callable[[list[bytes]], Sequence[bytes]]] = {
 
 
 def once(forgery: str, way: str, number: int) -> Alter:
-    """Forges one frame: the `number`th of that way."""
+    """Return a forgery of only the `number`th frame of a direction."""
 
     def alter(at: str, frames: list[bytes]) -> Sequence[bytes]:
         return FORGERIES[forgery](frames) if (at, len(frames)) == (way, number) else frames[-1:]

@@ -1,4 +1,4 @@
-"""A front end over a link whose engine is the test itself."""
+"""A front end on a link whose engine is played by the test."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DEMO = Path(__file__).parents[2] / "moeserve/assets/demo"
 
 
 class ScriptedEngine:
-    """Records what the front end sends; the test says what comes back."""
+    """Records what the front end sends; the test chooses the answers."""
 
     def __init__(self) -> None:
         self.outbox: Inbox[FromEngine] = Inbox("front end")
         self.sent: list[EngineIn] = []
         self.healthy = True
-        self.room = 10**6  # messages that it takes before it counts as not keeping up
+        self.room = 10**6  # messages before the engine counts as falling behind
 
     def send(self, msg: EngineIn) -> None:
         if self.room == 0:
@@ -41,14 +41,14 @@ class ScriptedEngine:
         return found
 
     async def tell(self, *messages: FromEngine) -> None:
-        """Puts messages and lets the front end work on them."""
+        """Send messages and let the front end process them."""
         for msg in messages:
             self.outbox.put(msg)
         for _ in range(5):
             await asyncio.sleep(0)
 
     async def rows(self, *rows: tuple[int, int, int], **extras: Any) -> None:
-        """One step output; each row is (rid, token, finish)."""
+        """Send one step output; each row is (rid, token, finish)."""
         rids, tokens, finish = zip(*rows, strict=True)
         await self.tell(
             StepOutput(
@@ -100,7 +100,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 async def front(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[FrontEnd]:
-    """Ready to serve, with room for two waiting sequences."""
+    """Yield a ready front end with room for two waiting sequences."""
     front = FrontEnd(
         engine,
         model_name="m",

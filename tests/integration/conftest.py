@@ -1,4 +1,4 @@
-"""A real server in processes of its own, as a user runs it."""
+"""A real server in its own processes, as a user runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """A `moeserve serve` process. `log` is its stderr and stdout."""
+    """A `moeserve serve` process. `log` has its stderr and stdout."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -120,15 +120,16 @@ def running_server(log: Path, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server on the demo model for all tests that leave it as they found it."""
+    """Yield one server on the demo model, for all tests that leave it unchanged."""
     with running_server(tmp_path_factory.mktemp("server") / "log", "--max-model-len", "1024") as it:
         yield it
 
 
 @pytest.fixture(scope="module")
 def mortals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
-    """mortals() is a ready server that a test may kill: that of the module's last such test, if it
-    still runs.
+    """Yield mortals(), which returns a ready server that a test may kill.
+
+    It is that of the module's previous such test, if it still runs.
     """
     servers: list[Server] = []
     with ExitStack() as stack:
@@ -146,5 +147,5 @@ def mortals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], S
 
 @pytest.fixture
 def own_server(mortals: Callable[[], Server]) -> Server:
-    """A server that the test may kill; that of the test before, if it still runs."""
+    """Return a server that the test may kill, reused from the previous test if it still runs."""
     return mortals()

@@ -1,5 +1,7 @@
-"""Engines of one group, and their tensor-parallel ranks, as threads of one process: real cores,
-runners, votes and transports, without the processes and the wires to them."""
+"""Engines of one group and their tensor-parallel ranks as threads of one process.
+
+Cores, runners, votes and transports are real; there are no processes and no wires to them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ from tests.comm.ranks import free_port
 
 
 class WorkerThread:
-    """A worker that is a thread, in the place of a process."""
+    """A worker that is a thread instead of a process."""
 
     pid = 0
 
@@ -68,11 +70,11 @@ class WorkerThread:
         await asyncio.to_thread(self._thread.join, 20)
 
     def kill(self, reason: str) -> None:
-        """Threads end by themselves."""
+        """Do nothing, because threads end by themselves."""
 
 
 class ThreadTeam(Team):
-    """Workers that are threads: real commands over real sockets."""
+    """A team of workers that are threads, with real commands over real sockets."""
 
     def _start(self, name: str, birth: WorkerBirth) -> Any:
         return WorkerThread(birth)
@@ -102,7 +104,7 @@ class Answer:
 
 
 class Engine:
-    """One of data-parallel rank `rank`."""
+    """The engine of one data-parallel rank."""
 
     def __init__(
         self, config: Config, spec: ModelSpec, path: Path, world: World, folder: str
@@ -132,7 +134,7 @@ class Engine:
         self._task = asyncio.create_task(self.core.run())
 
     def check(self) -> None:
-        """Raises what ended the engine."""
+        """Raise the error that ended the engine, if any."""
         if hasattr(self, "_task") and self._task.done():
             self._task.result()
 
@@ -173,8 +175,9 @@ class Engine:
 
 
 class Engines:
-    """A group of `dp` engines of `tp` ranks each, or one engine with all experts where there is
-    nothing to shard.
+    """A group of `dp` engines with `tp` ranks each.
+
+    If there are no experts to shard, it is one engine with all of them.
     """
 
     def __init__(self, path: Path, dp: int, tp: int, **settings: Any) -> None:
@@ -191,7 +194,7 @@ class Engines:
         assert self.deals or dp == 1, "engines that share nothing are tested one by one"
         self._folder = tempfile.TemporaryDirectory(
             prefix="ms-"
-        )  # short: names of sockets have a limit
+        )  # short, because paths of sockets are limited
         size = dp * tp
         worlds = [
             World(rank, size, tp, self.deals, ranks_on_host=size, host_rank=rank)
@@ -227,7 +230,7 @@ class Engines:
         return self.engines[0].model.placement
 
     async def join(self, table: PlacementTable | None = None) -> None:
-        """The next epoch, with this placement or the one that was loaded."""
+        """Start the next epoch, with this placement or the loaded one."""
         self.epoch += 1
         folder = os.path.join(self._folder.name, f"epoch-{self.epoch}")
         os.mkdir(folder, 0o700)
@@ -250,7 +253,7 @@ class Engines:
         )
 
     async def until_left(self) -> None:
-        """Waits until all have lost the present epoch."""
+        """Wait until all engines have left the current epoch."""
         epoch = self.epoch
         self.epoch = self.epoch + 1
         await self.heard(
@@ -258,7 +261,7 @@ class Engines:
         )
 
     async def place(self, placement: Placement) -> None:
-        """Moves experts while requests run."""
+        """Move experts while requests run."""
         for engine in self.engines:
             engine.inbox.put(UpdatePlacement(placement.to_table()), force=True)
         done = await self.heard(
@@ -282,7 +285,7 @@ class Engines:
         await self.until(lambda: all(answer.finish for answer in answers), "answers")
 
     async def heard(self, wanted: Callable[[Any], bool], what: str) -> list[Any]:
-        """One such message from each engine."""
+        """Return one such message from each engine."""
         await self.until(
             lambda: all(any(map(wanted, engine.news)) for engine in self.engines), what
         )

@@ -1,6 +1,4 @@
-"""Compiles kernels for sm_90 without a GPU, and reads from the result what an interpreter cannot
-tell.
-"""
+"""Compile kernels for sm_90 without a GPU, and report facts that an interpreter cannot tell."""
 
 from __future__ import annotations
 
@@ -21,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 class Case:
     """One way to compile a kernel.
 
-    kernel: "activation:act_mul_kernel", in moeserve.kernels. signature: the type of each argument
-    that is not a constant: "*bf16" for a pointer, "i32", "fp32", ... constants: the others.
-    aligned: integers that are multiples of 16; pointers always are.
+    `kernel` is a name such as "activation:act_mul_kernel" in moeserve.kernels. `signature` has the
+    type of each argument that is not a constant: "*bf16" for a pointer, "i32", "fp32", ...
+    `constants` has the others. `aligned` names integers that are multiples of 16; pointers always
+    are.
     """
 
     kernel: str
@@ -35,8 +34,9 @@ class Case:
 
 
 def sorted_before(case: Case) -> Case:
-    """The same product over rows that need no order: those that a dispatch brought, in groups or in
-    slots.
+    """Return the same product over rows that are in order already.
+
+    A dispatch has grouped them or put them into slots.
     """
     signature = {name: kind for name, kind in case.signature.items() if name != "order_ptr"}
     return replace(case, signature=signature, constants={**case.constants, "order_ptr": None})
@@ -44,21 +44,19 @@ def sorted_before(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class Report:
-    """registers, stack_bytes (spills): per thread. shared_bytes: per program. wgmma, mma: whether
-    products run on tensor cores, by Hopper's own or the older instruction. tma: whether tiles come
-    by bulk copy. accesses: the kinds of instructions that read and write global memory."""
+    """Facts about a compiled kernel."""
 
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    wgmma: bool
-    mma: bool
-    tma: bool
-    accesses: list[str]
+    registers: int  # per thread
+    stack_bytes: int  # spilled, per thread
+    shared_bytes: int  # per program
+    wgmma: bool  # whether products run on tensor cores by Hopper's instruction
+    mma: bool  # whether they do by the older one
+    tma: bool  # whether tiles are loaded by bulk copies
+    accesses: list[str]  # kinds of instructions that read and write global memory
 
 
 def compile_all(cases: Sequence[Case]) -> list[Report]:
-    """In a process of its own, where triton does not interpret."""
+    """Compile in a process of its own, in which triton does not interpret."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     asked = json.dumps([asdict(case) for case in cases])
@@ -94,7 +92,7 @@ def _compile(case: Case) -> Report:
         for i, arg in enumerate(kernel.arg_names)
         if types[arg].startswith("*") or arg in case.aligned
     }
-    # JSON has no tuples.
+    # JSON has lists in place of tuples.
     constants = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in case.constants.items()
@@ -116,9 +114,7 @@ def _compile(case: Case) -> Report:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, as the disassembler that comes with triton reports
-    them.
-    """
+    """Return registers and stack bytes per thread, read by triton's disassembler."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

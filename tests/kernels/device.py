@@ -1,5 +1,6 @@
-"""Where kernel tests run: on a GPU if there is one, else interpreted on the CPU (tests/conftest.py
-sees to that).
+"""The device of kernel tests: a GPU if there is one, else the CPU with Triton's interpreter.
+
+tests/conftest.py switches the interpreter on.
 """
 
 from __future__ import annotations

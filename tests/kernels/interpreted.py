@@ -1,4 +1,4 @@
-"""Where Triton's interpreter computes otherwise than a GPU, and tests need the GPU's way."""
+"""Make Triton's interpreter compute as a GPU does, and faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 @contextmanager
 def rounding_to_nearest() -> Iterator[None]:
-    """The interpreter's own conversion of float32 to e4m3 loses carries: 127.9 becomes 64."""
+    """Fix the conversion of fp32 to e4m3, where the interpreter loses carries: 127.9 becomes 64."""
     convert = InterpreterBuilder.create_fp_to_fp
 
     def rounding(self: InterpreterBuilder, source: Any, to: Any, mode: Any) -> Any:
@@ -35,8 +35,11 @@ def rounding_to_nearest() -> Iterator[None]:
 
 @contextmanager
 def ordered_dots() -> Iterator[None]:
-    """The interpreter multiplies tiles by BLAS, where the order of a sum depends on the tile's
-    shape; on tensor cores it does not. Here it is the order of the inputs."""
+    """Sum products in the order of the inputs.
+
+    The interpreter multiplies tiles by BLAS, where the order depends on the tile's shape; on tensor
+    cores it does not.
+    """
 
     def dot(self: Any, a: Any, b: Any, sums: Any, *options: Any) -> Any:
         if a.dtype.scalar == tl.float8e4nv:
@@ -53,7 +56,7 @@ def ordered_dots() -> Iterator[None]:
 
 
 def e4m3_values(data: Any) -> Any:
-    """NumPy's floats of bytes."""
+    """Return the values of e4m3 bytes."""
     return torch.from_numpy(data.copy()).view(torch.float8_e4m3fn).float().numpy()
 
 
@@ -61,9 +64,7 @@ CUT: Any = interpreter._convert_float
 
 
 def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
-    """For `interpreter._convert_float`: NumPy cuts off what bfloat16 has no room for; devices
-    round.
-    """
+    """Replace `interpreter._convert_float`, which truncates bf16 where devices round."""
     if source == tl.float32 and target == tl.bfloat16:
         return (
             torch.from_numpy(np.ascontiguousarray(data))
@@ -76,12 +77,12 @@ def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
 
 
 def interpret_quickly() -> None:
-    """At each call of a device function the interpreter looks through all of `triton.language` for
-    what to replace: half of the time of a test. From now on each launch does it, with what the
-    first one found.
+    """Make the interpreter twice as fast.
 
-    It also computes each sum of integers in 64 bits, another quarter, and without `debug` drops the
-    result.
+    At each call of a device function it searches all of `triton.language` for names to patch, which
+    is half of a test's time. Now it reuses what the first search found, once per launch. It also
+    computes each integer sum in 64 bits, another quarter, and ignores the result without `debug`;
+    that is switched off.
     """
     if not hasattr(interpreter, "_LangPatchScope"):
         return

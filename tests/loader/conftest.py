@@ -1,6 +1,4 @@
-"""Small checkpoints, written with safetensors' own writer, and a config.json that reads without
-complaint.
-"""
+"""Small checkpoints written by safetensors, and a valid config.json."""
 
 from __future__ import annotations
 
@@ -47,8 +45,9 @@ WriteConfig = Callable[..., Path]
 
 @pytest.fixture
 def write_config(tmp_path: Path) -> WriteConfig:
-    """write_config(base, key=value, ...) -> the model directory; a value of `...` leaves the key
-    out.
+    """Return write_config(base, key=value, ...), which returns a model directory.
+
+    A value of `...` omits the key.
     """
 
     def write(base: dict[str, Any] = LLAMA, **changes: Any) -> Path:
@@ -61,7 +60,7 @@ def write_config(tmp_path: Path) -> WriteConfig:
 
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
-    """A few tensors of each supported dtype, one of them empty."""
+    """Return a few tensors of each supported dtype, one of them empty."""
     torch.manual_seed(0)
     return {
         "a.f32": torch.randn(5, 7),

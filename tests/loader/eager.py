@@ -1,4 +1,4 @@
-"""All parameters of a plan at once."""
+"""Load all parameters of a plan at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Small random checkpoints written by transformers, and a driver that steps a model over a paged
-cache by hand.
-"""
+"""Checkpoints written by transformers, and a driver that steps a model over a paged cache."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def carry_out(
     world: World | None = None,
     placement: Placement | None = None,
 ) -> dict[str, Tensor]:
-    """The plain meaning of a LoadPlan: every parameter, filled piece by piece."""
+    """Execute a LoadPlan plainly: fill every parameter piece by piece."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -69,13 +67,14 @@ def carry_out(
 
 @functools.cache
 def _ops(dtype: torch.dtype, kernels: Choice, threads: int) -> Ops:
-    """Probed once per dtype and thread count."""
+    """Return the ops, probed once per dtype and number of threads."""
     return pick_ops("cpu", dtype, kernels, exact=True)
 
 
 class Driver:
-    """A model over its own paged cache. Sequences hold scattered blocks; each step takes rows of
-    (sequence, tokens).
+    """A model over its own paged cache.
+
+    Sequences hold scattered blocks. Each step takes rows of (sequence, tokens).
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Driver:
         )
         self.block_size = block_size
         self.ubatch = UBatch()
-        # NaN marks what no request may read, the null block included.
+        # NaN marks entries that no request may read, the null block included.
         self.rules = list(dict.fromkeys(self.spec.kv_rules))
         self.kv: list[LayerCache] = [
             tuple(
@@ -130,9 +129,7 @@ class Driver:
         self.free = np.random.default_rng(7).permutation(np.arange(1, num_blocks)).tolist()
 
     def step(self, rows: Sequence[tuple[Any, Sequence[int]]]) -> list[Tensor]:
-        """Feed each row's tokens after what its sequence holds; fp32 logits [tokens, V] of every
-        row.
-        """
+        """Append each row's tokens to its sequence; return its fp32 logits [tokens, V]."""
         starts = [self.lengths.get(key, 0) for key, _ in rows]
         for (key, tokens), start in zip(rows, starts, strict=True):
             table = self.tables.setdefault(key, [])
@@ -177,7 +174,7 @@ class Driver:
         del self.lengths[key]
 
     def prefill(self, key: Any, tokens: Sequence[int], chunk: int | None = None) -> Tensor:
-        """Logits of every position, fed in chunks."""
+        """Return the logits of every position, computed in chunks."""
         chunk = chunk or len(tokens)
         parts = [self.step([(key, tokens[i : i + chunk])])[0] for i in range(0, len(tokens), chunk)]
         return torch.cat(parts)

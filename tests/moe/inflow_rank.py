@@ -103,13 +103,13 @@ def main(name: str, wire: str, directory: str, store: str) -> None:
     fake_nccl.use(pytest.MonkeyPatch())
     rank = Rank(0, name, wire, directory, store)
     rank.turn(8)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
     before = peak_bytes()
     for _ in range(TURNS):
         rank.turn(rank.max_tokens)
     sys.stdout.write(f"{peak_bytes() - before} {rank.max_tokens}\n")
     sys.stdout.flush()
-    sys.stdin.read()  # who leaves first may cut off what the other is still to get
+    sys.stdin.read()  # leaving first could cut off rows that the other rank still awaits
     rank.backend.leave()
 
 

@@ -1,5 +1,6 @@
-"""One rank of `cuda_ipc` in a process of its own: on a GPU where there is one, all ranks on the
-same if need be.
+"""One rank of `cuda_ipc` in a process of its own.
+
+It uses a GPU if there is one; all ranks may share it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.moe.contract.test_contract import batch, cases, there_and_back
 
 
 def main(members: Members, path: str) -> None:
-    """Two rounds of every case, saved as the suite has them."""
+    """Run two rounds of every case and save the results for the test."""
     backend = make("cuda_ipc", torch.float32, members.size)
     device = torch.device("cpu")
     if torch.cuda.is_available():

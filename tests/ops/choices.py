@@ -1,4 +1,4 @@
-"""The kernels that a test can ask for by name."""
+"""The sets of kernels that a test can request by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHOICES: tuple[Choice, ...] = ("native", "torch")
 
 
 def ops_of(dtype: torch.dtype, kernels: Choice) -> Ops:
-    """Skips the test where this machine lacks them."""
+    """Return the ops; skip the test if this machine lacks them."""
     try:
         return pick_ops("cpu", dtype, kernels)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What tests of native kernels share."""
+"""Fixtures shared by tests of native kernels."""
 
 from __future__ import annotations
 

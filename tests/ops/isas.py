@@ -1,6 +1,4 @@
-"""The native module, if it serves here, and the instruction sets that tests run through by
-`MODULE.use_isa`.
-"""
+"""The native module, if it works here, and the instruction sets for `MODULE.use_isa` in tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests compute on one thread unless they ask for more."""
+"""Run tests on one thread unless they ask for more."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Engines of one group as threads of one process: real runners of a real checkpoint, stepped by
-hand in lockstep.
-"""
+"""Engines of one group as threads of one process: real runners, stepped by hand in lockstep."""
 
 from __future__ import annotations
 
@@ -39,14 +37,14 @@ def runner_of(path: Path, world: World, grouped: bool = True, **settings: Any) -
 
 
 def alone(path: Path, **settings: Any) -> Driver:
-    """The same model on one rank, without any group."""
+    """Return the same model on one rank, without a group."""
     runner = runner_of(path, World(), grouped=False, **settings)
     runner.prepare()
     return Driver(runner)
 
 
 class Engine:
-    """One data-parallel engine with requests of its own."""
+    """One data-parallel engine with its own requests."""
 
     def __init__(self, model: CPUModelRunner) -> None:
         self.model = model
@@ -78,8 +76,10 @@ class Group:
         return self
 
     async def join(self, placement: PlacementTable | None = None, size: int | None = None) -> None:
-        """The next epoch, with this placement or the one that was loaded; of `size` engines, the
-        first ones, some of which may not come."""
+        """Start the next epoch, with this placement or the loaded one.
+
+        With `size`, the first engines of so many join; some of them may be missing.
+        """
         self.epoch = self.epoch + 1
         self.step = 0
         folder = self._directory / f"epoch-{self.epoch}"
@@ -107,7 +107,7 @@ class Group:
     def plans(
         self, work: Sequence[Chunks], *, two_ubatches: bool = False, trace: bool = False
     ) -> list[StepPlan]:
-        """Each engine's plan of one step, on which all agree; no chunks: it has no tokens."""
+        """Return each engine's plan of one step; without chunks an engine has no tokens."""
         drafts = [
             engine.driver.plan(chunks) if chunks else empty_plan(len(engine.model.groups))
             for engine, chunks in zip(self.engines, work, strict=True)
@@ -134,7 +134,7 @@ class Group:
         ]
 
     async def run(self, *work: Chunks, **options: bool) -> list[StepResult]:
-        """One step of all engines."""
+        """Run one step on all engines."""
         plans = self.plans(work, **options)
         handles = [
             engine.runner.start(plan) for engine, plan in zip(self.engines, plans, strict=True)
@@ -151,6 +151,6 @@ class Group:
 
 
 def empty_plan(num_groups: int) -> StepPlan:
-    """A step in which an engine has no tokens."""
+    """Return a step in which an engine has no tokens."""
     no_diff = BlockDiff(NOTHING, NOTHING, NOTHING)
     return StepPlan(-1, NOTHING, NOTHING, NOTHING, np.zeros(0, np.bool_), (no_diff,) * num_groups)

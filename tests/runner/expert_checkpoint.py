@@ -1,4 +1,4 @@
-"""A checkpoint that has nothing but experts, in both spellings."""
+"""A checkpoint with nothing but experts, fused or one tensor per expert."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def spec_of(**changes: Any) -> ModelSpec:
-    """Two MoE layers among four."""
+    """Return a spec with two MoE layers among four."""
     return make_spec(
         **{
             "architecture": "Qwen3MoeForCausalLM",
@@ -45,8 +45,9 @@ SPEC = spec_of()
 def write_experts(
     folder: Path, dtype: torch.dtype, fused: bool, *, seed: int = 0, poison: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Writes model.safetensors; returns what is in it: w13 [L, E, 2I, D], w2 [L, E, D, I] of the
-    two MoE layers.
+    """Write model.safetensors and return its contents.
+
+    These are w13 [L, E, 2I, D] and w2 [L, E, D, I] of the two MoE layers.
     """
     make = torch.Generator().manual_seed(seed)
     w13 = (torch.randn(2, E, 2 * I, D, generator=make) * 0.3).to(dtype)

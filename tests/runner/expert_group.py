@@ -1,7 +1,7 @@
 """All ranks of a group in this process, on a checkpoint of experts.
 
-A step asks every rank for its number, and gives the least of them to each; rows are computed with
-the very weights that lie in the ranks' slots.
+A step takes the lowest number that all ranks have prepared and commits it on each. Tokens are
+computed with the weights that are in the ranks' slots.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Rank:
 
 
 class Group:
-    """`ranks` ranks that hold the experts of the checkpoint in `folder` as `placement` says."""
+    """Ranks that hold the experts of the checkpoint in `folder` as `placement` says."""
 
     def __init__(
         self, folder: Path, placement: Placement, dtype: torch.dtype = torch.float32
@@ -110,8 +110,9 @@ class Group:
         return made
 
     def outputs(self) -> Tensor:
-        """What the layers give for the test's rows, computed in the slots where the ranks' maps say
-        they are.
+        """Return the layers' outputs for the test's tokens.
+
+        They are computed in the slots that the ranks' maps give.
         """
         out = torch.empty_like(self.x)
         for layer in range(L):
@@ -140,7 +141,7 @@ class Group:
         return agreed
 
     def until_placed(self, each_step: Callable[[], None] = lambda: None) -> list[PlacementResult]:
-        """Steps until every rank has answered; the answers."""
+        """Step until every rank has reported; return the reports."""
         deadline_s = time.monotonic() + 20
         while not all(rank.notices for rank in self.ranks):
             assert time.monotonic() < deadline_s, [rank.store.prepared for rank in self.ranks]
@@ -157,7 +158,7 @@ class Group:
 
 
 def shuffled(like: Placement, version: int, seed: int) -> Placement:
-    """Any experts anywhere, also twice on one rank; another row for each layer."""
+    """Return a random placement, another for each layer; ranks may hold an expert twice."""
     rng = np.random.default_rng(seed)
     slots = like.experts_LS.shape[1]
     rows = [np.concatenate((np.arange(E), rng.integers(0, E, slots - E))) for _ in range(L)]

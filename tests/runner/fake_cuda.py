@@ -1,9 +1,8 @@
-"""CUDA's streams, events and graphs on a CPU: everything is computed at once, but what no event
-puts in order fails.
+"""CUDA's streams, events and graphs on a CPU: everything runs at once, but races raise Hazard.
 
-Freed memory is given to the next tensor on the stream that it came from, as torch's allocator does:
-freeing what another stream may still use fails as well. As in torch, each thread has a current
-stream of its own.
+Two accesses to the same memory must be ordered by events. Freed memory goes to the next tensor on
+its stream, as in torch's allocator, so freeing memory that another stream may still use fails as
+well. Each thread has its own current stream, as in torch.
 """
 
 from __future__ import annotations
@@ -35,16 +34,19 @@ ASKS = (
 
 
 class Hazard(AssertionError):
-    """An access that another stream's may overtake."""
+    """An access that another stream's access may overtake."""
 
 
 class Unjoined(Hazard, RuntimeError):
-    """As CUDA says at the end of a capture, whatever else went wrong in it."""
+    """CUDA's error at the end of a capture, whatever else went wrong in it."""
 
 
 class Stream:
-    """done: how many accesses of each stream lie behind what comes here next. now_ms: when that can
-    begin; every access takes `pace_ms`."""
+    """A stream.
+
+    `done` has, for each stream, how many of its accesses precede the next one here. The next one
+    begins at `now_ms` or later, and takes `pace_ms`.
+    """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.done: dict[Stream, int] = {self: 0}
@@ -81,7 +83,7 @@ class Event:
         _merge(self.cuda.host, self.done)
 
     def query(self) -> bool:
-        """Whether the host has waited for it, or for something behind it."""
+        """Return whether the host has waited for it, or for a later event."""
         if self.cuda.tape is not None:
             raise Hazard("asks for an event while a graph is captured")
         return all(self.cuda.host.get(stream, 0) >= count for stream, count in self.done.items())
@@ -93,7 +95,7 @@ class Event:
 
 
 class Pool:
-    """Memory that graphs share. As torch's, it ends with the last of them."""
+    """Memory that graphs share. As in torch, it ends with its last graph."""
 
     def __init__(self) -> None:
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -101,8 +103,9 @@ class Pool:
 
 
 class Graph:
-    """What torch was asked to do, to be done again with results in the same places. Until then they
-    are not there.
+    """Recorded calls of torch, to be repeated with results in the same memory.
+
+    Until a replay that memory has no valid contents.
     """
 
     cuda: FakeCuda
@@ -168,8 +171,9 @@ class _Watch(TorchDispatchMode):
 
 
 class FakeCuda:
-    """What `torch.cuda` offers. Every access to a tensor's memory is watched in threads that are
-    `watching`.
+    """Stands in for `torch.cuda`.
+
+    In threads that are `watching`, every access to a tensor's memory is checked.
     """
 
     device = "cpu"
@@ -177,20 +181,18 @@ class FakeCuda:
     def __init__(self) -> None:
         self.default = Stream()
         self._thread = _Thread(self.default)
-        self.host: dict[
-            Stream, int
-        ] = {}  # what the host has waited for, and so all that it launches from now on
+        # What the host has waited for: it precedes all later launches.
+        self.host: dict[Stream, int] = {}
         self.tape: list[tuple[Any, Any, Any, Sequence[Tensor]]] | None = None
         self.capturing: Graph | None = None
-        self.begun = self.default, 0  # where the capture began
-        self.captured: dict[Stream, int] = {}  # the last access of each stream while it lasts
-        self.kept: dict[
-            int, torch.UntypedStorage
-        ] = {}  # so that no address is used again unnoticed
-        self.made: dict[int, Stream] = {}  # where memory is given to anew
+        self.begun = self.default, 0  # stream and position at which the capture began
+        self.captured: dict[Stream, int] = {}  # each stream's last access in the capture
+        # Keeps memory alive, so that no address is reused unnoticed.
+        self.kept: dict[int, torch.UntypedStorage] = {}
+        self.made: dict[int, Stream] = {}  # stream on which memory was allocated
         self.written: dict[int, tuple[Stream, int]] = {}
         self.read: dict[int, dict[Stream, int]] = {}
-        self.peak_bytes: int | None = None  # once somebody wants to know
+        self.peak_bytes: int | None = None  # None until the peak is measured
         self.Stream = Stream
         self.Event = type("Event", (Event,), {"cuda": self})
         self.CUDAGraph = type("CUDAGraph", (Graph,), {"cuda": self})
@@ -223,7 +225,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """This thread's accesses are watched; again is no difference."""
+        """Watch this thread's accesses; nesting makes no difference."""
         if self._thread.is_watched:
             yield
             return
@@ -243,15 +245,15 @@ class FakeCuda:
             self._thread.stack.pop()
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Instead of Tensor.record_stream: the allocator takes care."""
+        """Stand in for Tensor.record_stream: the allocator no longer reuses the memory."""
         self.made.pop(tensor.untyped_storage().data_ptr(), None)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What torch was asked to do, in a thread that is watched."""
+        """Run and check a call of torch in a watched thread."""
         if self.tape is not None and func is torch.ops.aten._local_scalar_dense.default:
             raise Hazard("asks the device while a graph is captured")
         _merge(self.current_stream().done, self.host)
-        if self.tape is None:  # a graph's memory stays its own
+        if self.tape is None:  # a graph keeps its memory
             self._free(self.current_stream())
         result = func(*args, **kwargs)
         named = zip(func._schema.arguments, args, strict=False)
@@ -274,14 +276,14 @@ class FakeCuda:
         ]
         if self.peak_bytes is not None:
             self.peak_bytes = max(self.peak_bytes, self.memory_allocated())
-        if places or changed:  # others only look at the same memory in another way
+        if places or changed:  # otherwise the call only makes a view
             self._follow(used, changed, {self._memory(place) for place in places}, str(func))
         if self.tape is not None:
             self.tape.append((func, args, kwargs, places))
         return result
 
     def collective(self, run: Callable[[], None], mine: Tensor, out: Tensor, name: str) -> None:
-        """What a library does on the current stream: now, or at each replay."""
+        """Run a library's collective on the current stream, now or at each replay."""
 
         def follow() -> None:
             self._follow({self._memory(mine)}, {self._memory(out)}, set(), name)
@@ -303,7 +305,7 @@ class FakeCuda:
         return storage.data_ptr()
 
     def _free(self, here: Stream) -> None:
-        """Memory that this stream gives to whatever comes next."""
+        """Free memory for the next tensors of this stream."""
         for memory in [memory for memory, stream in self.made.items() if stream is here]:
             if torch._C._storage_Use_Count(self.kept[memory]._cdata) > 1:  # type: ignore[attr-defined]
                 continue
@@ -348,7 +350,7 @@ class FakeCuda:
 
 
 class Devices:
-    """The module `torch.cuda` of ranks that are threads: each uses the device that it is on."""
+    """Stands in for `torch.cuda` of ranks that are threads: each uses its own device."""
 
     def __init__(self, number: int) -> None:
         self.each = [FakeCuda() for _ in range(number)]
@@ -358,7 +360,7 @@ class Devices:
         return getattr(self.here(), name)
 
     def here(self) -> FakeCuda:
-        """The device that this thread is on."""
+        """The device of this thread."""
         return self._thread.device  # type: ignore[no-any-return]
 
     @property
@@ -374,7 +376,7 @@ class Devices:
 
 
 def refuse_to_wait(patch: pytest.MonkeyPatch, devices: Devices) -> None:
-    """Asking a tensor for its values fails from now on while a graph is captured."""
+    """Make reading a tensor's values fail while a graph is captured."""
 
     def refusing(name: str, asked: Callable[..., Any]) -> Callable[..., Any]:
         def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -389,7 +391,7 @@ def refuse_to_wait(patch: pytest.MonkeyPatch, devices: Devices) -> None:
 
 
 class FakeTorch:
-    """The module `torch` for code under test, with `cuda` instead of its own."""
+    """Stands in for the module `torch` of code under test, with another `cuda`."""
 
     def __init__(self, cuda: FakeCuda | Devices) -> None:
         self.cuda = cuda

@@ -1,6 +1,4 @@
-"""A tiny model whose logits depend on every K/V entry of a request's history, and a naive driver
-that makes plans.
-"""
+"""A tiny model whose logits depend on every KV entry of a request, and a naive driver."""
 
 from __future__ import annotations
 
@@ -45,9 +43,11 @@ def spec_of(**changes: Any) -> ModelSpec:
 
 
 class HistoryModel:
-    """Writes each token id into its K entry of every layer. A token's hidden state is a digest of
-    what the block tables say its history is, in float64 carried as four 16-bit numbers; logits are
-    a random row picked by it."""
+    """Writes each token id into its K entry of every layer.
+
+    A token's hidden state is a digest of the history that the block tables give, in float64, stored
+    as four 16-bit numbers. The logits are a random row that the digest selects.
+    """
 
     moe_layers = ()
     not_recorded = "not all kernels that serve can be recorded"
@@ -81,7 +81,7 @@ class HistoryModel:
         return (digest_T % 997).float().unsqueeze(1)
 
     def serve(self, ubatch: Any) -> None:
-        """There are no experts."""
+        """Do nothing, because there are no experts."""
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return self.table[hidden_SD[:, 0].long()].clone()
@@ -107,7 +107,7 @@ def fake_runner(
 
 
 def written() -> None:
-    """Waits for the packed weights that starts keep."""
+    """Wait for the packed weights that earlier starts still write."""
     for thread in threading.enumerate():
         if thread.name == "packed cache":
             thread.join()
@@ -119,7 +119,10 @@ def greedy(**changes: Any) -> TokenSampling:
 
 @dataclass
 class Request:
-    """num_computed counts what was planned; num_known what is known or on its way."""
+    """A request.
+
+    num_computed counts planned tokens, and num_known those that are known or in flight.
+    """
 
     prompt: list[int]
     sampling: TokenSampling
@@ -133,7 +136,7 @@ class Request:
 
 
 class Driver:
-    """Plans steps by hand: free blocks and slots in lists, one row per request, no cleverness."""
+    """Plans steps by hand: lists of free blocks and slots, one row per request."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -148,7 +151,7 @@ class Driver:
         self._logits[plan.step] = logits_SV.clone()
 
     def add(self, request: Request) -> Request:
-        """A new request, or one that was preempted and comes back."""
+        """Add a new request, or one that was preempted and resumes."""
         tokens = np.array(request.prompt + request.output, dtype=np.int32)
         request.slot = self.free_slots.pop(0)
         request.num_computed = 0

@@ -1,6 +1,4 @@
-"""A server on a real socket over the real front end; only the engine behind the link is a scripted
-one.
-"""
+"""A real front end and server on a socket, with a scripted engine behind the link."""
 
 from __future__ import annotations
 
@@ -107,9 +105,8 @@ class ScriptedEngine:
             case Submit() if self.refuse:
                 self.outbox.put(Refused(msg.rid, self.refuse, "refused"))
             case Submit():
-                self.rows[msg.rid] = _Row(
-                    msg, len(msg.tokens) // 4 - msg.num_prompt
-                )  # a replay goes on
+                # A replay continues after the tokens that it has.
+                self.rows[msg.rid] = _Row(msg, len(msg.tokens) // 4 - msg.num_prompt)
                 self.wake.set()
             case Abort(rids):
                 for rid in rids:
@@ -129,7 +126,7 @@ class ScriptedEngine:
 
     @property
     def prompt(self) -> str:
-        """The prompt of that request, as the tokenizer shows it."""
+        """That request's prompt, decoded by the tokenizer."""
         ids = np.frombuffer(self.submitted.tokens, np.int32)[: self.submitted.num_prompt]
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
@@ -161,7 +158,7 @@ class ScriptedEngine:
             await asyncio.sleep(0 if self._step() else 0.001)
 
     def _step(self) -> bool:
-        """Give each request a token. Return whether any got one."""
+        """Give each request a token; return whether any got one."""
         rids = [rid for rid, row in self.rows.items() if row.emitted != self.pause_at]
         if not rids:
             return False
@@ -231,7 +228,7 @@ class ScriptedEngine:
 
 
 def logprob_row(token: int, num_top: int) -> Logprobs:
-    """The chosen token is the most likely; then 1, 2, 3, ..."""
+    """Return a row in which the chosen token is most likely, followed by 1, 2, 3, ..."""
     others = [i for i in range(1, 30) if i != token][: max(num_top - 1, 0)]
     top = [token, *others][:num_top]
     return Logprobs([token, *top], [-0.5, *[-0.5 - place for place in range(len(top))]], 1)
@@ -239,7 +236,7 @@ def logprob_row(token: int, num_top: int) -> Logprobs:
 
 @dataclass
 class Live:
-    """A running server and the things behind it."""
+    """A running server and the parts behind it."""
 
     url: str
     port: int
@@ -265,7 +262,7 @@ class Live:
             return response.status, await response.json(content_type=None)
 
     async def events(self, path: str, body: Any) -> list[Any]:
-        """The data of each event of a stream; the last must be [DONE]."""
+        """Return the data of each event of a stream; the last one must be [DONE]."""
         async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"].startswith("text/event-stream")
@@ -277,7 +274,7 @@ class Live:
         return [json.loads(data) for data in datas]
 
     async def typed_events(self, path: str, body: Any) -> list[Any]:
-        """The data of each event of a stream whose events have names, which must be their types."""
+        """Return the data of each named event; names must equal the data's types."""
         async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
             assert response.status == 200, await response.text()
             frames = (await response.read()).decode().split("\n\n")
@@ -288,7 +285,7 @@ class Live:
         return found
 
     async def raw(self, data: bytes) -> bytes:
-        """Bytes in, bytes out, until the server closes."""
+        """Send bytes; return what the server sends until it closes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         with suppress(ConnectionError):
             writer.write(data)
@@ -369,7 +366,7 @@ async def live(tokenizer: Tokenizer) -> AsyncIterator[Live]:
 
 @pytest.fixture
 def launch(tokenizer: Tokenizer) -> Any:
-    """live_server with other settings."""
+    """Return live_server with other settings."""
     return lambda **settings: live_server(tokenizer, **settings)
 
 

@@ -188,6 +188,6 @@ def checker(byte_level: Tokenizer) -> Iterator[GrammarChecker]:
         byte_level.backend.get_vocab_size() + EXTRA,
         [byte_level.backend.token_to_id("<|im_end|>")],
     )
-    made.check(GrammarSpec("json_object"), "x")  # starts the process
+    made.check(GrammarSpec("json_object"), "x")  # starts the sandbox process
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""JSON schemas of many kinds, small and fit for random generation: name -> schema."""
+"""Many kinds of small JSON schemas for random generation, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def closed(optional: tuple[str, ...] = (), /, **properties: Any) -> dict[str, Any]:
-    """An object with exactly these properties, all required but the optional ones."""
+    """Return an object with exactly these properties, all required but the optional ones."""
     required = [name for name in properties if name not in optional]
     return {
         "type": "object",
@@ -186,8 +186,9 @@ FORMATS = ("date", "ipv4", "uuid")
 
 
 def generated(count: int = 200) -> list[dict[str, Any]]:
-    """Schemas of `count` kinds, the same on every call, each of whose answers ends within a few
-    hundred tokens.
+    """Return `count` schemas of many kinds, the same on every call.
+
+    Every answer ends within a few hundred tokens.
     """
     return [_schema(random.Random(i), _ROOTS[i % len(_ROOTS)]) for i in range(count)]
 
@@ -282,13 +283,13 @@ def _references(rng: random.Random) -> dict[str, Any]:
 
 
 def _chain(rng: random.Random) -> dict[str, Any]:
-    """Recursive: a list that may end at each element."""
+    """Return a recursive schema: a list that may end at each element."""
     node = closed(value=_leaf(rng), next={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]})
     return {"$ref": "#/$defs/node", "$defs": {"node": node}}
 
 
 def _tree(rng: random.Random) -> dict[str, Any]:
-    """Recursive: binary, three levels at most by their own definitions."""
+    """Return a recursive schema: a binary tree of at most three levels."""
     levels = {
         f"t{i}": closed(("l", "r"), v=_leaf(rng), l=_ref(i + 1), r=_ref(i + 1)) for i in range(2)
     }

@@ -1,8 +1,10 @@
-"""A stand-in for kubectl that does what its documentation says; a test plays the cluster by files
-in $STANDIN.
+"""A stand-in for kubectl; a test plays the cluster with files in $STANDIN.
 
-pods/*.json are what `get pods --watch` shows, logs/POD what `logs` prints, `exists` makes `create`
-fail after its first object, `ends` ends a watch, and `gone` lets `delete` return.
+pods/*.json    the output of `get pods --watch`
+logs/POD       the output of `logs`
+exists         makes `create` fail after its first object
+ends           ends a watch
+gone           lets `delete` return
 """
 
 from __future__ import annotations

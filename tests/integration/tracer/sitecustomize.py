@@ -1,7 +1,6 @@
-"""Notes which source files of moeserve a process runs: imported by Python itself at the start of
-every process.
+"""Record which of moeserve's source files a process runs. Python imports this module at startup.
 
-SIGUSR1 begins anew; SIGUSR2 writes the files, in the order of their first call, to
+SIGUSR1 starts over. SIGUSR2 writes the files, in the order of their first call, to
 $MOESERVE_TRACE/<pid>.
 """
 

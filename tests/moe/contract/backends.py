@@ -1,4 +1,4 @@
-"""Every backend for several ranks, by name, and how ranks as threads use one."""
+"""All backends for several ranks, by name, and groups of ranks that are threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.comm.ranks import members_of, together
 
 T = TypeVar("T")
 WIDTH = 24
-LOCAL = 3  # of one rank
+LOCAL = 3  # experts per rank
 TOP_K = 3
 MAX_TOKENS = 40
 
@@ -44,7 +44,7 @@ def facts_of(
 
 
 def on_cpu() -> Iterator[str]:
-    """What the registry offers here."""
+    """Yield the names that the registry offers on this machine."""
     for name in AUTO["cpu"]:
         with suppress(Unavailable):
             if BACKENDS[name](facts_of(torch.float32)):
@@ -54,14 +54,14 @@ def on_cpu() -> Iterator[str]:
 BY_NCCL = "torch by nccl"  # over tests/comm/fake_nccl.py
 SMALL_STEPS = "torch by nccl, small steps"
 ON_CPU = tuple(on_cpu())
-INTERPRETED = frozenset({"cuda_ipc"})  # slow: fewer of the larger cases
+INTERPRETED = frozenset({"cuda_ipc"})  # slow, so these run fewer of the larger cases
 NAMES: tuple[str, ...] = (*ON_CPU, BY_NCCL, SMALL_STEPS)
 if native() is not None and find_spec("triton") is not None and not torch.cuda.is_available():
     NAMES += tuple(INTERPRETED)
 
 
 class SmallSteps(NcclAll2All):
-    """All ranks know how many tokens there are at most, so no host asks."""
+    """All ranks know the largest number of tokens, so the host need not exchange it."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         ubatch.most_tokens = ubatch.most_tokens or self._max_tokens
@@ -71,8 +71,9 @@ class SmallSteps(NcclAll2All):
 def make(
     name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS
 ) -> All2All:
-    """The backend itself where one rank would be given `local`; `cuda_ipc` with interpreted
-    kernels.
+    """Return a backend; `cuda_ipc` gets interpreted kernels.
+
+    It is also used for one rank, where the engine would choose `local`.
     """
     facts = facts_of(dtype, ranks, wire, max_tokens=max_tokens)
     if name in (BY_NCCL, SMALL_STEPS):
@@ -91,7 +92,7 @@ def make(
 
 
 class Group:
-    """Ranks of one epoch, each a backend that a thread uses."""
+    """The ranks of one epoch, each a backend that a thread uses."""
 
     def __init__(self, backends: list[All2All]) -> None:
         self.backends = backends
@@ -112,7 +113,7 @@ def group(
     wire: str = "auto",
     **settings: float,
 ) -> Iterator[Group]:
-    """settings: deadline_s of the members, max_tokens of the backends."""
+    """Yield a group; settings are deadline_s of the members and max_tokens of the backends."""
     members = members_of(ranks, directory, deadline_s=settings.get("deadline_s", 20.0))
     backends = [
         make(name, dtype, ranks, wire, int(settings.get("max_tokens", MAX_TOKENS))) for _ in members

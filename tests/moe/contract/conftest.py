@@ -1,4 +1,7 @@
-"""Ranks are threads here, on CPUs; OpenMP teams of several of them would fight for the cores."""
+"""Run these tests with one thread per rank.
+
+Ranks are threads here, on CPUs; OpenMP teams of several of them would fight for the cores.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Ranks are threads here; OpenMP teams of several of them would fight for the cores, and only one
-may interpret.
+"""Run these tests with one thread, and one at a time.
+
+Ranks are threads, whose OpenMP teams would fight for the cores, and only one may interpret.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tests.moe.deepep import fake
 
 T = TypeVar("T")
 NAMES = tuple(ADAPTERS)
-WIDTH = 24  # filled up by every adapter
+WIDTH = 24  # every adapter pads it
 LOCAL = 3
 TOP_K = 3
 MAX_TOKENS = 40
@@ -46,7 +46,7 @@ def facts(ranks: int, wire: str = "auto", width: int = WIDTH, **changes: Any) ->
 def joined(
     adapter: type[DeepEP], ranks: int, wire: str = "auto", width: int = WIDTH, ubatches: int = 1
 ) -> Iterator[Any]:
-    """The adapters of all ranks. They leave together, and every buffer is destroyed."""
+    """Yield the adapters of all ranks. They leave together, and every buffer is destroyed."""
     backends = [adapter(fake, facts(ranks, wire, width)) for _ in range(ranks)]
     calls = [
         lambda b=b, m=m: b.join(m, LOCAL, ubatches)
@@ -60,14 +60,14 @@ def joined(
 
 
 def on_all(backends: list[Any], work: Callable[[int, All2All], T]) -> list[T]:
-    """`work` on every rank."""
+    """Run `work` on every rank."""
     return together([lambda r=r: work(r, backends[r]) for r in range(len(backends))])  # type: ignore[misc]
 
 
 def some(
     tokens: int, ranks: int, seed: int, width: int = WIDTH, top_k: int = TOP_K
 ) -> tuple[Tensor, Routing]:
-    """Rows with distinct experts, some of them missing."""
+    """Return tokens with distinct experts, some of them missing."""
     rng = np.random.default_rng(seed)
     ids = np.array(
         [rng.permutation(ranks * LOCAL)[:top_k] for _ in range(tokens)], np.int32
