@@ -107,7 +107,7 @@ HOSTILE = {
         padded(header(tensors=[(b"a", (4, 2), 0, 32)]), 32),
         "has 32 bytes at offset 32",
     ),
-    "far behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 2**63)]), 32), f"at {2**63}"),
+    "far behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 2**63)]), 32), f"at offset {2**63}"),
     "a cut tensor": (WHOLE[:-1], "has 32 bytes at offset 0 of the data, which has 31"),
     "no data": (header(tensors=ONE), "of the data, which has 0"),
     "an odd offset": (padded(header(tensors=[(b"a", (4, 2), 0, 8)]), 64), "an alignment of 32"),
@@ -123,7 +123,7 @@ HOSTILE = {
     ),
     "half a block": (
         padded(header(tensors=[(b"a", (48, 2), 2, 0)]), 64),
-        "rows of 48, and Q4_0 has blocks of 32",
+        "rows of 48, but Q4_0 has blocks of 32",
     ),
 }  # fmt: skip
 

@@ -156,7 +156,7 @@ BAD = [
     ),
     (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}},
-        "dynamic is .* settings of their own",
+        "dynamic is .* settings per module",
     ),
     (
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
@@ -388,12 +388,12 @@ CHANGES: list[tuple[str, Any, str]] = [
     (
         "int8",
         replace(Q, torch.ones(128, 64)),
-        f"{Q + '_scale'!r} in model.safetensors has no place",
+        f"{Q + '_scale'!r} in model.safetensors is not part of this model",
     ),
     (
         "int8",
         replace(Q + "_g_idx", torch.ones(64, dtype=torch.int32)),
-        "_g_idx' in model.safetensors has no place",
+        "_g_idx' in model.safetensors is not part of this model",
     ),
     ("int4", replace(Q + "_packed", torch.ones(128, 9, dtype=torch.int32)), "implies [128, 8]"),
     (

@@ -136,7 +136,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         GRANITE_HYBRID,
         {"mamba_d_head": 24},
-        "mamba_d_head is 24; mamba_n_heads and mamba_expand make it",
+        "mamba_d_head is 24; with these mamba_n_heads and mamba_expand it is 32",
     ),
     (
         GRANITE_HYBRID,
@@ -159,7 +159,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         NEMOTRON,
         {"hybrid_override_pattern": "EM"},
-        "layer 0 (moe) must follow one that reads earlier tokens",
+        "layer 0 (moe) must follow an attention or Mamba layer",
     ),
     (
         NEMOTRON,
@@ -203,8 +203,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         KIMI_LINEAR,
         {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [2]}},
         (
-            "linear_attn_config.kda_layers is [2]; it and full_attn_layers must name each of "
-            "layers 1 to 2 once"
+            "linear_attn_config.kda_layers is [2]; "
+            "it and full_attn_layers must list each of layers 1 to 2 once"
         ),
     ),
     (

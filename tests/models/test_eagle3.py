@@ -237,12 +237,12 @@ def _without(name: str) -> Any:
         ),
         (lambda t: t.update(d2t=t["d2t"].float()), r"and it is F32 \[100\]"),
         (lambda t: t.update(d2t=t["d2t"][:99].clone()), r"and it is I64 \[99\]"),
-        (lambda t: t["d2t"].__setitem__(0, 256), "d2t does not lead to 100 different tokens"),
-        (lambda t: t["d2t"].__setitem__(1, -1), "d2t does not lead to 100 different tokens"),
+        (lambda t: t["d2t"].__setitem__(0, 256), "d2t does not map to 100 different tokens"),
+        (lambda t: t["d2t"].__setitem__(1, -1), "d2t does not map to 100 different tokens"),
         (lambda t: t.update({"fc.weight": t["fc.weight"][:, :64].clone()}), r"implies \[64, 128\]"),
         (
             lambda t: t.update({"midlayer.x": torch.ones(1)}),
-            "'midlayer.x' in model.safetensors has no place",
+            "'midlayer.x' in model.safetensors is not part of this model",
         ),
     ],
 )
