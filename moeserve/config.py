@@ -149,7 +149,7 @@ class SchedulerConfig:
     max_num_seqs: int = _opt(256, "maximum number of running requests", low=1)
     max_num_batched_tokens: int | None = _opt(
         None,
-        "maximum tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)",
+        "maximum tokens per step (default: CPU 512, GPU 2048; at least max_num_seqs + 256)",
         low=1,
     )
     prefill_chunk: int | None = _yaml(
@@ -223,7 +223,7 @@ class ParallelConfig:
     )
     tp: int = _opt(1, "tensor-parallel size: ranks per engine that share attention", low=1, high=64)
     ep: Literal["on", "off"] = _opt(
-        "on", "on: experts are sharded over all dp x tp ranks; off: every rank has all experts"
+        "on", "on: shard experts over all dp x tp ranks; off: every rank has all experts"
     )
     all2all: str = _opt(
         "auto",
@@ -237,7 +237,7 @@ class ParallelConfig:
     )
     dbo: Literal["auto", "on", "off"] = _opt(
         "auto",
-        "dual-batch overlap: one half of the batch computes while the other half communicates",
+        "dual-batch overlap: one micro-batch computes while the other communicates",
     )
     comm_sms: int | None = _yaml(
         None,
@@ -249,7 +249,7 @@ class ParallelConfig:
         0, "physical experts beyond one per logical expert, for replicas of busy experts"
     )
     rebalance: Literal["auto", "off"] = _opt(
-        "auto", "auto: move experts between ranks when their load is uneven and the move pays"
+        "auto", "auto: move experts between ranks when the load is uneven and it pays"
     )
     fork_server: Literal["on", "off"] = _yaml(
         "on",
@@ -265,7 +265,7 @@ class ParallelConfig:
     )
     standby: bool = _opt(
         False,
-        "run a standby front end: if the first one dies, engines keep running and requests resume",
+        "run a standby front end: if the first one dies, engines and requests continue",
     )
     encrypt_rows: bool = _opt(False, "encrypt activations sent between machines (AES-256-GCM; CPU)")
 

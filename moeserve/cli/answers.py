@@ -1,7 +1,7 @@
-"""Answers with receipts as files have them, and the comparison of what they say with their tokens.
+"""Reads answers with receipts from files, and compares their text with the computed tokens.
 
-A file may have a receipt, a list of receipts, a whole answer of /v1/chat/completions or
-/v1/completions, the events of a streamed one as they were sent, or the output lines of a batch.
+A file may have a receipt, a list of receipts, a complete answer of /v1/chat/completions or
+/v1/completions, the events of a streamed answer as they were sent, or the output lines of a batch.
 """
 
 import json
@@ -37,7 +37,7 @@ class _AnswerMessage(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """A choice of a whole answer or of a chunk, of either route."""
+    """A choice of a complete answer or of a chunk, of either route."""
 
     index: int = 0
     message: _AnswerMessage | None = None
@@ -64,7 +64,7 @@ class _BatchLine(msgspec.Struct):
 
 @dataclass
 class Shown:
-    """One choice as a client saw it."""
+    """One choice as a client received it."""
 
     is_chat: bool
     content: str = ""
@@ -77,7 +77,7 @@ class Shown:
 
     @property
     def num_logprobs(self) -> int | None:
-        """The most alternatives that a token has; None without logprobs."""
+        """The maximum number of alternatives of a token; None without logprobs."""
         rows = self.logprobs.get("content") or self.logprobs.get("top_logprobs")
         if rows is None:
             return None
@@ -87,7 +87,7 @@ class Shown:
 
 @dataclass
 class ReceiptInFile:
-    """A receipt, and the choice that came with it; None if the file has the receipt alone."""
+    """A receipt and its choice; None if the file has only the receipt."""
 
     receipt: Receipt
     shown: Shown | None = None
@@ -133,7 +133,7 @@ def _events(content: bytes) -> list[_Answer]:
 
 
 def _merged(chunks: list[_Answer]) -> _Answer:
-    """Return the whole answer of a stream's chunks."""
+    """Merge a stream's chunks into a complete answer."""
     whole: dict[int, _Choice] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -188,12 +188,12 @@ def _shown(choice: _Choice) -> Shown | None:
 
 
 def answer_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: Computed) -> str:
-    """Return the first respect in which an answer is not that of its tokens; "" if there is none.
+    """Return the first difference between an answer and its tokens; "" if there is none.
 
-    found: the answer that was computed again, which has the receipt's tokens.
+    found: the recomputed answer, which has the receipt's tokens.
     """
     if shown.token_ids is not None and shown.token_ids != receipt.token_ids:
-        return "token_ids: not those of the receipt"
+        return "token_ids: they differ from the receipt's"
     wrong = (
         _chat_difference(front, receipt, shown, found.text)
         if shown.is_chat
@@ -203,7 +203,7 @@ def answer_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: 
         return wrong
     reasons = {receipt.finish_reason}
     if shown.calls and receipt.finish_reason == "stop":
-        reasons.add("tool_calls")  # but for a tool that the request named
+        reasons.add("tool_calls")  # stays "stop" if tool_choice named the tool
     if shown.finish_reason not in reasons:
         return (
             f"finish_reason: {shown.finish_reason!r} in the answer, {receipt.finish_reason!r} "
@@ -223,15 +223,15 @@ def _text_difference(front: "FrontEnd", receipt: Receipt, shown: str, text: str)
 
 
 def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, text: str) -> str:
-    """Compare a message with the readings of its tokens' text that a request may have had.
+    """Compare a message with its tokens' text, parsed in every way that the request allows.
 
-    A receipt has no tools, and does not say whether the answer continues a message, so the first
-    of the readings that is equal counts.
+    A receipt has neither the tools nor whether the answer continues a message, so both are tried,
+    and one equal result is enough.
     """
     if not receipt.marked:
         return _first_difference("content", shown.content, text)
     if front.answer_format is None:
-        return "this model's answers cannot be read here; give --tool-format as the server had it"
+        return "unknown answer format of this model; give the server's --tool-format"
     assert front.tokenizer is not None
     prompt = front.tokenizer.decode(receipt.prompt_token_ids, skip_special_tokens=False)
     differences = []
@@ -246,11 +246,11 @@ def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, text: st
 
 
 def _tools(shown: Shown) -> list[dict[str, Any]]:
-    """Return tools for an answer's calls, with types for the formats that call by tags."""
+    """Return tools that match an answer's calls, with the types that tag-based formats need."""
     tools = []
     for call in shown.calls or [_Function("a_tool")]:
         arguments: Any = {}
-        with suppress(ValueError):  # named later: the computed arguments are JSON
+        with suppress(ValueError):  # invalid JSON differs from the computed arguments anyway
             arguments = json.loads(call.arguments or "{}")
         types = {
             name: {"type": "string"} if isinstance(value, str) else {}
@@ -272,7 +272,7 @@ def _parts_difference(shown: Shown, parts: "list[Part]") -> str:
             calls[-1].arguments += part.text
         else:
             texts[part.kind] += part.text
-    # a request with include_reasoning: false gets none
+    # The answer has no reasoning if the request had include_reasoning: false.
     if shown.reasoning is not None and (
         wrong := _first_difference("reasoning", shown.reasoning, texts["reasoning"])
     ):
@@ -315,7 +315,7 @@ def _logprobs_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, foun
         form = LogprobFormat(front.tokenizer, num_top, as_ids=as_ids)
         expected = msgspec.to_builtins(form.chat(found.logprobs))["content"]
         return _rows_difference(shown.logprobs["content"], expected, "logprobs.content")
-    # the sampled token is an entry of its own where it is not among the most likely
+    # The sampled token is an additional entry if it is not among the most likely ones.
     for top in (num_top, num_top - 1):
         form = LogprobFormat(front.tokenizer, max(top, 0), as_ids=as_ids)
         columns, _ = form.columns(receipt.token_ids, found.logprobs)
@@ -324,7 +324,7 @@ def _logprobs_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, foun
             (
                 wrong
                 for name in ("tokens", "token_logprobs", "top_logprobs")
-                # with an echo, the prompt's rows come first
+                # With `echo` the entries of the prompt come first.
                 if (
                     wrong := _rows_difference(
                         shown.logprobs.get(name, [])[-num:], expected[name], f"logprobs.{name}"

@@ -1,6 +1,4 @@
-"""`moeserve collect-env`: versions and hardware for a bug report. No other command imports torch by
-itself.
-"""
+"""`moeserve collect-env`: prints versions and hardware for a bug report."""
 
 import argparse
 import json
@@ -57,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the report."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of YAML")
     parser.add_argument(
-        "--no-torch", action="store_true", help="leave torch and the GPUs out (it is quicker)"
+        "--no-torch", action="store_true", help="do not import torch (faster; omits the GPUs)"
     )
 
 
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(*, torch: bool = True) -> dict[str, Any]:
-    """Return the report by topic. Variables with KEY in their name have no value in it."""
+    """Return the report by topic. Values of variables with KEY in their name are not shown."""
     variables = {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
     }
@@ -95,7 +93,7 @@ def collect(*, torch: bool = True) -> dict[str, Any]:
 
 
 def plugins() -> dict[str, dict[str, str]]:
-    """Return package and version of each installed plugin by group and name."""
+    """Return the package and version of each installed plugin, by group and name."""
     found: dict[str, dict[str, str]] = {}
     for plugin in installed_plugins():
         shown = f"{plugin.package} {plugin.version}, {plugin.target}"
@@ -105,8 +103,8 @@ def plugins() -> dict[str, dict[str, str]]:
 
 
 def cpu(system: Path = SYSTEM) -> dict[str, Any]:
-    """Return model, cores, load and the vector instructions among CPU_FLAGS. Lists of CPUs are as
-    the kernel's.
+    """Return the model, cores, load, and the instruction sets among CPU_FLAGS. Lists of CPUs have
+    the kernel's format (0-3,8).
     """
     import psutil
 

@@ -1,5 +1,5 @@
-"""`moeserve config show` and `moeserve config check`: every setting with its origin, and whether a
-file is right.
+"""`moeserve config show` prints every setting and its origin; `moeserve config check` checks a
+file.
 """
 
 import argparse
@@ -12,13 +12,14 @@ from moeserve.errors import ConfigError
 
 
 class Show:
-    """Prints every setting as YAML that --config reads again."""
+    """Prints every setting as YAML that --config can read."""
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Add the flags of `moeserve serve` without help."""
         parser.description = (
-            "Print every setting with its value and origin. FILE is short for --config FILE."
+            "Print every setting with its value and where it comes from, as YAML for --config. "
+            "FILE is short for --config FILE."
         )
         add_flags(parser, shown=False)
         parser.usage = "%(prog)s [FILE | MODEL] [flags of `moeserve serve`]"
@@ -40,11 +41,11 @@ class Check:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Add FILE, which may also be given as --config FILE."""
         parser.add_argument("file", nargs="?", metavar="FILE", help="YAML file for --config")
-        parser.add_argument("--config", metavar="FILE", help="the same")
+        parser.add_argument("--config", metavar="FILE", help="the same as FILE")
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Print how many settings the file has. Raises ConfigError for the first bad one."""
+        """Print how many settings the file has. Raises ConfigError for the first invalid one."""
         if (args.file is None) == (args.config is None):
             raise ConfigError("name one file: moeserve config check FILE")
         args.config = args.config or args.file

@@ -1,4 +1,4 @@
-"""The flags of every command that talks to a running server, and the client made from them."""
+"""The flags of the commands that connect to a running server, and the client made from them."""
 
 import argparse
 import os
@@ -11,11 +11,11 @@ DEFAULT_URL = "http://localhost:8000"
 
 
 def add_url_flag(parser: argparse.ArgumentParser, default: str | None = DEFAULT_URL) -> None:
-    """Add --base-url, and --url as another spelling that --help leaves out."""
+    """Add --base-url, and its alias --url, which --help does not list."""
     shown = (
-        f"running server, with or without /v1 [{default}]"
+        f"URL of the running server, with or without /v1 [{default}]"
         if default
-        else "running server, with or without /v1"
+        else "URL of a running server, with or without /v1"
     )
     parser.add_argument("--base-url", default=default, metavar="URL", help=shown)
     parser.add_argument("--url", dest="base_url", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -25,20 +25,18 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add --base-url and --api-key."""
     add_url_flag(parser)
     parser.add_argument(
-        "--api-key", metavar="KEY", help="key for the server (default: $MOESERVE_API_KEY)"
+        "--api-key", metavar="KEY", help="the server's API key (default: $MOESERVE_API_KEY)"
     )
 
 
 def client_from(args: argparse.Namespace, **options: Any) -> AsyncClient:
-    """Return a client of the server that the flags name. Raises ConfigError for a malformed URL."""
+    """Return a client for the server of the flags. Raises ConfigError for a malformed URL."""
     key = args.api_key or os.environ.get("MOESERVE_API_KEY", "").split(",")[0] or None
     return client_of(args.base_url, key, **options)
 
 
 def client_of(url: str, key: str | None, **options: Any) -> AsyncClient:
-    """Return a client of `url`, which may end with /v1 or not. Raises ConfigError for a malformed
-    URL.
-    """
+    """Return a client for `url`, with or without /v1. Raises ConfigError for a malformed URL."""
     with ConfigError.instead_of(ValueError, "--base-url"):
         return AsyncClient(url.rstrip("/").removesuffix("/v1") + "/v1", key, **options)
 

@@ -1,4 +1,4 @@
-"""`moeserve experts`: shows how evenly a server's ranks are loaded, layer by layer."""
+"""`moeserve experts`: shows the load of a server's ranks by layer, in the terminal."""
 
 import argparse
 import asyncio
@@ -15,17 +15,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the server and of repetition."""
     add_server_flags(parser)
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures [1]"
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between updates [1]"
     )
     parser.add_argument(
         "--once",
         action="store_true",
-        help="print one picture (default where the output is no terminal)",
+        help="print once and exit (default if the output is not a terminal)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the picture once, or again and again on a terminal."""
+    """Print the picture once, or repeatedly on a terminal."""
     return asyncio.run(_run(args))
 
 
@@ -41,8 +41,8 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def picture(shown: ExpertStatus) -> str:
-    """Return a line per rank with a character per layer: blank is no load, full is twice the
-    layer's mean or more.
+    """Return a line per rank with a character per layer, from blank (no load) to a full block
+    (at least twice the layer's mean).
     """
     loads = rank_loads(shown)
     lines = [
@@ -66,14 +66,14 @@ def picture(shown: ExpertStatus) -> str:
 
 
 def rank_loads(shown: ExpertStatus) -> list[list[float]]:
-    """Return recent rows by layer and rank. An expert's rows count evenly for each of its physical
-    experts.
+    """Return recent tokens by layer and rank. The tokens of an expert are split evenly among its
+    physical experts.
     """
     per_rank = shown.placement.experts_per_rank
     loads = []
     for physical, recent in zip(shown.placement.experts, shown.load.recent, strict=True):
-        rows = [recent[expert] / physical.count(expert) for expert in physical]
-        loads.append([sum(rows[at : at + per_rank]) for at in range(0, len(rows), per_rank)])
+        tokens = [recent[expert] / physical.count(expert) for expert in physical]
+        loads.append([sum(tokens[at : at + per_rank]) for at in range(0, len(tokens), per_rank)])
     return loads
 
 

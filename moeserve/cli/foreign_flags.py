@@ -1,8 +1,7 @@
-"""The flags of `vllm serve` and SGLang as settings of ours: `assets/foreign_flags.yaml` is the
-table.
+"""Translation of the flags of `vllm serve` and SGLang; the table is `assets/foreign_flags.yaml`.
 
-A flag is taken with a note that says what it became, granted with a note that says why there is
-nothing to set, or refused with the way that there is here. None is ignored silently.
+A flag is translated to a setting, accepted because moeserve always behaves like that, or rejected
+with the alternative. The first two print a note; no flag is ignored silently.
 """
 
 import argparse
@@ -20,11 +19,11 @@ from moeserve.errors import ConfigError
 _METHODS = {
     "draft_model": "model",
     "eagle3": "eagle",
-}  # of --speculative-config; others have our names
+}  # methods of --speculative-config that have another name here
 
 
 class Table(msgspec.Struct, frozen=True):
-    """The table, by spelling; its file says what each part means."""
+    """The table, by flag. The YAML file documents its parts."""
 
     settings: dict[str, str]
     values: dict[str, str]
@@ -33,7 +32,7 @@ class Table(msgspec.Struct, frozen=True):
     others: dict[str, str]
 
     def advice(self, flag: str) -> str:
-        """Return why a flag of another server is refused; "" for a flag that none of them has."""
+        """Return why a flag of another server is rejected; "" if no server has the flag."""
         if (exact := self.refused.get(flag)) is not None:
             return exact
         for server, names in self.others.items():
@@ -44,34 +43,32 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class ForeignSetting(NamedTuple):
-    """The value, as text, that a foreign flag gives to one of our settings."""
+    """A foreign flag, and the value (as text) that it gives to a setting."""
 
     flag: str
     value: str
 
 
 class Translation(NamedTuple):
-    """A command line without foreign flags. settings: what those set, by name; notes: one line
-    about each flag.
-    """
+    """A command line with its foreign flags translated."""
 
-    words: list[str]
-    settings: dict[str, ForeignSetting]
-    notes: list[str]
+    words: list[str]  # without the foreign flags
+    settings: dict[str, ForeignSetting]  # the settings that these set, by name
+    notes: list[str]  # a line about each of them
 
 
 @cache
 def table() -> Table:
-    """Return the table, read once."""
+    """Load the table, once."""
     return msgspec.yaml.decode(
         (files("moeserve") / "assets/foreign_flags.yaml").read_bytes(), type=Table
     )
 
 
 def translate(words: Sequence[str], known: Collection[str]) -> Translation:
-    """Take foreign flags out of `words`. known: the command's own flags, which stay.
+    """Translate the foreign flags in `words`; the command's own flags, `known`, stay.
 
-    Raises ConfigError for a value that ours cannot have, and for a flag whose value is missing.
+    Raises ConfigError for a value that the setting does not support, and for a missing value.
     """
     found = Translation([], {}, [])
     rest = list(words)
@@ -103,9 +100,9 @@ def translate(words: Sequence[str], known: Collection[str]) -> Translation:
 
 
 def _names(found: "Translation", rest: list[str]) -> str:
-    """Take the names behind --served-model-name, as vLLM has it: the first one and aliases.
+    """Take the values of --served-model-name: like vLLM, a name and aliases.
 
-    Without a model before them, the second word is the model, as in other commands here.
+    If no model was given before, only the first word is a name: the second one is the model.
     """
     names = [rest.pop(0)]
     has_model = bool(found.words) and not found.words[0].startswith("-")
@@ -115,7 +112,7 @@ def _names(found: "Translation", rest: list[str]) -> str:
 
 
 def _granted(flag: str, value: str) -> tuple[str, bool]:
-    """Return why a flag needs no setting, "" if that is not so, and whether it takes a value."""
+    """Return why a flag needs no setting, or "" if it does, and whether the flag takes a value."""
     for pattern, why in table().granted.items():
         wanted, _, values = pattern.partition(" ")
         if wanted == flag and (not values or (value and fnmatchcase(value, values))):
@@ -163,8 +160,8 @@ def _speculate(flag: str, text: str) -> str:
 
 
 def merge(args: argparse.Namespace, settings: Mapping[str, ForeignSetting]) -> None:
-    """Put the settings of a translation beside the command's own. Raises ConfigError if one is
-    given twice.
+    """Add the settings of a translation to the parsed arguments. Raises ConfigError if one is given
+    twice.
     """
     args.foreign_flags = {name: setting.flag for name, setting in settings.items()}
     for name, (flag, value) in settings.items():

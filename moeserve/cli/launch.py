@@ -1,5 +1,6 @@
-"""`moeserve launch [where] -- serve MODEL ...`: the parts of several machines from one place, or
-files for what starts them."""
+"""`moeserve launch [where] -- serve MODEL ...`: starts and watches `serve` on several machines, or
+prints files for other process managers.
+"""
 
 import argparse
 import asyncio
@@ -30,9 +31,9 @@ from moeserve.errors import ConfigError
 
 _SSH = ("hosts", "hostfile")
 _FILES = ("kubernetes", "print")
-_STARTED = (*_SSH, "slurm", "ray", "local")  # by parts of ours
+_STARTED = (*_SSH, "slurm", "ray", "local")  # the launcher itself starts these machines
 _WHERE = (*_STARTED, *_FILES)
-_ONLY_FOR = {  # flags that have an effect there only
+_ONLY_FOR = {  # flag -> the targets for which it has an effect
     "ssh_option": _SSH,
     "python": _SSH,
     "env": _STARTED,
@@ -44,20 +45,18 @@ _ONLY_FOR = {  # flags that have an effect there only
     "namespace": ("kubernetes",),
     "image": ("kubernetes", "print lws", "print compose"),
 }
-_OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that the launcher makes
+_OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that the launcher sets
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The command `serve ...` for every machine. flags: as given, by setting; those of the
-    environment are not here.
-    """
+    """The command `serve ...` for every machine."""
 
     words: list[str]
-    flags: argparse.Namespace
+    flags: argparse.Namespace  # as given on the command line, without the environment
 
     def number(self, name: str, default: int) -> int:
-        """Return a setting that is a number."""
+        """Return the value of a numeric setting."""
         from moeserve.cli.settings import setting_named
 
         given = getattr(self.flags, name)
@@ -77,77 +76,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--hosts", metavar="A,B,...", help="machines to start over ssh; the first one answers HTTP"
+        "--hosts", metavar="A,B,...", help="start on these hosts over ssh; the first serves HTTP"
     )
     where.add_argument(
-        "--hostfile", metavar="FILE", help="the same, a line each: host, host slots=N or host:N"
+        "--hostfile", metavar="FILE", help="hosts, one per line: host, host slots=N or host:N"
     )
-    where.add_argument("--slurm", action="store_true", help="the nodes of this job of Slurm")
+    where.add_argument("--slurm", action="store_true", help="start on the nodes of this Slurm job")
     where.add_argument(
-        "--ray", action="store_true", help="nodes of a cluster of Ray (pip install 'moeserve[ray]')"
+        "--ray",
+        action="store_true",
+        help="start on the nodes of a Ray cluster (pip install 'moeserve[ray]')",
     )
     where.add_argument(
         "--kubernetes",
         action="store_true",
-        help="pods of a LeaderWorkerSet, by the system's kubectl",
+        help="start as pods of a LeaderWorkerSet, using the system's kubectl",
     )
-    where.add_argument("--local", metavar="N", help="N machines that are all this one, to try it")
+    where.add_argument(
+        "--local", metavar="N", help="start N 'machines' on this computer, to try it"
+    )
     where.add_argument(
         "--print",
         choices=KINDS,
-        help="print a file for what starts the machines, and start nothing",
+        help="print a file for another process manager, and start nothing",
     )
     parser.add_argument(
-        "--ssh-option", metavar="NAME=VALUE", action="append", default=[], help="as in ssh_config"
+        "--ssh-option",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="option for ssh, as in ssh_config; may be repeated",
     )
     parser.add_argument(
         "--python",
         metavar="COMMAND",
-        help="shell text that runs Python there [the path that it has here]",
+        help="shell command that runs Python on the hosts [the path of this Python]",
     )
     parser.add_argument(
         "--env",
         metavar="NAME[=VALUE]",
         action="append",
         default=[],
-        help="a variable for all machines",
+        help="environment variable for all machines; may be repeated",
     )
-    parser.add_argument("--max-restarts", metavar="N", help="of each machine within an hour [10]")
+    parser.add_argument(
+        "--max-restarts", metavar="N", help="maximum restarts of a machine per hour [10]"
+    )
     parser.add_argument(
         "--nodes",
         metavar="N",
-        help="how many machines, with --print, --kubernetes and --ray [all nodes of Ray]",
+        help="number of machines, for --print, --kubernetes and --ray [Ray: all nodes]",
     )
     parser.add_argument(
         "--ray-address",
         metavar="ADDRESS",
-        help="host:port or ray://host:10001 [this node's cluster]",
+        help="Ray cluster: host:port or ray://host:10001 [this node's cluster]",
     )
     parser.add_argument(
-        "--ray-placement", choices=STRATEGIES, help="a node for each machine, or few nodes [spread]"
+        "--ray-placement",
+        choices=STRATEGIES,
+        help="spread: one Ray node per machine; pack: few nodes [spread]",
     )
     parser.add_argument(
-        "--gpus-per-node", metavar="N", help="what a machine asks of Ray, beside one CPU [0]"
+        "--gpus-per-node", metavar="N", help="GPUs that each machine requests from Ray [0]"
     )
-    parser.add_argument("--namespace", help="of Kubernetes [kubectl's]")
+    parser.add_argument("--namespace", help="Kubernetes namespace [kubectl's current one]")
     parser.add_argument(
-        "--image", help="the container's, with --kubernetes, --print lws and compose [moeserve]"
+        "--image",
+        help="container image, for --kubernetes, --print lws and --print compose [moeserve]",
     )
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- serve ...", help="as on one machine"
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- serve ...",
+        help="the command for all machines, as on one machine",
     )
     parser.epilog = (
-        "Ctrl-C or SIGTERM lets running requests finish; once more stops now. A machine that dies "
-        "is started again "
-        "and requests go on; all ends with machine 0, and with its exit code. See "
-        "docs/multi-node.md."
+        "Ctrl-C or SIGTERM lets running requests finish; a second one stops at once. A machine "
+        "that dies is restarted, and requests resume. When machine 0 ends, all end, with its exit "
+        "code. See docs/multi-node.md."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until machine 0 ends; returns its exit code. Raises ConfigError."""
+    """Serve until machine 0 ends, and return its exit code. Raises ConfigError."""
     if not any(getattr(args, name) for name in _WHERE):
-        raise ConfigError(f"say where: {', '.join(map(_flag, _WHERE))}")
+        raise ConfigError(f"choose where to start: one of {', '.join(map(_flag, _WHERE))}")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     served = _served(words)
     _check_flags(args)
@@ -157,30 +171,30 @@ def run(args: argparse.Namespace) -> int:
     if args.kubernetes:
         return asyncio.run(run_on_kubernetes(_deployment(args, served), args.namespace))
     env = _environment(args.env)
-    places, slots = _places(args)
-    served = _with_engines(served, len(places), slots)
-    key = secrets.token_urlsafe(32) if len(places) > 1 else ""
+    targets, slots = _targets(args)
+    served = _with_engines(served, len(targets), slots)
+    key = secrets.token_urlsafe(32) if len(targets) > 1 else ""
 
     def order(rank: int, zero: PartHello) -> Order:
-        """Return what a machine is to run."""
-        ours = (len(places), rank, zero.address, zero.port)
-        names = (protocol.NNODES, protocol.NODE_RANK, protocol.ADDRESS, protocol.PORT)
-        own = {name: str(value) for name, value in zip(names, ours, strict=True)}
+        own = {
+            protocol.NNODES: str(len(targets)),
+            protocol.NODE_RANK: str(rank),
+            protocol.ADDRESS: str(zero.address),
+            protocol.PORT: str(zero.port),
+        }
         return Order(served.words, env | own, os.getcwd(), key)
 
-    launch = Launch(places, order, _number(args.max_restarts or "10", "--max-restarts", 0, 10**6))
+    launch = Launch(targets, order, _number(args.max_restarts or "10", "--max-restarts", 0, 10**6))
     return asyncio.run(launch.run())
 
 
 def _served(words: Sequence[str]) -> Served:
-    """Read the command that all machines run. Raises ConfigError; a flag that nobody knows ends
-    the process.
-    """
+    """Parse the command for all machines. Raises ConfigError; an unknown flag ends the process."""
     from moeserve.cli.main import build_parser, parse
 
     if list(words[:1]) != ["serve"]:
         raise ConfigError(
-            "give what to run after --, as in `-- serve MODEL --dp 2`; got "
+            "put the command for all machines after --, as in `-- serve MODEL --dp 2`; got "
             f"{' '.join(words)!r:.100}"
         )
     flags = parse(build_parser("serve"), list(words[1:]))
@@ -188,14 +202,14 @@ def _served(words: Sequence[str]) -> Served:
         origin = _flag(name) if getattr(flags, name) is not None else f"MOESERVE_{name.upper()}"
         if origin.startswith("--") or os.environ.get(origin):
             raise ConfigError(
-                f"{origin}: leave it out, the launcher numbers the machines and gives them a "
+                f"{origin}: omit it, because the launcher numbers the machines and gives them a "
                 "common key"
             )
     return Served(list(words), flags)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that would have no effect, and for some that are missing."""
+    """Raise ConfigError for flags without effect, and for missing required flags."""
     where = next(name for name in _WHERE if getattr(args, name))
     named = where if where != "print" else f"print {args.print}"
     for name, ways in _ONLY_FOR.items():
@@ -207,8 +221,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError("--kubernetes needs --image IMAGE, which the nodes can pull")
 
 
-def _places(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
-    """Return the machines, and how many processes each has, if that was said."""
+def _targets(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
+    """Return the machines, and the number of slots (processes) per machine if it was given."""
     if args.slurm:
         return in_slurm(os.environ), None
     if args.ray:
@@ -222,9 +236,10 @@ def _places(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
 
 
 def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
-    """Return the command with a number of engines: --dp if given, or as many as fit on the
-    machines' slots, or one on each machine. Raises ConfigError if slots and flags contradict each
-    other."""
+    """Return the command with a number of engines: --dp if given, otherwise as many as the
+    machines' slots hold, or one per machine. Raises ConfigError if slots and flags contradict each
+    other.
+    """
     tp = served.number("tp", int(os.environ.get("MOESERVE_TP") or 1))
     if slots is not None and slots % tp:
         raise ConfigError(f"slots={slots} cannot be shared by engines of --tp {tp} processes")
@@ -239,14 +254,15 @@ def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
         )
     if dp < machines:
         raise ConfigError(
-            f"--dp {dp}: {machines} machines need an engine each, --dp {machines} at least"
+            f"--dp {dp}: each of the {machines} machines needs an engine; use --dp {machines} or "
+            "more"
         )
     words = served.words if served.flags.dp is not None else [*served.words, "--dp", str(dp)]
     return Served(words, served.flags)
 
 
 def _environment(given: Sequence[str]) -> dict[str, str]:
-    """Return the variables for all machines: settings of ours, and --env. Raises ConfigError."""
+    """Return the variables for all machines: MOESERVE_ variables and --env. Raises ConfigError."""
     from moeserve.cli.settings import PREFIX
 
     env = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
@@ -272,10 +288,11 @@ def _number(text: str, flag: str, low: int, high: int) -> int:
 
 def _deployment(args: argparse.Namespace, served: Served) -> Deployment:
     nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS)
-    served, model = _with_engines(served, nodes, None), Path(served.flags.model or "/")
+    model = Path(served.flags.model or "/")
+    served = _with_engines(served, nodes, None)
     if args.print not in ("slurm", "systemd") and not model.is_absolute() and model.exists():
         raise ConfigError(
-            f"MODEL {model}: containers have folders by their whole path; give {model.absolute()}"
+            f"MODEL {model}: containers need an absolute path; use {model.absolute()}"
         )
     return Deployment(
         words=served.words[1:],

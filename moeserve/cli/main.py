@@ -1,5 +1,5 @@
-"""The command line. It imports the chosen command's module only, and turns errors into one line and
-an exit code.
+"""The command line: imports only the module of the chosen command, and turns errors into one line
+and an exit code.
 
 Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 model files, 4 port, 5 memory, 130 Ctrl-C.
 """
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """One command. Its entry is a module or class with `add_arguments(parser)` and `run(args) ->
-    int` (exit code).
+    """One command. `entry` names a module or class with `add_arguments(parser)` and `run(args)`,
+    which returns the exit code.
     """
 
     group: str
@@ -27,44 +27,50 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("Serve", "serve", "serve a model over an OpenAI-compatible HTTP API"),
     "launch": Command(
-        "Serve", "launch", "serve on several machines: starts, watches and stops the part of each"
+        "Serve", "launch", "serve on several machines: start, watch and stop all of them"
     ),
     "chat": Command(
         "Talk to a running server",
         "talk:ChatSession",
         "chat in the terminal, or ask one question with -q",
     ),
-    "complete": Command("Talk to a running server", "talk:CompleteSession", "continue a text"),
+    "complete": Command(
+        "Talk to a running server", "talk:CompleteSession", "complete a text in the terminal"
+    ),
     "run-batch": Command(
-        "Talk to a running server", "run_batch", "answer a file of OpenAI Batch lines"
+        "Talk to a running server", "run_batch", "answer a file in OpenAI's Batch format"
     ),
     "bench serve": Command(
-        "Measure", "bench.serve", "load a running server, as `vllm bench serve` does"
+        "Measure", "bench.serve", "benchmark a running server, like `vllm bench serve`"
     ),
-    "bench latency": Command("Measure", "bench.offline:Latency", "time one batch, offline"),
+    "bench latency": Command(
+        "Measure", "bench.offline:Latency", "measure the latency of one batch, offline"
+    ),
     "bench throughput": Command(
-        "Measure", "bench.offline:Throughput", "time many prompts, offline"
+        "Measure", "bench.offline:Throughput", "measure the throughput of many prompts, offline"
     ),
-    "tune": Command("Measure", "tune", "find launch parameters of the GPU kernels for a model"),
+    "tune": Command("Measure", "tune", "tune the GPU kernels' launch parameters for a model"),
     "plan": Command(
-        "Measure", "plan", "which layout of a model on some devices serves a load best, and why"
+        "Measure", "plan", "predict which layout of a model serves a load best on given devices"
     ),
     "simulate": Command(
-        "Measure", "simulate", "run a trace through the real scheduler in simulated time"
+        "Measure", "simulate", "run a request trace through the scheduler in simulated time"
     ),
-    "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
+    "experts": Command("Inspect", "experts", "show the load of a running server's experts"),
     "verify": Command(
-        "Look",
-        "verify:Verify",
-        "compute the answer of a receipt again, and say whether it is equal",
+        "Inspect", "verify:Verify", "recompute the answer of a receipt and compare them"
     ),
-    "replay": Command("Look", "verify:Replay", "do so for a request of a server's request_log"),
-    "receipt-key": Command("Look", "verify:MakeReceiptKey", "make a key that signs receipts"),
-    "config show": Command("Look", "config:Show", "print every setting with its origin"),
-    "config check": Command(
-        "Look", "config:Check", "check a --config file without starting anything"
+    "replay": Command(
+        "Inspect", "verify:Replay", "recompute a request of a server's request_log and compare"
     ),
-    "collect-env": Command("Look", "collect_env", "versions and hardware, for a bug report"),
+    "receipt-key": Command("Inspect", "verify:MakeReceiptKey", "make a key that signs receipts"),
+    "config show": Command(
+        "Inspect", "config:Show", "print every setting and where its value comes from"
+    ),
+    "config check": Command("Inspect", "config:Check", "check a settings file for --config"),
+    "collect-env": Command(
+        "Inspect", "collect_env", "print versions and hardware for a bug report"
+    ),
 }
 USAGE_ERROR = 2
 FAILURE = 1
@@ -72,19 +78,18 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and returns its exit code."""
+    """Run one command and return its exit code."""
     try:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv))
         finally:
-            # a reader that has gone (`| head`) is noticed here, not when the interpreter exits
+            # Raises BrokenPipeError here, not at exit, if the reader has ended (`| head`).
             sys.stdout.flush()
     except BrokenPipeError:
         import os
 
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what is left in the buffer goes nowhere
+        # Discard the rest of the buffer, which would raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -137,19 +142,19 @@ def build_parser(name: str) -> "argparse.ArgumentParser":
 
 
 def parse(parser: "argparse.ArgumentParser", words: list[str]) -> "argparse.Namespace":
-    """Parse a command's words; those that nobody knows end the process with a hint."""
+    """Parse a command's arguments. Unknown ones end the process with a hint."""
     known = parser._option_string_actions
     if "--max-num-seqs" not in known:
         args, unknown = parser.parse_known_args(words)
         advice: Callable[[str], str] = lambda flag: ""  # noqa: E731
-    else:  # a command with the flags of `moeserve serve` takes those of other servers too
+    else:  # a command with the flags of `moeserve serve`: translate flags of vLLM and SGLang
         from moeserve.cli.foreign_flags import merge, table, translate
 
-        ours = translate(words, known)
-        args, unknown = parser.parse_known_args(ours.words)
-        merge(args, ours.settings)
+        translation = translate(words, known)
+        args, unknown = parser.parse_known_args(translation.words)
+        merge(args, translation.settings)
         advice = table().advice
-        for note in ours.notes:
+        for note in translation.notes:
             print(f"{parser.prog}: {note}", file=sys.stderr)
     if unknown:
         _unknown_arguments(parser, unknown, advice)
@@ -164,7 +169,7 @@ def _unknown_arguments(
     known = parser._option_string_actions
     word = unknown[0].split("=", 1)[0]
     spelled = word.replace("_", "-")
-    # without the dashes, which make short flags look alike
+    # Compare without dashes, which make short flags look alike.
     names = {flag.lstrip("-"): flag for flag in known}
     if why := advice(spelled):
         hint = f"; {why}"
@@ -172,7 +177,7 @@ def _unknown_arguments(
         hint = f"; did you mean {names[near[0]]}?"
     else:
         hint = f"; `{parser.prog} --help` lists the flags"
-    parser.exit(USAGE_ERROR, f"{parser.prog}: {word!r} is not known here{hint}\n")
+    parser.exit(USAGE_ERROR, f"{parser.prog}: unknown argument {word!r}{hint}\n")
 
 
 def _no_command(word: str, rest: list[str]) -> int:
@@ -190,7 +195,7 @@ def _no_command(word: str, rest: list[str]) -> int:
 
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
-    """Return the list of commands by purpose, one screen long."""
+    """Return the list of commands by purpose, which fits on a screen."""
     lines = [
         "moeserve serves Mixture-of-Experts language models.",
         "",

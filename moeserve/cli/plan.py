@@ -1,4 +1,4 @@
-"""`moeserve plan`: which layout of a model on some devices serves a load best, and why."""
+"""`moeserve plan`: predicts which layout of a model serves a load best on given devices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.cli.simulate import (
+    add_link_flag,
     add_load_flags,
     add_tables_flag,
+    add_zipf_flag,
     read_load,
     read_rate,
     read_spec,
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from moeserve.plan.hardware import Cluster
     from moeserve.plan.trace import RequestTrace
 
-SIMULATED = 3  # layouts
+SIMULATED = 3  # layouts that are simulated after the closed-form estimate
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -37,36 +39,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         required=True,
         metavar="2x8xH100",
-        help="machines x devices x kind (docs/planning.md)",
+        help="machines x devices per machine x device (docs/planning.md lists devices)",
     )
-    parser.add_argument("--link", default="ib400", metavar="NAME", help="between machines [ib400]")
+    add_link_flag(parser)
     parser.add_argument(
-        "--slo", default="", metavar="ttft=1s,itl=50ms", help="goals, each for 99 of 100 requests"
+        "--slo", default="", metavar="ttft=1s,itl=50ms", help="latency goals at p99"
     )
-    parser.add_argument(
-        "--zipf",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="exponent of the experts' popularity [0]",
-    )
+    add_zipf_flag(parser)
     add_tables_flag(parser)
     parser.add_argument(
-        "--explain", action="store_true", help="show the terms of a step, and every refusal in full"
+        "--explain",
+        action="store_true",
+        help="print every refusal in full, and the sizes behind the result",
     )
     add_load_flags(parser, num_requests=2000)
     add_flags(parser, shown=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the layouts, the best one, and what binds it. Raises DoesNotFit if there is none."""
+    """Print the layouts, the best one, and its bottleneck. Raises DoesNotFit if none fits."""
     from moeserve.models.spec import model_size
     from moeserve.plan.candidates import Workload, candidates
     from moeserve.plan.hardware import read_gpus
     from moeserve.plan.tables import read_tables
 
     if not args.rates:
-        raise ConfigError("say how many requests come per second by --rates 20/s")
+        raise ConfigError("give the requests per second, such as --rates 20/s")
     goals = read_slo(args.slo)
     load = Workload(read_rate(args.rates), args.input, args.output, **goals)
     trace = read_load(args)
@@ -132,16 +130,18 @@ def read_slo(text: str) -> dict[str, float]:
 
 
 def _with_context(config: Config, spec: ModelSpec, tokens: int) -> Config:
-    """Return the config with a context for twice the usual request, unless one was asked for: work
-    space for the model's longest may take more memory than weights."""
+    """Return the config with max_model_len set to twice the usual request, unless it was given.
+
+    Work space for the model's full context may take more memory than the weights.
+    """
     if config.model.max_model_len is None:
         rounded = min(spec.max_position, -(-2 * tokens // 1024) * 1024)
         config = replace(config, model=replace(config.model, max_model_len=rounded))
     if config.model.max_model_len is not None and config.model.max_model_len <= tokens:
         raise ConfigError(
             f"requests of {tokens} tokens do not fit into {config.model.max_model_len} positions: "
-            "ask for less, or "
-            f"raise --max-model-len (the model has {spec.max_position})"
+            "lower --input or --output, or raise --max-model-len (the model has "
+            f"{spec.max_position})"
         )
     return config
 
@@ -160,7 +160,7 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
         )
         words += f"{capacity:>9.1f}"
         if found is None:
-            print(f"{words}  more comes than is served")
+            print(f"{words}  overloaded at this rate")
         else:
             print(
                 f"{words}{1e3 * found.ttft_s:>9.0f}{1e3 * found.itl_s:>8.1f}{found.rows:>6.0f}  "
@@ -172,8 +172,8 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
 def _confirm(
     rated: list[tuple[float, Candidate]], load: Workload, trace: RequestTrace
 ) -> tuple[Candidate, Estimate | None, dict[str, Any]]:
-    """Simulate layouts at the load; returns the one that keeps the goals with most to spare, or
-    comes nearest.
+    """Simulate layouts at the load. Return the one that meets the goals with the largest margin, or
+    misses them by least.
     """
     from moeserve.plan.report import summarise
 
@@ -220,30 +220,30 @@ def _print_best(
         f"{candidate.config.model.max_model_len}{nnodes}"
     )
     print(
-        f"goals {'kept' if kept else 'MISSED'} in simulation; by the closed form up to {most:.1f} "
+        f"goals {'met' if kept else 'MISSED'} in simulation; closed-form limit {most:.1f} "
         "requests/s"
     )
     if found is None:
-        print("more comes than is served: more devices, or fewer requests")
+        print("overloaded at this rate: use more devices, or lower --rates")
         return
-    for kind, terms in (("decodes", found.decode), ("reads a prompt too", found.prefill)):
+    for kind, terms in (("decode only", found.decode), ("with prefill", found.prefill)):
         total = sum(terms.values())
         parts = sorted(terms.items(), key=lambda item: -item[1])
         shown = ", ".join(
             f"{name} {100 * value / total:.0f} %" for name, value in parts if value > 0.02 * total
         )
-        print(f"a step that {kind}: {1e3 * total:.1f} ms: {shown}")
-    print(f"{100 * found.prefills:.0f} % of steps read a prompt; first to run out: {found.binds}")
+        print(f"step time, {kind}: {1e3 * total:.1f} ms: {shown}")
+    print(f"{100 * found.prefills:.0f} % of steps have prefill; bottleneck: {found.binds}")
     if explain and candidate.cost is not None and candidate.memory is not None:
         weights = candidate.cost.weights
         memory = candidate.memory
         if candidate.cost.measured:
             print(
-                f"measured kernels: {', '.join(candidate.cost.measured)}; all else is the "
-                "roofline's"
+                f"measured kernels: {', '.join(candidate.cost.measured)}; the rest is from the "
+                "roofline"
             )
         print(
-            f"a rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, "
+            f"each rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, "
             f"{weights.local_experts} experts of "
             f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.moe_layers} layers, "
             f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and "
@@ -254,6 +254,6 @@ def _print_best(
         )
         if candidate.cost.load is not None:
             print(
-                f"the fullest rank has {candidate.cost.load.imbalance:.2f} times the mean load of "
+                f"the busiest rank has {candidate.cost.load.imbalance:.2f} times the mean load of "
                 "experts"
             )

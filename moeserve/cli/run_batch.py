@@ -1,7 +1,7 @@
-"""`moeserve run-batch`: answers a file of OpenAI Batch lines, by a running server or its own.
+"""`moeserve run-batch`: answers a file in OpenAI's Batch format with a running or its own server.
 
-It can be stopped and started again: lines that have a result are skipped. A bad line gets an error
-in the output and costs no other; only a server that is gone ends the run.
+A stopped run can be continued: lines that have a result are skipped. An invalid line gets an error
+in the output and does not affect others; only an unreachable server ends the run.
 """
 
 import argparse
@@ -27,13 +27,18 @@ from moeserve.server.batch_file import BatchLine, ResultFile, answer_lines, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the batch, and those of `moeserve serve` without help."""
+    """Add the flags of the batch, and those of `moeserve serve`, which --help does not list."""
     parser.usage = (
         "%(prog)s -i IN.jsonl -o OUT.jsonl (--base-url URL | --model MODEL "
         "[flags of `moeserve serve`])"
     )
     parser.add_argument(
-        "-i", "--input-file", required=True, type=Path, metavar="FILE", help="JSON Lines to answer"
+        "-i",
+        "--input-file",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="JSON Lines of requests",
     )
     parser.add_argument(
         "-o",
@@ -41,17 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         metavar="FILE",
-        help="where results are added",
+        help="JSON Lines that results are appended to",
     )
     add_url_flag(parser, default=None)
-    parser.add_argument("--base-url-key", metavar="KEY", help="key for --base-url (or --api-key)")
     parser.add_argument(
-        "--model", metavar="MODEL", help="start a server of our own for this model (default: demo)"
+        "--base-url-key", metavar="KEY", help="API key for --base-url (or use --api-key)"
     )
     parser.add_argument(
-        "--max-concurrency", type=int, default=64, metavar="N", help="lines sent at once [64]"
+        "--model",
+        metavar="MODEL",
+        help="without --base-url: serve this model for the batch (default: demo)",
     )
-    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of concurrent requests [64]",
+    )
+    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     add_flags(parser, shown=False, model=False)
 
 
@@ -60,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
     if args.base_url and args.model:
-        raise ConfigError("--base-url uses a running server, --model starts one: give one of them")
+        raise ConfigError(
+            "--base-url uses a running server and --model starts one: give only one of them"
+        )
     code: int = uvloop.run(_run(args))
     return code
 
@@ -94,9 +109,9 @@ async def _run(args: argparse.Namespace) -> int:
 
 @asynccontextmanager
 async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
-    """Yield a client of a server in this process, on a private port and with a private key.
+    """Yield a client for a server in this process, with a random port and key.
 
-    Raise the cause if the engine does not start, or dies for good inside the block.
+    Raise the cause if the engine does not start, or finally dies inside the block.
     """
     from moeserve.cluster.logs import set_up_logging
     from moeserve.frontend.open import open_front_end
@@ -131,7 +146,7 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
         block = asyncio.current_task()
         death = spawn(front.died(), name="death of the engine", on_error=log_error)
         assert block is not None
-        left: list[bool] = []  # whether the block has ended, so that nothing is left to cancel
+        left: list[bool] = []  # not empty once the block has ended and must not be cancelled
         death.add_done_callback(lambda task: task.cancelled() or left or block.cancel())
         try:
             yield client
@@ -152,10 +167,10 @@ async def answer(
     *,
     quiet: bool = False,
 ) -> int:
-    """Write each result as soon as it is there. Return the number of errors among them.
+    """Write each result as soon as it arrives. Return the number of errors among them.
 
-    Raise ConfigError if the file cannot be written, and Unreachable when the server is gone. What
-    is written stays.
+    Raise ConfigError if the file cannot be written, and Unreachable if the server is gone. Written
+    results stay.
     """
     from tqdm import tqdm
 

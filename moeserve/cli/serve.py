@@ -15,10 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
     parser.usage = "%(prog)s [MODEL] [flags]"
     parser.epilog = (
-        "Each flag has a MOESERVE_ variable (--max-model-len: MOESERVE_MAX_MODEL_LEN). A flag wins "
-        "over the variable, that over --config, that over the default in [brackets]. Numbers may "
-        "be written 25.6k (decimal) or 2GiB. Many flags of vLLM and SGLang are translated, with a "
-        "note that names ours."
+        "Every flag is also an environment variable (--max-model-len: MOESERVE_MAX_MODEL_LEN). "
+        "Precedence: flag, variable, --config file, default (in [brackets]). More settings can be "
+        "set in the --config file only; `moeserve config show` lists all. Numbers may be written "
+        "as 25.6k (decimal) or 2GiB. Many flags of vLLM and SGLang are translated, with a note."
     )
 
 
@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _use_stdout() -> None:
-    """Send standard output nowhere if it is closed, so that no other file gets its number."""
+    """Open /dev/null as standard output if that is closed, so that no other file gets its
+    descriptor.
+    """
     if sys.stdout is None:
         fd = os.open(os.devnull, os.O_WRONLY)
         if fd != 1:
@@ -52,9 +54,9 @@ def _use_stdout() -> None:
 
 
 def _placed(resolved: ResolvedSettings) -> Config | None:
-    """Return the settings of this machine in a launcher's allocation, if there is one.
+    """Return the config of this machine, with the values of a launcher (Slurm, torchrun, ...).
 
-    Print the choice. Return None if this process has nothing to do there.
+    Print where they come from. Return None if another process of this machine serves.
     """
     from moeserve.cluster.allocation import apply, outside_of_step
 
@@ -76,7 +78,7 @@ def _placed(resolved: ResolvedSettings) -> Config | None:
         return None
     machine = f"machine {parallel.node_rank} of {parallel.nnodes}"
     _say(f"{found.source}: {machine}; machine 0 is at {parallel.rendezvous}")
-    rendezvous_of(parallel)  # before a wait for the secret
+    rendezvous_of(parallel)  # raises ConfigError before the wait for the secret
     if parallel.cluster_key_file is None:
         _say("machine 0 makes the machines' secret in its home; or set --cluster-key-file")
         parallel = replace(parallel, cluster_key_file=default_key(parallel.node_rank))

@@ -1,8 +1,8 @@
 """The settings of `moeserve.config` on the command line, in the environment and in YAML.
 
-Flags, help and types come from the fields themselves. Precedence: flag, MOESERVE_* variable,
---config file, default. Every value knows where it came from. What people write (25.6k, 2GiB, yes,
-YAML scalars) is converted to the setting's type.
+Flags, help and types are derived from the dataclass fields. Precedence: flag, MOESERVE_* variable,
+--config file, default. The origin of every value is recorded. Text (25.6k, 2GiB, yes) and YAML
+scalars are converted to the setting's type.
 """
 
 import argparse
@@ -48,7 +48,7 @@ FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of the config tree. `flag` and `env` are None where only YAML can set it."""
+    """One field of the config tree. `flag` and `env` are None if only YAML can set it."""
 
     section: str
     name: str
@@ -60,11 +60,11 @@ class Setting:
 
     @property
     def path(self) -> str:
-        """The setting's place in a YAML file: section.name."""
+        """The setting's path in a YAML file: section.name."""
         return f"{self.section}.{self.name}"
 
     def read(self, value: Any, origin: str) -> Any:
-        """Return `value` converted and checked. Raises ConfigError that names its origin."""
+        """Convert and check `value`. Raises ConfigError that names its origin."""
         with ConfigError.instead_of(ValueError, origin, f" ({self.help})"):
             found = convert(self.kind, value)
         check_range(self.field, found, origin)
@@ -73,7 +73,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
-    """A config, and by "section.name" the origin of each value that is not the default."""
+    """A config, and the origin of each value that is not the default, by "section.name"."""
 
     config: Config
     origins: Mapping[str, str]
@@ -97,10 +97,13 @@ def settings() -> tuple[Setting, ...]:
 
 
 def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: bool = True) -> None:
-    """Add the flags of all settings, grouped by section. shown=False keeps them out of --help.
+    """Add the flags of all settings, grouped by section.
 
-    model: adds the positional MODEL too. Values stay text until `resolve`, so that every origin is
-    checked alike.
+    Values stay text until `resolve`, so that values of all origins are checked alike.
+
+    Args:
+        shown: Whether --help lists the flags of the settings.
+        model: Whether to add the positional MODEL too.
     """
     if model:
         parser.add_argument("model", nargs="?", metavar="MODEL", help=_by_name()["model"].help)
@@ -130,6 +133,8 @@ def _help(setting: Setting) -> str:
     default = setting.field.default
     if "(default" in setting.help or default in (None, False, ()):
         return setting.help
+    if isinstance(default, float):
+        default = f"{default:g}"
     return f"{setting.help} [{'yes' if default is True else default}]"
 
 
@@ -144,8 +149,8 @@ def _metavar(setting: Setting, kind: Any) -> str:
 
 
 def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> ResolvedSettings:
-    """Return the config from flags, environment and file. Raises ConfigError with the origin of a
-    bad value.
+    """Return the config from flags, environment and file. Raises ConfigError that names the origin
+    of an invalid value.
     """
     path = getattr(args, "config", None)
     file = read_file(Path(path)) if path else {}
@@ -178,7 +183,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Re
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a key that occurs twice, whose first value YAML drops silently."""
+    """A safe loader that refuses repeated keys, of which YAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Raise ConstructorError at a repeated key; see PyYAML."""
@@ -194,8 +199,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return a YAML file's values by "section.name". Raises ConfigError for an unknown key, with
-    the nearest one.
+    """Return a YAML file's values by "section.name". Raises ConfigError for an unknown key, which
+    suggests the nearest known one.
     """
     try:
         document = yaml.load(path.read_text("utf-8"), _Loader)
@@ -231,24 +236,22 @@ def _hint(advice: str, name: Any, known: Iterable[str]) -> str:
 
 
 def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the MOESERVE_* variables that no setting has, each with a hint: most likely typing
-    errors.
-    """
+    """Return the MOESERVE_* variables of no setting, each with a hint. Most are misspelled."""
     known = [VARIABLE, *(s.env for s in settings() if s.env)]
     unknown = [n for n in env if n.startswith(PREFIX) and n not in known]
-    others = ("_SERVICE_", "_PORT_", "_LAUNCH_")  # of Kubernetes and of `moeserve launch`
+    others = ("_SERVICE_", "_PORT_", "_LAUNCH_")  # set by Kubernetes and `moeserve launch`
     return [
         name + nearest(name, known) for name in unknown if not any(word in name for word in others)
     ]
 
 
 def setting_named(name: str) -> Setting:
-    """Return the setting of that name. Raises KeyError."""
+    """Return the setting with that name. Raises KeyError."""
     return _by_name()[name]
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: the nearest known one, or all."""
+    """Return the end of an error message about an unknown name: the nearest known name, or all."""
     near = get_close_matches(str(word), list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
@@ -271,10 +274,10 @@ _BOOLS = {
 
 
 def parse_int(text: str) -> int:
-    """Read a whole number: 4096, 1_000, 25.6k (decimal: k m g t), 4K (binary: K M G T, KiB, ...;
-    kB, MB decimal).
+    """Parse a whole number: 4096, 1_000, 25.6k, 2GiB.
 
-    Raises ValueError with an example if `text` is no such number or has a fraction left.
+    Decimal units: k, m, g, t, kB, MB, ... Binary units: K, M, G, T, KiB, MiB, ...
+    Raises ValueError with an example if `text` has another form or is not whole.
     """
     match = re.fullmatch(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmgtKMGT]?)(i?B?)", text.strip())
     if match is None:
@@ -297,8 +300,8 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Return `value` (text from a flag or variable, or a YAML value) as `kind`. ValueError says
-    what was expected.
+    """Convert `value` (text from a flag or variable, or a YAML value) to `kind`. Raises ValueError
+    that says what was expected.
     """
     inner, optional = strip_optional(kind)
     if value is None and optional:
@@ -335,7 +338,9 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def _is_utf8(text: str) -> bool:
-    """Return whether a text can travel to other processes. Odd bytes of a path are surrogates."""
+    """Whether a text can be sent to other processes. Bytes of a path that are not UTF-8 become
+    surrogates, which cannot be encoded.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -343,7 +348,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-_READ: dict[Any, Callable[[str], Any]] = {  # from text, where that is not what it means
+_READ: dict[Any, Callable[[str], Any]] = {  # parsers of types that text is converted to
     bool: lambda text: _BOOLS[text.lower()],
     float: float,
     tuple: lambda text: text.split(","),

@@ -1,4 +1,4 @@
-"""`moeserve simulate`: runs a trace through the real scheduler in simulated time."""
+"""`moeserve simulate`: runs a request trace through the real scheduler in simulated time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,78 +27,111 @@ if TYPE_CHECKING:
 
 
 def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> None:
-    """Add what describes synthetic requests."""
+    """Add the flags of synthetic requests."""
     group = parser.add_argument_group("requests")
     group.add_argument(
-        "--rates", metavar="N/s", help="requests per second, Poisson; inf: all at once"
+        "--rates", metavar="N/s", help="requests per second (Poisson process); inf: all at once"
     )
-    group.add_argument("--input", type=int, default=1024, metavar="N", help="prompt tokens [1024]")
-    group.add_argument("--output", type=int, default=128, metavar="N", help="answer tokens [128]")
+    group.add_argument(
+        "--input", type=int, default=1024, metavar="N", help="prompt tokens per request [1024]"
+    )
+    group.add_argument(
+        "--output", type=int, default=128, metavar="N", help="output tokens per request [128]"
+    )
     group.add_argument(
         "--spread",
         type=float,
         default=0.0,
         metavar="R",
-        help="lengths vary by length*(1-R..1+R) [0]",
+        help="draw lengths from length*(1-R) to length*(1+R) [0]",
     )
     group.add_argument(
         "--num-requests",
         type=int,
         default=num_requests,
         metavar="N",
-        help=f"how many [{num_requests}]",
+        help=f"number of requests [{num_requests}]",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of times and lengths [0]")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of arrival times and lengths [0]"
+    )
 
 
 def add_tables_flag(parser: argparse.ArgumentParser) -> None:
     """Add --tables."""
     parser.add_argument(
-        "--tables", metavar="DIR|aiconfigurator", help="measured kernels (docs/planning.md)"
+        "--tables",
+        metavar="DIR|aiconfigurator",
+        help="use measured kernel times (docs/planning.md)",
+    )
+
+
+def add_link_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --link."""
+    parser.add_argument(
+        "--link", default="ib400", metavar="NAME", help="network between machines [ib400]"
+    )
+
+
+def add_zipf_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --zipf."""
+    parser.add_argument(
+        "--zipf",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="Zipf exponent of the experts' popularity; 0: uniform [0]",
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the requests, the devices or a calibration, and the flags of `moeserve serve` without
-    help.
+    """Add the flags of requests, devices and calibration, and those of `moeserve serve`, which
+    --help does not list.
     """
     parser.usage = (
         "%(prog)s MODEL (--gpus 8xH200 | --calibration FILE | --measure FILE) [flags of `moeserve "
         "serve`]"
     )
     parser.add_argument(
-        "--gpus", metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)"
+        "--gpus",
+        metavar="2x8xH100",
+        help="machines x devices per machine x device (docs/planning.md lists devices)",
     )
-    parser.add_argument("--link", default="ib400", metavar="NAME", help="between machines [ib400]")
+    add_link_flag(parser)
     parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="measured steps instead of a device's data"
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="use measured step times from this file, not a device's data",
     )
     parser.add_argument(
-        "--measure", type=Path, metavar="FILE", help="measure this machine and write a calibration"
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine, and write the calibration to this file",
     )
-    parser.add_argument(
-        "--zipf",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="exponent of the experts' popularity [0]",
-    )
+    add_zipf_flag(parser)
     add_tables_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="requests: ShareGPT, Mooncake, or an access log"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="read the requests from a ShareGPT or Mooncake file, or an access log",
     )
     add_load_flags(parser, num_requests=1000)
     add_flags(parser, shown=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, or simulates and prints what clients would see."""
+    """Measure this machine, or simulate and print the metrics that clients would see."""
     config = resolve(args).config
     if sum(bool(given) for given in (args.gpus, args.calibration, args.measure)) != 1:
         raise ConfigError("simulate needs one of --gpus, --calibration and --measure")
     if args.tables and not args.gpus:
-        raise ConfigError("--tables are times of a GPU; a calibration has its own")
+        raise ConfigError(
+            "--tables has kernel times of a GPU and needs --gpus; a calibration has its own times"
+        )
     if args.measure:
         return _measure(config, args.measure)
     limits, groups, cost, delay_s = (
@@ -106,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
     from moeserve.plan.report import summarise, table
 
     trace = read_load(args)
-    # requests hold no cycles, and looking for some among millions takes a seventh of the time
+    # The garbage collector would take a seventh of the time to look for cycles among millions of
+    # requests, which have none.
     gc.freeze()
     began_s = time.perf_counter()
     simulation = simulate(limits, groups, cost, trace, config)
@@ -136,9 +171,7 @@ def read_load(args: argparse.Namespace) -> RequestTrace:
     if getattr(args, "trace", None):
         return read_trace(args.trace, rate)
     if rate is None:
-        raise ConfigError(
-            "say how many requests come per second by --rates 20/s, or give a --trace"
-        )
+        raise ConfigError("give the requests per second, such as --rates 20/s, or a --trace")
     times_s = arrival_times(args.num_requests, rate, 1.0, args.seed)
     return synthetic(times_s, args.input, args.output, args.spread, args.seed)
 
@@ -156,28 +189,36 @@ def read_rate(text: str) -> float:
 
 
 def together(config: Config) -> bool:
-    """Whether the engines step together: their experts are sharded over all of them."""
+    """Whether the engines step together, because their experts are sharded over all of them."""
     return config.parallel.ep == "on"
 
 
 def simulate(
     limits: Limits, groups: tuple[KVGroup, ...], cost: StepCost, trace: RequestTrace, config: Config
 ) -> Simulation:
-    """Run a trace on all engines: counted as long as none preempts a request, otherwise with their
-    schedulers.
+    """Run a trace on all engines.
+
+    Tries `plan/counted.py` first, which computes each step's sums without a scheduler. If the
+    configuration does not allow it (`is_countable`), or a request would be preempted, the run uses
+    the real schedulers.
     """
     from moeserve.plan.counted import Uncountable, is_countable
     from moeserve.plan.simulator import Simulation
 
     limits = replace(
-        limits, enable_prefix_caching=limits.enable_prefix_caching and trace.shares_prefixes,
+        limits,
+        # Without shared prefixes the prefix cache finds nothing, and steps can be counted.
+        enable_prefix_caching=limits.enable_prefix_caching and trace.shares_prefixes,
+        # Shorter tables; the longest request still has room for one more token.
         max_model_len=min(limits.max_model_len, trace.longest + 1),
-    )  # fmt: skip
-    asked = limits, groups, cost, config.parallel.dp
+    )
+    simulation = partial(
+        Simulation, limits, groups, cost, config.parallel.dp, together=together(config)
+    )
     if is_countable(limits, groups, cost.spans, trace.longest):
         with suppress(Uncountable):
-            return Simulation(*asked, together=together(config), counted=True).run(trace)
-    return Simulation(*asked, together=together(config)).run(trace)
+            return simulation(counted=True).run(trace)
+    return simulation().run(trace)
 
 
 def _modelled(
@@ -193,9 +234,8 @@ def _modelled(
     parallel = config.parallel
     if parallel.num_ranks > cluster.num_devices:
         raise ConfigError(
-            f"--dp {parallel.dp} --tp {parallel.tp} are {parallel.num_ranks} ranks, and --gpus "
-            f"{args.gpus} has "
-            f"{cluster.num_devices} devices"
+            f"--dp {parallel.dp} --tp {parallel.tp} needs {parallel.num_ranks} devices, one per "
+            f"rank; --gpus {args.gpus} has {cluster.num_devices} devices"
         )
     spec = read_spec(config.model.model)
     check_parallel(config, spec)
@@ -233,7 +273,7 @@ def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...]
 
 
 def read_spec(model: str) -> ModelSpec:
-    """Return the spec of a model folder, of which only config.json is read, or of that file."""
+    """Return the spec of a model: a folder, or its config.json, which is the only file read."""
     from moeserve.loader.model_dir import resolve_model_dir
     from moeserve.models.hf_config import read_model_spec
 
@@ -248,11 +288,11 @@ def _measure(config: Config, path: Path) -> int:
     from moeserve.plan.measure import measure
 
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--measure {path}: must be a file in a folder that there is")
+        raise ConfigError(f"--measure {path}: must be a file in a folder that exists")
     found = asyncio.run(measure(config))
     write(path, found)
     print(f"{found.num_samples} steps, median error of the fit {100 * found.error:.1f} %")
     print("\n".join(f"  {name:<20}{1e6 * value:>12.4f} us" for name, value in found.terms.items()))
-    print(f"  to the client and back {1e3 * found.delay_s:.2f} ms")
+    print(f"  round trip to the client {1e3 * found.delay_s:.2f} ms")
     print(f"written: {path}")
     return 0

@@ -1,5 +1,4 @@
-"""`moeserve chat` and `moeserve complete`: flags, the loop over lines, and printing an answer as it
-comes.
+"""`moeserve chat` and `moeserve complete`: read lines and print streamed answers.
 
 Ctrl-C stops an answer, on the server too; at the prompt it ends the command.
 """
@@ -18,11 +17,10 @@ from moeserve.errors import RequestError
 
 
 class Session:
-    """One conversation with a model. `help` is shown at the start and by /help, `quick` is the help
-    of -q.
-    """
+    """One conversation with a model."""
 
-    help = quick = ""
+    help = ""  # printed at the start and by /help
+    quick = ""  # the help text of -q
     max_tokens: int | None = None
 
     def __init__(self, client: AsyncClient, model: str, args: argparse.Namespace) -> None:
@@ -44,18 +42,21 @@ class Session:
             "--model",
             "--model-name",
             metavar="NAME",
-            help="model to ask (default: the server's first)",
+            help="model name (default: the server's first)",
         )
         parser.add_argument("-q", "--quick", metavar="TEXT", help=cls.quick)
-        limit = f"longest answer in tokens [{cls.max_tokens or 'up to the context length'}]"
+        limit = f"maximum tokens of an answer [{cls.max_tokens or 'the context length'}]"
         parser.add_argument(
             "--max-tokens", type=int, default=cls.max_tokens, metavar="N", help=limit
         )
         parser.add_argument(
-            "--temperature", type=float, metavar="T", help="0: always the likeliest token"
+            "--temperature",
+            type=float,
+            metavar="T",
+            help="sampling temperature; 0: greedy (default: the server's)",
         )
         parser.add_argument(
-            "--seed", type=int, metavar="N", help="the same seed gives the same answer"
+            "--seed", type=int, metavar="N", help="sampling seed, for repeatable answers"
         )
         parser.add_argument(
             "--stats", action="store_true", help="print time to first token and tokens per second"
@@ -63,7 +64,7 @@ class Session:
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
-        """Answer --quick, or line after line from the terminal or a pipe. Returns the exit code."""
+        """Answer --quick, or each line from the terminal or a pipe. Returns the exit code."""
         with asyncio.Runner() as runner:
             client = client_from(args)
             try:
@@ -77,36 +78,31 @@ class Session:
                 runner.run(client.close())
 
     def command(self, line: str) -> bool:
-        """Handle a line that is a command of this session; returns False if the line is a
-        question.
-        """
+        """Handle `line` if it is a command of this session; return whether it is one."""
         return False
 
     async def answer(self, line: str) -> None:
-        """Print the answer to a line as it comes."""
+        """Print the answer to a line while it is streamed."""
         raise NotImplementedError
 
 
 class CompleteSession(Session):
-    """Each line is a prompt of its own."""
+    """Completes each line as a separate prompt."""
 
-    help = "each line is continued; /quit ends, /help prints this; Ctrl-C stops an answer"
-    quick = "continue this text, then end"
+    help = "enter a text to complete; /quit ends, /help prints this; Ctrl-C stops an answer"
+    quick = "complete this text, and exit"
     max_tokens = 128
 
     async def answer(self, line: str) -> None:
-        """Print the continuation."""
         stream = await self.client.completions.create(prompt=line, stream=True, **self.options)
         await print_stream(stream, lambda choice: choice.text, stats=self.args.stats)
 
 
 class ChatSession(Session):
-    """The conversation so far. An answer that was stopped or failed is forgotten together with its
-    question.
-    """
+    """A chat. If an answer is stopped or fails, its question is dropped from the conversation."""
 
     help = "/clear forgets the conversation, /quit ends, /help prints this; Ctrl-C stops an answer"
-    quick = "ask this, print the answer, end"
+    quick = "send this message, print the answer, and exit"
 
     def __init__(self, client: AsyncClient, model: str, args: argparse.Namespace) -> None:
         super().__init__(client, model, args)
@@ -134,7 +130,7 @@ class ChatSession(Session):
         return line.startswith("/")
 
     async def answer(self, line: str) -> None:
-        """Print the answer, says why if it is cut short, and remembers both."""
+        """Print the answer, and the reason if it is cut off; add both to the conversation."""
         messages = [*self.messages, {"role": "user", "content": line}]
         stream = await self.client.chat.completions.create(
             messages=messages, stream=True, **self.options
@@ -149,7 +145,7 @@ class ChatSession(Session):
 
 
 def _content(choice: Any) -> str | None:
-    """Return the new content. Reasoning and tool calls, which nobody runs here, are remarks."""
+    """Return the new content. Print reasoning and tool calls, which nobody executes, to stderr."""
     delta = choice.delta
     aside = delta.reasoning or delta.reasoning_content or ""
     for call in delta.tool_calls or ():
@@ -167,8 +163,7 @@ def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
     if sys.stdin.isatty():
         import readline  # noqa: F401 - line editing and history for input()
 
-        # \x01 and \x02 enclose what takes no room on the line, so that readline counts columns
-        # right.
+        # \x01 and \x02 enclose escape codes, which readline must not count as columns.
         prompt = "\x01\x1b[1;36m\x02> \x01\x1b[0m\x02" if _has_colour(sys.stdout) else "> "
         note(f"{name}: {session.help}")
     while True:
@@ -190,7 +185,7 @@ def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
 
 
 def note(text: str, end: str = "\n") -> None:
-    """Print a remark to stderr, dim on a terminal unless NO_COLOR is set."""
+    """Print a note to stderr, dimmed on a terminal unless NO_COLOR is set."""
     shown = f"\x1b[2m{text}\x1b[0m" if _has_colour(sys.stderr) else text
     print(shown, end=end, file=sys.stderr, flush=True)
 
@@ -202,8 +197,8 @@ def _has_colour(out: TextIO) -> bool:
 async def print_stream(
     stream: Stream[Any], text_of: Callable[[Any], str | None], *, stats: bool
 ) -> tuple[str, str]:
-    """Print each piece at once, then the times if `stats`. Returns the whole text and the finish
-    reason.
+    """Print each piece as it arrives, and at the end the speed if `stats`. Returns the whole text
+    and the finish reason.
     """
     begin_s = first_s = last_s = time.perf_counter()
     num_tokens = 0

@@ -1,5 +1,5 @@
-"""`moeserve tune`: measures launch parameters of the GPU kernels for a model's shapes and keeps the
-best.
+"""`moeserve tune`: measures launch parameters of the GPU kernels for a model's shapes, and stores
+the fastest.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ WEIGHTS = {
     "int8": 16,
     "int4": 128,
     "fp4": 64,
-}  # of which the experts' widths are multiples
+}  # format -> the number that the experts' widths must be multiples of
 BLOCK_SIZE = 16
-COMPILERS = 16  # processes, of half a gigabyte each
-COMMON = {  # what --all measures: shapes of experts, and their weights
+COMPILERS = 16  # processes; each takes half a gigabyte
+COMMON = {  # the expert shapes and weight formats that --all measures
     "Qwen3-30B-A3B": ("E128 I768 D2048 K8", "plain"),
     "Qwen3-235B-A22B": ("E128 I1536 D4096 K8", "plain"),
     "DeepSeek-V3": ("E256 I2048 D7168 K8", "fp8"),
@@ -51,45 +51,51 @@ _SHAPE = re.compile(r"E(\d+) +I(\d+) +D(\d+) +K(\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model or its shape, and what to measure."""
+    """Add the flags: a model or its shape, and the kernels to measure."""
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="model directory; only its config.json is read"
     )
     parser.add_argument(
-        "--shape", metavar="'E128 I768 D2048 K8'", help="experts, their width, model width, top-k"
+        "--shape",
+        metavar="'E128 I768 D2048 K8'",
+        help="in place of MODEL: experts, expert width, model width, top-k",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="type of weights and activations [the model's own, or bfloat16]",
+        help="dtype of weights and activations [the model's, or bfloat16]",
     )
     parser.add_argument(
         "--weights",
         choices=WEIGHTS,
-        help="weights of experts; fp8: in blocks of 128 x 128, fp4: MXFP4 [16 bits]",
+        help="format of expert weights; fp8: 128 x 128 blocks, fp4: MXFP4 [plain: 16 bits]",
     )
     parser.add_argument(
         "--all",
         action="store_true",
-        help="common shapes of experts, the few best predicted of each entry",
+        help="tune the expert shapes of common models, measuring only the best predictions",
     )
     parser.add_argument(
-        "--minutes", type=float, default=8.0, help="of --all; the same command goes on later [8]"
+        "--minutes",
+        type=float,
+        default=8.0,
+        metavar="N",
+        help="time limit of --all; run the command again to continue [8]",
     )
     parser.add_argument(
-        "--list", action="store_true", help="tables that there are, and where they are from"
+        "--list", action="store_true", help="list the tables and their origins, and exit"
     )
-    parser.add_argument("--only", choices=FAMILIES, help="one family of kernels")
+    parser.add_argument("--only", choices=FAMILIES, help="tune one family of kernels only")
     parser.add_argument(
         "--out",
         type=Path,
-        metavar="FOLDER",
-        help="folder of the tables [the user's cache, where kernels find them]",
+        metavar="DIR",
+        help="write the tables to this folder [the user's cache, which kernels read]",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure on the present GPU. Raises ConfigError if there is none."""
+    """Measure on the current GPU. Raises ConfigError if there is none."""
     from moeserve.kernels.configs import FOLDER, listing, user_folder
 
     folder = args.out or user_folder()
@@ -104,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("tune needs a model directory or --shape or --all, and only one of them")
     if args.all and (args.weights or args.only):
         raise ConfigError(
-            "--all measures experts in weights of its own choice: leave out --weights and --only"
+            "--all chooses kernels and weight formats itself: omit --weights and --only"
         )
     if not 0 < args.minutes < math.inf:
         raise ConfigError(f"--minutes must be above 0, got {args.minutes:g}")
@@ -115,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError(f"tune measures on a GPU, and torch {torch.__version__} sees none")
+        raise ConfigError(f"tune needs a GPU, but torch {torch.__version__} finds none")
     from triton.testing import do_bench
 
     dtype = getattr(torch, args.dtype or (spec.dtype if spec else "bfloat16"))
@@ -135,13 +141,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 class ExpertShapes(NamedTuple):
-    """The experts of a layer: how many, their inner width, the model's width, and experts per
-    token.
-    """
+    """The shape of a layer's experts."""
 
     num_experts: int
-    width: int
-    dim: int
+    width: int  # intermediate size of an expert
+    dim: int  # hidden size of the model
     top_k: int
 
 
@@ -157,7 +161,7 @@ def read_shape(text: str) -> ExpertShapes:
 
 
 def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of a model's dense products on one rank."""
+    """Return (outputs, inputs) of each dense matrix product of a model on one rank."""
     return list(dict.fromkeys([*spec.products(), (spec.vocab_size, spec.hidden_size)]))
 
 
@@ -168,8 +172,8 @@ def makers_of(
     only: str | None,
     weights: str,
 ) -> Iterator[Maker]:
-    """Yield what to measure: grouped products of experts, dense products, attention; `only` names
-    one of them.
+    """Yield makers of tuning jobs: grouped expert products, dense products and attention, or only
+    the family `only`.
     """
     from moeserve.kernels import tuning
     from moeserve.kernels.paged_attention import AttentionShape
@@ -180,8 +184,10 @@ def makers_of(
         )
     if experts is not None and only in (None, "grouped_gemm"):
         if experts.width % WEIGHTS[weights] or experts.dim % WEIGHTS[weights]:
-            sizes = f"{WEIGHTS[weights]}s, and these are {experts.width} and {experts.dim}"
-            raise ConfigError(f"--weights {weights} takes widths of {sizes}")
+            raise ConfigError(
+                f"--weights {weights} needs widths that are multiples of {WEIGHTS[weights]}, got "
+                f"{experts.width} and {experts.dim}"
+            )
         yield partial(tuning.grouped_jobs, *experts, dtype, kind=weights)
     if spec is not None and only in (None, "linear"):
         for shape in linear_shapes(spec):
@@ -194,8 +200,10 @@ def makers_of(
 
 
 def compile_ahead(make: Maker, job: Job) -> dict[Key, Facts]:
-    """Compiles the kernels of a job's candidates in processes, into Triton's cache, and returns
-    facts about them; nothing for kernels without a model."""
+    """Compile the kernels of a job's candidates in processes, into Triton's cache.
+
+    Returns facts about the compiled kernels; none for kernels without a cost model.
+    """
     from moeserve.kernels import cost, tuning
 
     facts: dict[Key, Facts] = {}
@@ -216,9 +224,16 @@ def tune(
     folder: Path,
     minutes: float | None = None,
 ) -> int:
-    """Measure and writes each result as soon as it is there, so that an interrupted search is not
-    lost. minutes: only the best predicted of what this version has not measured yet, until they are
-    over."""
+    """Measure, and write each result at once, so that an interrupted search loses nothing.
+
+    Args:
+        makers: See `makers_of`.
+        timer: Returns the milliseconds of a kernel.
+        device: The GPU.
+        folder: The folder of the tables.
+        minutes: Measure for this long, and only the configurations with the best predictions of
+            entries that this version has not measured yet.
+    """
     import triton
 
     from moeserve.kernels.configs import facts_of, keep, table
@@ -233,8 +248,8 @@ def tune(
     number = 0
     if card is None:
         print(
-            f"no model of {name!r}, only of {', '.join(CARDS)}: a longer search, from the "
-            "defaults on",
+            f"no cost model of {name!r}, only of {', '.join(CARDS)}: searching longer, from the "
+            "defaults",
             flush=True,
         )
     for make in makers:
@@ -253,7 +268,7 @@ def tune(
                 ):
                     continue
                 if time.monotonic() - begun_s > 60 * minutes:
-                    print(f"{minutes:g} minutes are over; the same command goes on")
+                    print(f"{minutes:g} minutes are over; run the same command to continue")
                     return 0
             if facts is None:
                 facts = compile_ahead(make, job) if card else {}
@@ -268,10 +283,10 @@ def tune(
                 flush=True,
             )
             for config in found.wrong:
-                print(f"  dropped, other bits: {dict(config)}", flush=True)
+                print(f"  dropped, because its bits differ: {dict(config)}", flush=True)
     if not number:
         raise ConfigError("nothing to tune: the shape has no kernel of that family")
     print(
-        "\n".join(f"written: {path}" for path in sorted(paths)) or "all of it is measured already"
+        "\n".join(f"written: {path}" for path in sorted(paths)) or "everything is already measured"
     )
     return 0

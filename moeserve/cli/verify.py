@@ -1,5 +1,5 @@
-"""`moeserve verify` and `replay` compute answers again and compare; `moeserve receipt-key` makes a
-key for receipts.
+"""`moeserve verify` and `moeserve replay` recompute answers and compare them; `moeserve
+receipt-key` makes a key that signs receipts.
 """
 
 import argparse
@@ -26,15 +26,15 @@ class Verify:
     """Verifies receipts, and the answers that came with them."""
 
     about = (
-        "a receipt or a list of them, a whole or a streamed answer with receipts, "
+        "a receipt or a list of receipts, a complete or streamed answer with receipts, "
         "or the output of a batch"
     )
-    chosen = "--key", "HEX", "public key that must have signed (GET /v1/receipt-key)"
+    chosen = "--key", "HEX", "public key of the expected signer (GET /v1/receipt-key)"
     is_signed = True  # whether signatures are checked
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add file and model, and the flags of `moeserve serve` without help."""
+        """Add file and model, and the flags of `moeserve serve`, which --help does not list."""
         flag, metavar, text = cls.chosen
         parser.usage = (
             f"%(prog)s FILE [{flag} {metavar}] [--model MODEL] [flags of `moeserve serve`]"
@@ -48,10 +48,10 @@ class Verify:
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
-        """Print what is equal and what is not; return 0 if all is equal."""
+        """Print the result of each comparison; return 0 if all are equal."""
         config = resolve(args).config
         config = replace(config, server=replace(config.server, receipt_key=None, request_log=None))
-        what = f"{args.file} is not what this command takes ({cls.about})"
+        what = f"cannot read {args.file}; expected {cls.about}"
         with ConfigError.instead_of((OSError, msgspec.DecodeError), what):
             found = cls.read(args.file, args.chosen)
         faults = 0
@@ -68,7 +68,7 @@ class Verify:
 
 
 class Replay(Verify):
-    """Computes a request of a server's request log again."""
+    """Recomputes a request of a server's request log."""
 
     about = "the server's request_log"
     chosen = "--id", "ID", "X-Request-Id of the request (default: that of the last line)"
@@ -91,9 +91,7 @@ class MakeReceiptKey:
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add the file."""
-        parser.add_argument(
-            "file", type=Path, metavar="FILE", help="where the private key goes; must not exist"
-        )
+        parser.add_argument("file", type=Path, metavar="FILE", help="new file for the private key")
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
@@ -105,18 +103,18 @@ class MakeReceiptKey:
 
 
 def _signature_faults(receipt: Receipt, key: str | None) -> int:
-    """Print and count what is wrong with version, signature and key."""
+    """Print and count faults of version, signature and key."""
     from moeserve.frontend.signing_key import is_signed
 
     checks = (
         (
             receipt.version == VERSION,
-            f"version: it is {receipt.version}; this moeserve knows {VERSION}",
+            f"version: {receipt.version} is not supported; this moeserve supports {VERSION}",
         ),
         (
             is_signed(receipt),
-            "signature: not of this receipt: it was changed, or its public key's owner did not "
-            "sign",
+            "signature: does not match: the receipt was changed, or was not signed with its "
+            "public key",
         ),
         (key in (None, receipt.public_key), f"key: {receipt.public_key or 'none'}, not {key}"),
     )
@@ -124,7 +122,7 @@ def _signature_faults(receipt: Receipt, key: str | None) -> int:
 
 
 def _faults(config: Config, found: list[ReceiptInFile]) -> int:
-    """Print and count what differs; compute only answers of these weights again."""
+    """Print and count differences. Recompute only answers of this model's weights."""
     from moeserve.loader.checkpoint import weights_digest
     from moeserve.loader.model_dir import resolve_model_dir
 
@@ -136,10 +134,10 @@ def _faults(config: Config, found: list[ReceiptInFile]) -> int:
         if receipt.links and receipt.links[0] != first_link(receipt):
             faults += _say(
                 receipt,
-                "link 0 is not of this request, these weights and numerics: one was changed",
+                "link 0 does not match this request, weights and numerics: one was changed",
             )
         if not receipt.weights and not receipt.links:
-            _say(receipt, "weights: not known when it was logged, so they are not compared")
+            _say(receipt, "weights: unknown when the request was logged, so not compared")
         if receipt.weights != weights and (receipt.weights or receipt.links):
             faults += _say(
                 receipt,
@@ -153,7 +151,7 @@ def _faults(config: Config, found: list[ReceiptInFile]) -> int:
 
 
 async def _compute(config: Config, found: list[ReceiptInFile]) -> int:
-    """Compute answers again, one after the other; print and count those that differ."""
+    """Recompute answers one by one; print the results and count those that differ."""
     from moeserve.frontend.open import open_front_end
 
     faults = 0
@@ -164,17 +162,18 @@ async def _compute(config: Config, found: list[ReceiptInFile]) -> int:
             try:
                 wrong = await _difference(front, one)
             except RequestError as error:
-                wrong = f"this engine does not take the request: {error}"
+                wrong = f"this engine rejects the request: {error}"
             if others := dict(receipt.numerics.items() - ready.numerics.items()):
                 _say(
-                    receipt, f"other numerics, so bits may differ: {others}, here {ready.numerics}"
+                    receipt,
+                    f"the numerics differ, so bits may differ: {others}, here {ready.numerics}",
                 )
             faults += _say(receipt, wrong or _equal(one)) * bool(wrong)
     return faults
 
 
 async def _difference(front: "FrontEnd", one: ReceiptInFile) -> str:
-    """Return the first difference of receipt and answer from what is computed; "" if none."""
+    """Return the first difference between receipt or answer and the computation; "" if none."""
     num_logprobs = None if one.shown is None else one.shown.num_logprobs
     computed = await compute_again(front, one.receipt, num_logprobs)
     wrong = difference(one.receipt, computed)
@@ -184,24 +183,24 @@ async def _difference(front: "FrontEnd", one: ReceiptInFile) -> str:
 
 
 def _equal(one: ReceiptInFile) -> str:
-    """Return what was found equal, and what was not compared."""
+    """Return a line on what was found equal, and what was not compared."""
     num_tokens = f"{len(one.receipt.token_ids)} tokens"
     if not one.receipt.links:
-        return f"{num_tokens} are equal; the request asked for no receipt"
+        return f"{num_tokens} are equal; logits were not compared: the request had no receipt"
     if one.shown is None:
-        return f"{num_tokens} and their logits are equal; no text was compared: there is none here"
+        return f"{num_tokens} and their logits are equal; the file has no text to compare"
     omitted = one.shown.is_chat and one.receipt.marked and one.shown.reasoning is None
-    note = "; the answer shows no reasoning, so none was compared" if omitted else ""
+    note = "; the answer has no reasoning to compare" if omitted else ""
     return f"{num_tokens}, their logits and the answer are equal{note}"
 
 
 async def compute_again(
     front: "FrontEnd", receipt: Receipt, num_logprobs: int | None = None
 ) -> Computed:
-    """Return this engine's answer, up to the first token that is not the receipt's.
+    """Return this engine's answer, up to the first token that differs from the receipt.
 
-    num_logprobs: alternatives to compute; None for no logprobs. Raises RequestError if the engine
-    takes no such request.
+    num_logprobs: alternatives per token to compute; None for no logprobs. Raises RequestError if
+    the engine rejects the request.
     """
     wanted = receipt.token_ids
     params = receipt.sampling

@@ -13,13 +13,16 @@ from moeserve.cli.main import main
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--local 2 -- chat", "give what to run after --"),
-        ("--local 2", "give what to run after --"),
+        ("--local 2 -- chat", "put the command for all machines after --"),
+        ("--local 2", "put the command for all machines after --"),
         ("--local two -- serve", "--local two: must be a number from 1 to 1024"),
-        ("--local 2 -- serve --nnodes 2", "--nnodes: leave it out"),
-        ("--local 2 -- serve --node-rank 1", "--node-rank: leave it out"),
-        ("--local 2 -- serve --cluster-key-file k", "--cluster-key-file: leave it out"),
-        ("--local 3 -- serve --dp 2", "--dp 2: 3 machines need an engine each, --dp 3 at least"),
+        ("--local 2 -- serve --nnodes 2", "--nnodes: omit it"),
+        ("--local 2 -- serve --node-rank 1", "--node-rank: omit it"),
+        ("--local 2 -- serve --cluster-key-file k", "--cluster-key-file: omit it"),
+        (
+            "--local 3 -- serve --dp 2",
+            "--dp 2: each of the 3 machines needs an engine; use --dp 3 or more",
+        ),
         (
             "--hosts a:8,b:8 -- serve --dp 4 --tp 2",
             "--dp 4 contradicts slots=8: 2 machines have 8 engines of --tp 2",
@@ -57,11 +60,12 @@ from moeserve.cli.main import main
         ),
         (
             "--kubernetes --nodes 2 --image x -- serve --dp 1",
-            "2 machines need an engine each, --dp 2 at least",
+            "each of the 2 machines needs an engine; use --dp 2 or more",
         ),
         (
             "-- serve",
-            "say where: --hosts, --hostfile, --slurm, --ray, --local, --kubernetes, --print",
+            "choose where to start: one of --hosts, --hostfile, --slurm, --ray, --local, "
+            "--kubernetes, --print",
         ),
         ("--local 2 -- serve --prot 1", "did you mean --port?"),
     ],
@@ -103,4 +107,4 @@ def test_numbers_of_machines_in_the_environment(
 ) -> None:
     monkeypatch.setenv("MOESERVE_NNODES", "2")
     assert main(["launch", "--local", "2", "--", "serve"]) == 2
-    assert "MOESERVE_NNODES: leave it out" in capsys.readouterr().err
+    assert "MOESERVE_NNODES: omit it" in capsys.readouterr().err

@@ -20,8 +20,8 @@ def test_plan_prints_the_best_layout_and_what_binds_it(capsys: pytest.CaptureFix
     )
     out = capsys.readouterr().out
     assert "best: moeserve serve MODEL --dp" in out
-    assert "goals kept" in out
-    assert "a step that decodes" in out
+    assert "goals met" in out
+    assert "step time, decode only" in out
     assert out.count("simulated --dp") == 3
 
 

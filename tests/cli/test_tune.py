@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
         ([], 2, "needs a model directory or --shape or --all, and only one of them"),
         (["demo", "--shape", "E1 I1 D1 K1"], 2, "only one of them"),
         (["demo", "--all"], 2, "only one of them"),
-        (["--all", "--weights", "fp8"], 2, "leave out --weights and --only"),
+        (["--all", "--weights", "fp8"], 2, "omit --weights and --only"),
         (["--all", "--minutes", "-3"], 2, "--minutes must be above 0, got -3"),
         (["--shape", "E128 768"], 2, "is not like 'E128 I768 D2048 K8'"),
         (["--shape", "E8 I768 D2048 K9"], 2, "K may not be more than E"),
@@ -78,16 +78,16 @@ def test_results_are_kept_and_told_and_not_measured_again(
     by = f"moeserve {__version__}, triton {triton.__version__}"
     keep("linear", "cpu", "N1 K1 float32", {4: {"warps": 2}}, tmp_path, "predicted")
     assert tune.tune([make], lambda call: next(times), cpu, tmp_path, 0.0) == 0
-    assert "0 minutes are over; the same command goes on" in capsys.readouterr().out
+    assert "0 minutes are over; run the same command to continue" in capsys.readouterr().out
     assert tune.tune([make], lambda call: next(times), cpu, tmp_path, 8.0) == 0
     out = capsys.readouterr().out
-    assert "no model of 'cpu', only of NVIDIA H100" in out
+    assert "no cost model of 'cpu', only of NVIDIA H100" in out
     assert "2.0000 -> 1.0000 ms (2.00 x), 3 tried" in out
-    assert "dropped, other bits: {'warps': 16, 'stages': 3}" in out
+    assert "dropped, because its bits differ: {'warps': 16, 'stages': 3}" in out
     kept = json.loads((tmp_path / "linear-cpu.json").read_text())
     assert kept == {"N1 K1 float32": {"4": {"warps": 8, "stages": 3, "by": by}}}
     assert tune.tune([make], lambda call: next(times), cpu, tmp_path, 8.0) == 0  # no times are left
-    assert "measured already" in capsys.readouterr().out
+    assert "already measured" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="nothing to tune"):
         tune.tune([], lambda call: 1.0, cpu, tmp_path)
 

@@ -167,4 +167,4 @@ async def test_a_receipt_alone_says_that_no_text_was_compared(answers, front, tm
         (tmp_path / "receipt").write_text(json.dumps(content))
         (one,) = read_answers(tmp_path / "receipt")
         assert await _difference(front, one) == ""
-        assert "no text was compared" in _equal(one)
+        assert "the file has no text to compare" in _equal(one)

@@ -254,7 +254,7 @@ async def test_the_command_line_names_what_differs(
         0,
         [
             f"r 0: {len(good.token_ids)} tokens and their logits are equal; "
-            "no text was compared: there is none here",
+            "the file has no text to compare",
             "equal",
         ],
     )
@@ -265,17 +265,20 @@ async def test_the_command_line_names_what_differs(
         id: " ".join(line for line in lines if line.startswith(id))
         for id in ("token", "weights", "request")
     }
-    assert all("signature: not of this receipt" in text for text in said.values())
+    assert all("signature: does not match" in text for text in said.values())
     assert f"token 7 is 11 in the receipt, {good.token_ids[7]} computed" in said["token"]
     assert "weights: 000" in said["weights"]
     assert "computed" not in said["weights"]
-    assert "link 0 is not of this request" in said["request"]
+    assert "link 0 does not match this request" in said["request"]
     assert "computed" in said["request"] or "other logits" in said["request"]
 
     code, lines = await asyncio.to_thread(verify, "replay", str(log))
     assert (code, lines) == (
         0,
-        ["plain 0: 5 tokens are equal; the request asked for no receipt", "equal"],
+        [
+            "plain 0: 5 tokens are equal; logits were not compared: the request had no receipt",
+            "equal",
+        ],
     )
     code, lines = await asyncio.to_thread(verify, "replay", str(log), "--id", "r")
     assert (code, lines[-1]) == (0, "equal")

@@ -1,6 +1,4 @@
-"""Prompts of a benchmark: random token ids, ShareGPT conversations, or JSON Lines. Local files
-only.
-"""
+"""Prompts for benchmarks: random token ids, ShareGPT conversations, or JSON Lines (local files)."""
 
 import argparse
 import random
@@ -15,7 +13,7 @@ import msgspec
 from moeserve.client import AsyncClient
 from moeserve.errors import ConfigError, RequestError
 
-# tokens; vLLM's filter
+# Limits in tokens: vLLM's filter.
 SHAREGPT_SHORTEST = 4
 SHAREGPT_LONGEST_PROMPT = 1024
 SHAREGPT_LONGEST = 2048
@@ -31,9 +29,7 @@ class Sample:
 
 
 class Tokens:
-    """The server's vocabulary, read by its /tokenize and /detokenize, or the ids below
-    `vocab_size`.
-    """
+    """The server's tokenizer, used by /tokenize and /detokenize, or the ids below `vocab_size`."""
 
     def __init__(self, client: AsyncClient, model: str, vocab_size: int | None = None) -> None:
         self._client = client
@@ -41,8 +37,8 @@ class Tokens:
         self._vocab_size = vocab_size
 
     async def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, special tokens not added. Raises ConfigError if the
-        server cannot.
+        """Return the token ids of `text` without special tokens. Raises ConfigError if the server
+        has no tokenizer.
         """
         try:
             return (
@@ -59,7 +55,7 @@ class Tokens:
         return (await self._client.detokenize(ids, model=self._model)).prompt
 
     async def pool(self) -> list[int]:
-        """Return the ordinary token ids that random prompts are drawn from."""
+        """Return the token ids that random prompts are drawn from: those of made-up words."""
         if self._vocab_size is not None:
             return list(range(self._vocab_size))
         rng = random.Random(0)
@@ -89,40 +85,42 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     number(
         "--random-vocab-size",
         default=None,
-        help="server without a tokenizer: random prompts of ids below N",
+        help="draw random prompts from ids below N, for servers without a tokenizer",
     )
-    number("--num-prompts", default=1000, help="requests to send [1000]")
-    number("--output-len", default=None, help="answer tokens, for any dataset")
+    number("--num-prompts", default=1000, help="number of requests [1000]")
+    number("--output-len", default=None, help="output tokens per request, for any dataset")
     number(
         "--random-input-len",
         "--input-len",
         default=1024,
-        help="prompt tokens, for random prompts [1024]",
+        help="prompt tokens per random request [1024]",
     )
-    number("--random-output-len", default=128, help="answer tokens [128]")
+    number("--random-output-len", default=128, help="output tokens per random request [128]")
     group.add_argument(
         "--random-range-ratio",
         type=float,
         default=0.0,
         metavar="R",
-        help="lengths spread over len*(1-R..1+R) [0]",
+        help="draw lengths from len*(1-R) to len*(1+R) [0]",
     )
     number(
         "--random-prefix-len",
         default=0,
-        help="tokens that all random prompts begin with, besides their own [0]",
+        help="length of a common prefix, in addition to --random-input-len [0]",
     )
-    number("--sharegpt-output-len", default=None, help="answer tokens (default: as in the file)")
+    number(
+        "--sharegpt-output-len", default=None, help="output tokens (default: the file's answers)"
+    )
     number(
         "--custom-output-len",
         default=256,
-        help="tokens of lines without output_tokens; -1: no limit [256]",
+        help="output tokens of lines without output_tokens; -1: no limit [256]",
     )
     group.add_argument("--disable-shuffle", action="store_true", help="keep the order of the file")
     group.add_argument(
         "--no-oversample",
         action="store_true",
-        help="a short file is not repeated up to --num-prompts",
+        help="do not repeat a short file up to --num-prompts",
     )
     number("--seed", default=0, help="seed of prompts, lengths and arrivals [0]")
 
@@ -130,8 +128,8 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 async def build_samples(
     args: argparse.Namespace, tokens: Tokens, *, text_only: bool
 ) -> list[Sample]:
-    """Return the samples that the flags describe, the same for the same seed. text_only: no
-    prompts of token ids.
+    """Return the samples of the flags, the same for the same seed. With `text_only`, prompts of
+    token ids are decoded.
     """
     if args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")

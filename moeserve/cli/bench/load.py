@@ -1,4 +1,4 @@
-"""Sends a benchmark's requests at their times and records what the client sees."""
+"""Sends a benchmark's requests at their arrival times, and records what the client receives."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from moeserve.protocol import ChatCompletionChunk, Completion
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as the client saw it. Times in seconds; start_s on the performance counter."""
+    """One request as the client saw it. `start_s` is a value of `time.perf_counter`."""
 
     prompt_len: int
     success: bool = False
@@ -32,11 +32,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The route under load. `fields` are in the JSON of every request."""
+    """The endpoint under load."""
 
     url: str
     chat: bool
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any]  # in the JSON of every request
 
     def body(self, sample: Sample) -> dict[str, Any]:
         """Return the JSON body of a sample's streamed request."""
@@ -54,8 +54,8 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     """Return the seconds after the start at which each request is sent. rate inf: all at once.
 
     Gaps are gamma distributed with mean 1/rate and shape `burstiness` (1: a Poisson process; inf:
-    even), then scaled so that the last request comes at count/rate: the seed changes the order of
-    gaps, not the offered load.
+    constant gaps). They are scaled so that the last request is sent at count/rate: the seed changes
+    the gaps, not the offered load.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -69,8 +69,8 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 
 async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
-    """Streams one request, from first byte sent to last byte received. An error is an outcome, not
-    an exception.
+    """Stream one request, from first byte sent to last byte received. Errors are returned in the
+    outcome.
     """
     outcome = Outcome(sample.prompt_len, start_s=time.perf_counter())
     kind: Any = ChatCompletionChunk if target.chat else Completion
@@ -85,7 +85,7 @@ async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
                 for choice in chunk.choices:
                     text = choice.delta.content if target.chat else choice.text
                     if target.chat and not text and choice.finish_reason is None:
-                        continue  # the role chunk is not a token
+                        continue  # the chunk with the role has no token
                     now_s = time.perf_counter()
                     if outcome.ttft_s == 0.0:
                         outcome.ttft_s = now_s - outcome.start_s
@@ -101,7 +101,7 @@ async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
     if not outcome.success:
         outcome.error = "the answer had no tokens"
     elif outcome.output_tokens == 0:
-        outcome.output_tokens = 1 + len(outcome.itl_s)  # a server without usage: a chunk is a token
+        outcome.output_tokens = 1 + len(outcome.itl_s)  # no usage: count a chunk as a token
     return outcome
 
 
@@ -113,13 +113,12 @@ async def run_load(
     max_concurrency: int | None,
     on_done: Callable[[], Any],
 ) -> tuple[list[Outcome], float]:
-    """Send every sample at its time; returns the outcomes in that order and the seconds until the
-    last was done.
+    """Send every sample at its time. Returns the outcomes in that order, and the seconds until the
+    last one has ended.
     """
     gate = asyncio.Semaphore(max_concurrency or len(samples))
 
     async def send_one(sample: Sample) -> Outcome:
-        """Send a sample once fewer than `max_concurrency` others are under way."""
         async with gate:
             outcome = await send(client, target, sample)
         on_done()

@@ -1,6 +1,4 @@
-"""Turns the outcomes of a load into the numbers that `vllm bench serve` writes, under its JSON
-keys.
-"""
+"""Computes the metrics of a benchmark, with the definitions and JSON keys of `vllm bench serve`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +21,8 @@ def summarize(
     metrics: Sequence[str],
     percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """Return the numbers of all requests together. TPOT is vLLM's: (latency - TTFT) / (tokens - 1)
-    of a request.
+    """Return the metrics of all requests. The TPOT of a request is vLLM's: (latency - TTFT) /
+    (tokens - 1).
     """
     good = [o for o in outcomes if o.success]
     total_in = sum(o.prompt_len for o in good)
@@ -71,7 +69,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:
-    """Return the result as text in the layout of `vllm bench serve`."""
+    """Format the result like `vllm bench serve`."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests", result["completed"]),
         ("Failed requests", result["failed"]),

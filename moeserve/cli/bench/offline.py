@@ -1,5 +1,5 @@
-"""`moeserve bench latency` and `throughput`: an LLM without a server. JSON keys are those of `vllm
-bench`.
+"""`moeserve bench latency` and `throughput`: benchmarks of `LLM`, without a server. The JSON keys
+are those of `vllm bench`.
 """
 
 import argparse
@@ -21,19 +21,18 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 class Benchmark(ABC):
-    """One offline benchmark. `numbers` are its flags, named as in `vllm bench`: (name, default,
-    least, help).
-    """
+    """One offline benchmark."""
 
+    # Integer flags, named as in `vllm bench`: (name, default, minimum, help).
     numbers: ClassVar[list[tuple[str, int, int, str]]] = [
         ("input_len", 32, 1, "prompt tokens"),
-        ("output_len", 128, 1, "answer tokens"),
+        ("output_len", 128, 1, "output tokens"),
     ]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add model, numbers, seed and output file, and the flags of `moeserve serve` without
-        help.
+        """Add the flags of the benchmark, and those of `moeserve serve`, which --help does not
+        list.
         """
         parser.usage = "%(prog)s [--model MODEL] [flags] [flags of `moeserve serve`]"
         parser.add_argument(
@@ -45,13 +44,13 @@ class Benchmark(ABC):
                 flag, type=int, default=default, metavar="N", help=f"{help} [{default}]"
             )
         parser.add_argument(
-            "--output-json", type=Path, metavar="FILE", help="write the result there too"
+            "--output-json", type=Path, metavar="FILE", help="also write the result to this file"
         )
         add_flags(parser, shown=False, model=False)
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
-        """Generate with an LLM that takes and returns token ids, and prints the result as JSON."""
+        """Measure an LLM that takes and returns token ids, and print the result as JSON."""
         for name, _, least, _ in cls.numbers:
             if getattr(args, name) < least:
                 raise ConfigError(
@@ -81,13 +80,13 @@ class Benchmark(ABC):
 
 
 class Latency(Benchmark):
-    """The times of one batch after another, in seconds."""
+    """Measures the seconds of single batches, one after another."""
 
     numbers: ClassVar = [
         *Benchmark.numbers,
         ("batch_size", 8, 1, "prompts per batch"),
-        ("num_iters_warmup", 3, 0, "batches that do not count"),
-        ("num_iters", 10, 1, "batches that count"),
+        ("num_iters_warmup", 3, 0, "batches before the measurement"),
+        ("num_iters", 10, 1, "measured batches"),
     ]
 
     @staticmethod
@@ -97,7 +96,7 @@ class Latency(Benchmark):
 
         latencies: list[float] = []
         for i in range(args.num_iters_warmup + args.num_iters):
-            # A new seed each time: a prefix cache must not answer for the model.
+            # A new seed each time, so that the prefix cache finds nothing.
             prompts = random_prompts(llm, args.batch_size, args.input_len, args.seed + i)
             begin_s = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
@@ -112,12 +111,12 @@ class Latency(Benchmark):
 
 
 class Throughput(Benchmark):
-    """Requests and tokens per second of many prompts at once."""
+    """Measures requests and tokens per second of many prompts at once."""
 
     numbers: ClassVar = [
         *Benchmark.numbers,
-        ("num_prompts", 100, 1, "prompts"),
-        ("num_warmups", 2, 0, "prompts that do not count"),
+        ("num_prompts", 100, 1, "measured prompts"),
+        ("num_warmups", 2, 0, "prompts before the measurement"),
     ]
 
     @staticmethod

@@ -1,6 +1,4 @@
-"""`moeserve bench serve`: loads a running OpenAI-compatible server, moeserve or another, and
-reports its speed.
-"""
+"""`moeserve bench serve`: benchmarks a running OpenAI-compatible server, moeserve or another."""
 
 import argparse
 import json
@@ -19,7 +17,7 @@ from moeserve.cli.bench.metrics import METRICS, details, summarize, table
 from moeserve.cli.connect import add_server_flags, client_from, model_name
 from moeserve.errors import ConfigError
 
-BACKENDS = ("openai", "openai-chat", "vllm")  # vllm is another name of openai
+BACKENDS = ("openai", "openai-chat", "vllm")  # vllm is an alias of openai
 SAMPLING = (
     "temperature",
     "top_p",
@@ -38,23 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_flags(parser)
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--backend", default="openai", choices=BACKENDS, help="completions or chat [openai]"
+        "--backend",
+        default="openai",
+        choices=BACKENDS,
+        help="openai, vllm: /v1/completions; openai-chat: /v1/chat/completions [openai]",
     )
-    group.add_argument("--host", metavar="TEXT", help="instead of --base-url [127.0.0.1]")
-    group.add_argument("--port", type=int, metavar="N", help="instead of --base-url [8000]")
-    group.add_argument("--endpoint", metavar="PATH", help="(default: the backend's)")
+    group.add_argument("--host", metavar="HOST", help="host, instead of --base-url [127.0.0.1]")
+    group.add_argument("--port", type=int, metavar="N", help="port, instead of --base-url [8000]")
     group.add_argument(
-        "--model", metavar="NAME", help="model in the requests (default: the server's first)"
+        "--endpoint", metavar="PATH", help="path of the endpoint (default: the backend's)"
     )
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="the same, if --model names something else"
+        "--model", metavar="NAME", help="model name in requests (default: the server's first)"
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="model name in requests, overrides --model"
     )
     group.add_argument(
         "--ready-check-timeout-sec",
         type=float,
         default=0.0,
         metavar="S",
-        help="wait for the server [0]",
+        help="wait up to S seconds for the server to be ready [0]",
     )
     group = parser.add_argument_group("load")
     group.add_argument(
@@ -62,14 +65,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=math.inf,
         metavar="R",
-        help="requests per second [inf]",
+        help="requests per second; inf: all at once [inf]",
     )
     group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; lower: burstier [1]"
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="shape of arrivals; 1: Poisson process, below 1: burstier [1]",
     )
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="requests sent at once")
     group.add_argument(
-        "--num-warmups", type=int, default=0, metavar="N", help="requests that do not count [0]"
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="maximum number of concurrent requests (default: no limit)",
+    )
+    group.add_argument(
+        "--num-warmups",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests before the measurement [0]",
     )
     add_dataset_flags(parser)
     group = parser.add_argument_group("sampling (default: the server's)")
@@ -79,26 +95,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="always generate the full length (random: always on)",
+        help="generate the full output length (always on for random prompts)",
     )
     group.add_argument(
         "--extra-body",
         type=json.loads,
         default={},
         metavar="JSON",
-        help="more fields of each request",
+        help="additional fields of each request",
     )
     group = parser.add_argument_group("results")
     group.add_argument(
         "--percentile-metrics",
         default=",".join(METRICS),
         metavar="M,M",
-        help="[ttft,tpot,itl,e2el]",
+        help="metrics to report [ttft,tpot,itl,e2el]",
     )
-    group.add_argument("--metric-percentiles", default="99", metavar="P,P", help="[99]")
-    group.add_argument("--save-result", action="store_true", help="write a JSON file")
     group.add_argument(
-        "--save-detailed", action="store_true", help="with every request's times, text and error"
+        "--metric-percentiles", default="99", metavar="P,P", help="percentiles to report [99]"
+    )
+    group.add_argument(
+        "--save-result", action="store_true", help="write the results to a JSON file"
+    )
+    group.add_argument(
+        "--save-detailed",
+        action="store_true",
+        help="include every request's times, text and error in that file",
     )
     group.add_argument(
         "--result-dir", type=Path, default=Path(), metavar="DIR", help="folder of that file [.]"
@@ -106,13 +128,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--result-filename",
         metavar="NAME",
-        help="(default: backend-rate-concurrency-model-date.json)",
+        help="name of that file (default: backend-rate-concurrency-model-date.json)",
     )
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and prints its table. Returns 1 if no request succeeded."""
+    """Run the benchmark and print its table. Returns 1 if no request succeeded."""
     metrics, percentiles = _check(args)
     head, outcomes, duration_s = uvloop.run(_bench(args))
     result = head | summarize(outcomes, duration_s, metrics, percentiles)
@@ -128,11 +150,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> tuple[list[str], list[float]]:
-    """Return the metrics and percentiles that are asked for. Raises ConfigError for a bad flag."""
+    """Return the requested metrics and percentiles. Raises ConfigError for an invalid flag."""
     metrics: list[str] = args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(METRICS):
         raise ConfigError(
-            f"--percentile-metrics knows {', '.join(METRICS)}; got {', '.join(sorted(unknown))}"
+            f"--percentile-metrics: unknown {', '.join(sorted(unknown))}; known: "
+            f"{', '.join(METRICS)}"
         )
     percentiles = []
     with suppress(ValueError):
@@ -153,7 +176,7 @@ def _check(args: argparse.Namespace) -> tuple[list[str], list[float]]:
 
 
 async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome], float]:
-    """Return the description of the load, the outcomes, and the seconds until the last one."""
+    """Return a description of the load, the outcomes, and the duration in seconds."""
     from tqdm import tqdm
 
     async with client_from(args, max_retries=0, timeout_s=LONGEST_REQUEST_S) as client:

@@ -169,7 +169,7 @@ def test_all_failed_is_exit_code_1(fake: FakeOpenAI, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--percentile-metrics", "ttft,foo"], "--percentile-metrics knows"),
+        (["--percentile-metrics", "ttft,foo"], "--percentile-metrics: unknown foo"),
         (["--metric-percentiles", "101"], "--metric-percentiles"),
         (["--request-rate", "0"], "--request-rate"),
         (["--burstiness", "nan"], "--burstiness"),
