@@ -1,3 +1,4 @@
-"""Decides what runs next: requests, plans, scheduler, KV blocks, prefix cache, the core loop. No
-torch here.
+"""The engine without the model: the scheduler, KV blocks, the prefix cache and the core loop.
+
+Nothing here imports torch.
 """

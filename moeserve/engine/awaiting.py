@@ -1,11 +1,11 @@
-"""Requests that wait for something beside a slot and blocks, while others are admitted.
+"""Requests that await a grammar or KV blocks before they can be queued.
 
-    submit --> awaiting --everything it needs is there--> waiting --> running
-                  ^                                                      |
-                  +---------------------- preempted ---------------------+
+    submit --> awaiting --everything is ready--> waiting --> running
+                  ^                                             |
+                  +---------------- preempted ------------------+
 
-Each thing that a request needs has a ticket, a number that is never used twice. A report about a
-ticket that nobody waits for any more is ignored: its request was aborted or preempted meanwhile.
+Each thing that a request awaits has a ticket, a number that is never reused. A report with an
+unknown ticket is ignored: its request was aborted or preempted in the meantime.
 """
 
 import enum
@@ -18,20 +18,20 @@ from moeserve.engine.requests import Request
 
 
 class Need(enum.Enum):
-    """What a request can wait for."""
+    """The things that a request can await."""
 
     GRAMMAR = "grammar"  # the runner compiles it and replays the answer so far
     KV = "kv"  # a connector fetches blocks of its prefix
 
 
 class GrammarSource(Protocol):
-    """Prepares the grammars of requests. It reports by `Scheduler.grammar_prepared`, later."""
+    """Prepares the grammars of requests, and later calls `Scheduler.grammar_prepared`."""
 
     def begin(self, job: GrammarJob) -> None:
-        """Start to prepare a grammar. Returns at once."""
+        """Start to prepare a grammar, without waiting for it."""
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """Forget prepared grammars that no request will use. Unknown tickets are ignored."""
+        """Drop prepared grammars that no request will use. Unknown tickets are ignored."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Entry:
 
 
 class AwaitingSet:
-    """The requests that wait, and the tickets that each of them waits for."""
+    """The awaiting requests and their open tickets."""
 
     def __init__(self) -> None:
         self._by_rid: dict[int, _Entry] = {}
@@ -57,18 +57,18 @@ class AwaitingSet:
         return (entry.request for entry in self._by_rid.values())
 
     def add(self, request: Request, ticket: int, need: Need) -> None:
-        """Let a request wait for one thing, or for one more."""
+        """Let a request await one (more) thing."""
         entry = self._by_rid.setdefault(request.rid, _Entry(request, {}))
         entry.open[ticket] = need
         self._rid_of[ticket] = request.rid
 
     def request_of(self, ticket: int) -> Request | None:
-        """Return the request that waits for this ticket, if one does."""
+        """Return the request that awaits this ticket, if there is one."""
         rid = self._rid_of.get(ticket)
         return None if rid is None else self._by_rid[rid].request
 
     def close(self, ticket: int) -> Request | None:
-        """Close a ticket. Return its request if that was the last thing it waited for."""
+        """Close a ticket. Return its request if that was its last open ticket."""
         rid = self._rid_of.pop(ticket, None)
         if rid is None:
             return None
@@ -87,8 +87,8 @@ class AwaitingSet:
         return entry.request
 
     def audit(self) -> None:
-        """Raise AssertionError unless every ticket leads to the request that waits for it."""
+        """Raise AssertionError unless tickets and requests match."""
         tickets = {t: rid for rid, entry in self._by_rid.items() for t in entry.open}
         assert tickets == self._rid_of, "tickets and awaiting requests disagree"
         idle = [rid for rid, entry in self._by_rid.items() if not entry.open]
-        assert not idle, f"requests {idle[:8]} wait for nothing"
+        assert not idle, f"requests {idle[:8]} are awaiting nothing"

@@ -1,14 +1,17 @@
-"""KV blocks: the groups of layers that share a block table, and the pools that groups take blocks
-from.
+"""KV groups (layers that share a block table) and the block pools from which they allocate.
 
-Groups with a cache entry per token share one pool. A group of recurrent layers has a pool of its
-own: its blocks hold states, which are far larger, and a request needs two of them however long it
-is.
+Groups with a cache entry per token share one pool. A group of recurrent layers has its own pool:
+its blocks hold states, which are far larger, and a request needs two of them, whatever its length.
 
-A block is free (no content), idle (no request holds it, but its content can be found by key) or
-held (by one or more requests). Block 0 is null: it pads tables and is never given out. Free blocks
-are reused first, the most recently freed one first because it is warm; idle ones are evicted in the
-order in which they were freed, those released as `cold` before all others.
+A block is in one of three states:
+
+    free   no content
+    idle   no request holds it, but the prefix cache can find its content by key
+    held   by one or more requests
+
+Allocation uses free blocks first, the most recently freed first because it may still be in the CPU
+cache. Then idle blocks are evicted: first those released as `cold`, then the others, both in the
+order of their release. Block 0 is the null block: it pads tables and is never allocated.
 """
 
 from collections import OrderedDict
@@ -24,7 +27,7 @@ from moeserve.engine.plan import I32
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers with one rule, which share a block table."""
+    """Layers with the same rule, which share a block table."""
 
     rule: KVRule
     block_size: int
@@ -32,31 +35,33 @@ class KVGroup:
 
     @property
     def has_states(self) -> bool:
-        """Whether its blocks hold states of recurrent layers."""
+        """Whether the blocks hold states of recurrent layers."""
         return self.rule.tile is not None
 
     def num_blocks(self, positions: Any) -> Any:
-        """Return how many entries of the block table so many positions (or an array) fill or
-        touch.
+        """Return how many block-table entries the first `positions` positions (or an array of such
+        numbers) need.
         """
         return (self.rule.length(positions) + (self.block_size - 1)) // self.block_size
 
     @property
     def pool(self) -> int:
-        """The number of the pool that its blocks are from."""
+        """The index of the group's pool."""
         return int(self.has_states)
 
 
-STATES_HELD = (
-    2  # blocks that a request needs of a group with states: the open tile's and the one before
-)
+# Blocks that a request needs in a group with states: that of the current tile, and the one before.
+STATES_HELD = 2
 
 
 def groups_of(
     rules: Sequence[KVRule], block_size: int, num_drafting: int = 0
 ) -> tuple[KVGroup, ...]:
-    """Returns one group per distinct rule, in order of first appearance. rules[i] is layer i's.
-    num_drafting: layers of a drafter behind these, which are in the group with full attention.
+    """Return one group per distinct rule, in order of first appearance.
+
+    rules: the rule of each layer.
+    num_drafting: layers of a draft model. They follow the layers of the target, and belong to the
+    group with full attention.
 
     (full, window 64, full, window 64) -> full group with layers (0, 2), window group with layers
     (1, 3)
@@ -70,8 +75,9 @@ def groups_of(
 
 
 def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
-    """Returns the most blocks that a request of num_tokens holds at once if it computes at most
-    `chunk` per step.
+    """Return the most blocks that a request of num_tokens tokens holds at once.
+
+    chunk: the most tokens that it computes per step.
 
     window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
     """
@@ -84,12 +90,12 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
 
 
 def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], limit: int) -> int:
-    """Returns the largest n <= limit such that the request can continue at block n with cached
-    blocks alone.
+    """Return the largest n <= limit such that all blocks needed to continue at block n are cached.
 
-    is_cached(i): whether block i of the request's prefix is cached. A full group needs blocks
-    0..n-1; any other group needs only those that the first token of block n reads, so the search
-    goes from right to left.
+    A full group needs blocks 0..n-1. Any other group needs only the blocks that the first token of
+    block n reads, so the search goes from right to left.
+
+    is_cached(i): whether block i of the request's prefix is cached.
     """
     if group.rule.is_full:
         needed = min(limit, int(group.num_blocks(limit * group.block_size)))
@@ -108,18 +114,18 @@ Key = tuple[bytes, int]  # (chained content hash, KV group)
 
 
 class BlockPool:
-    """num_blocks blocks, the null block included. `on_evict(key, block)` is called before content
-    is lost, unless it is cold."""
+    """A pool of num_blocks blocks, the null block included.
+
+    on_evict(key, block): called before the content of a block is lost, unless it is cold.
+    """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[Key, int], None] | None = None) -> None:
         assert num_blocks > 1, num_blocks
         self.num_blocks = num_blocks
         self._on_evict = on_evict
-        self._free = np.arange(
-            num_blocks - 1, -1, -1, dtype=np.int32
-        )  # a stack, its top is at _num_free
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of _num_free
         self._num_free = num_blocks - 1
-        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of their release
         self._cold: OrderedDict[int, None] = OrderedDict()  # likewise
         self._refs = np.zeros(num_blocks, np.int32)
         self._keyed = np.zeros(num_blocks, np.bool_)
@@ -128,21 +134,21 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that `take` can give: free and idle ones."""
+        """The number of blocks that can be allocated: free and idle ones."""
         return self.num_spare + len(self._idle)
 
     @property
     def num_spare(self) -> int:
-        """Number of blocks that `take` gives before it evicts anything but cold ones."""
+        """The number of blocks that can be allocated without evicting any but cold ones."""
         return self._num_free + len(self._cold)
 
     @property
     def num_cached(self) -> int:
-        """Number of blocks whose content can be found by key, held or idle."""
+        """The number of blocks whose content can be found by key, held or idle."""
         return len(self._by_key)
 
-    def take(self, count: int) -> I32:
-        """Returns `count` blocks with undefined content, held once. The caller has checked
+    def allocate(self, count: int) -> I32:
+        """Return `count` blocks with undefined content and one holder. The caller has checked
         `num_free`.
         """
         assert count <= self.num_free, (count, self.num_free)
@@ -154,14 +160,14 @@ class BlockPool:
         return blocks
 
     def touch(self, block: int) -> None:
-        """Adds one holder to a cached block."""
+        """Add one holder to a cached block."""
         if self._refs[block] == 0:
             del (self._cold if block in self._cold else self._idle)[block]
         self._refs[block] += 1
 
     def release(self, blocks: I32, *, cold: bool = False) -> None:
-        """Removes one holder from each of these distinct blocks, in table order: the last is
-        evicted first.
+        """Remove one holder from each of these distinct blocks, given in table order. The last of
+        them is evicted first.
         """
         self._refs[blocks] -= 1
         gone = blocks[self._refs[blocks] == 0]
@@ -172,27 +178,27 @@ class BlockPool:
         self._push(gone[~keyed][::-1])
 
     def num_shared(self, blocks: list[int]) -> int:
-        """Returns how many of these blocks are held."""
+        """Return how many of these blocks are held."""
         return int(np.count_nonzero(self._refs[blocks]))
 
     def num_exclusive(self, blocks: I32) -> int:
-        """Returns how many of these held blocks would be freed if one holder released them."""
+        """Return how many of these held blocks have only one holder."""
         return int(np.count_nonzero(self._refs[blocks] == 1))
 
     def find(self, key: Key) -> int | None:
-        """Returns the block with that content, held or idle."""
+        """Return the block with this content, held or idle."""
         return self._by_key.get(key)
 
     def cache(self, block: int, key: Key) -> None:
-        """Makes a held block findable, unless another block with the same content is."""
+        """Register a held block under its key, unless another block has the same key."""
         if key in self._by_key or block in self._keys:
             return
         self._by_key[key] = block
         self._keys[block] = key
         self._keyed[block] = True
 
-    def forget(self) -> None:
-        """Drops every key: idle blocks become free, and held ones stay with their holders."""
+    def drop_keys(self) -> None:
+        """Drop all keys: idle blocks become free, and held ones stay with their holders."""
         idle = self._all_idle()
         self._idle.clear()
         self._cold.clear()
@@ -202,7 +208,7 @@ class BlockPool:
         self._push(idle)
 
     def audit(self) -> None:
-        """Raises AssertionError unless each block is in exactly one state and each key leads to its
+        """Raise AssertionError unless each block is in exactly one state and each key leads to its
         block and back.
         """
         free = self._free[: self._num_free]
@@ -210,11 +216,11 @@ class BlockPool:
         times = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (
             self._refs > 0
         )
-        assert int(self._refs[0]) + int(times[0]) == 0, "the null block was given out"
+        assert int(self._refs[0]) + int(times[0]) == 0, "the null block was allocated"
         assert (times[1:] == 1).all(), (
             f"blocks not in exactly one state: {np.flatnonzero(times != 1)[:8]}"
         )
-        assert (self._refs >= 0).all(), "a block was released more often than it was taken"
+        assert (self._refs >= 0).all(), "a block was released more often than it was allocated"
         assert self._keyed[idle].all(), "an idle block has no key"
         assert not self._keyed[free].any(), "a free block has a key"
         assert len(self._keys) == int(self._keyed.sum()), "a block lost its key"
@@ -223,7 +229,7 @@ class BlockPool:
         )
 
     def check_holds(self, holds: I32) -> None:
-        """Raises AssertionError unless holds[b], how often the tables name block b, is its
+        """Raise AssertionError unless holds[b], the number of table entries with block b, is its
         reference count.
         """
         wrong = np.flatnonzero(holds[1:] != self._refs[1:]) + 1

@@ -1,16 +1,16 @@
-"""KV blocks that are kept outside the device: in host memory, on disk, on other machines.
+"""The interface to KV blocks outside the device: in host memory, on disk or on other machines.
 
-A connector has two halves. The scheduler's half is the index (`KVConnector`, here): which blocks
-there are, by the keys of the prefix cache, and which requests wait for some. The runner's half
-moves the bytes (`KVTransport`, runner/kv_transport.py), as a plan's `stores` and `loads` say.
+A connector has two halves. The scheduler's half (`KVConnector`, here) is the index: it knows which
+blocks exist, by the keys of the prefix cache, and which requests await some. The runner's half
+(`KVTransport`, runner/kv_transport.py) copies the bytes, as the `stores` and `loads` of a plan say.
 
-A block is *near* if a plan can load it, from the entry of the connector that `load` names. A block
-that is not near may be fetched: the request awaits it while others are admitted.
+A block is *near* if a plan can load it. A block that is not near may have to be fetched first. The
+request awaits it, while others are admitted:
 
-    lookup --LATER--> begin --> the request awaits --finished, or its time is over--> lookup, load
+    lookup --LATER--> begin --> the request awaits --finished, or timeout--> lookup, load
 
-Whatever is late, lost or wrong is computed instead. A connector need not keep its word: a plan uses
-only the blocks that `lookup` calls near at that moment.
+Blocks that are late, lost or wrong are computed instead. So the answers of a connector are not
+binding: a plan only uses the blocks that `lookup` reports as near at that moment.
 """
 
 import enum
@@ -25,35 +25,36 @@ class When(enum.Enum):
     """When blocks can be loaded."""
 
     NOW = "now"  # by the next plan
-    LATER = "later"  # once `begin` has fetched them
-    ASK_AGAIN = "ask again"  # it is not known yet whether they are there
+    LATER = "later"  # after `begin` has fetched them
+    ASK_AGAIN = "ask again"  # the connector does not know yet whether it has them
 
 
 class Lookup(NamedTuple):
-    """The answer to a lookup: how many of the first keys are there, and when."""
+    """The result of a lookup."""
 
-    number: int
-    when: When = When.NOW
+    number: int  # of leading keys that the connector has
+    when: When = When.NOW  # when their blocks can be loaded
 
 
 class KVConnector(ABC):
-    """The index of blocks outside the device. All methods return at once."""
+    """The index of blocks outside the device. No method waits."""
 
-    may_wait = False  # whether `lookup` ever answers LATER or ASK_AGAIN
+    may_wait = False  # whether `lookup` ever returns LATER or ASK_AGAIN
     wait_s = 2.0  # the longest that a request waits, from its first lookup to its last block
-    lease_s = 30.0  # how long blocks that arrived are kept for a request that waits in line
+    lease_s = 30.0  # how long fetched blocks are kept for a request in the waiting queue
 
     @abstractmethod
     def lookup(self, keys: Sequence[Key]) -> Lookup:
-        """Return the number of leading keys that are there, and when they can be loaded."""
+        """Return how many leading keys the connector has, and when they can be loaded."""
 
     def begin(self, ticket: int, keys: Sequence[Key]) -> None:
-        """Start to fetch blocks, and keep those that arrive near until `end`."""
+        """Start to fetch blocks. Those that arrive stay near until `end`."""
         raise NotImplementedError
 
     def finished(self) -> Sequence[int]:
-        """Return the tickets whose fetches have ended since the last call, in any order, whether
-        all, some or none of the blocks arrived.
+        """Return the tickets of fetches that have ended since the last call, in any order.
+
+        All, some or none of their blocks may have arrived.
         """
         return ()
 
@@ -63,31 +64,31 @@ class KVConnector(ABC):
 
     @abstractmethod
     def load(self, key: Key) -> int:
-        """Return the entry from which the plan in the making loads a near block. The entry keeps
-        its content until that plan has run.
+        """Return the connector's entry of a near block, from which the next plan loads it. The
+        entry keeps its content until that plan has run.
         """
 
     @abstractmethod
     def save(self, key: Key) -> int | None:
-        """Return the entry to which the plan in the making saves a block that the device is about
-        to lose; None if it need not, or cannot, be kept.
+        """Return the entry to which the next plan saves a block that the device evicts; None if it
+        cannot be saved, or is saved already.
         """
 
     @abstractmethod
     def end_plan(self) -> None:
-        """End the leases of `load` and `save`: the plan is made, and later ones run after it."""
+        """End the leases of `load` and `save`: the plan is complete; later plans run after it."""
 
     def request_finished(self, rid: int, hashes: Sequence[bytes]) -> dict[str, Any] | None:
-        """Note that an admitted request has ended. hashes: of its full blocks, in order.
+        """Handle the end of an admitted request. hashes: of its full blocks, in order.
 
-        What this returns goes with the request's last token (`StepOutput.kv_params`), for whoever
-        continues it elsewhere.
+        The result is sent with the last token of the request (`StepOutput.kv_params`), for an
+        engine that continues the request elsewhere.
         """
         return None
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block that this engine has saved, and every block that is near."""
+        """Drop all blocks that this engine has saved, and all near blocks."""
 
-    def audit(self) -> None:  # noqa: B027  (a connector need not have anything to check)
+    def audit(self) -> None:  # noqa: B027  (optional)
         """Raise AssertionError unless all entries are accounted for. Called between two plans."""

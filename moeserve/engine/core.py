@@ -1,5 +1,6 @@
-"""The engine's loop: handles messages, plans one step ahead of the one that runs, and emits
-outputs.
+"""The engine core: the actor that connects the scheduler, the model runner and the front end.
+
+It handles messages, plans the next step while the current one runs, and emits outputs.
 """
 
 import asyncio
@@ -26,23 +27,22 @@ LOAD_REPORT_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that the runner has. decision: the group's decision about the step, if the engine is in
-    a group.
-    """
+    """A step that the runner has started."""
 
     plan: StepPlan
     handle: StepHandle
-    at_s: float
-    plan_us: int
-    decision: StepDecision | None = None
-    vote_us: int = 0
+    at_s: float  # when planning began, on the core's clock
+    plan_us: int  # time spent in the scheduler
+    decision: StepDecision | None = None  # of the engine's group, if it is in one
+    vote_us: int = 0  # time until the group had decided
 
 
 class EngineCore(Actor[messages.EngineIn]):
     """The actor that runs a scheduler's plans on a runner until it is drained.
 
-    Every request ends by a message through `emit`: a row of a `StepOutput`, a `Refused`, or the
-    `Stopped` that is always the last message and carries the cause. The caller closes the runner.
+    Every request ends with a message through `emit`: a row of a `StepOutput`, a `Refused`, or the
+    final `Stopped`. `Stopped` is always the last message and carries the cause. The caller closes
+    the runner.
     """
 
     def __init__(
@@ -72,14 +72,16 @@ class EngineCore(Actor[messages.EngineIn]):
 
     @property
     def busy(self) -> bool:
-        """Whether a step is in flight or can be planned. Requests that await something only do not
-        make the engine busy: it sleeps until the report about them.
+        """Whether a step is in flight or can be planned.
+
+        An engine whose requests all await a grammar or KV blocks is not busy: it sleeps until it is
+        woken for them.
         """
         return bool(self._in_flight) or self.scheduler.can_run
 
     @property
     def over(self) -> bool:
-        """Whether the core was stopped, or was told to drain and has nothing left to do."""
+        """Whether the core was stopped, or is drained."""
         return self._stopping or (self._drained and not self._in_flight)
 
     @property
@@ -93,8 +95,8 @@ class EngineCore(Actor[messages.EngineIn]):
         return min(check_s, self._deadline_s) if self.scheduler.has_work else math.inf
 
     async def run(self) -> None:
-        """Serves until `over`. An error of the runner or the scheduler ends the actor; `Stopped`
-        names the cause.
+        """Serve until `over`. An error of the runner or the scheduler ends the actor, and `Stopped`
+        carries it.
         """
         try:
             await super().run()
@@ -104,13 +106,10 @@ class EngineCore(Actor[messages.EngineIn]):
         self.emit(messages.Stopped(""))
 
     async def on_stop(self) -> None:
-        """Reports the expert load that is not reported yet."""
         self._load.flush()
 
     async def turn(self) -> None:
-        """Handles the messages that are there, then starts a step, or else waits for the oldest
-        step's result.
-        """
+        """Handle the messages in the inbox. Then start a step, or wait for the oldest step."""
         for msg in await (
             self.inbox.drain(wait=False) if self.busy else self._sleep_for_messages()
         ):
@@ -120,8 +119,9 @@ class EngineCore(Actor[messages.EngineIn]):
             self._in_flight.append(step)
         elif self._in_flight:
             step = self._in_flight.popleft()
-            # The wires get time also where results are there already. Where no step is in flight,
-            # the next one starts before the outputs of the last one are sent.
+            # Give the connections time to send and receive, even if no result has to be waited for.
+            # If no other step is in flight, this happens before the outputs of this one are
+            # emitted, so that the next step starts before they are sent.
             if is_last := not self._in_flight:
                 await asyncio.sleep(0)
             self._update_from_output(step, await step.handle.result())
@@ -140,7 +140,6 @@ class EngineCore(Actor[messages.EngineIn]):
             timer.cancel()
 
     def handle(self, msg: messages.EngineIn) -> None:
-        """Acts on one message."""
         match msg:
             case messages.Submit():
                 self._submit(msg)
@@ -177,7 +176,7 @@ class EngineCore(Actor[messages.EngineIn]):
             self.emit(messages.Refused(msg.rid, error.message, error.code or error.type))
 
     def _grammar_prepared(self, ticket: int, error: str) -> None:
-        """Tell the scheduler, and plan again if the engine sleeps."""
+        """Report to the scheduler, and wake the engine so that it plans again."""
         self._emit_rows(self.scheduler.grammar_prepared(ticket, error))
         self.inbox.wake()
 
@@ -186,7 +185,7 @@ class EngineCore(Actor[messages.EngineIn]):
         plan = self.scheduler.plan(at_s)
         if plan is None:
             assert self._in_flight or not self.scheduler.can_run, (
-                "requests wait, and nothing will ever wake them"
+                "requests wait, but no step can be planned and none is in flight"
             )
             return None
         plan_us = round((self._clock() - at_s) * 1e6)
@@ -194,9 +193,8 @@ class EngineCore(Actor[messages.EngineIn]):
             return Step(plan, self.runner.start(plan), at_s, plan_us)
         self._trace_next = False
         decision = StepDecision(plan.step, most_tokens=(plan.num_tokens, 0), trace=True)
-        return Step(
-            plan, self.runner.start(replace(plan, decision=decision)), at_s, plan_us, decision
-        )
+        handle = self.runner.start(replace(plan, decision=decision))
+        return Step(plan, handle, at_s, plan_us, decision)
 
     def _update_from_output(self, step: Step, result: StepResult) -> None:
         start_s = self._clock()
@@ -213,7 +211,7 @@ class EngineCore(Actor[messages.EngineIn]):
         self._account(step, result, start_s, updated_s)
 
     def _account(self, step: Step, result: StepResult, start_s: float, updated_s: float) -> None:
-        """Counts the step, and reports its expert load and trace. The scheduler's update took
+        """Count the step, and report its expert load and its trace. The scheduler's update ran from
         start_s to updated_s.
         """
         self.num_finished_steps += 1
@@ -226,13 +224,13 @@ class EngineCore(Actor[messages.EngineIn]):
             )
 
     def _abort_when_late(self) -> None:
-        """Aborts all requests once the deadline of a drain has passed."""
+        """Abort all requests once the deadline of a drain has passed."""
         if self._clock() >= self._deadline_s:
             self._emit_rows(self.scheduler.abort_all())
 
     def _emit_rows(self, output: messages.StepOutput | None) -> None:
-        """Emits the ends of aborted requests, and the gauges if no step follows that would tell
-        them.
+        """Emit the ends of requests. If the engine is idle now, also emit the gauges, because no
+        step will.
         """
         if output is None:
             return
@@ -249,14 +247,14 @@ class EngineCore(Actor[messages.EngineIn]):
 
 
 class GrammarJobs:
-    """The scheduler's GrammarSource: passes its jobs on to the runner, and their ends to `done`."""
+    """The scheduler's GrammarSource: passes jobs to the runner, and their results to `done`."""
 
     def __init__(self, runner: Runner, done: Callable[[int, str], None]) -> None:
         self._runner = runner
         self._done = done
 
     def begin(self, job: GrammarJob) -> None:
-        """Start a job. `done` is called on the running loop."""
+        """Start a job. `done` is called later, on the running loop."""
         loop = asyncio.get_running_loop()
 
         def on_done(error: str) -> None:
@@ -273,29 +271,25 @@ class GrammarJobs:
 class LoadReport:
     """Sums the tokens per expert over steps, and emits an ExpertLoad one second after the first
     step of each sum.
-
-    version: the number of the placement in force, which the messages carry.
     """
 
     def __init__(self, emit: Callable[[messages.ExpertLoad], object]) -> None:
-        self.version = 0
+        self.version = 0  # of the active placement
         self._emit = emit
         self._sum_LE: NDArray[np.int64] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, load_LE: NDArray[np.int64]) -> None:
-        """Adds one step's tokens. load_LE: int64 [layers, experts]. Must be called on the event
-        loop.
-        """
+        """Add the tokens of one step: int64 [layers, experts]. To be called on the event loop."""
         if self._sum_LE is None:
-            self._sum_LE = load_LE.astype(np.int64)  # a copy: the runner may reuse its own
+            self._sum_LE = load_LE.astype(np.int64)  # copies: the runner may reuse its array
         else:
             self._sum_LE += load_LE
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOAD_REPORT_INTERVAL_S, self.flush)
 
     def flush(self) -> None:
-        """Emits the current sum, if there is one, and cancels the timer."""
+        """Emit the current sum, if there is one, and cancel the timer."""
         if self._timer is None or self._sum_LE is None:
             return
         self._timer.cancel()
@@ -310,8 +304,8 @@ class LoadReport:
 
 
 def _spans(step: Step, start_s: float, updated_s: float) -> list[messages.TraceEvent]:
-    """The loop's own spans of a step. "run" lasts from the start to the result, and so includes the
-    step before.
+    """Return the core's spans of a step. "run" is the time from the start of the step to its
+    result, so it includes the rest of the step before it.
     """
     planned_s = step.at_s + step.plan_us / 1e6
     voted_s = planned_s + step.vote_us / 1e6
@@ -319,8 +313,8 @@ def _spans(step: Step, start_s: float, updated_s: float) -> list[messages.TraceE
         "plan": (step.at_s, planned_s),
         "vote": (planned_s, voted_s),
         "run": (voted_s, start_s),
+        "update": (start_s, updated_s),
     }
-    times_s["update"] = (start_s, updated_s)
     return [
         messages.TraceEvent(name, "engine", round(begin * 1e9), round(end * 1e9))
         for name, (begin, end) in times_s.items()

@@ -1,18 +1,21 @@
-"""How many drafts a step uses: as many as give most tokens per time, and none where they cost more
-than they give.
+"""Choose how many drafts a step verifies (speculative decoding), to maximize tokens per second.
 
-Acceptance is kept per slot and position in the row (exponential averages); a new request begins
-with what all have. The time of a decode step is learned by its number of rows: without drafts, and
-how it rises with them. Of all drafts at hand the likeliest are taken, up to the number at which
-expected tokens over expected time is largest.
+Two things are estimated from earlier steps:
 
-Estimates can be wrong, so an account bounds what they cost, in units of steps without drafts. Each
-step pays in 1 %; each step with drafts pays in its tokens and pays out its time, as far as there
-are more than without. While the account is empty there are no drafts; where drafts do not seem to
-pay but it has a step to spend, they are tried ("probe"). So drafts that never pay cost 1 % in the
-long run, and a probe that pays is followed by the next one at once.
+- The acceptance rate, per slot and draft position, as an exponential average. A new request starts
+  with the average of all requests.
+- The time of a decode step, by its number of rows: without drafts, and how it grows with drafts.
 
-R rows that decode, k drafts at most, m drafts of all rows together.
+Of all available drafts, the likeliest are used, up to the number with the best ratio of expected
+tokens to expected time.
+
+The estimates can be wrong, so an account limits the loss. Its unit is the time of a step without
+drafts. Every step pays in 1 %. A step with drafts pays in its additional tokens, and pays out its
+additional time. While the account is empty, no drafts are used. If drafts do not seem worthwhile
+but the account has a whole step, they are tried in a "probe". So drafts that never help cost 1 % in
+the long run, and a successful probe is followed by the next one at once.
+
+R: rows that decode. k: most drafts per row. m: drafts of all rows together.
 """
 
 import math
@@ -23,41 +26,40 @@ from numpy.typing import NDArray
 from moeserve.engine.plan import I32, Slots
 
 F64 = NDArray[np.float64]
-# of a draft, and of one draft per row, before anything is known
-_ACCEPTANCE = 0.7
-_COST = 0.3
-# of the account, in steps
-_INCOME = 0.01
+# Assumptions before anything is measured.
+_ACCEPTANCE = 0.7  # acceptance rate of a draft
+_COST = 0.3  # relative cost of one draft per row
+# The account, in steps.
+_INCOME = 0.01  # of every step
 _START = 2.0
 _MOST = 4.0
-_PROBE = 1.0
-_OVERHEAD = 0.01  # of a step with drafts, beyond what is measured: planning them
-_DOUBT = 0.2  # of one measured time, relative
-_OUTLIER = (
-    1.4  # times as long, or as short, as expected counts at most: other work disturbs single steps
-)
-_NUM_PLAIN = 5  # measured steps without drafts before there are any
-_MEASURE_EVERY = 48  # steps with drafts until one without is measured; earlier while there are few
-_SLOT_RATE = 0.1
-_BEYOND_RATE = 0.02
-_PLAIN_RATE = 0.05
-_COST_RATE = 0.03
+_PROBE = 1.0  # balance at which a probe is allowed
+_OVERHEAD = 0.01  # relative cost of planning drafts, which is not measured
+_DOUBT = 0.2  # relative standard error of one measured time
+_OUTLIER = 1.4  # longer or shorter times, relative to the expectation, are clipped to this
+_NUM_PLAIN = 5  # steps without drafts that are measured first
+_MEASURE_EVERY = 48  # after so many steps with drafts, measure one without; earlier at first
+# Rates of the exponential averages.
+_SLOT_RATE = 0.1  # acceptance of drafts that were verified
+_BEYOND_RATE = 0.02  # acceptance of drafts beyond those, if all verified ones were accepted
+_PLAIN_RATE = 0.05  # time without drafts
+_COST_RATE = 0.03  # time with drafts
 
 
 class DraftPolicy:
-    """Limits the drafts of each step. propose: whether the next step's proposer should run at all.
+    """Limits the drafts of each step. There is no clock: the same calls have the same results.
 
-    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most
-    num_drafts drafts. There is no clock: the same calls have the same results.
+    slots: the number of slots.
+    num_drafts: the most drafts per row.
+    auto: False: always use all available drafts.
     """
 
     def __init__(self, slots: int, num_drafts: int, auto: bool) -> None:
-        self.propose = True
+        self.propose = True  # whether the proposer should draft tokens in the next step
         self._auto = auto
         self._num_drafts = num_drafts
-        self._accepted_SK: F64 = np.full(
-            (slots, num_drafts), _ACCEPTANCE
-        )  # given that those before it were
+        # Acceptance rates, given that the drafts before were accepted: by slot, and of all slots.
+        self._accepted_SK: F64 = np.full((slots, num_drafts), _ACCEPTANCE)
         self._accepted_K: F64 = np.full(num_drafts, _ACCEPTANCE)
         # By number of rows: one bucket each up to 8, then 8 per power of two.
         rows = np.maximum(np.arange(slots + 1), 1)
@@ -66,22 +68,22 @@ class DraftPolicy:
         self._plain_us: F64 = np.zeros(count)
         self._num_plain = np.zeros(count, np.int64)
         self._first_us: F64 = np.zeros((count, _NUM_PLAIN))
-        # Least squares of time = plain (1 + fixed + cost m/R): sums of 1, x, x^2, y, xy, x = m/R.
-        # Near buckets count.
+        # Least squares fit of time = plain * (1 + fixed + cost * x) with x = m/R, weighted over
+        # neighboring buckets. With y = time / plain - 1, the sums of 1, x, x^2, y, xy.
         self._sums: F64 = np.zeros((5, count))
         self._near: F64 = np.exp(-np.abs(np.subtract.outer(np.arange(count), np.arange(count))) / 2)
         self._account = _START
         self._num_probes = 0
-        self._num_accepted = 0  # in the step that `note` is called for next
-        self._since_plain = 0
+        self._num_accepted = 0  # in the step for which `note` is called next
+        self._since_plain = 0  # steps with drafts since the last measured one without
 
     def admit(self, slots: Slots) -> None:
-        """Forgets the requests that had these slots."""
+        """Reset the acceptance rates of slots with new requests."""
         self._accepted_SK[slots] = self._accepted_K
 
     def limit(self, slots: Slots, available: I32) -> I32:
-        """Returns how many of its available drafts each row uses, and sets `propose`. Call it once
-        per step.
+        """Return how many of its available drafts each row should use, and set `propose`. To be
+        called once per step.
         """
         if not self._auto or not len(slots):
             return available
@@ -110,8 +112,8 @@ class DraftPolicy:
         return np.bincount(usable[:num] // self._num_drafts, minlength=rows).astype(np.int32)
 
     def update(self, slots: Slots, num_drafts: I32, num_accepted: I32) -> None:
-        """Takes the outcome of a step: drafts of each row, and how many were accepted. Call it
-        before `note`.
+        """Learn from the drafts of each row and the number of accepted ones. To be called before
+        `note`.
         """
         if not self._auto:
             return
@@ -124,7 +126,8 @@ class DraftPolicy:
         seen = position < np.minimum(num_accepted + 1, num_drafts)[:, None]
         hit = position < num_accepted[:, None]
         rate = _SLOT_RATE * seen
-        # Where all were right, later ones that were not tried seem likelier too: they will be.
+        # If all drafts of a row were accepted, raise the estimates of the positions beyond, too, so
+        # that they are tried.
         beyond = (num_accepted == num_drafts)[:, None] & ~seen
         rate[beyond] = _BEYOND_RATE
         self._accepted_SK[slots] += rate * ((hit | beyond) - self._accepted_SK[slots])
@@ -139,8 +142,11 @@ class DraftPolicy:
         device_us: int,
         proposed: bool = False,
     ) -> None:
-        """Takes the time of a step and of the drafting before it; those with prompts are ignored.
-        proposed: there was such drafting, by a model."""
+        """Learn from the time of a step, including the drafting before it. Steps with prompts are
+        ignored.
+
+        proposed: whether a draft model ran before the step.
+        """
         accepted = self._num_accepted
         self._num_accepted = 0
         if not self._auto or not num_rows or num_tokens != num_rows + num_drafts or device_us <= 0:
@@ -164,9 +170,9 @@ class DraftPolicy:
                 self._sums[:, bucket] *= 1 - _COST_RATE
                 self._sums[:, bucket] += (1, x, x * x, y, x * y)
                 mean = self._sums[3, bucket] / self._sums[0, bucket]
-                self._plain_us[bucket] *= 1 + _PLAIN_RATE * min(
-                    mean, 0
-                )  # drafts make no step faster
+                # A negative mean says that the time without drafts is estimated too high, because
+                # drafts do not make a step faster.
+                self._plain_us[bucket] *= 1 + _PLAIN_RATE * min(mean, 0)
                 y += self._margin(bucket)
             self._account = min(self._account + accepted / num_rows - y, _MOST)
 
@@ -182,9 +188,9 @@ class DraftPolicy:
             self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (near - known)
 
     def _costs(self, bucket: np.intp) -> tuple[float, float]:
-        """Return the cost of drafts beside a step without any: fixed, and per token and row."""
+        """Return the relative costs of a step with drafts: fixed, and per draft and row."""
         n, x, xx, y, xy = (self._sums @ self._near[bucket]).tolist()
-        # what is assumed before anything is known
+        # The assumption before any measurement, with the weight of half a step.
         n = n + 0.5
         xx = xx + 0.5
         xy = xy + 0.5 * _COST
@@ -199,8 +205,8 @@ class DraftPolicy:
         return _OVERHEAD + _DOUBT / math.sqrt(self._num_plain[bucket])
 
     def _best(self, likely_M: F64, rows: int, fixed: float, cost: float) -> int:
-        """Returns how many of the drafts, likeliest first, give most tokens per time; 0 if none
-        pay.
+        """Return how many of the drafts, likeliest first, give the most tokens per time; 0 if all
+        numbers are worse than none.
         """
         if not len(likely_M):
             return 0

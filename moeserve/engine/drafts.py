@@ -1,4 +1,4 @@
-"""Settle the drafts of a step: give back what was scheduled for wrong ones, keep the new ones."""
+"""Process the drafts of a step: unschedule the rejected ones, and store those for the next step."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,10 @@ def settle_drafts(
     live_R: NDArray[np.bool_],
     result: StepResult,
 ) -> dict[int, tuple[int, int]]:
-    """Give back the positions of wrong drafts, and note the drafts that rows have now.
+    """Unschedule the positions of rejected drafts, and set the drafts of the next step.
 
-    live_R: the rows whose request still has its slot. Returns the number of verified and of
-    accepted drafts by request id.
+    live_R: whether the row's request still holds its slot. Return (verified, accepted) drafts by
+    request id.
     """
     batch = kv_manager.batch
     plan = in_flight.plan
@@ -32,7 +32,7 @@ def settle_drafts(
         counts = result.counts_S[live_S]
         end = batch.scheduled[slots]
         kept = batch.known[slots] - 1
-        kv_manager.give_back(slots, end, kept)
+        kv_manager.release_rejected(slots, end, kept)
         batch.scheduled[slots] = kept
         policy.update(slots, num_drafts, counts - 1)
         some = num_drafts > 0
@@ -41,8 +41,8 @@ def settle_drafts(
             - (plan.starts_R + plan.counts_R)[live_R & plan.samples_R]
             + num_drafts
         )
-        right = np.minimum(counts - 1, new)  # those behind the end of an answer are no part of it
-        both = zip(num_drafts[some].tolist(), right[some].tolist(), strict=True)
+        accepted = np.minimum(counts - 1, new)  # drafts after the end of the answer do not count
+        both = zip(num_drafts[some].tolist(), accepted[some].tolist(), strict=True)
         verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
     if result.drafts_S is not None:
         batch.drafts[slots] = policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]

@@ -1,10 +1,14 @@
-"""The engine's loop in a group: each step is voted on, and a broken group is left and formed again.
+"""The engine core of an engine that steps together with others (expert parallelism).
+
+The engines of a group vote before each step. If the group breaks, each engine leaves it and waits
+for the next Join:
 
     waiting for a Join --form--> joined
     joined --PeerLost, or a PAUSE for a newer Join--> waiting for a Join
 
-Requests, their progress and their K/V stay throughout. Plans whose step failed are kept and started
-again, in their order, before anything new: they write the same values to the same places.
+Requests, their progress and their KV cache survive this. The plans of failed steps are kept and run
+again in the same order, before any new plan. That is safe because they write the same values to the
+same KV entries.
 """
 
 import asyncio
@@ -20,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moeserve.actor.actor import Inbox
+from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.engine.core import EngineCore, Step
 from moeserve.engine.plan import BlockDiff, StepDecision, StepPlan, StepResult, best_split
 from moeserve.engine.scheduler import Scheduler
@@ -37,9 +42,9 @@ from moeserve.messages import (
 
 log = logging.getLogger(__name__)
 
-QUIET_WAIT_S = 0.1  # a longer wait for the group handles messages meanwhile
-DRAIN_GRACE_S = 0.5  # beyond the deadline of a drain, for the other engines to finish as well
-PAUSE_TIMEOUT_S = 2.0  # for the other engines to pause, once a newer Join is here
+QUIET_WAIT_S = 0.1  # if a wait for the group lasts longer, messages are handled during it
+DRAIN_GRACE_S = 0.5  # time after the deadline of a drain in which the other engines may finish
+PAUSE_TIMEOUT_S = 2.0  # time for the other engines to pause, after a newer Join has arrived
 PLACEMENT_POLL_S = 0.01  # interval at which a sleeping engine checks the progress of a placement
 
 T = TypeVar("T")
@@ -49,9 +54,10 @@ Form = Callable[[Join], Coroutine[Any, Any, DPCoordinator]]
 class GroupCore(EngineCore):
     """An EngineCore whose steps run together with those of other engines.
 
-    form: connects the engine and its runner with the others of a Join. It raises PeerLost if that
-    fails, and is cancelled when a newer Join comes; `runner.leave` follows in both cases. Emits
-    Joined and LeftGroup.
+    Emits Joined and LeftGroup, besides the messages of an EngineCore.
+
+    form: connects the engine and its runner to the other engines of a Join. It raises PeerLost if
+    that fails, and is cancelled when a newer Join arrives. `runner.leave` is called in both cases.
     """
 
     def __init__(
@@ -68,77 +74,75 @@ class GroupCore(EngineCore):
         self._group_runner = runner
         self._form = form
         self._coordinator: DPCoordinator | None = None
-        self._join: Join | None = None  # of the current epoch, or of the last one
-        self._next_join: Join | None = None
-        self._unfinished: deque[StepPlan] = (
-            deque()
-        )  # plans without a result, which run before any new one
+        self._join: Join | None = None  # the Join of the current epoch, or of the last one
+        self._next_join: Join | None = None  # a newer Join, whose group is not formed yet
+        # Plans of failed steps. They run again before any new plan.
+        self._unfinished: deque[StepPlan] = deque()
         self._num_votes = 0  # in this epoch
-        self._parked_state: tuple[bool, bool, int] | None = (
-            None  # what the last vote said, if it decided to PARK
-        )
-        self._active = 0
+        # (pause, drained, prepared) of the last vote, if it was decided to PARK.
+        self._parked_state: tuple[bool, bool, int] | None = None
+        self._active = 0  # progress of the placement that the last decision activated
         self._placement_pending = False
         self._pause_deadline_s = math.inf
-        self._watching: asyncio.Task[None]  # the DP coordinator's connection
-        self._no_rows = _no_rows(len(scheduler.groups))
+        self._watching: asyncio.Task[None]  # runs `_watch` while the engine is in a group
+        self._life: asyncio.Task[Any] | None = None  # the task that runs this actor
+        self._failure: Exception | None = None  # the error of a background task
+        self._empty_plan = _empty_plan(len(scheduler.groups))
         self._has_states = any(group.has_states for group in scheduler.groups)
 
     @property
     def busy(self) -> bool:
-        """Whether the engine is in a group and has steps to run."""
+        """Whether the engine is in a group and has a step to run."""
         return self._coordinator is not None and (super().busy or bool(self._unfinished))
 
     @property
     def over(self) -> bool:
-        """Whether the group decided to stop, or the engine is in no group and is drained."""
+        """Whether the group has decided to stop, or the engine is drained and in no group."""
         return self._stopping or (self._coordinator is None and self._drained)
 
     @property
     def _may_start(self) -> bool:
-        """Whether to vote now. With drafts, an engine's vote waits for its result: without, it
-        would have no plan.
+        """Whether to vote now. With drafts, the next plan needs the result of the step in flight,
+        so the vote waits for it.
         """
         return len(self._in_flight) < (1 if self.scheduler.awaits_result else self._depth)
 
     @property
     def _leave_deadline_s(self) -> float:
-        """Time at which to leave a group that keeps this engine from stopping or from joining a
-        newer one.
-        """
+        """Time at which to leave a group that does not let this engine stop or join a newer one."""
         return min(self._deadline_s + DRAIN_GRACE_S, self._pause_deadline_s)
 
     @property
     def _newest_epoch(self) -> int:
-        """The epoch of the newest Join; -1 before the first."""
+        """The epoch of the newest Join; -1 before the first one."""
         newest = self._next_join or self._join
         return -1 if newest is None else newest.epoch
 
     async def on_start(self) -> None:
-        """Subscribes to the runner's placement notices, which come from any thread."""
+        self._life = asyncio.current_task()
         loop = asyncio.get_running_loop()
 
-        def on_placement_result(result: PlacementResult) -> None:
-            """Passes a notice to the core's loop."""
+        def on_placement_result(result: PlacementResult) -> None:  # called from any thread
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._placement_ended, result)
 
         self._group_runner.on_placement_result = on_placement_result
 
     async def on_stop(self) -> None:
-        """Closes the connection to the group."""
         await super().on_stop()
         self._group_runner.on_placement_result = None
         if self._coordinator is not None:
             self._watching.cancel()
             self._coordinator.close()
+        if self._failure is not None:
+            raise self._failure
 
     def handle(self, msg: EngineIn) -> None:
-        """Acts on one message."""
         match msg:
             case Join(epoch=epoch) if epoch <= self._newest_epoch:
                 log.warning(
-                    "a Join for epoch %d came late or twice: this engine is at %d",
+                    "ignored a Join for epoch %d, which is late or a duplicate: this engine is at "
+                    "epoch %d",
                     epoch,
                     self._newest_epoch,
                 )
@@ -146,8 +150,8 @@ class GroupCore(EngineCore):
                 self._next_join = msg
                 self._pause_deadline_s = self._clock() + PAUSE_TIMEOUT_S
             case UpdatePlacement(placement=placement) if self._coordinator is None:
-                cause = "the engine is in no group; the next Join says what to load"
-                self.emit(PlacementResult(version=placement.version, error=cause))
+                error = "the engine is in no group; the next Join carries a placement"
+                self.emit(PlacementResult(version=placement.version, error=error))
             case UpdatePlacement(placement=placement):
                 self._placement_pending = True
                 self._group_runner.prepare(placement)
@@ -155,9 +159,7 @@ class GroupCore(EngineCore):
                 super().handle(msg)
 
     async def turn(self) -> None:
-        """Handles messages; then forms a group, or votes on a step, or finishes the oldest one, or
-        sleeps.
-        """
+        """Handle messages. Then form a group, vote on a step, finish the oldest step, or sleep."""
         coordinator = self._coordinator
         if coordinator is None:
             await self._form_group()
@@ -167,7 +169,7 @@ class GroupCore(EngineCore):
         self._abort_when_late()
         try:
             if self._clock() >= self._leave_deadline_s:
-                raise PeerLost("the others did not pause or stop in time")
+                raise PeerLost(_TOO_SLOW)
             if self._may_start and await self._vote_and_start(coordinator):
                 return
             if self._in_flight:
@@ -180,8 +182,8 @@ class GroupCore(EngineCore):
     # ---- one step
 
     async def _vote_and_start(self, coordinator: DPCoordinator) -> bool:
-        """Votes and carries out the decision. Returns False if the group sleeps and this engine's
-        vote is unchanged.
+        """Vote, and carry out the decision. Return False, without a vote, if the group sleeps and
+        this engine's vote would be the same as before.
         """
         at_s = self._clock()
         plan = None
@@ -211,7 +213,8 @@ class GroupCore(EngineCore):
                 vote_us,
             )
         elif outcome.action is not Action.PARK:
-            await self._disconnect()  # no engine has a step in flight, or plans one
+            # PAUSE or STOP: no engine has a step in flight or a plan.
+            await self._disconnect()
             if outcome.action is Action.STOP or self._drained:
                 self.stop()
         return True
@@ -245,10 +248,10 @@ class GroupCore(EngineCore):
         plan_us: int,
         vote_us: int,
     ) -> None:
-        """Starts the agreed step. Without a plan, the engine only serves its experts to the others'
-        tokens.
+        """Start the agreed step. Without a plan, the experts of this engine still compute for the
+        tokens of the other engines.
         """
-        plan = self._no_rows if plan is None else plan
+        plan = self._empty_plan if plan is None else plan
         self._active = decision.active
         self._trace_next = self._trace_next and not decision.trace
         sent = replace(plan, decision=decision, split_at=split_at if decision.ubatches == 2 else 0)
@@ -257,8 +260,8 @@ class GroupCore(EngineCore):
         )
 
     async def _finish_oldest(self) -> None:
-        """Waits for the oldest step, which stays in `_in_flight` until then so that it survives a
-        broken group.
+        """Wait for the oldest step and process its result. Until then the step stays in
+        `_in_flight`, so that it is not lost if the group breaks.
         """
         if is_last := len(self._in_flight) == 1:  # see EngineCore.turn
             await asyncio.sleep(0)
@@ -268,7 +271,7 @@ class GroupCore(EngineCore):
             await asyncio.sleep(0)
 
     def _update_from_output(self, step: Step, result: StepResult) -> None:
-        if step.plan is self._no_rows:
+        if step.plan is self._empty_plan:
             now_s = self._clock()
             self._account(step, result, now_s, now_s)
         else:
@@ -277,8 +280,8 @@ class GroupCore(EngineCore):
     # ---- membership
 
     async def _form_group(self) -> None:
-        """Waits for a Join and forms its group. Gives up if a newer Join comes, or if the engine is
-        drained.
+        """Wait for a Join and form its group. Abandon that if a newer Join arrives, or once the
+        engine is drained.
         """
         if self._next_join is None:
             await self._handle_until(None, self._deadline_s)
@@ -308,7 +311,9 @@ class GroupCore(EngineCore):
 
     def _begin_epoch(self, join: Join, coordinator: DPCoordinator, took_s: float) -> None:
         self._coordinator = coordinator
-        self._watching = asyncio.get_running_loop().create_task(self._watch(coordinator))
+        self._watching = spawn(
+            self._watch(coordinator), name="watch of the group", on_error=self._task_failed
+        )
         self._num_votes = 0
         self._parked_state = None
         self._active = 0
@@ -320,16 +325,16 @@ class GroupCore(EngineCore):
         self.emit(Joined(join.epoch, took_s))
 
     async def _disconnect(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Closes all connections to the group; returns when no step runs any more."""
+        """Close all connections to the group, and wait until no step runs."""
         if self._coordinator is not None:
-            await _end(self._watching)
+            await cancel(self._watching)
             self._coordinator.close(cause, missing)
             self._coordinator = None
         await self._group_runner.leave()
 
     async def _leave_broken_group(self, error: PeerLost | StepSkew) -> None:
-        """Leaves the group and keeps the plans that have no result. Raises any error of a step but
-        PeerLost.
+        """Leave the group, and keep the plans that have no result, so that they run again. Raise
+        the error of a step that failed for a reason other than PeerLost.
         """
         await self._disconnect(str(error), _missing(error))
         failed: deque[StepPlan] = deque()
@@ -338,7 +343,7 @@ class GroupCore(EngineCore):
             try:
                 result = await step.handle.result()
             except PeerLost:
-                if step.plan is not self._no_rows:
+                if step.plan is not self._empty_plan:
                     failed.append(step.plan)
             else:
                 assert not failed, f"step {step.plan.step} had a result, but one before it failed"
@@ -364,40 +369,46 @@ class GroupCore(EngineCore):
     # ---- waiting
 
     async def _watch(self, coordinator: DPCoordinator) -> None:
-        """Fails the running step at once when the group breaks, so that it does not wait for
-        engines that are gone.
+        """When the group breaks, fail the running step at once. It would otherwise wait for engines
+        that are gone, until its deadline.
         """
         await coordinator.broken()
         await self._group_runner.leave()
 
-    async def _sleep(self, coordinator: DPCoordinator) -> None:
-        """Returns when a message comes, when another engine wakes this one, or when it is time to
-        check again.
+    def _task_failed(self, name: str, error: Exception) -> None:
+        """End this actor with the error of a background task: `on_stop` raises it. Without these
+        tasks, a step could wait for lost engines or for a message that nobody handles.
         """
+        log_error(name, error)
+        if self._failure is None and self._life is not None:
+            self._failure = error
+            self._life.cancel()
+
+    async def _sleep(self, coordinator: DPCoordinator) -> None:
+        """Sleep until a message arrives, another engine wakes this one, or `_check_s` passes."""
         self._audit_when_due()
-        called = asyncio.get_running_loop().create_task(coordinator.wait_woken())
+        woken = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
             until_s = min(self._leave_deadline_s, self._check_s)
             if self._placement_pending:
                 until_s = self._clock() + PLACEMENT_POLL_S
-            await self._handle_until(called, until_s)
+            await self._handle_until(woken, until_s)
         finally:
-            await _end(called)
-            failure = (
-                None if called.cancelled() else called.exception()
-            )  # looked at also when we are cancelled
+            await _end(woken)
+            # Retrieved also when this task is cancelled, so that asyncio does not warn about it.
+            failure = None if woken.cancelled() else woken.exception()
         if failure is not None:
             raise failure
 
     async def _responsive(self, awaited: Awaitable[T]) -> T:
-        """Returns what `awaited` returns. Messages are handled meanwhile if that takes longer than
-        QUIET_WAIT_S.
-        """
-        loop = asyncio.get_running_loop()
+        """Await, and handle messages meanwhile if it takes longer than QUIET_WAIT_S."""
         helpers: list[asyncio.Task[None]] = []
-        timer = loop.call_later(
-            QUIET_WAIT_S, lambda: helpers.append(loop.create_task(self._handle_messages()))
-        )
+
+        def begin_handling() -> None:
+            helper = spawn(self._handle_messages(), name="messages", on_error=self._task_failed)
+            helpers.append(helper)
+
+        timer = asyncio.get_running_loop().call_later(QUIET_WAIT_S, begin_handling)
         try:
             return await awaited
         finally:
@@ -408,18 +419,18 @@ class GroupCore(EngineCore):
                     helper.result()
 
     async def _handle_messages(self) -> None:
-        """Handles messages until cancelled. Breaks the group at `_leave_deadline_s`, which fails
-        what is awaited.
+        """Handle messages until cancelled. At `_leave_deadline_s`, break the group: a vote or step
+        that is awaited then fails.
         """
         while self._clock() < self._leave_deadline_s:
             due_s = self._deadline_s if self._clock() < self._deadline_s else self._leave_deadline_s
             await self._handle_until(None, min(due_s, self._leave_deadline_s))
             self._abort_when_late()
         if self._coordinator is not None:
-            self._coordinator.close("the others did not pause or stop in time")
+            self._coordinator.close(_TOO_SLOW)
 
     async def _handle_until(self, task: asyncio.Task[Any] | None, until_s: float) -> None:
-        """Handles messages as soon as there are some, unless `task` ends first or the clock reaches
+        """Wait for messages and handle them. Return earlier if `task` ends or the clock reaches
         `until_s`.
         """
         messages = asyncio.get_running_loop().create_task(self.inbox.drain(wait=True))
@@ -427,15 +438,18 @@ class GroupCore(EngineCore):
         timeout_s = max(0.0, until_s - self._clock()) if until_s < math.inf else None
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also when cancelled: messages that were taken out of the inbox must not be lost
+        finally:  # also when cancelled, so that messages that left the inbox are not lost
             await _end(messages)
             if not messages.cancelled():
                 for msg in messages.result():
                     self.handle(msg)
 
 
+_TOO_SLOW = "the other engines did not pause or stop in time"
+
+
 async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancels a task and waits until it is done; ignores its result."""
+    """Cancel a task unless it is done, and wait for it. Its result or error is left in it."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
@@ -444,7 +458,7 @@ async def _end(task: asyncio.Task[Any]) -> None:
 def drop_coordinator(
     forming: asyncio.Task[DPCoordinator], cause: str = "", missing: tuple[int, ...] = ()
 ) -> None:
-    """Closes the DP coordinator that a task made too late."""
+    """Close the coordinator of a task that ended too late. To be added as its done callback."""
     if not forming.cancelled() and forming.exception() is None:
         forming.result().close(cause, missing)
 
@@ -453,10 +467,14 @@ def _missing(error: PeerLost | StepSkew) -> tuple[int, ...]:
     return error.missing if isinstance(error, PeerLost) else ()
 
 
-def _no_rows(num_groups: int) -> StepPlan:
-    """Returns the plan of an engine that computes nothing itself but serves its experts to the
-    others.
-    """
+def _empty_plan(num_groups: int) -> StepPlan:
+    """Return the plan of an engine without tokens, whose experts compute for the other engines."""
     empty = np.zeros(0, np.int32)
-    diffs = (BlockDiff(empty, empty, empty),) * num_groups
-    return StepPlan(-1, empty, empty, empty, np.zeros(0, np.bool_), diffs)
+    return StepPlan(
+        step=-1,
+        slots_R=empty,
+        starts_R=empty,
+        counts_R=empty,
+        samples_R=np.zeros(0, np.bool_),
+        diffs=(BlockDiff(empty, empty, empty),) * num_groups,
+    )

@@ -1,22 +1,28 @@
-"""The KV-cache manager: slots, blocks, table entries and cached prefixes of the running requests.
-The scheduler decides which requests get them.
+"""The KV-cache manager: slots, blocks, block tables and the prefix cache of the running requests.
 
-`free` undoes everything that `admit` and `grow` took, and `audit` checks that nothing is lost or
-held twice.
+The scheduler decides which requests run; the manager allocates for them. `free` undoes everything
+that `admit` and `grow` allocated, and `audit` checks that nothing is lost or held twice.
 
-The prefix cache finds blocks of equal prompt beginnings by a chained hash per full block and KV
-group: h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as
-little-endian int32. The root hashes everything besides tokens that K/V depend on: `identity`, which
-all requests of an engine have in common (the model, its numerics), and what a request adds
-(`Request.extras`). So keys are the same in every process that computes the same K/V. A block may be
-registered as soon as the step that computes it is submitted, because steps run in order.
+The prefix cache finds the blocks of a known prompt prefix by a chained hash. Tokens are hashed as
+little-endian int32:
 
-States of recurrent layers are blocks of a pool of their own, which always has the two that every
-request needs. What that leaves holds states where other requests may go on: first at a request's
-borders, the ends of its prompt and of what it shares with an earlier one, then at further blocks. A
-request that has passed a state gives it up as cold unless it is at a border; the last one that it
-computed is kept as well. A state is found from the next plan on, so that no row reads what another
-row of its step writes.
+    h_0 = sha256(root + tokens of block 0)
+    h_i = sha256(h_{i-1} + tokens of block i)
+
+A key is a hash and a KV group. The root is a hash of everything besides tokens that K and V depend
+on: the `identity` of the engine (model, numerics) and the `extras` of the request. So keys are
+equal in all processes that compute equal K and V. A block is registered as soon as the step that
+computes it is planned, because steps run in order.
+
+States of recurrent layers are blocks in a second pool, which reserves the two blocks that every
+running request needs. The rest of the pool caches states from which other requests may continue:
+
+- First at a request's borders: the end of its prompt, and of the prefix that it shares with an
+  earlier request. Then at further blocks, as room permits.
+- When a request passes a state, the state is released as cold (evicted first), unless it is at a
+  border. The last state that a request has computed is kept, too.
+- A state can be found from the next plan on, so that no row reads a block that another row of the
+  same step writes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +44,7 @@ from moeserve.engine.requests import InputBatch, Request
 from moeserve.engine.store import HostStore
 
 T = TypeVar("T", bound=np.generic)
-IN_STORE = -1
+IN_STORE = -1  # in `Hit.blocks`: a block that the connector can load
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 _NONE: dict[int, I32] = {}
 _NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
@@ -46,35 +52,35 @@ _NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The cached beginning of a request: blocks[g][i] for the first num_blocks blocks of group g.
+    """The cached prefix of a request."""
 
-    A block of 0 was passed by the window and is never read; IN_STORE is near, and is to be loaded
-    into a new block. border: the blocks that would be found if all their states were cached.
-    """
-
-    num_blocks: int
+    num_blocks: int  # length of the prefix
+    # By group, then block number. 0: the window has passed it, so it is never read. IN_STORE: to be
+    # loaded into a new block.
     blocks: tuple[tuple[int, ...], ...]
-    border: int = 0
+    border: int = 0  # length that the prefix would have if all states were cached
 
 
 def root_of(extras: Mapping[str, bytes], num_resets: int = 0) -> bytes:
-    """Return the start of a hash chain. Requests share blocks only below equal roots.
+    """Return the start of a hash chain. Requests share blocks only if their roots are equal.
 
-    extras: values by name, in any order. A name has no NUL; an absent value is not an empty one.
+    extras: values by name, in any order. A name has no NUL; an absent value differs from an empty
+    one.
     """
     tagged = dict(extras)
     if num_resets:
         tagged["num_resets"] = num_resets.to_bytes(8, "little")
-    parts = [
+    fields = [
         name.encode() + b"\0" + len(value).to_bytes(8, "little") + value
         for name, value in sorted(tagged.items())
     ]
-    return sha256(b"moeserve kv 2\0" + b"".join(parts)).digest()
+    return sha256(b"moeserve kv 2\0" + b"".join(fields)).digest()
 
 
 def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
-    """Returns the hashes of the full blocks of `tokens` (little-endian int32), which follow the
-    block `parent`.
+    """Return the hashes of the full blocks of `tokens`, which follow the block with hash `parent`.
+
+    tokens: little-endian int32.
     """
     step = 4 * block_size
     data = tokens.tobytes()
@@ -87,19 +93,17 @@ def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """What a connector has of a request's prefix beyond the device's blocks."""
+    """The blocks of a request's prefix that a connector has and the device has not."""
 
     keys: list[Key]
     when: When
 
 
 class Growth(NamedTuple):
-    """New block-table entries of some rows: `plain` in each group with an entry for each position,
-    `others[g]` in group g.
-    """
+    """The number of new block-table entries of each row, by group."""
 
-    plain: I32
-    others: dict[int, I32]
+    plain: I32  # in every group with one KV entry per position
+    others: dict[int, I32]  # in other groups, by number
 
     def of(self, group: int) -> I32:
         """Return the number of new entries of each row in one group."""
@@ -107,13 +111,13 @@ class Growth(NamedTuple):
 
 
 class KVCacheManager:
-    """The input batch, the block pool and the prefix cache with the connector behind it, kept
-    consistent.
+    """Keeps the input batch, the block pools, the prefix cache and the connector consistent.
 
-    Changes that the runner must repeat on the device are collected until `take_changes`, once per
-    plan: new table entries, and blocks to save by the connector (`stores`) and to load (`loads`).
+    The runner has to repeat some changes on the device: new table entries, blocks to save through
+    the connector (`stores`) and blocks to load (`loads`). They are collected until `pop_changes`,
+    once per plan.
 
-    connector: None for a host store, if the limits have room for one.
+    connector: None for a HostStore, if the limits have room for one.
     identity: the part of the root that all keys share.
     """
 
@@ -129,7 +133,7 @@ class KVCacheManager:
         assert self.num_kv_groups >= max(1, len(groups) - 1), groups  # at most one has states
         self._plain = KVGroup(FULL, limits.block_size, ())
         self._others = [g for g, group in enumerate(groups) if not group.rule.counts_positions]
-        self._num_plain = self.num_kv_groups - len(self._others)  # pools of states are apart
+        self._num_plain = self.num_kv_groups - len(self._others)
         sizes = [(limits.num_blocks, limits.num_store_blocks)]
         if self.num_kv_groups < len(groups):
             sizes.append((limits.num_states, limits.num_store_states))
@@ -147,26 +151,25 @@ class KVCacheManager:
         self._caches_prefixes = limits.enable_prefix_caching
         self._num_resets = 0
         self._identity = identity
-        self._moves_out: list[BlockMove] = []
+        self._stores: list[BlockMove] = []
         self._loads: list[BlockMove] = []
-        self._entries: list[list[tuple[I32, I32, I32]]] = [
-            [] for _ in groups
-        ]  # slots, indices, blocks
-        self._new_states: set[int] = set()  # taken since the last plan
+        # New table entries of each group: slots, indices, blocks.
+        self._entries: list[list[tuple[I32, I32, I32]]] = [[] for _ in groups]
+        self._new_states: set[int] = set()  # allocated since the last plan
 
     @property
     def pool(self) -> BlockPool:
-        """The pool of blocks with an entry per token."""
+        """The pool of KV blocks, as opposed to states."""
         return self.pools[0]
 
     # ---- the prefix cache
 
     def match(self, request: Request) -> Hit:
-        """Returns the longest cached beginning of a waiting request, its last token excepted. Takes
-        no references yet.
+        """Return the longest cached prefix of a waiting request, without its last token. No blocks
+        are referenced yet.
 
-        The hash chain begins here, again after a reset. A request that runs during a reset keeps
-        its old hashes, which no later request has.
+        This begins the hash chain of the request, again after a reset. A request that runs during a
+        reset keeps its old hashes, which no later request has.
         """
         limit = self._hash_prefix(request)
         if not limit:
@@ -189,23 +192,23 @@ class KVCacheManager:
         return Hit(length, tuple(blocks), border)
 
     def _hash_prefix(self, request: Request) -> int:
-        """Hash the blocks of a waiting request that may be cached. Return their number."""
+        """Hash the blocks of a waiting request that may be cached, and return their number."""
         if not self._caches_prefixes:
             return 0
         if request.num_resets != self._num_resets:
             request.num_resets = self._num_resets
             request.root = root_of({**self._identity, **request.extras}, self._num_resets)
             request.hashes.clear()
-        if request.sampling.prompt_logprobs is not None:  # these need all positions
+        if request.sampling.prompt_logprobs is not None:  # all positions have to be computed
             return 0
         limit = (len(request.tokens) - 1) // self._block_size
         self._extend(request, request.tokens, limit)
         return limit
 
     def fetchable(self, request: Request) -> Fetch:
-        """Return the blocks that a connector could fetch for a request, beyond the device's own.
+        """Return the blocks that a connector could fetch for a request, beyond the device's blocks.
 
-        Full groups decide how long the prefix can be, and the others need its end only.
+        Full groups determine the length of the prefix; other groups need only the end of it.
         """
         connector = self.connector
         length = self._hash_prefix(request)
@@ -237,13 +240,13 @@ class KVCacheManager:
         return Fetch(keys, When.NOW)
 
     def _common_hit(self, request: Request, limit: int, numbers: Iterable[int]) -> int:
-        """Returns the longest hit that the groups of these numbers share."""
+        """Return the length of the longest hit that all of these groups have."""
         length = limit
         before = -1
         for g in numbers:
             if self.groups[g].rule.is_full:
                 length = longest_hit(self.groups[g], self._finder(request, g), length)
-        # A shorter hit stays good for full groups but not for others: repeat these until they all
+        # A shorter hit remains valid for full groups, but not for others. Repeat these until all
         # agree.
         while length != before:
             before = length
@@ -253,8 +256,8 @@ class KVCacheManager:
         return length
 
     def register(self, slots: Slots) -> None:
-        """Makes blocks findable in the prefix cache that are full and scheduled and whose tokens
-        are known.
+        """Add the blocks of these slots to the prefix cache that are full, scheduled, and whose
+        tokens are known.
         """
         if not self._caches_prefixes:
             return
@@ -278,16 +281,14 @@ class KVCacheManager:
                         self.pools[self.groups[g].pool].cache(block, (request.hashes[i], g))
 
     def reset_prefix_cache(self) -> None:
-        """Drops everything: later requests find nothing that was computed until now."""
+        """Drop all cached blocks: later requests find no block that was computed before."""
         self._num_resets += 1
         self.discard_cache()
 
     def discard_cache(self) -> None:
-        """Drop every cached block. Unlike a reset, this lets blocks of running requests be cached
-        again later.
-        """
+        """Drop all cached blocks, but let blocks of running requests be cached again later."""
         for pool in self.pools:
-            pool.forget()
+            pool.drop_keys()
         if self.connector is not None:
             self.connector.clear()
 
@@ -316,10 +317,11 @@ class KVCacheManager:
     # ---- one request
 
     def admit(self, request: Request, hit: Hit) -> int:
-        """Gives the request a slot, which is returned, and the blocks of its cache hit."""
+        """Put a request in a free slot, with the blocks of its hit. Return the slot."""
         batch = self.batch
         tables = [np.array(blocks, np.int32) for blocks in hit.blocks]
-        self._claim(request, tables)
+        self._acquire_hit(request, tables)
+        # The end of the prompt, without and with the last token (a hit never includes that one).
         ends = (request.num_prompt - 1) // self._block_size, request.num_prompt // self._block_size
         request.borders = tuple(dict.fromkeys((hit.border, *ends, hit.num_blocks)))
         num_hit = hit.num_blocks * self._block_size
@@ -332,8 +334,8 @@ class KVCacheManager:
                 self._entries[g].append((np.full(hit.num_blocks, slot, np.int32), indices, entries))
         return slot
 
-    def _claim(self, request: Request, tables: list[I32]) -> None:
-        """Takes references to the blocks of a hit; writes new ones over IN_STORE and loads them."""
+    def _acquire_hit(self, request: Request, tables: list[I32]) -> None:
+        """Add a holder to the blocks of a hit. Replace IN_STORE by new blocks, to be loaded."""
         absent: list[tuple[int, int, int]] = []
         for g, table in enumerate(tables):
             pool = self.pools[self.groups[g].pool]
@@ -345,14 +347,14 @@ class KVCacheManager:
                     absent.append((g, i, self.connector.load((request.hashes[i], g))))
         for g, i, host_block in absent:
             number = self.groups[g].pool
-            block = int(self.pools[number].take(1)[0])
+            block = int(self.pools[number].allocate(1)[0])
             tables[g][i] = block
             self.pools[number].cache(block, (request.hashes[i], g))
             self._loads.append(BlockMove(block, host_block, number))
 
     def free(self, slot: int) -> Request:
-        """Takes back the slot and its blocks and returns the request. Results in flight for it will
-        be dropped.
+        """Free a slot and its blocks, and return its request. Results in flight for it will be
+        dropped.
         """
         self.register(np.array([slot], np.intp))
         batch = self.batch
@@ -369,7 +371,7 @@ class KVCacheManager:
     # ---- many rows at once
 
     def growth(self, start: I32, end: I32) -> Growth:
-        """Return the table entries that rows need to go from position start[i] to end[i]."""
+        """Return the table entries that rows need to advance from position start[i] to end[i]."""
         size = self._block_size
         plain: I32 = (end + (size - 1)) // size - (start + (size - 1)) // size
         if not self._others:
@@ -380,15 +382,15 @@ class KVCacheManager:
         }
         return Growth(plain, others)
 
-    def num_taken(self, growth: Growth) -> int:
-        """Return how many blocks of the pool these entries take."""
-        taken = int(growth.plain.sum()) * self._num_plain
+    def num_new_blocks(self, growth: Growth) -> int:
+        """Return how many blocks of the pool these entries need."""
+        needed = int(growth.plain.sum()) * self._num_plain
         for new in growth.others.values():
-            taken += int(new.sum())
-        return taken
+            needed += int(new.sum())
+        return needed
 
     def grow(self, slots: Slots, start: I32, growth: Growth) -> None:
-        """Append blocks to the tables of slots[i], which hold the positions before start[i]."""
+        """Append blocks to the tables of slots[i], which have blocks up to position start[i]."""
         plain = self._new_entries(self._plain, slots, start, growth.plain)
         if plain is None and not growth.others:
             return
@@ -401,9 +403,9 @@ class KVCacheManager:
             rows, rows_i32, indices, count = new
             has_states = self.groups[g].has_states
             blocks = (
-                self._take_states(rows, indices, count)
+                self._allocate_states(rows, indices, count)
                 if has_states
-                else self.pool.take(len(indices))
+                else self.pool.allocate(len(indices))
             )
             table[rows, indices] = blocks
             self._entries[g].append((rows_i32, indices, blocks))
@@ -411,7 +413,7 @@ class KVCacheManager:
     def _new_entries(
         self, group: KVGroup, slots: Slots, start: I32, new: I32
     ) -> tuple[Slots, I32, I32, I32] | None:
-        """Return slot (of both types) and index of each new entry, and how many each row has."""
+        """Return slot (intp and int32) and index of each new entry, and the count of each row."""
         some = np.flatnonzero(new)
         if not len(some):
             return None
@@ -421,18 +423,19 @@ class KVCacheManager:
         indices = (offset + np.arange(int(count.sum()))).astype(np.int32)
         return rows, rows.astype(np.int32), indices, count
 
-    def _take_states(self, rows: Slots, indices: I32, count: I32) -> I32:
-        """Returns blocks for the table entries indices[i] of slots rows[i]; of the n-th row there
-        are count[n].
+    def _allocate_states(self, rows: Slots, indices: I32, count: I32) -> I32:
+        """Return blocks for the table entries indices[i] of slots rows[i], row after row.
 
-        The last of each row needs one. Beyond those that requests may need, one each goes to
-        borders, then to further entries, evenly spread, as far as nothing but cold states is lost.
-        All others get the null block.
+        The last entry of each row needs a block. If the pool has more than its reserve, entries at
+        borders get one, too. Then further entries do, evenly spaced, as long as only cold states
+        are evicted for them. All other entries get the null block.
+
+        count: the number of entries of each row.
         """
         pool = self.pools[1]
         last = np.cumsum(count) - 1
-        taken = np.zeros(len(indices), np.bool_)
-        taken[last] = True
+        is_kept = np.zeros(len(indices), np.bool_)
+        is_kept[last] = True
         room = pool.num_free - self._reserved_states
         if self._caches_prefixes and len(indices) > len(count) and room > 0:
             borders = []
@@ -443,21 +446,20 @@ class KVCacheManager:
                         border + offset for border in self.batch.request(int(rows[first])).borders
                     )
                     borders += [i for i in at if first <= i < end]
-            taken[borders[:room]] = True
+            is_kept[borders[:room]] = True
             room = min(room, pool.num_spare - len(count)) - len(borders)
-            others = len(indices) - int(taken.sum())
+            others = len(indices) - int(is_kept.sum())
             step = 1
             while others // step > max(room, 0):
                 step *= 2
-            taken[np.flatnonzero(~taken & ((indices + 1) % step == 0))[: max(room, 0)]] = True
+            is_kept[np.flatnonzero(~is_kept & ((indices + 1) % step == 0))[: max(room, 0)]] = True
         blocks = np.zeros(len(indices), np.int32)
-        blocks[taken] = pool.take(int(taken.sum()))
-        self._new_states.update(blocks[taken].tolist())
+        blocks[is_kept] = pool.allocate(int(is_kept.sum()))
+        self._new_states.update(blocks[is_kept].tolist())
         return blocks
 
     def _release_states(self, g: int, slot: int, end: int, kept: tuple[int, ...]) -> None:
-        """Gives up the states of a slot's entries before `end`; those behind so many blocks as are
-        in `kept` not as cold."""
+        """Release a slot's states before `end`, as cold except at block counts in `kept`."""
         first = int(self.batch.passed[g][slot])
         blocks = self.batch.tables[g][slot, first:end].copy()
         is_kept = np.isin(np.arange(first + 1, end + 1), kept)
@@ -465,9 +467,12 @@ class KVCacheManager:
             self.pools[1].release(blocks[(blocks > 0) & (is_kept != cold)], cold=cold)
 
     def release_passed(self, slots: Slots, start: I32, count: I32) -> None:
-        """Gives up blocks that no position from start[i] on can see; the null block takes their
-        table entries. Of a group with states, the last full block stays until count[i] positions
-        need another one, if there is room."""
+        """Release the blocks that no position from start[i] on reads, and set their table entries
+        to the null block.
+
+        In a group with states, the last full block is kept until count[i] positions need another
+        block, if the pool has more than its reserve.
+        """
         batch = self.batch
         for g, group in enumerate(self.groups):
             if group.rule.is_full:
@@ -492,9 +497,9 @@ class KVCacheManager:
                 nulls = np.zeros(end - first, np.int32)
                 self._entries[g].append((rows, np.arange(first, end, dtype=np.int32), nulls))
 
-    def give_back(self, slots: Slots, end: I32, kept: I32) -> None:
-        """Gives up the blocks of positions kept[i] .. end[i] - 1 of slots[i], which a later step
-        computes again.
+    def release_rejected(self, slots: Slots, end: I32, kept: I32) -> None:
+        """Release the blocks of positions kept[i] .. end[i] - 1 of slots[i], whose drafts were
+        rejected. A later step will compute these positions again.
         """
         for group, table in zip(self.groups, self.batch.tables, strict=True):
             first = group.num_blocks(kept)
@@ -509,7 +514,7 @@ class KVCacheManager:
     # ---- room
 
     def peak_blocks(self, num_tokens: int) -> int:
-        """Returns the most blocks that a request of this many tokens holds at once."""
+        """Return the most blocks that a request of this many tokens holds at once."""
         return sum(
             blocks_needed(group, num_tokens, self.chunk)
             for group in self.groups
@@ -517,14 +522,16 @@ class KVCacheManager:
         )
 
     def num_exclusive(self, slot: int) -> int:
-        """Returns how many blocks would be free without the request in this slot."""
+        """Return how many blocks only the request in this slot holds."""
         held = zip(self.groups, self.batch.held(slot), strict=True)
         return sum(
             self.pool.num_exclusive(blocks) for group, blocks in held if not group.has_states
         )
 
     def cost(self, request: Request, hit: Hit) -> int:
-        """Return the blocks that the request takes until all its known tokens are computed."""
+        """Return the blocks that a waiting request needs until all its known tokens are computed,
+        without those of its hit that other requests hold.
+        """
         tables = (
             blocks
             for group, blocks in zip(self.groups, hit.blocks, strict=True)
@@ -534,7 +541,7 @@ class KVCacheManager:
         return self.peak_blocks(len(request.tokens)) - self.pool.num_shared(found)
 
     def promised(self, slots: Slots) -> int:
-        """Returns the free blocks that these rows still take until all their known tokens are
+        """Return the free blocks that running requests still need until all their known tokens are
         computed.
         """
         batch = self.batch
@@ -550,19 +557,17 @@ class KVCacheManager:
 
     # ---- the plan
 
-    def take_changes(
+    def pop_changes(
         self,
     ) -> tuple[tuple[BlockDiff, ...], tuple[BlockMove, ...], tuple[BlockMove, ...]]:
-        """Returns the table entries, stores and loads since the last call, and ends the plan's
-        leases.
-        """
+        """Return the new table entries, stores and loads, and end the leases of the plan."""
         diffs = tuple(
-            BlockDiff(*concatenate(parts)) if parts else _NO_DIFF for parts in self._entries
+            BlockDiff(*concatenate(entries)) if entries else _NO_DIFF for entries in self._entries
         )
-        stores = tuple(self._moves_out)
+        stores = tuple(self._stores)
         loads = tuple(self._loads)
         self._entries = [[] for _ in self.groups]
-        self._moves_out = []
+        self._stores = []
         self._loads = []
         self._new_states.clear()
         if self.connector is not None:
@@ -570,7 +575,7 @@ class KVCacheManager:
         return diffs, stores, loads
 
     def audit(self) -> None:
-        """Raises AssertionError unless slots, tables, pool, cache and connector agree."""
+        """Raise AssertionError unless slots, tables, pools, cache and connector agree."""
         holds = self.batch.audit([pool.num_blocks for pool in self.pools])
         for pool, held in zip(self.pools, holds, strict=True):
             pool.audit()
@@ -582,12 +587,12 @@ class KVCacheManager:
         assert self.connector is not None
         host_block = self.connector.save(key)
         if host_block is not None:
-            self._moves_out.append(BlockMove(block, host_block, pool))
+            self._stores.append(BlockMove(block, host_block, pool))
 
 
-def concatenate(parts: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:
-    """Concatenates triples of arrays column by column, without a copy for a single one."""
-    if len(parts) == 1:
-        return parts[0]
-    first, second, third = zip(*parts, strict=True)
+def concatenate(triples: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:
+    """Concatenate triples of arrays column by column, without a copy if there is only one."""
+    if len(triples) == 1:
+        return triples[0]
+    first, second, third = zip(*triples, strict=True)
     return np.concatenate(first), np.concatenate(second), np.concatenate(third)

@@ -1,4 +1,7 @@
-"""How long the KV entries of a layer are needed. No numpy here: specs are made of it."""
+"""The rule of a layer that says how long its KV entries are needed: its attention pattern.
+
+Model specs contain these rules, so this module does not import numpy.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,36 +11,37 @@ from typing import Any
 class KVRule:
     """How long the KV entries of a layer are needed.
 
-    window: tokens that a query sees, itself included. chunk: a query sees the tokens of its own
-    chunk of so many (Llama-4). tile: a recurrence reads the tile of so many tokens that its token
-    is in, or, for the first token of a tile, the one before. At most one of them; without any a
-    query sees all earlier tokens.
+    At most one field is set. If none is, a query reads all earlier tokens (full attention).
     """
 
-    window: int | None = None
-    chunk: int | None = None
+    window: int | None = None  # tokens that a query reads, itself included (sliding window)
+    chunk: int | None = None  # tokens per chunk; a query reads those of its own chunk (Llama 4)
+    # Tokens per tile of a recurrent layer. A token reads the state of its own tile or, if it is the
+    # first of its tile, that of the tile before.
     tile: int | None = None
 
     @property
     def is_full(self) -> bool:
-        """Whether entries are needed as long as their request lives."""
+        """Whether entries are needed until their request ends."""
         return self.window is None and self.chunk is None and self.tile is None
 
     def length(self, position: Any) -> Any:
-        """Return how many entries there are once all positions before `position` (one, or an array
-        of them) are computed. A rule of a subclass may count otherwise, but never fewer entries
-        for a later position.
+        """Return how many entries exist once all positions before `position` are computed.
+
+        position: a number or an array. A subclass may count differently, but the number of entries
+        must not decrease with the position.
         """
         return position
 
     @property
     def counts_positions(self) -> bool:
-        """Whether each position has an entry."""
+        """Whether there is one entry per position."""
         return type(self).length is KVRule.length
 
     def first_live(self, position: Any) -> Any:
-        """Returns the oldest position that is read to compute `position` (one or an array of them)
-        or any later one.
+        """Return the oldest position that is read to compute `position` or any later one.
+
+        position: a number or an array.
         """
         if self.tile is not None:
             before = position - 1

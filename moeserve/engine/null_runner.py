@@ -1,4 +1,4 @@
-"""A runner without a model, to measure everything else: it makes up tokens at once."""
+"""A runner without a model. It makes up tokens, so that the rest of the system can be measured."""
 
 import asyncio
 import time
@@ -11,14 +11,13 @@ from moeserve.messages import Join, PlacementResult, PlacementTable
 
 
 class NullHandle:
-    """A StepHandle whose result comes at due_s (monotonic clock)."""
+    """A StepHandle whose result is ready at due_s, on the monotonic clock; 0: at once."""
 
     def __init__(self, result: StepResult, due_s: float = 0.0) -> None:
         self._result = result
         self._due_s = due_s
 
     async def result(self) -> StepResult:
-        """Returns the made-up result when it is due."""
         wait_s = self._due_s - time.monotonic() if self._due_s else 0.0
         if wait_s > 0:
             await asyncio.sleep(wait_s)
@@ -26,11 +25,10 @@ class NullHandle:
 
 
 class NullRunner:
-    """A GroupRunner whose tokens, in 0..vocab_size-1, depend only on their position. It has no
-    experts to place.
+    """A GroupRunner without experts, whose tokens (below vocab_size) depend on the position only.
 
-    step_s: time between two results, for a load on the front end that does not depend on the host's
-    speed.
+    step_s: time between two results, so that the load on the front end does not depend on the
+    host's speed.
     """
 
     prepared = 0
@@ -43,7 +41,6 @@ class NullRunner:
         self._due_s = 0.0
 
     def start(self, plan: StepPlan) -> NullHandle:
-        """Makes up the step's tokens."""
         position = (plan.starts_R + plan.counts_R)[plan.samples_R]
         tokens = (position.astype(np.int64) * 48271 % 65537 % self._vocab_size).astype(np.int32)
         if self._step_s:
@@ -51,28 +48,25 @@ class NullRunner:
         return NullHandle(StepResult(plan.step, tokens), self._due_s)
 
     def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
-        """Report at once: tokens are made up, whatever a grammar allows."""
-        on_done("")
+        on_done("")  # grammars are ignored
 
     def drop_grammars(self, tickets: Sequence[int]) -> None:
-        """Do nothing: no grammar is kept."""
+        pass
 
     def close(self) -> None:
-        """Does nothing: there are no resources."""
+        pass
 
     async def join(self, join: Join) -> None:
-        """Does nothing: there are no experts to connect with."""
+        pass
 
     async def leave(self) -> None:
-        """Does nothing: a running step ends by itself."""
+        pass
 
     def prepare(self, placement: PlacementTable) -> None:
-        """Reports that there is nothing to place."""
         if self.on_placement_result is not None:
             self.on_placement_result(
                 PlacementResult(version=placement.version, error="the null runner has no experts")
             )
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Returns False for every step with tokens."""
         return plan is None

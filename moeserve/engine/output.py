@@ -1,6 +1,4 @@
-"""What a step's result means to its requests: their new tokens, how they end, cache hits and
-logprobs.
-"""
+"""Process a step's result for its requests: new tokens, finish reasons, cache hits and logprobs."""
 
 from collections.abc import Sequence
 
@@ -11,7 +9,7 @@ from moeserve.engine.plan import I32, Slots, StepPlan, StepResult, ranges
 from moeserve.engine.requests import InputBatch
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput
 
-NO_TOKEN = -1  # the token of an ending that has none
+NO_TOKEN = -1  # in `StepOutput.tokens`, for a request that ends without a token
 
 
 def append_tokens(
@@ -22,14 +20,16 @@ def append_tokens(
     result: StepResult,
     end_ids: frozenset[int],
 ) -> tuple[Slots, I32, NDArray[np.uint8], dict[int, int]]:
-    """Appends the tokens of live rows up to the end of each request, and counts them as known.
-    Returns, for each token, its slot, its value and how it ends the request, if it does; and the
-    stop tokens by request id."""
+    """Append the tokens of live rows, up to the end of each request, and count them as known.
+
+    Return the slot, the value and the finish reason of each token, and the stop tokens by request
+    id.
+    """
     counts_S = result.counts_S
     tokens = result.tokens_N
     live_S = live_R[plan.samples_R]
     slots = slots_R[live_R & plan.samples_R]
-    place = None
+    index = None  # of each token among those of its row, from 0; None: each row has one
     if counts_S is None:
         tokens = tokens[live_S]
         known = batch.known[slots] + 1
@@ -37,27 +37,27 @@ def append_tokens(
         tokens = tokens[np.repeat(live_S, counts_S)]
         counts = counts_S[live_S].copy()
         slots = np.repeat(slots, counts)
-        place = ranges(np.zeros_like(counts), counts)
+        index = ranges(np.zeros_like(counts), counts)
         if result.complete:
-            kept = place < [result.complete.get(slot, len(tokens)) for slot in slots.tolist()]
+            kept = index < [result.complete.get(slot, len(tokens)) for slot in slots.tolist()]
             slots = slots[kept]
             tokens = tokens[kept]
-            place = place[kept]
-        known = batch.known[slots] + (place + 1).astype(np.int32)
+            index = index[kept]
+        known = batch.known[slots] + (index + 1).astype(np.int32)
     batch.tokens[slots, known - 1] = tokens
     finish = np.zeros(len(slots), np.uint8)
     finish[known > batch.last[slots]] = FinishReason.LENGTH
     stop_ids = _stop(batch, slots, tokens, known, finish, end_ids)
     for slot in result.complete:
         finish[np.flatnonzero(slots == slot)[-1:]] = FinishReason.STOP
-    if place is not None and finish.any():  # nothing follows the first ending
+    if index is not None and finish.any():  # drop the tokens after the end of a request
         endings: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
-        kept = endings == endings[np.arange(len(slots)) - place]
+        kept = endings == endings[np.arange(len(slots)) - index]
         slots = slots[kept]
         tokens = tokens[kept]
         known = known[kept]
         finish = finish[kept]
-    batch.known[slots] = known  # of a slot that is there several times, the last and largest counts
+    batch.known[slots] = known  # if a slot is repeated, its last value remains, the largest
     return slots, tokens, finish, stop_ids
 
 
@@ -69,8 +69,9 @@ def _stop(
     finish: NDArray[np.uint8],
     end_ids: frozenset[int],
 ) -> dict[int, int]:
-    """Marks rows that a stop token ended, at so many known tokens; returns, by request id, the
-    first stop tokens that are not the model's end tokens."""
+    """Set `finish` of the tokens that stop their request. Return the stop tokens by request id,
+    without the model's own end tokens.
+    """
     stop_ids: dict[int, int] = {}
     ended: set[int] = set()
     for row in batch.stops.hits(slots, tokens):
@@ -85,7 +86,7 @@ def _stop(
 
 
 def unsent_hits(batch: InputBatch, slots: Slots) -> dict[int, int]:
-    """Returns the cache hits of rows whose first token this is, in prompt tokens by request id."""
+    """Return the cached prompt tokens of rows whose first token this is, by request id."""
     cached: dict[int, int] = {}
     for slot in slots[batch.unsent[slots]].tolist():
         request = batch.request(slot)
@@ -116,11 +117,11 @@ def outputs_of(
             logprobs[request.rid] = output.logprobs
         if output.digests:
             digests[request.rid] = output.digests
-        if (part := output.prompt_logprobs) is not None:
-            end = part.start + len(part.rows)
-            start = max(part.start, request.num_scored)
+        if (scored := output.prompt_logprobs) is not None:
+            end = scored.start + len(scored.rows)
+            start = max(scored.start, request.num_scored)
             if start < end:
-                rows = part.rows[start - part.start :]
+                rows = scored.rows[start - scored.start :]
                 prompt_logprobs[request.rid] = PromptLogprobs(start, rows)
                 request.num_scored = end
     return logprobs, prompt_logprobs, digests

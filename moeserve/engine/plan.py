@@ -1,8 +1,7 @@
-"""The plan of one step, which is the scheduler's output and the runner's input, and the step's
-result.
+"""The interface between scheduler and runner: the plan of one step, and its result.
 
-R rows scheduled in the step, S rows that sample (those rows where `samples_R`), N new block-table
-entries, or sampled tokens.
+Suffixes of arrays are their dimensions. R: rows of the step, one per scheduled request. S: the rows
+that sample (those with `samples_R`). N: new block-table entries, or sampled tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,34 +17,31 @@ from moeserve.sampling import GrammarSpec, TokenSampling
 
 I32 = NDArray[np.int32]
 Slots = NDArray[np.intp]
-UNEVEN = 0.15  # share of all tokens by which two micro-batches may differ before a request is split
-UNEVEN_WHOLE = 0.5  # likewise, before requests that cannot be split run in one
+# The most by which two micro-batches may differ in size, as a share of all tokens. If no split
+# between two requests is even enough, a request is split.
+UNEVEN = 0.15
+UNEVEN_WHOLE = 0.5  # the same if requests cannot be split; beyond it, there is one micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that takes a slot: the runner writes its tokens and sampling row before anything
-    reads them.
-
-    tokens: prompt and, after a preemption or a replay, the tokens generated since; the first
-    num_prompt are prompt.
-    """
+    """A request that gets a slot in this step. The runner sets up the slot before the step runs."""
 
     slot: int
-    tokens: I32
-    num_prompt: int
+    tokens: I32  # the prompt and, after a preemption or a replay, the tokens generated so far
+    num_prompt: int  # length of the prompt part of `tokens`
     sampling: TokenSampling
-    grammar_ticket: int = 0  # of the GrammarJob that prepared its grammar; 0: none did
+    grammar_ticket: int = 0  # of the GrammarJob that prepared its grammar; 0: none
     task: str = SAMPLE  # see `Submit.task`
 
 
 class GrammarJob(msgspec.Struct, frozen=True):
-    """Compile a grammar and replay the answer so far, so that a step can use it at once."""
+    """An order to compile a grammar and replay the answer so far, before a step needs it."""
 
     ticket: int
     grammar: GrammarSpec
-    answer: list[int]
-    priority: int = 0  # lower values go first, ties by ticket
+    answer: list[int]  # the tokens generated so far
+    priority: int = 0  # lower values first, ties by ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +55,34 @@ class BlockDiff:
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """Copy one KV block between the device pool and a host block of the block store, before the
-    forward pass.
-    """
+    """A copy of one KV block between the device and the host store, before the forward pass."""
 
     block: int
     host_block: int
-    pool: int = 0
+    pool: int = 0  # number of the device's pool: 0 for KV entries, 1 for recurrent states
 
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """The decision of all ranks about a step that they run together; the same on each of them.
+    """The common decision of all engines about a step that they run together."""
 
-    step: the number of the vote within its epoch, counting votes that decide to rest. ubatches: 1
-    or 2 micro-batches. most_tokens: per micro-batch, the tokens of the engine that has most.
-    active: how far the pending placement is to be in force (runner/experts.py). trace: whether to
-    record this step.
-    """
-
-    step: int
-    ubatches: int = 1
-    most_tokens: tuple[int, int] = (0, 0)
-    active: int = 0
-    trace: bool = False
+    step: int  # the number of the vote within its epoch; votes to park count, too
+    ubatches: int = 1  # micro-batches: 1 or 2
+    most_tokens: tuple[int, int] = (0, 0)  # per micro-batch, the largest number on any engine
+    active: int = 0  # progress of the placement that is active in this step (runner/experts.py)
+    trace: bool = False  # whether to record this step
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Row i computes positions starts_R[i] .. starts_R[i]+counts_R[i]-1 of the request in
-    slots_R[i].
+    """The plan of one step.
 
-    A row with samples_R ends at its last known token, or at the last of num_drafts_R[i] drafts
-    behind it, and samples the next token there and at each position before a draft. The runner
-    keeps tokens in its own table, so the following step may be planned before the host knows them.
-    propose: whether drafts of the next tokens are wanted.
+    Row i computes the positions starts_R[i] .. starts_R[i] + counts_R[i] - 1 of the request in slot
+    slots_R[i]. The last num_drafts_R[i] of them are drafts.
+
+    A row with samples_R[i] reaches the newest token of its request. It samples a token after its
+    last position, and also before each draft in order to verify it. The runner keeps sampled tokens
+    in a table on the device, so the next step can be planned before the host knows them.
     """
 
     step: int
@@ -103,63 +92,65 @@ class StepPlan:
     samples_R: NDArray[np.bool_]
     diffs: tuple[BlockDiff, ...]  # one per KV group
     new_requests: tuple[NewRequest, ...] = ()
-    stores: tuple[BlockMove, ...] = ()  # device block -> store host block, run first
-    loads: tuple[BlockMove, ...] = ()  # store host block -> device block
+    stores: tuple[BlockMove, ...] = ()  # from the device to the host store; run before `loads`
+    loads: tuple[BlockMove, ...] = ()  # from the host store to the device
     num_drafts_R: I32 | None = None  # None: there are no drafts in this step
-    drafts_N: I32 | None = None  # None: each rank's own proposer has them
-    propose: bool = False
-    split_at: int = 0  # tokens of the first micro-batch, if the step runs in two
-    decision: StepDecision | None = None  # None: this engine serves alone
+    drafts_N: I32 | None = None  # the drafts; None: each rank's proposer has them
+    propose: bool = False  # whether to draft tokens for the next step
+    split_at: int = 0  # tokens in the first micro-batch, if there are two
+    decision: StepDecision | None = None  # None: this engine is in no group
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows together."""
+        """The number of tokens in all rows."""
         return int(self.counts_R.sum())
 
     @property
     def uniform_len(self) -> int | None:
-        """Tokens of every row, or None if rows differ. The plan must have rows."""
+        """The number of tokens in each row; None if rows differ. The plan must have rows."""
         first = int(self.counts_R[0])
         return first if (self.counts_R == first).all() else None
 
 
 @dataclass(slots=True)
 class TaskOutput:
-    """What a request's task made of one step beside tokens (runner/tasks.py)."""
+    """The results of one request in one step, besides its tokens (runner/tasks.py)."""
 
-    logprobs: list[Logprobs] = field(default_factory=list)  # of each of its tokens
-    digests: list[bytes] = field(default_factory=list)  # of the logits behind each of its tokens
+    logprobs: list[Logprobs] = field(default_factory=list)  # one for each of its tokens
+    digests: list[bytes] = field(default_factory=list)  # of the logits of each of its tokens
     prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of a step. The dictionaries are keyed by slot and empty for most steps."""
+    """The result of a step. The dictionaries are keyed by slot, and empty for most steps."""
 
     step: int
-    tokens_N: I32  # of the rows that yield tokens (`StepPlan.samples_R`), one row after the other
+    tokens_N: I32  # sampled tokens of the rows with `StepPlan.samples_R`, row after row
     counts_S: I32 | None = None  # tokens of each of these rows; None: one each
-    drafts_S: I32 | None = None  # drafts that each has for its next step; None: nothing proposes
+    drafts_S: I32 | None = None  # drafts of each row for its next step; None: no proposer
     outputs: dict[int, TaskOutput] = field(default_factory=dict)
-    # Messages. The slot's one token is -1, its request ends, and all others continue.
+    # Error messages of requests that failed. Their one token is -1; other requests continue.
     failed: dict[int, str] = field(default_factory=dict)
-    # How many of the slot's tokens complete the text that its grammar describes.
+    # The number of the slot's tokens after which the text is complete by its grammar.
     complete: dict[int, int] = field(default_factory=dict)
     device_us: int = 0
-    idle_us: int = 0  # from the end of the step before, and its drafting, to the start of this one
-    drafting_us: int = 0  # of the step before: a model guessed these drafts
+    idle_us: int = 0  # from the end of the previous step and its drafting to the start of this one
+    drafting_us: int = 0  # time of the draft model after the previous step
     comm_us: int = 0
     exposed_comm_us: int = 0
-    load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step
+    load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert
     events: tuple[TraceEvent, ...] = ()
-    expert_cache: tuple[int, ...] = ()  # as StepRecord has it
-    kv_lost: bool = False  # some of the plan's `loads` did not bring what they should
+    expert_cache: tuple[int, ...] = ()  # see `StepRecord.expert_cache`
+    kv_lost: bool = False  # whether some of the plan's `loads` failed
 
     @property
     def took_us(self) -> int:
-        """The step's time, with the drafting and the idle time before it: that of the host's work,
-        which overlaps with drafting. Idle for longer than the step means that there was nothing to
-        do."""
+        """The time of the step, including the drafting and the idle time before it.
+
+        The idle time is that of the host's work, so it counts. It is capped at the time of the
+        step, because a longer one means that there was no work.
+        """
         return self.device_us + self.drafting_us + min(self.idle_us, self.device_us)
 
 
@@ -167,38 +158,39 @@ class StepHandle(Protocol):
     """A step that was started."""
 
     async def result(self) -> StepResult:
-        """Waits for the step and returns its result. Raises the step's error."""
+        """Wait for the step and return its result. Raises the step's error."""
 
 
 class Runner(Protocol):
-    """The engine core's view of a model runner, which executes plans strictly in the order of
-    `start`.
-    """
+    """The engine core's view of a model runner."""
 
     def start(self, plan: StepPlan) -> StepHandle:
-        """Queues a step without waiting for it."""
+        """Queue a step without waiting for it. Steps run in the order of their `start`."""
 
     def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
-        """Prepare a grammar on all ranks that sample, beside the steps.
+        """Prepare a grammar on all ranks that sample, in the background.
 
-        `on_done` is called once, from any thread: with "" when a plan may have the request, else
-        with the reason why no plan can.
+        `on_done` is called once, from any thread: with "" when the grammar is ready to be used in a
+        plan, otherwise with an error message.
         """
 
     def drop_grammars(self, tickets: Sequence[int]) -> None:
-        """Forget prepared grammars that no plan will name. Unknown tickets are ignored."""
+        """Drop prepared grammars that no plan will use. Unknown tickets are ignored."""
 
     def close(self) -> None:
-        """Waits for the running step and frees the device's resources."""
+        """Wait for the running step, and free the device's resources."""
 
 
 def best_split(counts_R: I32, *, whole: bool = False) -> int:
-    """Returns the tokens of the first of two micro-batches; 0 when there is nothing to split.
+    """Return the number of tokens in the first of two micro-batches; 0: do not split.
 
-    The split falls between two requests if the halves are even enough, otherwise inside one. whole:
-    never inside one, as a recurrence needs it, which goes on from tile to tile of a call without a
-    block for each. counts_R: tokens of each row, at least one. [1, 1, 1, 1] -> 2, [100] -> 50, [3,
-    90, 3] -> 48; whole: [30, 70] -> 30, [3, 90, 3] -> 0
+    The split is between two requests if the halves are even enough, otherwise inside a request.
+
+    counts_R: tokens of each row, at least one.
+    whole: never split a request. Recurrent layers need this, because within a call they pass their
+    state from tile to tile without storing it in a block.
+
+    [1, 1, 1, 1] -> 2, [100] -> 50, [3, 90, 3] -> 48; whole: [30, 70] -> 30, [3, 90, 3] -> 0
     """
     total = int(counts_R.sum())
     if total < 2:
@@ -212,7 +204,7 @@ def best_split(counts_R: I32, *, whole: bool = False) -> int:
 
 
 def ranges(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Returns starts[i] .. starts[i] + counts[i] - 1, one range after the other.
+    """Return the ranges starts[i] .. starts[i] + counts[i] - 1, concatenated.
 
     starts [5, 2], counts [2, 1] -> [5, 6, 2]
     """
@@ -229,11 +221,9 @@ def _pack(value: Any) -> tuple[str, bytes]:
 
 def _unpack(_: type, packed: Any) -> Any:
     array = np.frombuffer(packed[1], packed[0])
-    return array.astype(
-        array.dtype.newbyteorder("=")
-    )  # a copy: torch wants memory that it may write to
+    return array.astype(array.dtype.newbyteorder("="))  # a copy, because torch needs it writable
 
 
-# A plan as bytes, for the other processes of an engine, which execute the same plans as its leader.
+# Plans as bytes: the leader sends them to the other processes of a tensor-parallel engine.
 encode_plan = msgspec.msgpack.Encoder(enc_hook=_pack).encode
 decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_unpack).decode

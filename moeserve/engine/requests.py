@@ -1,24 +1,24 @@
-"""Requests: the scheduler's record of one, the queue of those that wait, and the batch of those
-that run.
+"""The scheduler's requests: the record of one, the waiting queue, and the batch of running ones.
 
-The batch has NumPy columns, one row (slot) per running request, so that a decode step touches no
-Python object. Two counters tell a request's progress; both only grow while the request holds its
-slot:
+The batch has NumPy columns with one row (slot) per running request, so that a decode step touches
+no Python object per request. Two counters are the progress of a request:
 
-    scheduled   positions that submitted steps compute
-    known       tokens whose value the host has: the prompt, then the sampled tokens
+    scheduled   positions that are computed, or will be by the steps in flight
+    known       tokens whose values the host has: the prompt, then the sampled tokens
 
-Everything else is derived. A decode is a request whose next position is its newest token:
+Both only grow while the request holds its slot, except that `scheduled` shrinks when drafts are
+rejected. The rest follows from them:
 
-    to compute      max(known - scheduled, 1) and drafts, up to `last` (final length - 1)
-    samples         the step reaches `known`
-    in flight       tokens between known and scheduled: a later step uses them already, and the
-                    host does not have their values yet; positions of wrong drafts are given back
-                    when the result comes
+    to compute      max(known - scheduled, 1) positions and the drafts, up to `last`
+    samples         whether the step reaches `known`
+    in flight       tokens between known and scheduled: the next step already uses them, although
+                    the host does not have their values yet
     blocks          ceil(scheduled / block_size) table entries
 
-`occupancy` tells the successive requests of a slot apart: it grows when a request leaves, and a
-result that carries an old value is dropped.
+A request decodes if its next position is that of its newest token; otherwise, it is in prefill.
+
+`occupancy` distinguishes successive requests in a slot. It is incremented when a request leaves, so
+that the results of steps planned for an earlier request can be dropped.
 """
 
 import sys
@@ -38,46 +38,40 @@ from moeserve.sampling import TokenSampling
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request's facts, in a slot or not. Its progress lives in `InputBatch` while it runs.
-
-    tokens: those known at the last admission or preemption: the prompt, then generated ones.
-    max_total: length at which the request ends, prompt included; no step follows the token at
-    max_total - 1.
-    """
+    """The scheduler's record of a request. While it runs, its progress is in the `InputBatch`."""
 
     rid: int
-    tokens: I32
+    tokens: I32  # the tokens known at the last admission or preemption: prompt, then generated
     num_prompt: int
-    max_total: int
+    max_total: int  # maximum length, prompt included; the last token is never computed
     sampling: TokenSampling
-    priority: int
-    extras: Mapping[str, bytes]  # what K/V depend on beside tokens, by name; see `root_of`
-    arrival: int
+    priority: int  # lower values first
+    extras: Mapping[str, bytes]  # inputs of the KV cache other than tokens, by name; see `root_of`
+    arrival: int  # sequence number
     task: str = SAMPLE
-    num_resets: int = -1  # resets of the prefix cache before the hash chain began
-    root: bytes = b""  # start of the chain
-    hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, as far as needed
+    num_resets: int = -1  # resets of the prefix cache before the hash chain was begun
+    root: bytes = b""  # start of the hash chain
+    hashes: list[bytes] = field(default_factory=list)  # of full blocks, computed as needed
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
-    was_sent: bool = False  # its first token was sent, and num_cached with it
-    grammar_ticket: int = 0  # of its prepared grammar; 0: it has none
-    kv_ticket: int = 0  # of the blocks that a connector fetched for it; 0: none
-    uses_connector: bool = True  # False after a loss: its prefix is computed, not loaded again
+    was_sent: bool = False  # whether its first token was sent, and num_cached with it
+    grammar_ticket: int = 0  # of its prepared grammar; 0: none
+    kv_ticket: int = 0  # of the blocks that a connector fetches for it; 0: none
+    uses_connector: bool = True  # False after lost blocks: its prefix is computed, not loaded
     num_scored: int = 1  # prompt positions whose logprobs were sent (position 0 has none)
-    borders: tuple[
-        int, ...
-    ] = ()  # numbers of leading blocks behind which others may well go on, most likely ones first
+    # Block counts at which other requests are likely to branch off, the likeliest ones first.
+    borders: tuple[int, ...] = ()
 
     @property
     def order(self) -> tuple[int, int]:
-        """Place in line: priority, then arrival. Smaller values go first."""
+        """The sort key of waiting and running requests: priority, then arrival."""
         return self.priority, self.arrival
 
 
 def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -> Request:
-    """Makes a Request of a Submit. Raises InvalidRequest for a number out of its range.
+    """Create the Request of a Submit. Raises InvalidRequest if a number is out of range.
 
-    The front end has checked all of this with better messages: this protects the engine and its
-    other requests.
+    The front end has checked the same, with better messages. This protects the engine and its other
+    requests.
     """
     if len(msg.tokens) % 4:
         raise InvalidRequest(f"tokens has {len(msg.tokens)} bytes, not a whole number of int32")
@@ -109,7 +103,7 @@ def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -
 
 
 class WaitingQueue:
-    """Waiting requests by priority, then arrival. Any of them can be removed."""
+    """The waiting requests, sorted by priority, then arrival. Any of them can be removed."""
 
     def __init__(self) -> None:
         self._queue: list[Request] = []
@@ -130,26 +124,28 @@ class WaitingQueue:
         return self._queue[0] if self._queue else None
 
     def push(self, request: Request) -> None:
-        """Adds a request at its place in line."""
+        """Add a request in its order."""
         insort(self._queue, request, key=lambda r: r.order)
         self._by_rid[request.rid] = request
 
     def pop(self) -> Request:
-        """Removes and returns the head."""
+        """Remove and return the head."""
         request = self._queue.pop(0)
         del self._by_rid[request.rid]
         return request
 
     def remove(self, rid: int) -> Request:
-        """Removes and returns a request by its id."""
+        """Remove and return a request by its id."""
         request = self._by_rid.pop(rid)
         del self._queue[bisect_left(self._queue, request.order, key=lambda r: r.order)]
         return request
 
 
 class InputBatch:
-    """num_slots rows. `tables[g]` is KV group g's block table; entry 0 is the null block, left of a
-    window.
+    """The running requests, in columns with one row per slot.
+
+    `tables[g]` is the block table of KV group g. Entries that the window has passed are 0, the null
+    block.
     """
 
     def __init__(self, num_slots: int, max_len: int, groups: tuple[KVGroup, ...]) -> None:
@@ -157,54 +153,46 @@ class InputBatch:
         self._groups = groups
         max_blocks = -(-max_len // self.block_size)
         self.requests: list[Request | None] = [None] * num_slots
-        self.slot_of: dict[int, int] = {}
+        self.slot_of: dict[int, int] = {}  # by request id
         self.rid = np.zeros(num_slots, np.int64)
         self.scheduled = np.zeros(num_slots, np.int32)
         self.known = np.zeros(num_slots, np.int32)
-        self.last = np.zeros(num_slots, np.int32)
-        self.min_known = np.zeros(num_slots, np.int32)  # a stop token counts from this length on
+        self.last = np.zeros(num_slots, np.int32)  # maximum length - 1
+        self.min_known = np.zeros(num_slots, np.int32)  # length from which stop tokens count
         self.occupancy = np.zeros(num_slots, np.int64)
-        self.hashed = np.zeros(num_slots, np.int32)  # leading blocks that the prefix cache has seen
-        self.unsent = np.zeros(num_slots, np.bool_)  # none of the request's tokens was sent yet
+        self.hashed = np.zeros(num_slots, np.int32)  # leading blocks offered to the prefix cache
+        self.unsent = np.zeros(num_slots, np.bool_)  # no token of the request was sent yet
         self.speculates = np.zeros(num_slots, np.bool_)
-        self.drafts = np.zeros(
-            num_slots, np.int32
-        )  # guesses of the next tokens that the next step is to verify
-        self.tokens = np.zeros(
-            (num_slots, max_len), "<i4"
-        )  # memory is touched only as far as it is used
+        self.drafts = np.zeros(num_slots, np.int32)  # drafts for the next step to verify
+        # The operating system allocates the pages of this large array only when they are written.
+        self.tokens = np.zeros((num_slots, max_len), "<i4")
         self.tables = [np.zeros((num_slots, max_blocks), np.int32) for _ in groups]
-        self.passed = [
-            np.zeros(num_slots, np.int32) for _ in groups
-        ]  # leading entries given up by the window
+        self.passed = [np.zeros(num_slots, np.int32) for _ in groups]  # leading entries freed
         self.stops = StopTable()
         self._free = list(range(num_slots - 1, -1, -1))
-        self._by_priority: list[
-            tuple[int, int, int]
-        ] = []  # (priority, arrival, slot), first in line first
-        self.order: Slots = np.zeros(
-            0, np.intp
-        )  # the slots of _by_priority; replaced, never changed in place
+        self._by_priority: list[tuple[int, int, int]] = []  # sorted (priority, arrival, slot)
+        # The slots of _by_priority. The array is replaced, never changed in place.
+        self.order: Slots = np.zeros(0, np.intp)
 
     @property
     def num_running(self) -> int:
-        """Slots in use."""
+        """The number of slots in use."""
         return len(self.slot_of)
 
     @property
     def num_free(self) -> int:
-        """Slots that `admit` can give."""
+        """The number of free slots."""
         return len(self._free)
 
     def request(self, slot: int) -> Request:
-        """Returns the request in an occupied slot."""
+        """Return the request in an occupied slot."""
         request = self.requests[slot]
         assert request is not None, slot
         return request
 
     def admit(self, request: Request, num_hit: int) -> int:
-        """Gives `request` a slot, which is returned; its first num_hit positions are computed
-        already.
+        """Put a request in a free slot and return the slot. Its first num_hit positions are already
+        computed.
         """
         slot = self._free.pop()
         self.requests[slot] = request
@@ -227,8 +215,8 @@ class InputBatch:
         return slot
 
     def vacate(self, slot: int) -> Request:
-        """Frees the slot and returns its request. Results in flight for it will be dropped; blocks
-        are not freed.
+        """Free a slot, but not its blocks, and return its request. Results in flight for it will be
+        dropped.
         """
         request = self.request(slot)
         del self.slot_of[request.rid]
@@ -243,7 +231,7 @@ class InputBatch:
         return request
 
     def held(self, slot: int) -> list[I32]:
-        """Returns, per group, the blocks that the slot holds, in table order."""
+        """Return, for each group, the blocks that a slot holds, in table order."""
         scheduled = int(self.scheduled[slot])
         held = []
         for group, table, passed in zip(self._groups, self.tables, self.passed, strict=True):
@@ -252,8 +240,9 @@ class InputBatch:
         return held
 
     def audit(self, num_blocks: Sequence[int]) -> list[I32]:
-        """Checks the rows; returns how often the tables name each of num_blocks[p] blocks of every
-        pool p.
+        """Check the rows, and return the reference counts of blocks according to the tables.
+
+        num_blocks: the number of blocks of each pool. The result has one array per pool.
         """
         running = [
             (slot, request) for slot, request in enumerate(self.requests) if request is not None
@@ -278,16 +267,17 @@ class InputBatch:
 
 
 class StopTable:
-    """Stop ids of the running requests. A count per token id finds the few rows whose stop ids are
-    worth a look.
+    """The stop ids of the running requests.
+
+    A reference count per token id rules out most rows at once, so that few sets have to be checked.
     """
 
     def __init__(self) -> None:
-        self._ids: dict[int, frozenset[int]] = {}
-        self._count = np.zeros(2, np.int32)  # the last entry stays 0 and stands for every larger id
+        self._ids: dict[int, frozenset[int]] = {}  # by slot
+        self._count = np.zeros(2, np.int32)  # the last entry stays 0, for all larger token ids
 
     def add(self, slot: int, ids: tuple[int, ...]) -> None:
-        """Sets the stop ids of a slot."""
+        """Set the stop ids of a slot."""
         if not ids:
             return
         unique = self._ids[slot] = frozenset(ids)
@@ -296,23 +286,25 @@ class StopTable:
         self._count[list(unique)] += 1
 
     def remove(self, slot: int) -> None:
-        """Forgets the stop ids of a slot."""
+        """Remove the stop ids of a slot."""
         if ids := self._ids.pop(slot, None):
             self._count[list(ids)] -= 1
 
     def hits(self, slots: Slots, tokens: I32) -> list[int]:
-        """Returns the rows i where tokens[i] is a stop id of slots[i]."""
+        """Return the rows i in which tokens[i] is a stop id of slots[i]."""
         if not self._ids:
             return []
         some = np.flatnonzero(self._count[np.minimum(tokens, len(self._count) - 1)])
         return [i for i in some.tolist() if int(tokens[i]) in self._ids.get(int(slots[i]), ())]
 
 
-def share(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
-    """Cuts counts to a token budget and drops rows that get nothing. Rows come first in line first.
+def fit_to_budget(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
+    """Reduce counts to a token budget, and drop rows without tokens. Rows are in priority order.
 
-    Rows that need just one token get it, so that no long prompt stalls a stream; then the others in
-    order. counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
+    Rows with one token are served first, so that a long prompt does not stall the requests that
+    decode. The rest of the budget goes to the other rows in order.
+
+    counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
     """
     single: NDArray[np.bool_] = count == 1
     single &= np.cumsum(single) <= budget

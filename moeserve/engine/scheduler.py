@@ -1,15 +1,16 @@
-"""Decides what runs next. Pure: no torch, no clock, no I/O; requests, results and times in, plans
-and outputs out.
+"""The scheduler decides which requests run in each step (continuous batching).
+
+It is pure: no torch, no clock, no I/O. Requests, results and times go in, plans and outputs come
+out.
 
 There is no prefill phase and no decode phase, only positions of a request that are not computed
-yet. A plan may be made before the results of earlier ones are known (`Limits.depth`); results come
-in the order of their plans. Nothing here waits for the device, and blocks are reused at once: the
-runner executes plans strictly in order, so a block that one plan gives up is read for the last time
-before any later plan writes it.
+yet. A plan may be made before the results of earlier plans are known (`Limits.depth`). Results
+arrive in the order of their plans. Freed blocks are reused at once. That is safe because the runner
+executes plans strictly in order: the last read of a block comes before any write by a later plan.
 
-One step: `Scheduler.plan` grants rows in a PlanBuilder and takes blocks from the KVCacheManager
-(kv_cache_manager.py), whose rows are the InputBatch (requests.py); `Scheduler.update_from_output`
-applies the step's result.
+A step has two halves. `Scheduler.plan` adds rows to a PlanBuilder and allocates blocks from the
+KVCacheManager, whose `batch` holds the running requests. `Scheduler.update_from_output` applies the
+result.
 """
 
 import math
@@ -30,25 +31,25 @@ from moeserve.engine.drafts import settle_drafts
 from moeserve.engine.kv_cache_manager import NOTHING, Growth, Hit, KVCacheManager, concatenate
 from moeserve.engine.output import NO_TOKEN, append_tokens, endings, outputs_of, unsent_hits
 from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
-from moeserve.engine.requests import Request, WaitingQueue, request_of, share
+from moeserve.engine.requests import Request, WaitingQueue, fit_to_budget, request_of
 from moeserve.engine.step_state import Fetching, InFlightStep, PlanBuilder, idle_record, step_record
 from moeserve.engine.token_budget import TokenBudget
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
-KV_POLL_S = 0.002  # interval at which an engine that sleeps looks at fetches of KV blocks
+KV_POLL_S = 0.002  # interval at which a sleeping engine checks on fetches of KV blocks
 _ANY_TOKEN = 2**31 - 1
 
 
 class Scheduler:
-    """Plans steps for requests that may come and go at any time.
+    """Plans steps for requests that may arrive and end at any time.
 
-    `plan` and `update_from_output` alternate, with up to limits.depth plans in between. eos_ids:
-    the model's end tokens (an ending by any other stop id is reported as such). vocab_size: guards
-    against token ids that the model does not have.
+    A request is in one of three states: `awaiting` a grammar or KV blocks (engine/awaiting.py),
+    `waiting` in the queue, or running in a slot of the batch. Up to limits.depth plans may be
+    without a result.
 
-    A request is in one of three places: `awaiting` something (engine/awaiting.py), in the `waiting`
-    queue, or running in a slot of the batch.
+    eos_ids: the model's end tokens. Other stop ids that end a request are reported with it.
+    vocab_size: requests with larger token ids are refused.
     """
 
     def __init__(
@@ -79,24 +80,25 @@ class Scheduler:
         self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
         self._speculates = limits.num_drafts > 0
         self._drafting = False  # whether any row may have drafts
-        self._proposed = False  # whether a model guessed behind the last settled step
+        self._proposed = False  # whether a draft model ran after the last processed step
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
         self._num_tickets = 0
         self._fetches: dict[int, Fetching] = {}  # by ticket
-        self._now_s = 0.0  # the newest time that a call gave
-        # Heads that did not fit, and the room that there was: `_stuck` even by preemption.
+        self._now_s = 0.0  # the latest time that was passed to a method
+        # The head that last did not fit, and the free blocks at that time. `_stuck`: it would not
+        # have fitted after preempting all requests of lower priority either.
         self._blocked: tuple[Request | None, int] = (None, 0)
         self._stuck: tuple[Request | None, int] = (None, 0)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """The number of requests with a slot."""
         return self.kv_manager.batch.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none: in the queue, or awaiting something."""
+        """The number of requests without a slot."""
         return len(self.waiting) + len(self.awaiting)
 
     @property
@@ -106,38 +108,40 @@ class Scheduler:
 
     @property
     def can_run(self) -> bool:
-        """Whether a step can be planned, now or when those in flight have their results."""
+        """Whether a step can be planned, now or once the steps in flight have their results."""
         return bool(self.num_running or len(self.waiting))
 
     @property
     def check_s(self) -> float:
-        """Time at which to plan again even if no message comes; infinity for never."""
+        """Time at which to plan again even if no message arrives; infinity: never."""
         return self._now_s + KV_POLL_S if self._fetches else math.inf
 
     @property
     def awaits_result(self) -> bool:
-        """Whether the next plan needs the result of the step in flight: some row has drafts, whose
-        number and whose successor only that step tells."""
+        """Whether the next plan needs the result of the step in flight.
+
+        With drafts it does, because the result says how many were accepted.
+        """
         return self._drafting and bool(self._in_flight)
 
     # ---- requests
 
     def submit(self, msg: Submit, now_s: float = 0.0) -> None:
-        """Queues a request. Raises InvalidRequest if it is malformed or could never fit.
+        """Queue a request. Raises InvalidRequest if it is malformed or could never fit.
 
-        now_s: monotonic time, like that of `plan`.
+        now_s: monotonic time, on the same clock as that of `plan`.
         """
         self._now_s = max(self._now_s, now_s)
         rid = msg.rid
         if rid in self.waiting or rid in self.awaiting or rid in self.kv_manager.batch.slot_of:
-            raise InvalidRequest(f"request {rid} is running already", code="duplicate_request")
+            raise InvalidRequest(f"request {rid} exists already", code="duplicate_request")
         request = request_of(msg, self._arrivals, self.limits.max_model_len, self.vocab_size)
         need = self.kv_manager.peak_blocks(request.max_total - 1)
         have = self.limits.num_blocks - 1
         if need > have:
             raise InvalidRequest(
                 f"prompt and answer of up to {request.max_total} tokens need {need} KV blocks of "
-                f"{self.limits.block_size} tokens and there are {have}: lower max_tokens",
+                f"{self.limits.block_size} tokens, but there are {have}: lower max_tokens",
                 param="max_tokens",
                 code="does_not_fit",
             )
@@ -145,7 +149,7 @@ class Scheduler:
         self._enqueue(request)
 
     def grammar_prepared(self, ticket: int, error: str = "") -> StepOutput | None:
-        """Admit a request from now on, or end it if its grammar cannot be used (`error`)."""
+        """Stop waiting for the grammar of a request; `error`: end the request with this error."""
         request = self.awaiting.request_of(ticket)
         if request is None:
             return None
@@ -158,9 +162,7 @@ class Scheduler:
         return None
 
     def abort(self, rids: Iterable[int]) -> StepOutput | None:
-        """Ends these requests at once: slot and blocks are free when this returns. Unknown ids are
-        ignored.
-        """
+        """End requests at once, and free their slots and blocks. Unknown ids are ignored."""
         ended = []
         for rid in rids:
             slot = self.kv_manager.batch.slot_of.get(rid)
@@ -177,26 +179,24 @@ class Scheduler:
         return endings(ended, FinishReason.ABORT) if ended else None
 
     def abort_all(self) -> StepOutput | None:
-        """Ends every request at once."""
+        """End all requests at once."""
         running = list(self.kv_manager.batch.slot_of)
         return self.abort([*running, *(r.rid for r in (*self.waiting, *self.awaiting))])
 
     def reset_prefix_cache(self) -> None:
-        """Makes later requests compute their whole prompts: they find nothing that was computed
-        until now.
-        """
+        """Clear the prefix cache: later requests find no block that was computed before."""
         self.kv_manager.reset_prefix_cache()
 
     # ---- one step
 
     def plan(self, now_s: float = 0.0) -> StepPlan | None:
-        """Returns the next step, or None if everything that may run is in flight already.
+        """Return the plan of the next step; None if no request can run before a result arrives.
 
-        now_s: monotonic time. It matters only to requests that wait for a connector.
+        now_s: monotonic time, for the time limits of requests that wait for a connector.
         """
         self._now_s = max(self._now_s, now_s)
         if self._fetches:
-            self._look_at_fetches()
+            self._check_fetches()
         kv_manager = self.kv_manager
         batch = self.kv_manager.batch
         if self.awaits_result:
@@ -207,9 +207,9 @@ class Scheduler:
         self._preempt_for_head(builder)
         if self._schedule_running(builder):
             self._schedule_waiting(builder)
-        diffs, stores, loads = kv_manager.take_changes()
+        diffs, stores, loads = kv_manager.pop_changes()
         if not builder.rows:
-            assert not stores, "blocks were evicted for nothing"
+            assert not stores, "blocks were evicted although no row was scheduled"
             return None
         slots, starts, counts = concatenate(builder.rows)
         kv_manager.register(slots)
@@ -231,27 +231,28 @@ class Scheduler:
         return plan
 
     def start_over(self) -> None:
-        """Discards the steps in flight and all computed K/V. Running requests wait again with their
-        known tokens, and end with the same answers."""
-        # Some of these plans never reached the runner, so it keeps the grammars of their requests.
+        """Discard the steps in flight and the whole KV cache, and preempt all running requests.
+
+        Their answers stay the same, because they keep their known tokens.
+        """
+        # Some of these plans have not reached the runner, which still holds their grammars.
         new = [request for step in self._in_flight for request in step.plan.new_requests]
         self._drop_grammars([request.grammar_ticket for request in new])
         self._in_flight.clear()
         self._preempt_all()
 
     def audit(self) -> None:
-        """Raises AssertionError unless every slot, block and ticket is accounted for."""
+        """Raise AssertionError unless every slot, block and ticket is accounted for."""
         self.kv_manager.audit()
         self.awaiting.audit()
 
-    # ---- the parts of a plan
+    # ---- planning
 
     def _preempt_for_head(self, builder: PlanBuilder) -> None:
-        """Preempt running requests of lower priority than the first waiting one, if that makes it
-        fit.
+        """Preempt running requests of lower priority than the head of the queue, if it fits then.
 
-        Its cost is computed once until more room can be made: a long prompt has thousands of hashes
-        to look up.
+        If it does not, its cost is computed again only once more blocks could be freed, because a
+        long prompt has thousands of hashes to look up.
         """
         head = self.waiting.head
         batch = self.kv_manager.batch
@@ -287,8 +288,8 @@ class Scheduler:
         builder.num_preempted += num_victims
 
     def _schedule_running(self, builder: PlanBuilder) -> bool:
-        """Grants tokens and blocks to running requests, first in line first. Returns False if
-        blocks ran out.
+        """Schedule running requests in priority order. Return False if blocks ran out, so that some
+        were preempted.
         """
         kv_manager = self.kv_manager
         batch = self.kv_manager.batch
@@ -306,12 +307,12 @@ class Scheduler:
                 batch.drafts[:] = 0
                 continue
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
-                slots, start, count = share(slots, start, count, builder.budget)
+                slots, start, count = fit_to_budget(slots, start, count, builder.budget)
             kv_manager.release_passed(slots, start, count)
             new = kv_manager.growth(start, start + count)
-            if kv_manager.num_taken(new) <= kv_manager.pool.num_free:
+            if kv_manager.num_new_blocks(new) <= kv_manager.pool.num_free:
                 if len(slots):
-                    self._grant(builder, slots, start, count, new)
+                    self._schedule(builder, slots, start, count, new)
                 break
             self._preempt(int(batch.order[-1]))
             builder.num_preempted += 1
@@ -321,11 +322,11 @@ class Scheduler:
     def _fits(self, start: I32, count: I32, budget: int) -> bool:
         """Whether all rows with their drafts fit into the budget and the free blocks."""
         kv_manager = self.kv_manager
-        taken = kv_manager.num_taken(kv_manager.growth(start, start + count))
-        return int(count.sum()) <= budget and taken <= kv_manager.pool.num_free
+        needed = kv_manager.num_new_blocks(kv_manager.growth(start, start + count))
+        return int(count.sum()) <= budget and needed <= kv_manager.pool.num_free
 
     def _drafts_of(self, slots: Slots) -> I32:
-        """Returns how many of the tokens that were granted to each row are drafts."""
+        """Return how many of the scheduled tokens of each row are drafts."""
         batch = self.kv_manager.batch
         drafts: I32 = np.where(
             batch.drafts[slots] > 0, batch.scheduled[slots] - batch.known[slots], 0
@@ -333,9 +334,7 @@ class Scheduler:
         return drafts
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
-        """Admits waiting requests, first in line first, until one does not fit: nobody overtakes
-        it.
-        """
+        """Admit waiting requests in order, up to the first one that does not fit."""
         kv_manager = self.kv_manager
         batch = self.kv_manager.batch
         while builder.budget > 0 and batch.num_free and (head := self.waiting.head) is not None:
@@ -366,12 +365,12 @@ class Scheduler:
             start = batch.scheduled[slots]
             count = np.minimum(batch.known[slots] - start, min(builder.budget, kv_manager.chunk))
             new = kv_manager.growth(start, start + count)
-            self._grant(builder, slots, start, count, new)
-            kv_manager.register(slots)  # at once: the next one in line may begin alike
+            self._schedule(builder, slots, start, count, new)
+            kv_manager.register(slots)  # now, because the next request may have the same prefix
 
     def _hit_if_fits(self, head: Request) -> Hit | None:
-        """Returns the head's cache hit if its whole prompt fits beside the running requests and the
-        watermark.
+        """Return the head's prefix-cache hit; None if its prompt does not fit beside the running
+        requests and the watermark.
         """
         order = self.kv_manager.batch.order
         if not len(order):
@@ -386,8 +385,9 @@ class Scheduler:
         return hit
 
     def _room(self, order: Slots) -> int:
-        """Returns the blocks that a new request may take, after those that running requests were
-        promised.
+        """Return the number of free blocks that a new request may use.
+
+        The blocks that running requests still need for their known tokens are not among them.
         """
         return (
             self.kv_manager.pool.num_free
@@ -395,7 +395,7 @@ class Scheduler:
             - self.limits.watermark_blocks
         )
 
-    def _grant(
+    def _schedule(
         self, builder: PlanBuilder, slots: Slots, start: I32, count: I32, new: Growth
     ) -> None:
         self.kv_manager.grow(slots, start, new)
@@ -406,8 +406,8 @@ class Scheduler:
         builder.budget -= num_tokens
 
     def _preempt(self, slot: int) -> None:
-        """Puts a request back into the queue with its known tokens. Later ones are computed again,
-        equal to before.
+        """Put a request back into the queue with its known tokens. Tokens in flight are dropped;
+        they will be sampled again with the same result.
         """
         batch = self.kv_manager.batch
         tokens = batch.tokens[slot, : batch.known[slot]].copy()
@@ -416,17 +416,17 @@ class Scheduler:
         self._enqueue(request)
 
     def _preempt_all(self) -> int:
-        """Preempt every running request and forget all computed K/V. Return their number."""
+        """Preempt all running requests and discard the KV cache. Return the number of requests."""
         slots = self.kv_manager.batch.order.tolist()
         for slot in slots:
             self._preempt(slot)
         self.kv_manager.discard_cache()
         return len(slots)
 
-    # ---- what requests wait for
+    # ---- waiting for grammars and KV blocks
 
     def _enqueue(self, request: Request) -> None:
-        """Put a request in line, or let it wait for its grammar and for KV blocks."""
+        """Queue a request, or let it await its grammar and KV blocks first."""
         self._await_grammar(request)
         self._await_kv(request)
         if request.rid not in self.awaiting:
@@ -457,8 +457,8 @@ class Scheduler:
         if begins:
             connector.begin(ticket, fetch.keys)
 
-    def _look_at_fetches(self) -> None:
-        """Admit the requests whose blocks have arrived, and those that have waited long enough."""
+    def _check_fetches(self) -> None:
+        """Queue the requests whose blocks have arrived, or whose time limit has passed."""
         connector = self.kv_manager.connector
         assert connector is not None
         for ticket in connector.finished():
@@ -479,7 +479,7 @@ class Scheduler:
                 self._end_fetch(ticket)
 
     def _end_fetch(self, ticket: int) -> None:
-        """End the lease of a fetch. Its request, if it still waits, waits for it no longer."""
+        """End a fetch and the lease of its blocks. Its request no longer awaits them."""
         fetching = self._fetches.pop(ticket, None)
         if fetching is None:
             return
@@ -490,7 +490,7 @@ class Scheduler:
         self._admit_if_ready(ticket)
 
     def _admit_if_ready(self, ticket: int) -> None:
-        """Close a ticket, and put its request in line if it was the last one."""
+        """Close a ticket, and queue its request if it was the last one."""
         request = self.awaiting.close(ticket)
         if request is not None:
             self.waiting.push(request)
@@ -507,18 +507,17 @@ class Scheduler:
     # ---- the result of a plan
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Applies the result of the oldest plan: appends tokens, ends requests that are complete or
-        failed, frees what they held, and reports all of it.
+        """Apply the result of the oldest plan: append tokens, and end complete or failed requests.
 
-        Rows are ignored if their request left the slot since the plan was made: a preempted request
-        computes that token again, and an ended or aborted one has had its ending.
+        Rows are ignored if their request has left the slot since the plan was made. If it was
+        preempted, it will sample the token again; if it was aborted, its end was reported already.
         """
         in_flight = self._in_flight.popleft()
         assert in_flight.plan is plan, (in_flight.plan.step, plan.step)
         assert result.step == plan.step, (result.step, plan.step)
         batch = self.kv_manager.batch
         if result.kv_lost:
-            # What was loaded, and all that was computed from it, may be wrong.
+            # The blocks that were loaded may be wrong, and so may everything computed from them.
             for slot in batch.order.tolist():
                 batch.request(slot).uses_connector = False
             in_flight.builder.num_preempted += self._preempt_all()
@@ -559,7 +558,7 @@ class Scheduler:
         )
 
     def _free(self, slot: int) -> tuple[Request, dict[str, Any] | None]:
-        """End the request in a slot. Return it, with the connector's words about it."""
+        """End the request in a slot. Return it, and the connector's `kv_params` for it."""
         request = self.kv_manager.free(slot)
         connector = self.kv_manager.connector
         if connector is None:
@@ -569,7 +568,7 @@ class Scheduler:
     def _settle_drafts(
         self, in_flight: InFlightStep, live_R: NDArray[np.bool_], result: StepResult
     ) -> dict[int, tuple[int, int]]:
-        """Return verified and accepted drafts by request id; note the drafts of the next step."""
+        """Process drafts, and set those of the next step. Return (verified, accepted) by id."""
         plan = in_flight.plan
         verified = settle_drafts(self.kv_manager, self.policy, in_flight, live_R, result)
         batch = self.kv_manager.batch
@@ -580,11 +579,11 @@ class Scheduler:
         return verified
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:
-        """Ends the requests that could not be sampled; returns their ids and messages."""
+        """End the requests whose sampling failed. Return their error messages by request id."""
         planned = dict(zip(in_flight.slots.tolist(), in_flight.occupancy.tolist(), strict=True))
         live = [slot for slot in failed if self.kv_manager.batch.occupancy[slot] == planned[slot]]
         return {self._free(slot)[0].rid: failed[slot] for slot in live}
 
     def gauges(self, step: int) -> StepRecord:
-        """Return the record of a step without work: running and waiting requests, free blocks."""
+        """Return a step record with running and waiting requests, free blocks, and no work."""
         return idle_record(self.kv_manager, self.num_waiting, step)

@@ -1,4 +1,4 @@
-"""The scheduler's notes about one step, from its plan to its result, and the step record."""
+"""The scheduler's state of one step, from its plan to its result, and the step record."""
 
 from dataclasses import dataclass, field
 
@@ -13,14 +13,12 @@ from moeserve.messages import StepRecord
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The rows that the scheduler has granted so far in this step. budget: tokens that are left to
-    grant.
-    """
+    """A plan in the making: the rows that are scheduled so far."""
 
-    budget: int
+    budget: int  # tokens that may still be scheduled
     rows: list[tuple[Slots, I32, I32]] = field(default_factory=list)  # slots, starts, counts
     new_requests: list[NewRequest] = field(default_factory=list)
-    started: list[int] = field(default_factory=list)  # rids
+    started: list[int] = field(default_factory=list)  # ids of requests admitted for the first time
     num_tokens: int = 0
     num_preempted: int = 0
     prompt_tokens: int = 0
@@ -29,27 +27,25 @@ class PlanBuilder:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A plan without a result yet. occupancy: which occupant of each row's slot the plan was made
-    for.
-    """
+    """A plan whose result has not arrived yet."""
 
     plan: StepPlan
     slots: Slots
-    occupancy: NDArray[np.int64]
+    occupancy: NDArray[np.int64]  # of each row's slot when the plan was made, see `InputBatch`
     builder: PlanBuilder
 
 
 @dataclass(slots=True)
 class Fetching:
-    """KV blocks that a connector fetches for a request, until it is admitted."""
+    """The KV blocks that a connector fetches for a request, until the request is admitted."""
 
     request: Request
-    deadline_s: float  # when the request stops waiting; once they arrived, when their lease ends
-    begun: bool  # False: the connector must be asked again
+    deadline_s: float  # end of the wait; once the blocks have arrived, end of their lease
+    begun: bool  # False: the connector did not know yet and has to be called again
 
 
 def idle_record(kv_manager: KVCacheManager, num_waiting: int, step: int) -> StepRecord:
-    """Return the record of a step without work: running and waiting requests, free blocks."""
+    """Return the gauges: running and waiting requests, free blocks, and no work."""
     pool = kv_manager.pool
     states = kv_manager.pools[1:]
     record = StepRecord(
@@ -61,7 +57,7 @@ def idle_record(kv_manager: KVCacheManager, num_waiting: int, step: int) -> Step
         num_free_blocks=pool.num_free,
         num_blocks=pool.num_blocks,
     )
-    if states:  # skipped without recurrent layers: a decode step of one request takes 70 us
+    if states:  # skipped otherwise, because the host's part of a decode step takes only 70 us
         record.num_states = sum(pool.num_blocks for pool in states)
         record.num_free_states = sum(pool.num_free for pool in states)
         record.num_cached_states = sum(pool.num_cached for pool in states)
@@ -69,18 +65,17 @@ def idle_record(kv_manager: KVCacheManager, num_waiting: int, step: int) -> Step
 
 
 def step_record(record: StepRecord, in_flight: InFlightStep, result: StepResult) -> StepRecord:
-    """Add a step's numbers to an idle record. The core, which has a clock, sets the times."""
+    """Add a step's numbers to the gauges. The core adds the times, because it has the clock."""
     builder = in_flight.builder
     plan = in_flight.plan
     num_drafts = []
     num_accepted = []
     if plan.num_drafts_R is not None and result.counts_S is not None:
         drafts_S = plan.num_drafts_R[plan.samples_R]
-        right_S = result.counts_S - 1
-        places = range(int(drafts_S.max(initial=0)))
-        num_drafts, num_accepted = (
-            [int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S)
-        )
+        accepted_S = result.counts_S - 1
+        positions = range(int(drafts_S.max(initial=0)))
+        num_drafts = [int((drafts_S > i).sum()) for i in positions]
+        num_accepted = [int((accepted_S > i).sum()) for i in positions]
     record.num_tokens = builder.num_tokens
     record.num_requests = len(in_flight.slots)
     record.num_preempted = builder.num_preempted

@@ -1,7 +1,7 @@
-"""The host store: keeps prefix blocks that the device evicts, by content, in host memory.
+"""The host store: a KVConnector that keeps the blocks evicted from the device in host memory.
 
-This is the index. The runner owns the bytes and copies them as a plan says (`StepPlan.stores`
-before `StepPlan.loads`, both before the forward pass). Everything in it is near.
+This is the index. The runner owns the bytes, and copies them as a plan says (`StepPlan.stores`
+before `StepPlan.loads`, both before the forward pass). All its blocks are near.
 """
 
 from collections import OrderedDict
@@ -12,34 +12,32 @@ from moeserve.engine.connector import KVConnector, Lookup
 
 
 class HostStore(KVConnector):
-    """Host blocks for each pool of the device. pool_of: the pool of each KV group."""
+    """A pool of host blocks for each pool of the device.
+
+    sizes: the number of host blocks of each pool. pool_of: the pool of each KV group.
+    """
 
     def __init__(self, sizes: Sequence[int], pool_of: Sequence[int]) -> None:
         self._pools = [HostBlocks(size) for size in sizes]
         self._of_group = [self._pools[pool] for pool in pool_of]
 
     def lookup(self, keys: Sequence[Key]) -> Lookup:
-        """Return how many of the first keys are there."""
         for count, key in enumerate(keys):
             if key not in self._of_group[key[1]]:
                 return Lookup(count)
         return Lookup(len(keys))
 
     def load(self, key: Key) -> int:
-        """Return the host block to copy from."""
         return self._of_group[key[1]].load(key)
 
     def save(self, key: Key) -> int | None:
-        """Return the host block to copy into, if it is not there already and there is room."""
         return self._of_group[key[1]].save(key)
 
     def end_plan(self) -> None:
-        """End the leases of the plan's host blocks."""
         for pool in self._pools:
             pool.end_plan()
 
     def clear(self) -> None:
-        """Drop all blocks."""
         for pool in self._pools:
             pool.clear()
 
@@ -48,13 +46,12 @@ class HostStore(KVConnector):
         return self._pools[pool].contents()
 
     def audit(self) -> None:
-        """Raise AssertionError unless each host block is free or has one content."""
         for pool in self._pools:
             pool.audit()
 
 
 class HostBlocks:
-    """The host blocks of one pool. The least recently used content goes first."""
+    """The host blocks of one pool, with LRU eviction."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -72,8 +69,8 @@ class HostBlocks:
         return self._blocks[key]
 
     def save(self, key: Key) -> int | None:
-        """Return the host block to copy into, leased until `end_plan`; None if nothing must or can
-        be copied.
+        """Return the host block to copy to, leased until `end_plan`; None if the key is stored
+        already, or if all host blocks are leased.
         """
         if key in self._blocks:
             self._blocks.move_to_end(key)
@@ -81,8 +78,8 @@ class HostBlocks:
         if not self._free:
             if not self._blocks:
                 return None
-            # Leased keys were used in this very plan, so they are the newest: if the oldest is
-            # leased, all are.
+            # Leased keys were used by the current plan, so they are the most recent: if the oldest
+            # key is leased, all are.
             oldest = next(iter(self._blocks))
             if oldest in self._leased:
                 return None

@@ -1,35 +1,40 @@
-"""How many tokens a step computes of prompts beside requests that decode.
+"""The number of prompt tokens in a step with requests that decode (chunked prefill).
 
-A step lasts as long as its tokens take, and every stream waits for it. With a target for the time
-between tokens (scheduler.itl_target_ms), a step with both computes as much of the prompts as keeps
-it within the target, by the measured times of the steps before: what prompts may add over what they
-added last, times their tokens then. No token changes, since a request's results do not depend on
-how its prompt was cut. There is no clock: the same calls have the same results.
+Every stream waits for the whole step, so prompt tokens increase the inter-token latency. With a
+target for it (scheduler.itl_target_ms), the budget adapts to the measured times of steps:
+
+    next prompt tokens = last prompt tokens * (target - decode time) / (step time - decode time)
+
+The answers do not change, because they do not depend on how a prompt was divided into steps. There
+is no clock here: the same calls have the same results.
 """
 
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.requests import InputBatch
 
-_FIRST = 32.0  # prompt tokens beside decodes before any time is known
-_LEAST = 8.0  # so that a prompt ends, whatever the target
-# times the tokens of the step before at most and at least: single times are disturbed
+_FIRST = 32.0  # prompt tokens before any time is measured
+_LEAST = 8.0  # lower bound, so that prompts advance whatever the target is
+# Bounds of the change from one step to the next, because single measurements are noisy.
 _MORE = 1.5
 _LESS = 0.5
-_MARGIN = 0.85  # of the target: what the host adds between steps, and times that vary
-_DECODE_RATE = 0.2  # of the average of steps without prompts
+_MARGIN = 0.85  # share of the target for the device; the rest is for the host and for variation
+_DECODE_RATE = 0.2  # of the moving average of steps without prompts
 
 
 class TokenBudget:
-    """The tokens of a step. most: beside nobody who decodes."""
+    """The token budget of each step.
+
+    most: the budget of a step in which no request decodes.
+    """
 
     def __init__(self, most: int, target_us: float) -> None:
         self._most = most
         self._target_us = target_us * _MARGIN
         self._prompt_tokens = float(_FIRST)
-        self._decode_us = 0.0
+        self._decode_us = 0.0  # average time of steps without prompts
 
     def tokens(self, batch: InputBatch) -> int:
-        """Returns the budget of the next step of the running requests."""
+        """Return the budget of the next step."""
         slots = batch.order
         decoding = slots[batch.known[slots] - batch.scheduled[slots] <= 1]
         if not len(decoding):
@@ -39,7 +44,7 @@ class TokenBudget:
         )
 
     def note(self, plan: StepPlan, took_us: int) -> None:
-        """Takes the time of a step."""
+        """Adapt to the measured time of a step."""
         if took_us <= 0:
             return
         known_R = plan.counts_R if plan.num_drafts_R is None else plan.counts_R - plan.num_drafts_R
@@ -53,7 +58,7 @@ class TokenBudget:
 
     def _adapt(self, prompt_tokens: int, took_us: int) -> None:
         change = max(self._target_us - self._decode_us, 0.0) / max(took_us - self._decode_us, 1.0)
-        # The end of a prompt has few tokens, and says little about many.
+        # Do not grow after the small rest of a prompt: it says little about larger chunks.
         if change < 1 or prompt_tokens >= self._prompt_tokens * _LESS:
             wanted = prompt_tokens * min(max(change, _LESS), _MORE)
             self._prompt_tokens = min(max(wanted, _LEAST), self._most)

@@ -1,5 +1,7 @@
-"""The step vote: the message of each engine before a step, and the decision as a pure function of
-all of them.
+"""The step vote of a group of engines.
+
+Before each step, every engine sends a `Vote`. `decide` is a pure function of all votes, so every
+engine computes the same `Decision`. comm/dp_coordinator.py exchanges the votes.
 """
 
 import enum
@@ -15,36 +17,31 @@ from moeserve.messages import Join, PlacementResult, PlacementTable
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One engine's vote on a step.
-
-    tokens: those of its next plan, `split_at` of them in the first micro-batch if there are two.
-    ubatches_ok: two micro-batches would pay, or would not matter, on this engine. prepared: how far
-    the pending placement is prepared; active: how far the last decision put it in force.
-    """
+    """One engine's vote on a step."""
 
     step: int
     epoch: int
-    has_work: bool = False
-    tokens: int = 0
-    split_at: int = 0
+    has_work: bool = False  # the engine has a plan
+    tokens: int = 0  # in its plan
+    split_at: int = 0  # tokens in the first micro-batch, if there are two
     requests: int = 0
-    ubatches_ok: bool = False
-    pause: bool = (
-        False  # has a newer Join: nothing is in flight or planned until the next group is formed
-    )
-    drained: bool = False  # has a Drain, and nothing is in flight or left to do
-    prepared: int = 0
-    active: int = 0
-    trace: bool = False
+    ubatches_ok: bool = False  # two micro-batches would be faster here, or as fast
+    # The engine has a newer Join: until the next group is formed, it plans nothing, and nothing is
+    # in flight.
+    pause: bool = False
+    drained: bool = False  # the engine has a Drain, and nothing is in flight or left to do
+    prepared: int = 0  # progress of preparing the pending placement (runner/experts.py)
+    active: int = 0  # the progress that the last decision activated
+    trace: bool = False  # the engine was asked to record the next step
 
 
 class Action(enum.Enum):
     """The kinds of decision."""
 
-    RUN = "run"  # all run a step, those without work an empty one
+    RUN = "run"  # all engines run a step; it is empty on engines without work
     PARK = "park"  # no engine has work: sleep until one wakes the others
-    PAUSE = "pause"  # all pause or are drained: the group may be left between two steps
-    STOP = "stop"  # all are drained
+    PAUSE = "pause"  # all engines pause or are drained, and leave the group
+    STOP = "stop"  # all engines are drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +53,15 @@ class Decision:
 
 
 def decide(votes: Sequence[Vote]) -> Decision:
-    """Returns the decision that follows from the votes of all engines, in rank order.
+    """Return the decision that follows from the votes of all engines, in rank order.
 
-    A step runs if any engine has work, or if the placement needs one: all have prepared more than
-    is in force, or one has given it up. Two micro-batches need the consent of all and a split
-    inside some batch; engines with nothing to split run one empty micro-batch. Raises StepSkew if
-    the votes are not on the same step.
+    A step runs if any engine has work. It also runs if the placement advances, because all engines
+    have prepared more than is active, or one has given it up.
+
+    The step has two micro-batches if all engines agree and at least one can split its batch. An
+    engine that cannot split runs one of them empty.
+
+    Raises StepSkew if the votes are not on the same step.
     """
     first = votes[0]
     step = first.step
@@ -103,8 +103,9 @@ _NOTHING_TO_RUN = {action: Decision(action) for action in Action}
 
 
 class DPCoordinator(Protocol):
-    """One engine's connection to the engines that step together (comm/dp_coordinator.py), on the
-    core's loop.
+    """One engine's connection to the other engines of its group (comm/dp_coordinator.py).
+
+    All methods are called on the core's event loop.
     """
 
     @property
@@ -113,35 +114,37 @@ class DPCoordinator(Protocol):
 
     @property
     def woken(self) -> bool:
-        """Whether, after a PARK, another engine has voted on the next step and waits for us."""
+        """Whether, after a PARK, another engine has voted on the next step and waits."""
 
     @property
     def lost(self) -> PeerLost | None:
         """The error that broke the group; None while it works."""
 
     async def decide(self, vote: Vote) -> Decision:
-        """Votes, waits for all votes, and returns the common decision. Raises PeerLost if the group
-        is broken, StepSkew if the engines do not vote on the same step."""
+        """Vote, wait for all votes, and return the common decision.
+
+        Raises PeerLost if the group is broken, StepSkew if the engines vote on different steps.
+        """
 
     async def wait_woken(self) -> None:
-        """Returns once `woken` is true. Raises PeerLost."""
+        """Wait until `woken` is true. Raises PeerLost."""
 
     async def broken(self) -> None:
-        """Returns once the group is broken."""
+        """Wait until the group is broken."""
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Drops the connections. The other engines learn the cause and the ranks known to be
-        missing.
-        """
+        """Close the connections. The other engines receive the cause and the missing ranks."""
 
 
 class GroupRunner(Runner, Protocol):
     """A runner whose steps run together with those of other engines.
 
-    After a step that failed with PeerLost, the same plan can run again after the next `join`. Until
-    then later steps fail with PeerLost as well, before they touch tables or blocks; if one has
-    touched them, the runner is `overtaken`. A repeated plan must not repeat its `stores`: its first
-    attempt may have overwritten the blocks that they save.
+    A plan whose step failed with PeerLost can run again after the next `join`. Until then, later
+    steps fail with PeerLost too, before they change tables or blocks. If a later step had begun
+    already, the runner is `overtaken`.
+
+    The `stores` of a plan must not be repeated with it, because the first attempt may have
+    overwritten the blocks that they save.
     """
 
     on_placement_result: (
@@ -150,30 +153,31 @@ class GroupRunner(Runner, Protocol):
 
     @property
     def overtaken(self) -> bool:
-        """Whether a step of this epoch had begun when one before it failed. Then no plan can run
-        again: its blocks may have been overwritten by the later step."""
+        """Whether a step of this epoch had begun when the step before it failed. Then no plan can
+        run again, because the later step may have overwritten its blocks.
+        """
 
     @property
     def prepared(self) -> int:
-        """Progress of preparing the pending placement, as in the vote; never decreases within an
+        """Progress of preparing the pending placement, as in the vote. It never decreases within an
         epoch.
         """
 
     async def join(self, join: Join) -> None:
-        """Connects this engine's ranks with the other engines' and forgets a failed step. Raises
-        PeerLost.
+        """Connect this engine's ranks to those of the other engines. Clear `overtaken`.
 
-        `leave` is called if this fails or is cancelled."""
+        Raises PeerLost. The caller calls `leave` if this fails or is cancelled.
+        """
 
     async def leave(self) -> None:
-        """Drops the connections, which fails a step that waits on them; returns when no step runs
-        any more.
+        """Close the connections, so that a step which waits for other ranks fails. Wait until no
+        step runs.
         """
 
     def prepare(self, placement: PlacementTable) -> None:
-        """Starts preparing a placement in the background."""
+        """Start to prepare a placement in the background."""
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Returns whether two micro-batches would pay for this plan, or would cost nothing (None:
-        no tokens).
+        """Return whether two micro-batches would be faster for this plan, or as fast (as without
+        tokens: None).
         """

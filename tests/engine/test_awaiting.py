@@ -118,7 +118,7 @@ def test_an_aborted_request_is_dropped_and_a_late_report_ignored() -> None:
 def test_the_same_request_twice_is_refused_while_it_awaits() -> None:
     harness = Harness(limits_of())
     harness.submit(submit_of(0, PROMPT, grammar=GRAMMAR))
-    with pytest.raises(Exception, match="request 0 is running already"):
+    with pytest.raises(Exception, match="request 0 exists already"):
         harness.scheduler.submit(submit_of(0, PROMPT))
 
 

@@ -23,31 +23,31 @@ def as_blocks(blocks: list[int]) -> np.ndarray:
 
 def test_the_null_block_is_never_given_out() -> None:
     pool = BlockPool(5)
-    assert sorted(pool.take(4).tolist()) == [1, 2, 3, 4]
+    assert sorted(pool.allocate(4).tolist()) == [1, 2, 3, 4]
     assert pool.num_free == 0
 
 
 def test_blocks_without_content_are_reused_before_cached_ones() -> None:
     pool = BlockPool(4)
-    cached, plain, other = pool.take(3).tolist()
+    cached, plain, other = pool.allocate(3).tolist()
     pool.cache(cached, key(1))
     pool.cache(other, key(2))
     for block in (cached, plain, other):
         pool.release(as_blocks([block]))
-    assert [int(pool.take(1)[0]) for _ in range(3)] == [plain, cached, other]
+    assert [int(pool.allocate(1)[0]) for _ in range(3)] == [plain, cached, other]
     assert pool.num_cached == 0
 
 
 def test_a_touched_block_becomes_the_youngest() -> None:
     evicted: list[tuple[Key, int]] = []
     pool = BlockPool(4, lambda k, b: evicted.append((k, b)))
-    a, b, c = pool.take(3).tolist()
+    a, b, c = pool.allocate(3).tolist()
     for i, block in enumerate((a, b, c)):
         pool.cache(block, key(i))
         pool.release(as_blocks([block]))
     pool.touch(a)
     pool.release(as_blocks([a]))
-    pool.take(2)
+    pool.allocate(2)
     assert evicted == [(key(1), b), (key(2), c)]
     assert pool.find(key(0)) == a
 
@@ -55,24 +55,24 @@ def test_a_touched_block_becomes_the_youngest() -> None:
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     evicted: list[Key] = []
     pool = BlockPool(4, lambda k, _: evicted.append(k))
-    blocks = pool.take(3)
+    blocks = pool.allocate(3)
     for i, block in enumerate(blocks.tolist()):
         pool.cache(block, key(i))
     pool.release(blocks)
-    pool.take(3)
+    pool.allocate(3)
     assert evicted == [key(2), key(1), key(0)]
 
 
 def test_equal_content_keeps_its_first_block() -> None:
     pool = BlockPool(4)
-    first, twin = pool.take(2).tolist()
+    first, twin = pool.allocate(2).tolist()
     pool.cache(first, key(0))
     pool.cache(twin, key(0))
     assert pool.find(key(0)) == first
     pool.release(as_blocks([twin]))
     pool.audit()
     assert pool.num_free == 2
-    pool.take(2)
+    pool.allocate(2)
     assert pool.find(key(0)) == first, (
         "the twin had no content to keep, and its end changed nothing"
     )
@@ -80,11 +80,11 @@ def test_equal_content_keeps_its_first_block() -> None:
 
 def test_forget_frees_idle_blocks_and_leaves_held_ones() -> None:
     pool = BlockPool(4)
-    held, idle = pool.take(2).tolist()
+    held, idle = pool.allocate(2).tolist()
     pool.cache(held, key(0))
     pool.cache(idle, key(1))
     pool.release(as_blocks([idle]))
-    pool.forget()
+    pool.drop_keys()
     pool.audit()
     assert (pool.num_cached, pool.num_free) == (0, 2)
     assert pool.find(key(0)) is None
@@ -93,7 +93,7 @@ def test_forget_frees_idle_blocks_and_leaves_held_ones() -> None:
 def test_cold_blocks_go_first_and_nobody_is_told() -> None:
     evicted: list[Key] = []
     pool = BlockPool(5, lambda k, _: evicted.append(k))
-    blocks = pool.take(4)
+    blocks = pool.allocate(4)
     for i, block in enumerate(blocks.tolist()):
         pool.cache(block, key(i))
     pool.release(blocks[:2])
@@ -101,14 +101,14 @@ def test_cold_blocks_go_first_and_nobody_is_told() -> None:
     assert (pool.num_spare, pool.num_free) == (2, 4)
     pool.touch(int(blocks[3]))
     pool.release(blocks[3:])  # found by another: no longer cold
-    assert pool.take(3).tolist() == blocks[[2, 1, 0]].tolist()
+    assert pool.allocate(3).tolist() == blocks[[2, 1, 0]].tolist()
     assert evicted == [key(1), key(0)]
 
 
 @pytest.mark.parametrize("damage", ["leak", "double", "lost key"])
 def test_audit_finds_damage(damage: str) -> None:
     pool = BlockPool(6)
-    blocks = pool.take(3)
+    blocks = pool.allocate(3)
     pool.cache(int(blocks[0]), key(0))
     pool.release(blocks[:1])
     pool.audit()
@@ -141,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
         if count > self.pool.num_free:
             return multiple()
         self.evicted.clear()
-        blocks = self.pool.take(count).tolist()
+        blocks = self.pool.allocate(count).tolist()
         assert len(set(blocks)) == count
         assert not set(blocks) & set(self.refs)
         told = [block for _, block in self.evicted]
@@ -190,7 +190,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        self.pool.forget()
+        self.pool.drop_keys()
         self.content.clear()
         self.idle.clear()
         self.cold.clear()

@@ -269,8 +269,8 @@ def test_window_groups_fetch_the_end_of_the_prefix_alone() -> None:
     manager = harness.scheduler.kv_manager
     harness.submit(submit_of(0, [*PREFIX, 41], max_tokens=1))
     harness.run()
-    manager.pool.release(manager.pool.take(manager.pool.num_free))  # evicts all
-    manager.take_changes()
+    manager.pool.release(manager.pool.allocate(manager.pool.num_free))  # evicts all
+    manager.pop_changes()
 
     class All(Courier):
         def lookup(self, keys: Sequence[Key]) -> Lookup:

@@ -394,7 +394,7 @@ async def test_an_idle_engine_finds_a_leak() -> None:
     task = asyncio.create_task(e.core.run())
     e.inbox.put(submit_of(0, PROMPT))
     await e.quiet()
-    e.scheduler.kv_manager.pool.take(1)
+    e.scheduler.kv_manager.pool.allocate(1)
     e.clock.now_s += 60.0
     e.runner.let(1000)
     with pytest.raises(AssertionError):

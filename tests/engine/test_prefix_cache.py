@@ -43,7 +43,7 @@ def computed(manager: KVCacheManager, prompt: list[int], **fields: object) -> li
     slot = admitted(manager, request(prompt, **fields))
     blocks = [table[slot, : len(prompt) // 4].tolist() for table in manager.batch.tables]
     manager.free(slot)
-    manager.take_changes()
+    manager.pop_changes()
     return blocks
 
 
@@ -192,13 +192,13 @@ def test_groups_shrink_a_hit_until_all_agree() -> None:
 def test_evicted_blocks_are_found_in_the_store_and_loaded() -> None:
     manager = manager_of(num_blocks=4, num_store_blocks=4)
     (blocks,) = computed(manager, list(range(12)))
-    manager.pool.release(manager.pool.take(2))  # evicts two of the three
-    stored = {move.host_block: move.block for move in manager.take_changes()[1]}
+    manager.pool.release(manager.pool.allocate(2))  # evicts two of the three
+    stored = {move.host_block: move.block for move in manager.pop_changes()[1]}
     follower = request(list(range(12)))
     hit = manager.match(follower)
     assert hit.blocks == ((blocks[0], IN_STORE),)
     slot = manager.admit(follower, hit)
-    _, _, (load,) = manager.take_changes()
+    _, _, (load,) = manager.pop_changes()
     assert stored[load.host_block] == blocks[1]
     assert manager.batch.tables[0][slot, :2].tolist() == [blocks[0], load.block]
     assert manager.pool.find((follower.hashes[1], 0)) == load.block
@@ -271,7 +271,7 @@ def test_a_state_is_not_found_in_the_plan_that_computes_it() -> None:
     manager.batch.scheduled[slots] = end
     manager.register(slots)
     assert (manager.match(second).num_blocks, manager.match(second).border) == (0, 3)
-    manager.take_changes()
+    manager.pop_changes()
     assert manager.match(second).num_blocks == 3
 
 
@@ -284,14 +284,14 @@ def test_evicted_states_are_loaded_from_their_own_store_and_cold_ones_are_gone()
     )
     manager.free(slot)
     pool = manager.pools[1]
-    pool.release(pool.take(pool.num_free))
-    moves = manager.take_changes()[1]
+    pool.release(pool.allocate(pool.num_free))
+    moves = manager.pop_changes()[1]
     assert [move.pool for move in moves] == [1]
     follower = request(list(range(26)))
     hit = manager.match(follower)
     assert (hit.num_blocks, hit.blocks[1][-1]) == (6, IN_STORE)
     manager.admit(follower, hit)
-    (load,) = manager.take_changes()[2]
+    (load,) = manager.pop_changes()[2]
     assert (load.pool, load.host_block) == (1, moves[0].host_block)
     manager.audit()
 

@@ -8,7 +8,7 @@ import pytest
 from moeserve.engine.blocks import STATES_HELD
 from moeserve.engine.kv_cache_manager import Hit
 from moeserve.engine.plan import StepResult
-from moeserve.engine.requests import Request, share
+from moeserve.engine.requests import Request, fit_to_budget
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason
@@ -48,7 +48,7 @@ def steps(harness: Harness, count: int) -> None:
 def test_sharing_a_token_budget(count: list[int], budget: int, granted: list[int]) -> None:
     slots = np.arange(len(count), dtype=np.intp)
     start = np.arange(len(count), dtype=np.int32) * 10
-    got_slots, got_start, got = share(slots, start, np.array(count, np.int32), budget)
+    got_slots, got_start, got = fit_to_budget(slots, start, np.array(count, np.int32), budget)
     assert {int(s): int(c) for s, c in zip(got_slots, got, strict=True)} == {
         i: c for i, c in enumerate(granted) if c
     }
