@@ -1,1 +1,3 @@
-"""One file per model family, saying only what is special about it."""
+"""The model families, one file each, and the code that they share: config.json is read into a
+ModelSpec, weights are loaded, and a Decoder is built from them.
+"""

@@ -1,5 +1,6 @@
-"""AFMoE (Trinity Nano, Mini, Large): three layers of four slide and rotate, the fourth sees all and
-does not; gated attention, norms on both sides of every block, sigmoid routing.
+"""AFMoE (Trinity Nano, Mini, Large): three of four layers have a sliding window and a rotary
+embedding; the fourth has full attention without. Attention is gated, inputs and outputs of blocks
+are normed, and the router uses sigmoid scores.
 
 Source: arXiv 2602.17004.
 """
@@ -16,26 +17,26 @@ def _fields(config: Fields) -> family.SpecFields:
     config.only(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
     sliding = family.attention(
         config,
-        rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)),
+        rule=KVRule(window=config.integer("sliding_window", 1, family.MAX_POSITION)),
         qk_norm="head",
         gate="element",
         **family.attention_bias(config),
     )
     full = replace(sliding, rope=None, rule=KVRule())
-    usual = family.alternating(
-        config, config.integer("global_attn_every_n_layers", 1, family.MAX_LAYERS)
+    default = family.alternating(
+        config, every=config.integer("global_attn_every_n_layers", 1, family.MAX_LAYERS)
     )
     mixers = [
         sliding if kind == "sliding_attention" else full
-        for kind in family.layer_types(config, usual=usual)
+        for kind in family.layer_types(config, default=default)
     ]
     router = replace(
         family.SIGMOID, scale=config.number("route_scale", 0, family.MAX_MULTIPLIER), fp32=False
     )
     experts = family.moe(
-        config, router=router, shared=family.shared_experts(config, "num_shared_experts")
+        config, router=router, shared=family.shared_experts(config, key="num_shared_experts")
     )
-    blocks = family.first_dense(config, experts, family.dense(config), "num_dense_layers")
+    blocks = family.first_dense(config, experts, family.dense(config), key="num_dense_layers")
     scale = (
         config.integer("hidden_size", 1, family.MAX_WIDTH) ** 0.5
         if config.boolean("mup_enabled")
@@ -46,10 +47,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "AfmoeForCausalLM",
-    "afmoe",
-    _fields,
-    family.sizes(
+    architecture="AfmoeForCausalLM",
+    model_type="afmoe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=200192,
         hidden=2048,
         intermediate=6144,
@@ -71,7 +72,7 @@ FAMILY = family.Family(
         "route_scale": 1.0,
         "sliding_window": 1024,
     },
-    Names(
+    names=Names(
         spelled={
             "attn_post_norm.weight": ("post_attention_layernorm.weight",),
             "post_attention_layernorm.weight": ("pre_mlp_layernorm.weight",),

@@ -1,7 +1,9 @@
-"""Ling and Ring 2.0 (mini, flash, 1T): GLM-4.5's blocks under other names, with queries, keys and
-values in one tensor. Ling and Ring 2.5 and 2.6: the same experts; of a few layers the last has
-latent attention, the others lightning attention. Ring-linear 2.0 has grouped-query attention in
-place of the latent one.
+"""Ling and Ring 2.0 (mini, flash, 1T): GLM-4.5's blocks with other names of tensors, and queries,
+keys and values in one tensor.
+
+- Ling and Ring 2.5 and 2.6: the same experts. The last layer of each group of layers has latent
+  attention, the others lightning attention.
+- Ring-linear 2.0: the same as 2.5, with grouped-query attention instead of latent attention.
 
 Source: arXiv 2510.22115, Ring-linear (arXiv 2510.19338), huggingface.co/inclusionAI/Ling-2.6-flash.
 """
@@ -33,10 +35,12 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 def _with_experts(config: Fields, mixers: Mixer | Sequence[Mixer]) -> family.SpecFields:
-    """Reads what all of Ling's layers have beside attention, and how many layers are not loaded."""
+    """Return the fields for layers with these mixers. Layers for multi-token prediction are not
+    loaded.
+    """
     config.only(score_function="sigmoid", use_qk_norm=True, moe_router_enable_expert_bias=True)
     config.only(moe_shared_expert_intermediate_size=config.raw("moe_intermediate_size"))
-    shared = family.shared_experts(config, "num_shared_experts")
+    shared = family.shared_experts(config, key="num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
     blocks = family.first_dense(config, experts, family.dense(config))
     return {
@@ -58,6 +62,7 @@ def _hybrid(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecField
     group = config.integer("layer_group_size", 1, family.MAX_LAYERS)
     last = count // group * group
     softmax = full(config)
+    # Decay rates are those of layers that are numbered from -1, as in training.
     mixers = [
         softmax
         if (i + 1) % group == 0 or i >= last
@@ -68,9 +73,7 @@ def _hybrid(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecField
 
 
 def _lightning(config: Fields, decay: float) -> Lightning:
-    """Reads a layer of lightning attention. Its first layers count from -1, as the models were
-    trained.
-    """
+    """Read lightning attention. decay: factor of the layer's decay rates."""
     heads = config.integer("num_attention_heads", 1, family.MAX_HEADS)
     dim = config.integer("head_dim", 2, 4096)
     if config.values.get("num_kv_heads_for_linear_attn") not in (None, 0, heads):
@@ -94,10 +97,10 @@ def _grouped(config: Fields) -> Mixer:
 
 
 LING_2 = family.Family(
-    "BailingMoeV2ForCausalLM",
-    ("bailing_moe", "bailing_moe_v2"),
-    _fields,
-    family.sizes(
+    architecture="BailingMoeV2ForCausalLM",
+    model_type=("bailing_moe", "bailing_moe_v2"),
+    fields=_fields,
+    defaults=family.sizes(
         vocab=157184,
         hidden=2048,
         intermediate=5120,
@@ -118,7 +121,7 @@ LING_2 = family.Family(
         "use_bias": False,
         "use_qkv_bias": False,
     },
-    Names(
+    names=Names(
         embed="word_embeddings.weight",
         spelled={
             **{f"self_attn.{x}_proj.weight": _QKV for x in "qkv"},
@@ -149,18 +152,18 @@ _PARTS = (
 _LATENT = {f"self_attn.{name}.weight": (f"attention.{name}.weight",) for name in _PARTS}
 _NAMES = replace(LING_2.names, ignored=("rotary_emb.inv_freq", "attention.slope"))
 LING_2_5 = family.Family(
-    "BailingMoeV2_5ForCausalLM",
-    ("bailing_hybrid", "bailing_moe_linear"),
-    lambda config: _hybrid(config, _latent),
-    _DEFAULTS
+    architecture="BailingMoeV2_5ForCausalLM",
+    model_type=("bailing_hybrid", "bailing_moe_linear"),
+    fields=lambda config: _hybrid(config, _latent),
+    defaults=_DEFAULTS
     | family.LATENT
     | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
-    replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
+    names=replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
 )
 LING_LINEAR_2 = family.Family(
-    "BailingMoeLinearV2ForCausalLM",
-    "bailing_moe_linear",
-    lambda config: _hybrid(config, _grouped),
-    _DEFAULTS,
-    _NAMES,
+    architecture="BailingMoeLinearV2ForCausalLM",
+    model_type="bailing_moe_linear",
+    fields=lambda config: _hybrid(config, _grouped),
+    defaults=_DEFAULTS,
+    names=_NAMES,
 )

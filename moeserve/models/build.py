@@ -1,5 +1,5 @@
-"""Builds a decoder from parameters: packs every weight for its kernel and drops the original at
-once.
+"""Build a decoder from parameters. Each weight is packed for its kernel, and the original is freed
+immediately.
 """
 
 import logging
@@ -39,17 +39,19 @@ def build_decoder(
     max_position: int | None = None,
     make: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
-    """Build the decoder of `spec` and empties `params` (named as in models/load_plan.py, of
-    `ops.dtype` or Quantised).
+    """Build the decoder of `spec`.
 
-    tp: the engine's ranks, as in `world`.
+    params: parameters, named as in models/load_plan.py, of `ops.dtype` or Quantised. They are
+        removed from the mapping as they are packed.
+    tp: the engine's tensor-parallel ranks, as in `world`.
     placement: as for `load_plan`.
-    ubatches: micro-batches that a step may have.
-    max_tokens: rows of one step.
-    max_position: positions that a request may have (default: the model's).
-    make: makes the decoder of its parts.
+    backends: the all-to-all backends to choose from (default: a single rank's).
+    ubatches: the most micro-batches of a step.
+    max_tokens: the most tokens of a step.
+    max_position: the most positions of a request (default: the model's).
+    make: the class of the decoder, or a function with the same arguments.
 
-    Raises ConfigError when no all2all backend and expert kernel fit.
+    Raises ConfigError if no pair of all-to-all backend and expert kernel supports the model.
     """
     world = world or World()
     if placement is None:
@@ -89,7 +91,7 @@ def make_builder(
     max_tokens: int,
     max_position: int | None,
 ) -> Builder:
-    """Return what makes layers out of `params`; arguments as for `build_decoder`."""
+    """Return the builder of layers. The arguments are those of `build_decoder`."""
     assert (tp.rank, tp.size) == (world.tp_rank, world.tp_size), (tp.rank, tp.size, world)
     return Builder(
         spec.hidden_size, spec.norm_eps, max_position or spec.max_position, params, ops, world, tp,
@@ -108,7 +110,7 @@ def _plan_moe(
     ubatches: int,
     max_tokens: int,
 ) -> MoEPlan:
-    """Choose what runs the layers with experts, and logs it."""
+    """Choose the all-to-all backend and the expert kernel, and log the choice."""
     needs = MoENeeds(
         hidden_size=spec.hidden_size,
         dtype=str(ops.dtype).removeprefix("torch."),
@@ -142,7 +144,7 @@ def _plan_moe(
 
 
 def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
-    """Return the norm of the stream or of outputs whose parameters are `name` and its bias."""
+    """Build the norm with the weight `name`, and its bias if the model has one."""
     weight = build.norm(name)
     return Norm(
         build.ops,
@@ -154,7 +156,7 @@ def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
 
 
 def build_layer(build: Builder, spec: ModelSpec, layer: LayerSpec, name: str, group: int) -> Layer:
-    """Build the layer whose parameters begin with `name`. group: its KV group."""
+    """Build a layer. name: the prefix of its parameters. group: the index of its KV group."""
     return Layer(
         mixer=build_mixer(layer.mixer, build, name, group),
         feed_forward=build_feed_forward(layer.feed_forward, build, name)

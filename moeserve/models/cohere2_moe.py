@@ -1,5 +1,5 @@
-"""Command A+ (Cohere2-MoE): attention and experts read the same norm, three layers of four slide
-and rotate.
+"""Command A+ (Cohere2-MoE): attention and experts run in parallel on the same normed input. Three of
+four layers have a sliding window and a rotary embedding; the fourth has full attention without.
 
 Source: huggingface.co/CohereLabs/command-a-plus-05-2026.
 """
@@ -21,14 +21,14 @@ def _fields(config: Fields) -> family.SpecFields:
         config.integer(key, 1, family.MAX_LAYERS)
         for key in ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
     )
-    usual = (
-        family.alternating(config, prefix)[:first]
-        + family.alternating(config, every)[: count - first]
+    default = (
+        family.alternating(config, every=prefix)[:first]
+        + family.alternating(config, every=every)[: count - first]
     )
-    kinds = family.layer_types(config, usual=usual)
+    kinds = family.layer_types(config, default=default)
     average = config.choice("shared_expert_combination_strategy", ("average", "sum")) == "average"
     size = config.integer("intermediate_size", 1, family.MAX_WIDTH)
-    shared = family.shared_experts(config, "num_shared_experts", size_key="intermediate_size")
+    shared = family.shared_experts(config, key="num_shared_experts", size_key="intermediate_size")
     sigmoid = config.choice("expert_selection_fn", ("softmax", "sigmoid")) == "sigmoid"
     router = RouterRule(
         score="sigmoid" if sigmoid else "softmax_selected",
@@ -37,21 +37,23 @@ def _fields(config: Fields) -> family.SpecFields:
     )
     if shared and average:
         shared = replace(shared, scale=0.5)
-    experts = family.moe(config, "intermediate_size", router=router, shared=shared)
+    experts = family.moe(config, size_key="intermediate_size", router=router, shared=shared)
     mlp = Dense(
         size=config.optional_integer("prefix_dense_intermediate_size", 1, family.MAX_WIDTH) or size
     )
-    blocks = family.listed_moe(config, experts, mlp, None)
+    blocks = family.listed_moe(config, experts, mlp)
     rope = family.attention(config, rope={"interleaved": True}, **family.attention_bias(config))
-    sliding = replace(rope, rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)))
-    mixers = [
-        sliding
-        if kind == "sliding_attention"
-        else rope
-        if block is mlp and prefix == 1
-        else replace(rope, rope=None)
-        for kind, block in zip(kinds, blocks, strict=True)
-    ]
+    sliding = replace(
+        rope, rule=KVRule(window=config.integer("sliding_window", 1, family.MAX_POSITION))
+    )
+    mixers = []
+    for kind, block in zip(kinds, blocks, strict=True):
+        if kind == "sliding_attention":
+            mixers.append(sliding)
+        elif block is mlp and prefix == 1:
+            mixers.append(rope)
+        else:
+            mixers.append(replace(rope, rope=None))
     centred = config.raw("rms_norm_eps") is None
     return {
         "layers": family.layers(config, mixers, blocks, parallel=True),
@@ -62,10 +64,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "Cohere2MoeForCausalLM",
-    "cohere2_moe",
-    _fields,
-    family.sizes(
+    architecture="Cohere2MoeForCausalLM",
+    model_type="cohere2_moe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=256000,
         hidden=8192,
         intermediate=22528,

@@ -1,7 +1,6 @@
-"""The decoder of every family: embedding, layers of a mixer and a feed-forward block, norm, LM
-head.
+"""The decoder of all model families: embedding, layers, final norm and LM head.
 
-T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S rows that sample.
+T: tokens. T': tokens, padded for the kernels. D: model width. V: vocabulary. S: rows to sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; see `LayerSpec`."""
+    """One decoder layer, as described by `LayerSpec`."""
 
     mixer: MixerLayer
     feed_forward: FeedForwardLayer | None
@@ -37,39 +36,39 @@ class Layer:
     mlp_post_norm: Norm | None = None
     parallel: bool = False
     scale: Tensor | None = None
-    reads_stream: bool = False  # the feed-forward block reads the residual stream, too
+    reads_stream: bool = False  # the feed-forward block also reads the residual stream
 
 
 class Stream(NamedTuple):
-    """What goes from layer to layer, and from stage to stage. All [T', D]."""
+    """The activations that are passed from layer to layer, each [T', D]."""
 
     x: Tensor  # the input of the next layer's mixer: the normed residual stream
-    residual: Tensor
-    aux: tuple[Tensor, ...] = ()  # of `spec.aux_hidden_layers` that were passed
+    residual: Tensor  # the residual stream
+    # The residual streams before the layers `spec.aux_hidden_layers` that have run so far.
+    aux: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """What all layers of a step read beside the stream."""
+    """The inputs that all layers of a step share."""
 
-    prepared: dict[Prepare, Any]  # the inputs of mixers, by what makes them
+    prepared: dict[Prepare, Any]  # the mixers' shared inputs, by the function that made them
     context: RowContext
     ubatch: UBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A range of a decoder's layers, which maps a `Stream` to the same.
+    """A range of a decoder's layers, which can be run by itself.
 
-    The first stage has the embedding (`Decoder.enter`), the last one the final norm and the head:
-    its `x` is the hidden states that `Decoder.logits` takes.
+    After the last stage, `Stream.x` is normed by the final norm, as `Decoder.logits` expects it.
     """
 
     decoder: "Decoder"
     layers: range
 
     def __call__(self, stream: Stream, caches: Sequence[LayerCache], step: ForwardPass) -> Stream:
-        """Run the layers. caches: of these layers; the tokens' entries are written to them."""
+        """Run the layers. caches: the layers' caches, to which the tokens' entries are written."""
         decoder = self.decoder
         aux_layers = decoder.spec.aux_hidden_layers
         x, residual, aux = stream
@@ -78,7 +77,7 @@ class Stage:
         for i, cache in zip(self.layers, caches, strict=True):
             layer = decoder.layers[i]
             if i in aux_layers:
-                aux = (*aux, residual.clone())  # adding to the stream may write to its memory
+                aux = (*aux, residual.clone())  # `add` may write to the residual stream in place
             prepared = step.prepared[layer.mixer.prepare]
             if layer.feed_forward is None:
                 x = layer.mixer(x, prepared, cache, context)
@@ -96,8 +95,10 @@ class Stage:
 
 @dataclass(eq=False, repr=False)
 class Decoder:
-    """A model ready to run. `ops`, the layers and the micro-batch hide devices, ranks and
-    micro-batches.
+    """A model that is ready to run.
+
+    The code is the same for all devices, numbers of ranks and micro-batches: `ops`, the layers and
+    `ubatch` implement the differences.
     """
 
     spec: ModelSpec
@@ -105,11 +106,11 @@ class Decoder:
     embed_VD: Tensor
     layers: Sequence[Layer]
     norm: Norm
-    head: LinearMethod  # scores of the whole vocabulary
-    # Of a drafter: maps embeddings and another model's hidden states, [T', D] each, to the residual
-    # stream.
+    head: LinearMethod  # the LM head
+    # For an MTP head: maps embeddings and the target model's hidden states, [T', D] each, to the
+    # residual stream.
     merge: Callable[[Tensor, Tensor, RowContext], Tensor] | None = None
-    slots: WeightSlots = field(init=False)  # where its parameters are
+    slots: WeightSlots = field(init=False)  # of its parameters; set by the function that builds it
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)
@@ -118,7 +119,7 @@ class Decoder:
         self._stages = self.stages(1)
 
     def stages(self, count: int) -> tuple[Stage, ...]:
-        """Cut the layers into `count` ranges in order, as even as possible."""
+        """Divide the layers into `count` ranges of about equal length."""
         total = len(self.layers)
         assert 1 <= count <= max(1, total), (count, total)
         borders = [total * i // count for i in range(count + 1)]
@@ -127,14 +128,13 @@ class Decoder:
     def forward(self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         """Return hidden states after the final norm, [T, D].
 
-        With `spec.aux_hidden_layers` their hidden states follow on the right: [T, D * (1 + n)].
-        caches: of the layers; the tokens' entries are written to them.
+        If `spec.aux_hidden_layers` has n layers, their hidden states are appended as columns:
+        [T, D * (1 + n)]. caches: the layers' caches, to which the tokens' entries are written.
         """
         num_tokens = step.ids_T.shape[0]
         stream, forward = self.begin(step, ubatch)
         for stage in self._stages:
-            first, end = stage.layers.start, stage.layers.stop
-            stream = stage(stream, caches[first:end], forward)
+            stream = stage(stream, caches[stage.layers.start : stage.layers.stop], forward)
         hidden = stream.x
         if aux_layers := self.spec.aux_hidden_layers:
             aux = dict(zip(sorted(aux_layers), (*stream.aux, stream.residual), strict=False))
@@ -142,7 +142,7 @@ class Decoder:
         return hidden[:num_tokens]
 
     def begin(self, step: StepInputs, ubatch: UBatch) -> tuple[Stream, ForwardPass]:
-        """Return the stream that enters the first stage, and what all stages read."""
+        """Return the input of the first stage, and the inputs that all stages share."""
         num_tokens = step.ids_T.shape[0]
         ids = step.ids_T
         positions = step.positions
@@ -159,7 +159,10 @@ class Decoder:
     def enter(
         self, ids_T: Tensor, embeds: EmbedPatch | None, context: RowContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (input of the first block, residual stream) of padded tokens."""
+        """Embed padded tokens, and return (input of the first mixer, residual stream).
+
+        embeds: hidden states of another model, if this one is a drafter.
+        """
         residual = self.ops.embedding(ids_T, self.embed_VD)
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale
@@ -170,15 +173,18 @@ class Decoder:
         return residual if first is None else first(residual), residual
 
     def norm_behind(self, layer: int) -> Norm | None:
-        """Return the norm of the stream behind a layer: the next layer's first, or the last one."""
+        """Return the norm that follows a layer: the next layer's first norm, or the final norm."""
         return self.layers[layer + 1].attn_norm if layer + 1 < len(self.layers) else self.norm
 
     @property
     def not_recorded(self) -> str | None:
-        """Why no CUDA graph can record `forward`; None if it never waits for the device, and
-        accepts padding whose extent only the device knows."""
+        """Why no CUDA graph can record `forward`; None if one can.
+
+        To be recorded, it must never wait for the device, and must accept a number of tokens that
+        only the device knows.
+        """
         if not self.ops.triton:
-            return "not all kernels that serve can be recorded"
+            return "only Triton kernels can be recorded, and this model uses others"
         return next((why for layer in self.moe_layers if (why := layer.not_recorded)), None)
 
     @property
@@ -188,16 +194,15 @@ class Decoder:
         return [block for block in blocks if isinstance(block, MoELayer)]
 
     def serve(self, ubatch: UBatch) -> None:
-        """Take part in a step in which this rank has no tokens: its experts compute for other
-        ranks.
-        """
+        """Run this rank's experts for the other ranks, in a step in which it has no tokens."""
         for layer in self.moe_layers:
             layer.serve(self.embed_VD, ubatch)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Return every token's score, fp32 [S, V].
+        """Return logits, fp32 [S, V].
 
-        It gathers on channel 0, so no micro-batch may run at the same time.
+        With tensor parallelism, this gathers columns on channel 0, so no micro-batch may run at the
+        same time.
         """
         rows = hidden_SD.shape[0]
         if not rows:
@@ -222,7 +227,7 @@ class Decoder:
         cache: LayerCache,
         context: RowContext,
     ) -> tuple[Tensor, Tensor]:
-        """Compute a layer from behind its first norm to behind its second one."""
+        """Run the mixer, add its output to the residual stream, and apply the layer's second norm."""
         mixed = layer.mixer(x, prepared, cache, context)
         return self._add_up(mixed, residual, layer.attn_post_norm, layer.mlp_norm, None)
 
@@ -234,10 +239,11 @@ class Decoder:
         norm: Norm | None,
         scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (input of the next block, residual stream), the stream with a block's output x
-        added.
+        """Add a block's output x to the residual stream, and return (input of the next block,
+        residual stream).
 
-        post_norm: of x. norm: of the next block. scale: of the layer.
+        post_norm: applied to x first. norm: applied to the next block's input. scale: multiplies
+        the new residual stream.
         """
         if post_norm is not None:
             x = post_norm(x)

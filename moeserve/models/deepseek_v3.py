@@ -1,7 +1,9 @@
-"""DeepSeek-V3 (V3, V3.1, R1, Kimi-K2, Moonlight): latent attention, first layers dense, a shared
-expert, and a sigmoid router with a bias per expert for the choice. DeepSeek-V2 (V2, V2-Lite,
-Coder-V2): shared experts, and a softmax router that may keep the groups with the best experts only.
-GLM-4.7-Flash: V3's blocks in a small model. A.X-K1: with a norm of what the experts give.
+"""DeepSeek-V3 (V3, V3.1, R1, Kimi-K2, Moonlight): latent attention, dense first layers, a shared
+expert, and a sigmoid router that adds a bias per expert for the choice.
+
+- DeepSeek-V2 (V2, V2-Lite, Coder-V2): a softmax router, which may first choose groups of experts.
+- GLM-4.7-Flash: V3's blocks in a small model.
+- A.X-K1: V3 with a norm of the experts' output.
 
 Source: arXiv 2405.04434, 2412.19437, 2507.20534, github.com/zai-org/GLM-4.5,
 huggingface.co/skt/A.X-K1.
@@ -33,7 +35,7 @@ def _v2(config: Fields) -> family.SpecFields:
 
 
 def experts_of(config: Fields) -> MoE:
-    """Reads the experts, which V3.2 and GLM-5 share."""
+    """Read the experts. V3.2 and GLM-5 have the same."""
     config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     return family.moe(
         config, router=family.deepseek_router(config), shared=family.shared_experts(config)
@@ -46,7 +48,7 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 def _listed(config: Fields) -> list[Dense | MoE]:
-    """Reads which layers have experts where `mlp_layer_types` may say it."""
+    """Return the block of each layer, for configs that may have `mlp_layer_types`."""
     experts = family.moe(
         config, router=family.deepseek_router(config), shared=family.shared_experts(config)
     )
@@ -69,10 +71,10 @@ def _axk1(config: Fields) -> family.SpecFields:
 
 
 V2 = family.Family(
-    "DeepseekV2ForCausalLM",
-    "deepseek_v2",
-    _v2,
-    family.sizes(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    fields=_v2,
+    defaults=family.sizes(
         vocab=102400,
         hidden=4096,
         intermediate=11008,
@@ -94,10 +96,10 @@ V2 = family.Family(
     },
 )
 FAMILY = family.Family(
-    "DeepseekV3ForCausalLM",
-    ("deepseek_v3", "kimi_k2"),
-    _fields,
-    family.sizes(
+    architecture="DeepseekV3ForCausalLM",
+    model_type=("deepseek_v3", "kimi_k2"),
+    fields=_fields,
+    defaults=family.sizes(
         vocab=129280,
         hidden=7168,
         intermediate=18432,
@@ -120,17 +122,17 @@ FAMILY = family.Family(
     },
 )
 KIMI_K25 = FAMILY.inside(
-    "KimiK25ForConditionalGeneration",
-    "kimi_k25",
+    architecture="KimiK25ForConditionalGeneration",
+    model_type="kimi_k25",
     model="language_model.model.",
     head="language_model.lm_head.weight",
     foreign=("vision_tower.", "mm_projector."),
 )
 GLM4_MOE_LITE = family.Family(
-    "Glm4MoeLiteForCausalLM",
-    "glm4_moe_lite",
-    _lite,
-    family.sizes(
+    architecture="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    fields=_lite,
+    defaults=family.sizes(
         vocab=154880,
         hidden=2048,
         intermediate=10240,
@@ -153,10 +155,10 @@ GLM4_MOE_LITE = family.Family(
     },
 )
 AXK1 = family.Family(
-    "AXK1ForCausalLM",
-    "axk1",
-    _axk1,
-    family.sizes(
+    architecture="AXK1ForCausalLM",
+    model_type="axk1",
+    fields=_axk1,
+    defaults=family.sizes(
         vocab=163840,
         hidden=7168,
         intermediate=18432,
@@ -170,5 +172,5 @@ AXK1 = family.Family(
     )
     | family.LATENT
     | {"eos_token_id": 163691, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
-    Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),
+    names=Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),
 )

@@ -1,7 +1,7 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose queries attend to the tokens that an index selector chooses.
-GLM-5: the same blocks; some layers may attend to the tokens that the layer before chose.
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose indexer selects the tokens for each query.
+GLM-5: the same blocks; a layer may reuse the selection of the layer before.
 
-Source: arXiv 2512.02556, 2602.15763; of the sharing, 2603.12201.
+Source: arXiv 2512.02556, 2602.15763. Reuse of selections: 2603.12201.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ _KINDS = {"F": "full", "S": "shared"}
 def _attention(
     config: Fields, *, interleaved: bool = False, shared: bool = False
 ) -> LatentAttention:
-    """Reads latent attention with an indexer. interleaved, shared: see `Indexer`."""
+    """Read latent attention with an indexer. interleaved, shared: see `Indexer`."""
     config.only(indexer_rope_interleave=interleaved)
     for key in ("q_lora_rank", "rope_interleave"):
         if not config.raw(key):
-            raise config.error(key, "an index selector is not computed without it")
+            raise config.error(key, "an indexer is not supported without it")
     rotated = config.integer("qk_rope_head_dim", 2, family.MAX_HEADS)
     indexer = Indexer(
         num_heads=config.integer("index_n_heads", 1, family.MAX_HEADS),
@@ -34,13 +34,10 @@ def _attention(
 
 
 def _layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
-    """Reads what the layers with these mixers have beside them, and those for multi-token
-    prediction.
-    """
+    """Return the fields for layers with these mixers."""
     blocks = family.listed_moe(config, deepseek_v3.experts_of(config), family.dense(config))
-    return family.with_mtp(
-        config, family.layers(config, mixers, blocks), mixer=mixers[0]
-    )  # which chooses itself
+    # The MTP layer has the first mixer, because that never reuses another layer's selection.
+    return family.with_mtp(config, family.layers(config, mixers, blocks), mixer=mixers[0])
 
 
 def _v32(config: Fields) -> family.SpecFields:
@@ -48,8 +45,11 @@ def _v32(config: Fields) -> family.SpecFields:
 
 
 def _indexer_types(config: Fields) -> list[str]:
-    """Reads which layers choose themselves: a list, a pattern ("FSSF"), or every
-    `index_topk_freq`-th layer from `index_skip_topk_offset` - 1 on and all before."""
+    """Read which layers have an indexer ("full"), and which reuse another's selection ("shared").
+
+    config.json has a list, a pattern ("FSSF"), or a frequency: then all layers up to
+    `index_skip_topk_offset` - 1, and every `index_topk_freq`-th layer after it, have an indexer.
+    """
     count = family.num_layers(config)
     key = "index_topk_pattern" if config.raw("indexer_types") is None else "indexer_types"
     kinds = config.raw(key)
@@ -64,9 +64,11 @@ def _indexer_types(config: Fields) -> list[str]:
         or len(kinds) != count
         or any(kind not in _KINDS.values() for kind in kinds)
     ):
-        raise config.error(key, f"it must name full or shared for each of {count} layers")
+        raise config.error(key, f"it must list full or shared for each of {count} layers")
     if kinds[0] != "full":
-        raise config.error(key, "the first layer has no choice to share; it must be full")
+        raise config.error(
+            key, "the first layer must be full, because there is no selection to share yet"
+        )
     return kinds
 
 
@@ -82,12 +84,17 @@ _DEFAULTS = deepseek_v3.FAMILY.defaults | {
     "index_topk": 2048,
     "max_position_embeddings": 163840,
 }
-V32 = family.Family("DeepseekV32ForCausalLM", "deepseek_v32", _v32, _DEFAULTS)
+V32 = family.Family(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    fields=_v32,
+    defaults=_DEFAULTS,
+)
 GLM_5 = family.Family(
-    "GlmMoeDsaForCausalLM",
-    "glm_moe_dsa",
-    _glm,
-    _DEFAULTS
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    fields=_glm,
+    defaults=_DEFAULTS
     | family.sizes(
         vocab=154880,
         hidden=6144,

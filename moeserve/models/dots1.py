@@ -15,13 +15,13 @@ def _fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
     window = family.sliding_window(config)
     first = config.integer("max_window_layers", 0, 2**31) if window else 0
-    usual = [
+    default = [
         "sliding_attention" if window and i >= first else "full_attention"
         for i in range(family.num_layers(config))
     ]
-    kinds = family.layer_types(config, usual=usual)
+    kinds = family.layer_types(config, default=default)
     mixers = [
-        replace(mixer, rule=KVRule(window if kind == "sliding_attention" else None))
+        replace(mixer, rule=KVRule(window=window if kind == "sliding_attention" else None))
         for kind in kinds
     ]
     experts = family.moe(
@@ -35,10 +35,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "Dots1ForCausalLM",
-    "dots1",
-    _fields,
-    family.sizes(
+    architecture="Dots1ForCausalLM",
+    model_type="dots1",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=152064,
         hidden=4608,
         intermediate=10944,

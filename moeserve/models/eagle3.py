@@ -1,14 +1,17 @@
-"""EAGLE-3: a layer or a few that guess the next token's successor from the target model's hidden
-states.
+"""The EAGLE-3 head, a drafter of one or a few layers that reads the target model's hidden states.
 
-The streams that enter three of the target's layers become one hidden state (`fc`). It is normed and
-put beside the next token's normed embedding, and the first layer's queries, keys and values are
-made of both; what follows is Llama. The stream behind the last layer is the hidden state of the
-next guess. Scores are of the draft vocabulary, a part of the target's.
+1. `fc` combines the residual streams at the inputs of three of the target's layers into one hidden
+   state.
+2. The first layer's queries, keys and values are computed from two normed inputs: this hidden state
+   and the embedding of the next token. Apart from that, the layers are Llama's.
+3. The output of the last layer is the hidden state for the next draft token.
 
-Source: arXiv 2503.01840; checkpoints as SpecForge, speculators and vLLM write and read them. T
-tokens, D model width, N columns of all auxiliary hidden states, d tokens of the draft vocabulary, V
-of the target's.
+Logits are over the draft vocabulary, a part of the target's.
+
+Source: arXiv 2503.01840. The checkpoint formats of SpecForge, speculators and vLLM are supported.
+
+T: tokens. D: model width. N: columns of all auxiliary hidden states. d: draft vocabulary.
+V: target's vocabulary.
 """
 
 from collections.abc import Collection, MutableMapping
@@ -56,9 +59,8 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 _FLAT = replace(llama.LLAMA, fields=_fields)
-_NESTED = replace(
-    _FLAT, model_type=("llama", "speculator_model"), text="transformer_layer_config"
-)  # of speculators
+# The format of the package speculators.
+_NESTED = replace(_FLAT, model_type=("llama", "speculator_model"), text="transformer_layer_config")
 FAMILIES = {
     "LlamaForCausalLMEagle3": _FLAT,
     "Eagle3LlamaForCausalLM": _FLAT,
@@ -69,21 +71,20 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
-    """An EAGLE-3 head in numbers."""
+    """The description of an EAGLE-3 head."""
 
-    model: ModelSpec  # its layers; the vocabulary is the draft vocabulary
+    model: ModelSpec  # the head itself; its vocabulary is the draft vocabulary
     aux_layers: tuple[int, ...]  # `ModelSpec.aux_hidden_layers` of the target
     target_vocab: int
     target_size: int  # the target's model width
-    norm_aux: bool  # a norm before `fc`
-    norm_first: bool  # the residual stream begins with the normed hidden state
+    norm_aux: bool  # a norm precedes `fc`
+    norm_first: bool  # the residual stream starts as the normed hidden state
 
 
 def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     """Return the spec of the head in `model_dir`.
 
-    Raises CheckpointError for what is wrong with it, ConfigError where it does not belong to the
-    target.
+    Raises CheckpointError for a bad checkpoint, and ConfigError if it was made for another target.
     """
     model = read_model_spec(model_dir, FAMILIES)
     none = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "eagle_config", AUX_LAYERS))
@@ -99,35 +100,34 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     eagle = Fields(config.path, config.section("eagle_config"), defaults, "eagle_config.")
     eagle.only(use_aux_hidden_state=True)
     width = config.optional_integer("target_hidden_size", 1, family.MAX_WIDTH) or model.hidden_size
-    for what, ours, theirs in (
+    for name, ours, theirs in (
         ("vocab_size", model.vocab_size, target.vocab_size),
         ("hidden size of the target", width, target.hidden_size),
     ):
         if ours != theirs:
             raise ConfigError(
-                f"{config.path}: {what} is {ours}, and the served model's is {theirs}: "
-                "this EAGLE-3 head was trained "
-                "for another model; choose one for the model that is served"
+                f"{config.path}: {name} is {ours}, and the served model's is {theirs}: this "
+                "EAGLE-3 head was trained for another model; choose one for the served model"
             )
     if any(layer.stored_as for layer in target.layers):
-        raise ConfigError(
-            f"EAGLE-3 cannot read the streams inside {target.architecture}; use another proposer"
-        )
+        raise ConfigError(f"EAGLE-3 does not support {target.architecture}; use another proposer")
     count = target.num_layers
-    # SpecForge and SGLang count a layer's output, vLLM its input
+    # vLLM numbers the layer whose input is read; SpecForge and SGLang, the one whose output is.
     aux_layers = config.integers(AUX_LAYERS, 0, count) or tuple(
         layer + 1 for layer in eagle.integers(AUX_LAYERS, 0, count - 1)
     )
     aux_layers = tuple(sorted(set(aux_layers or (2, count // 2, count - 3))))
     if aux_layers[0] < 0 or aux_layers[-1] > count:
         raise ConfigError(
-            f"{config.path} has no {AUX_LAYERS}, and the usual layers, "
+            f"{config.path} has no {AUX_LAYERS}, and the default layers, "
             f"{', '.join(map(str, aux_layers))}, are not all in the "
             f"served model, which has {count}; choose a head that was trained for it"
         )
-    drafts = config.optional_integer("draft_vocab_size", 1, model.vocab_size) or model.vocab_size
+    vocab_size = (
+        config.optional_integer("draft_vocab_size", 1, model.vocab_size) or model.vocab_size
+    )
     return Eagle3Spec(
-        model=replace(model, vocab_size=drafts, aux_hidden_layers=(model.num_layers,)),
+        model=replace(model, vocab_size=vocab_size, aux_hidden_layers=(model.num_layers,)),
         aux_layers=aux_layers,
         target_vocab=target.vocab_size,
         target_size=width,
@@ -137,11 +137,14 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
 
 
 def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
-    """Plan the parameters of the head, all on every rank: fc, input_norm, hidden_norm, norm,
-    lm_head, those of the layers, and embed where the checkpoint has it."""
+    """Return the plan for loading the head. Every rank holds all of it.
+
+    The parameters are fc, input_norm, hidden_norm, norm, lm_head, embed (if the checkpoint has its
+    own), and those of the layers.
+    """
     model = spec.model
     width = spec.model.hidden_size
-    plan = WeightPlan(width, Names(""), present, World(), Placement.initial(0, 1, 1))
+    plan = WeightPlan(width, Names(model=""), present, World(), Placement.initial(0, 1, 1))
     columns = len(spec.aux_layers) * spec.target_size
     plan.add("fc", (width, columns), "fc.weight")
     if spec.norm_aux:
@@ -160,10 +163,9 @@ def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
 
 
 def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
-    """Return the target's id of each token of the draft vocabulary, int64 [d]; None where they are
-    the same.
+    """Return the target's token id of each draft token, int64 [d]; None if they are the same.
 
-    Raises CheckpointError when they are missing or not different tokens of the target's vocabulary.
+    Raises CheckpointError if they are missing or invalid.
     """
     size = spec.model.vocab_size
     vocab_size = spec.target_vocab
@@ -173,37 +175,36 @@ def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
     if info is None or info.dtype != "I64" or info.shape != (size,):
         found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
         raise CheckpointError(
-            f"{model_dir}: d2t must have a whole number (I64) for each of {size} "
-            "tokens of the draft "
-            f"vocabulary, and {found}; download the head again"
+            f"{model_dir}: d2t must have an integer (I64) for each of the {size} tokens of the "
+            f"draft vocabulary, and {found}; download the head again"
         )
+    # d2t has differences: target id - draft id.
     ids = np.arange(size) + np.fromfile(info.path, "<i8", size, offset=info.offset)
     if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) < size:
         raise CheckpointError(
-            f"{model_dir}: d2t does not lead to {size} different tokens of the "
-            f"vocabulary of {vocab_size}; "
-            "download the head again"
+            f"{model_dir}: d2t does not map to {size} different tokens of the vocabulary of "
+            f"{vocab_size}; download the head again"
         )
     return torch.from_numpy(ids)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Eagle3(Decoder):
-    """An EAGLE-3 head ready to run.
+    """An EAGLE-3 head that is ready to run.
 
-    It reads the last D columns of `step.embeds`: all of what `combine` returned, and of what
-    `forward` returned the part on the right, its hidden states for the next token.
+    It reads the last D columns of `step.embeds`. After `combine`, those are all columns. After
+    `forward`, they are the auxiliary hidden states, with which the next token is drafted.
     """
 
     fc: LinearMethod
     input_norm: Norm | None
     hidden_norm: Norm
     norm_first: bool
-    ids_d: Tensor | None  # of the target
+    ids_d: Tensor | None  # the target's token id of each draft token
     target_vocab: int
 
     def combine(self, aux_TN: Tensor) -> Tensor:
-        """Return the hidden states [T, D] made of the target's."""
+        """Combine the target's auxiliary hidden states [T, N] into hidden states [T, D]."""
         tokens = len(aux_TN)
         extra = self.ops.pad_rows(tokens) - tokens
         padded = torch.nn.functional.pad(aux_TN, (0, 0, 0, extra)) if extra else aux_TN.contiguous()
@@ -216,7 +217,7 @@ class Eagle3(Decoder):
         token_norm = self.layers[0].attn_norm
         assert embeds is not None
         assert token_norm is not None
-        # a copy: adding to the stream may write to its memory
+        # Copied, because `add` may write to the residual stream in place.
         hidden_TD = embeds.hidden_TD[:, -self.spec.hidden_size :].clone(
             memory_format=torch.contiguous_format
         )
@@ -225,7 +226,7 @@ class Eagle3(Decoder):
         return both, normed if self.norm_first else hidden_TD
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Return every token's score, fp32 [S, V]: -inf outside the draft vocabulary."""
+        """Return logits of the target's vocabulary, fp32 [S, V]: -inf for other than draft tokens."""
         logits_Sd = super().logits(hidden_SD[:, : self.spec.hidden_size].contiguous())
         if self.ids_d is None:
             return logits_Sd
@@ -241,12 +242,13 @@ def build_eagle3(
     ids_d: Tensor | None,
     max_position: int,
 ) -> Eagle3:
-    """Build the head and empties `params`. embed_VD: of the target, for a head without its own.
-    ids_d: see `read_target_ids`."""
+    """Build the head. `params` is emptied.
+
+    embed_VD: the target's embeddings, for a head without its own. ids_d: see `read_target_ids`.
+    """
     model = spec.model
 
     def norm(name: str) -> Norm:
-        """Return the norm whose weight is `name`."""
         return Norm(ops, model.norm_eps, params.pop(name).float())
 
     make = partial(

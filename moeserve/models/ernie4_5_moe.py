@@ -1,5 +1,5 @@
-"""ERNIE-4.5 (21B-A3B, 300B-A47B): interleaved rotary embedding, a softmax router with a bias per
-expert for the choice, and shared experts.
+"""ERNIE-4.5 (21B-A3B, 300B-A47B): interleaved rotary embedding, shared experts, and a softmax router
+that adds a bias per expert for the choice.
 
 Source: ERNIE 4.5 Technical Report (Baidu, 2025).
 """
@@ -23,7 +23,7 @@ def _fields(config: Fields) -> family.SpecFields:
     router = RouterRule(
         bias=True, renormalize=True, floor=config.number("moe_norm_min", 0, 1.0), fp32=True
     )
-    shared = family.shared_experts(config, "moe_num_shared_experts", bias=bias)
+    shared = family.shared_experts(config, key="moe_num_shared_experts", bias=bias)
     experts = family.moe(config, router=router, shared=shared)
     mlp = family.dense(config, bias=bias)
     first = config.integer("moe_layer_start_index", 0, count)
@@ -35,10 +35,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "Ernie4_5_MoeForCausalLM",
-    "ernie4_5_moe",
-    _fields,
-    family.sizes(
+    architecture="Ernie4_5_MoeForCausalLM",
+    model_type="ernie4_5_moe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=103424,
         hidden=2560,
         intermediate=12288,
@@ -62,7 +62,7 @@ FAMILY = family.Family(
         "tie_word_embeddings": True,
         "use_bias": False,
     },
-    Names(
+    names=Names(
         spelled={"mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",)},
         foreign=("model.mtp_",),
         boxed=("mlp.moe_statics.e_score_correction_bias",),

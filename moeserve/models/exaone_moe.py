@@ -1,5 +1,5 @@
-"""K-EXAONE: three layers of four slide and rotate, the fourth sees all and does not; DeepSeek-V3's
-experts.
+"""K-EXAONE: three of four layers have a sliding window and a rotary embedding; the fourth has full
+attention without. Experts are those of DeepSeek-V3.
 
 Source: arXiv 2601.01739.
 """
@@ -16,30 +16,32 @@ def _fields(config: Fields) -> family.SpecFields:
     window = family.sliding_window(config)
     mixer = family.attention(config, qk_norm="head")
     full = mixer if window is None else replace(mixer, rope=None)
-    usual = (
-        family.alternating(config, config.integer("sliding_window_pattern", 1, family.MAX_LAYERS))
+    default = (
+        family.alternating(
+            config, every=config.integer("sliding_window_pattern", 1, family.MAX_LAYERS)
+        )
         if window
         else ["full_attention"] * family.num_layers(config)
     )
-    sliding = replace(mixer, rule=KVRule(window))
+    sliding = replace(mixer, rule=KVRule(window=window))
     mixers = [
         sliding if kind == "sliding_attention" else full
-        for kind in family.layer_types(config, usual=usual)
+        for kind in family.layer_types(config, default=default)
     ]
-    shared = family.shared_experts(config, "num_shared_experts")
+    shared = family.shared_experts(config, key="num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
     return {
         "layers": family.layers(
-            config, mixers, family.listed_moe(config, experts, family.dense(config), None)
+            config, mixers, family.listed_moe(config, experts, family.dense(config))
         )
     }
 
 
 FAMILY = family.Family(
-    "ExaoneMoeForCausalLM",
-    "exaone_moe",
-    _fields,
-    family.sizes(
+    architecture="ExaoneMoeForCausalLM",
+    model_type="exaone_moe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=102400,
         hidden=4096,
         intermediate=16384,
@@ -58,7 +60,7 @@ FAMILY = family.Family(
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    Names(
+    names=Names(
         spelled={"mlp.gate.e_score_correction_bias": ("mlp.e_score_correction_bias",)},
         foreign=("mtp.",),
     ),

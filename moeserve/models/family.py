@@ -1,5 +1,8 @@
-"""What a family's file is made of: `Family` says how its config.json becomes a spec and how its
-checkpoints name tensors; the functions read keys that several families share."""
+"""The parts of which the files of model families are made.
+
+`Family` describes one architecture: how its config.json becomes a ModelSpec, and how its checkpoints
+name tensors. The functions read keys of config.json that several families share.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,44 +25,42 @@ MAX_WIDTH = 2**20
 MAX_POSITION = 2**27
 MAX_EXPERTS = 4096
 MAX_HEADS = 4096
-MAX_CONV = 16  # inputs of a convolution
+MAX_CONV = 16  # width of a convolution's kernel
 MAX_MULTIPLIER = 1e6
-SpecFields = dict[str, Any]  # of ModelSpec, by name
-SIGMOID = RouterRule(
-    score="sigmoid", bias=True, renormalize=True, epsilon=1e-20, fp32=True
-)  # of DeepSeek-V3
+
+SpecFields = dict[str, Any]  # keyword arguments of ModelSpec
+
+# The router of DeepSeek-V3.
+SIGMOID = RouterRule(score="sigmoid", bias=True, renormalize=True, epsilon=1e-20, fp32=True)
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture.
+    """One architecture."""
 
-    architecture, model_type (one or several): as config.json has them. fields(config): the fields
-    of ModelSpec that families differ in, `layers` among them. defaults: the values where
-    config.json is silent, those of the family's configuration class in transformers 5, where
-    `hf_config` does not have the same for all. aliases: other spellings of keys, each with the key
-    that is read. text: the key of the text model's config in a multimodal one's. hidden_act: the
-    activation.
-    """
-
-    architecture: str
-    model_type: str | tuple[str, ...]
+    architecture: str  # a class name in `architectures` of config.json
+    model_type: str | tuple[str, ...]  # one or several values of `model_type` in config.json
+    # Reads config.json, and returns the fields of ModelSpec that families read in different ways;
+    # `layers` is required.
     fields: Callable[[Fields], SpecFields]
+    # The values of keys that config.json omits. They are the defaults of the family's configuration
+    # class in transformers 5. hf_config.py has those that most families share.
     defaults: dict[str, Any]
-    names: Names = field(default_factory=Names)
-    aliases: dict[str, str] = field(default_factory=dict)
-    text: str = ""
-    hidden_act: str = "silu"
+    names: Names = field(default_factory=Names)  # of the checkpoint's tensors
+    aliases: dict[str, str] = field(default_factory=dict)  # another spelling -> key that is read
+    text: str = ""  # the key of the text model's config, if the model is multimodal
+    hidden_act: str = "silu"  # the only supported activation
 
     @property
     def model_types(self) -> tuple[str, ...]:
-        """The spellings of the model type."""
+        """`model_type` as a tuple."""
         return (self.model_type,) if isinstance(self.model_type, str) else self.model_type
 
     def inside(self, architecture: str, model_type: str, **names: Any) -> "Family":
-        """Returns the multimodal architecture whose text part this one is. names: fields of `Names`
-        that differ.
+        """Return a multimodal architecture whose text model is this one.
+
+        names: fields of `Names` that differ.
         """
         own = replace(self.names, **names)
         return replace(
@@ -68,7 +69,7 @@ class Family:
 
 
 def num_layers(config: Fields) -> int:
-    """Reads the number of decoder layers."""
+    """Read the number of decoder layers."""
     return config.integer("num_hidden_layers", 1, MAX_LAYERS)
 
 
@@ -78,15 +79,18 @@ def layers(
     blocks: Dense | MoE | Sequence[Dense | MoE],
     **options: Any,
 ) -> tuple[LayerSpec, ...]:
-    """Returns the layers with these mixers and feed-forward blocks, in order; a single one is that
-    of all layers.
+    """Return the decoder layers.
 
-    options: further fields of LayerSpec.
+    mixers, blocks: one mixer and one feed-forward block per layer, or a single one for all layers.
+    options: other fields of LayerSpec.
     """
-    each = (x if isinstance(x, Sequence) else [x] * num_layers(config) for x in (mixers, blocks))
+    if not isinstance(mixers, Sequence):
+        mixers = [mixers] * num_layers(config)
+    if not isinstance(blocks, Sequence):
+        blocks = [blocks] * num_layers(config)
     return tuple(
         LayerSpec(mixer=mixer, feed_forward=block, **options)
-        for mixer, block in zip(*each, strict=True)
+        for mixer, block in zip(mixers, blocks, strict=True)
     )
 
 
@@ -97,8 +101,10 @@ def attention(
     rope: dict[str, Any] | None = None,
     **options: Any,
 ) -> Attention:
-    """Reads heads and rotary embedding. layer_type, rope: for `read_rope`. options: further fields
-    of Attention.
+    """Read multi-head or grouped-query attention.
+
+    layer_type: the layer type in `rope_parameters`, if they differ. rope: arguments of `read_rope`.
+    options: other fields of Attention.
     """
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
@@ -116,24 +122,24 @@ def attention(
         head_dim = hidden_size // num_heads
     if head_dim % 2:
         raise CheckpointError(
-            f"{config.path}: the size of a head is {head_dim}; it must be even to be rotated"
+            f"{config.path}: head_dim is {head_dim}; it must be even for the rotary embedding"
         )
-    shape: dict[str, Any] = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }
     return Attention(
-        **{"rope": read_rope(config, head_dim, layer_type, **(rope or {})), **shape, **options}
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=read_rope(config, head_dim, layer_type, **(rope or {})),
+        **options,
     )
 
 
 def attention_bias(config: Fields) -> dict[str, Any]:
-    """Reads whether qkv and out have biases."""
+    """Read `attention_bias`, for projections of queries, keys, values and outputs alike."""
     bias = config.boolean("attention_bias")
     return {"qkv_bias": bias, "out_bias": bias}
 
 
+# Defaults of latent attention (DeepSeek-V3's).
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -141,54 +147,55 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "rope_interleave": True,
     "v_head_dim": 128,
-}  # defaults of latent attention
+}
 
 
 def latent_attention(config: Fields, *, rotates: bool = True, **options: Any) -> LatentAttention:
-    """Reads DeepSeek's attention. rotates: whether it has a rotary embedding. options: other fields
-    of LatentAttention.
+    """Read multi-head latent attention (MLA), as in DeepSeek.
 
-    Scores of a model with YaRN grow with what its context was stretched by.
+    rotates: whether it has a rotary embedding. options: other fields of LatentAttention. With YaRN,
+    attention scores are multiplied by the square of its temperature.
     """
-    nope, rotated = (
-        config.integer(f"qk_{part}_head_dim", 2, MAX_HEADS) for part in ("nope", "rope")
-    )
-    if rotated % 2:
-        raise config.error("qk_rope_head_dim", "it must be even to be rotated")
+    nope_dim = config.integer("qk_nope_head_dim", 2, MAX_HEADS)
+    rope_dim = config.integer("qk_rope_head_dim", 2, MAX_HEADS)
+    if rope_dim % 2:
+        raise config.error("qk_rope_head_dim", "it must be even for the rotary embedding")
     scaling = rope_fields(config)
-    magnitude = 1.0
+    mscale = 1.0
     if rotates and scaling.raw("rope_type") != "default" and scaling.raw("mscale_all_dim"):
-        magnitude = temperature(
+        mscale = temperature(
             scaling.number("factor", 1.0, 1e6), scaling.number("mscale_all_dim", 0, 100.0)
         )
+    rope = None
+    if rotates:
+        interleaved = config.boolean("rope_interleave")
+        rope = read_rope(config, rope_dim, partial=None, interleaved=interleaved)
     return LatentAttention(
         num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        nope_dim=nope,
-        rope_dim=rotated,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
         v_dim=config.integer("v_head_dim", 1, MAX_HEADS),
         rank=config.integer("kv_lora_rank", 1, MAX_WIDTH),
         q_rank=config.optional_integer("q_lora_rank", 1, MAX_WIDTH),
-        rope=read_rope(config, rotated, partial=None, interleaved=config.boolean("rope_interleave"))
-        if rotates
-        else None,
+        rope=rope,
         bias=config.boolean("attention_bias"),
-        scale=(nope + rotated) ** -0.5 * magnitude**2,
+        scale=(nope_dim + rope_dim) ** -0.5 * mscale**2,
         **options,
     )
 
 
 def dense(config: Fields, key: str = "intermediate_size", *, bias: bool = False) -> Dense:
-    """Reads a dense MLP."""
+    """Read a dense MLP. key: the key of its inner width."""
     return Dense(size=config.integer(key, 1, MAX_WIDTH), bias=bias)
 
 
 def moe(config: Fields, size_key: str = "moe_intermediate_size", **options: Any) -> MoE:
-    """Reads the experts. options: further fields of MoE."""
-    keys = [
-        key
-        for key in ("num_experts", "num_local_experts", "n_routed_experts")
-        if key in config.values
-    ]
+    """Read the routed experts. size_key: the key of an expert's inner width.
+
+    options: other fields of MoE; `router` is required.
+    """
+    spellings = ("num_experts", "num_local_experts", "n_routed_experts")
+    keys = [key for key in spellings if key in config.values]
     for key in keys[1:]:
         if config.values[key] != config.values[keys[0]]:
             raise config.error(
@@ -205,7 +212,7 @@ def moe(config: Fields, size_key: str = "moe_intermediate_size", **options: Any)
 
 
 def deepseek_router(config: Fields) -> RouterRule:
-    """Reads the rule of DeepSeek-V3, which most families with sigmoid scores share."""
+    """Read the router of DeepSeek-V3, which most families with sigmoid scores use."""
     return replace(
         SIGMOID,
         groups=config.optional_integer("n_group", 1, MAX_EXPERTS) or 1,
@@ -223,8 +230,9 @@ def shared_experts(
     *,
     bias: bool = False,
 ) -> SharedExpert | None:
-    """Reads the experts that every token passes: one MLP, as wide as all of them together. None
-    without any.
+    """Read the shared experts, as a single MLP of their total width; None if there are none.
+
+    key: the key of their number. name: of their tensors. size_key: the key of one expert's width.
     """
     count = config.optional_integer(key, 0, MAX_EXPERTS)
     size = config.integer(size_key, 1, MAX_WIDTH)
@@ -234,7 +242,10 @@ def shared_experts(
 def first_dense(
     config: Fields, experts: MoE, mlp: Dense, key: str = "first_k_dense_replace"
 ) -> list[Dense | MoE]:
-    """Reads how many layers are dense before those with experts."""
+    """Return the block of each layer, where the first layers are dense and all others have experts.
+
+    key: the key of the number of dense layers.
+    """
     count = num_layers(config)
     first = config.integer(key, 0, count)
     return [mlp] * first + [experts] * (count - first)
@@ -243,17 +254,16 @@ def first_dense(
 def listed_moe(
     config: Fields, experts: MoE, mlp: Dense, first: int | None = None
 ) -> list[Dense | MoE]:
-    """Reads `mlp_layer_types`. first: dense layers where config.json is silent; None: see
-    `first_dense`.
+    """Return the block of each layer, as listed in `mlp_layer_types`.
+
+    first: without that key, so many dense layers come first; None: as `first_dense` reads.
     """
     kinds = config.raw("mlp_layer_types")
     count = num_layers(config)
     if kinds is None:
-        return (
-            first_dense(config, experts, mlp)
-            if first is None
-            else [mlp] * first + [experts] * (count - first)
-        )
+        if first is None:
+            return first_dense(config, experts, mlp)
+        return [mlp] * first + [experts] * (count - first)
     if (
         not isinstance(kinds, list)
         or len(kinds) != count
@@ -266,13 +276,14 @@ def listed_moe(
 
 
 def mtp_layers(config: Fields, key: str = "num_nextn_predict_layers") -> int:
-    """Reads how many layers for multi-token prediction a checkpoint has behind the model's own."""
+    """Read the number of layers for multi-token prediction, which follow the model's own."""
     return config.optional_integer(key, 0, MAX_LAYERS) or 0
 
 
 def with_mtp(config: Fields, layers: tuple[LayerSpec, ...], **changes: Any) -> SpecFields:
-    """Returns the layers and those for multi-token prediction, which are as the last one but for
-    `changes`.
+    """Return the fields for decoder layers and layers for multi-token prediction (MTP).
+
+    An MTP layer is like the last decoder layer, with `changes`.
     """
     count = mtp_layers(config)
     return {
@@ -283,7 +294,9 @@ def with_mtp(config: Fields, layers: tuple[LayerSpec, ...], **changes: Any) -> S
 
 
 def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:
-    """Read Qwen's layers: each `decoder_sparse_step`-th one but `mlp_only_layers` has experts."""
+    """Return the block of each layer, as Qwen lists them: every `decoder_sparse_step`-th layer has
+    experts, except those in `mlp_only_layers`.
+    """
     count = num_layers(config)
     step = config.integer("decoder_sparse_step", 1, MAX_LAYERS)
     without = set(config.integers("mlp_only_layers", 0, count - 1))
@@ -292,22 +305,25 @@ def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:
 
 
 def same_window(config: Fields, window: int | None) -> KVRule:
-    """Gives all layers one window. Refuses a config that names other kinds of layers."""
+    """Return the rule for a model whose layers all have the same window (None: full attention).
+
+    Raises CheckpointError if `layer_types` lists other kinds of layers.
+    """
     types = config.values.get("layer_types")
     if types is not None and types != ["full_attention"] * num_layers(config):
         raise config.error(
             "layer_types", "this architecture has one kind of attention; remove this key"
         )
-    return KVRule(window)
+    return KVRule(window=window)
 
 
 def sliding_window(config: Fields) -> int | None:
-    """Reads `sliding_window`."""
+    """Read `sliding_window`; None for null."""
     return config.optional_integer("sliding_window", 1, MAX_POSITION)
 
 
 def no_window(config: Fields) -> KVRule:
-    """Refuses a sliding window."""
+    """Return the rule of full attention. Raises CheckpointError for a sliding window."""
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     return same_window(config, None)
 
@@ -315,8 +331,10 @@ def no_window(config: Fields) -> KVRule:
 def window_per_layer(
     config: Fields, mixer: Attention, slides: Callable[[int, int], bool]
 ) -> list[Attention]:
-    """Reads Qwen's windows: `layer_types` names sliding layers; without it `slides(layer,
-    max_window_layers)` does.
+    """Return the mixer of each layer, as Qwen lists sliding windows.
+
+    Which layers have one is listed in `layer_types`. Without that key, it is those for which
+    `slides(layer, max_window_layers)` is true.
     """
     window = switched_window(config)
     count = num_layers(config)
@@ -329,19 +347,25 @@ def window_per_layer(
         raise config.error(
             "layer_types", "sliding layers need use_sliding_window true and a sliding_window"
         )
-    return [replace(mixer, rule=KVRule(window if slides_here else None)) for slides_here in sliding]
+    return [
+        replace(mixer, rule=KVRule(window=window if slides_here else None))
+        for slides_here in sliding
+    ]
 
 
 def layer_types(
     config: Fields,
     known: Sequence[str] = ("full_attention", "sliding_attention"),
-    usual: Sequence[str] | None = None,
+    default: Sequence[str] | None = None,
 ) -> list[str]:
-    """Reads the kind of each layer's attention. usual: where config.json is silent."""
+    """Read the type of each layer.
+
+    known: the supported types. default: the types if config.json omits `layer_types`.
+    """
     types = config.raw("layer_types")
     count = num_layers(config)
-    if types is None and usual is not None:
-        return list(usual)
+    if types is None and default is not None:
+        return list(default)
     if (
         not isinstance(types, list)
         or len(types) != count
@@ -354,8 +378,8 @@ def layer_types(
 
 
 def alternating(config: Fields, every: int) -> list[str]:
-    """Returns the kinds of layers of which each `every`-th has full attention, and the others
-    slide.
+    """Return the layer types of a model in which every `every`-th layer has full attention, and the
+    others have a sliding window.
     """
     return [
         "sliding_attention" if (i + 1) % every else "full_attention"
@@ -364,10 +388,8 @@ def alternating(config: Fields, every: int) -> list[str]:
 
 
 def switched_window(config: Fields) -> int | None:
-    """Reads `sliding_window` where `use_sliding_window` is true, else None."""
-    if not config.boolean("use_sliding_window"):
-        return None
-    return sliding_window(config)
+    """Read `sliding_window`; None if `use_sliding_window` is false."""
+    return sliding_window(config) if config.boolean("use_sliding_window") else None
 
 
 def sizes(
@@ -383,7 +405,7 @@ def sizes(
     top_k: int | None = None,
     expert_size: int | None = None,
 ) -> dict[str, Any]:
-    """Defaults of the keys that every family has, and of those that most with experts have."""
+    """Return the defaults of the keys that every family has, and of the usual keys of experts."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

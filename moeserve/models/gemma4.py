@@ -1,5 +1,6 @@
-"""Gemma 4 26B-A4B, the text part: five of six layers slide, the sixth has wide heads whose values
-are the keys; experts run beside a dense MLP; norms on both sides of every block.
+"""The text model of Gemma 4 26B-A4B: five of six layers have a sliding window; the sixth has full
+attention with wider heads, and its keys are also its values. Experts run beside a dense MLP. Inputs
+and outputs of blocks are normed.
 
 Source: huggingface.co/google/gemma-4-26B-A4B-it.
 """
@@ -33,7 +34,7 @@ def _fields(config: Fields) -> family.SpecFields:
     if config.raw("use_bidirectional_attention") == "all":
         raise config.error("use_bidirectional_attention", "only causal attention is supported")
     kinds = [
-        *family.layer_types(config, usual=family.alternating(config, 6))[:-1],
+        *family.layer_types(config, default=family.alternating(config, every=6))[:-1],
         "full_attention",
     ]
     mixers = {kind: _attention(config, kind, kinds) for kind in dict.fromkeys(kinds)}
@@ -74,7 +75,9 @@ def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
         replace(config, values=values),
         layer_type=kind,
         rope={"more": ("proportional",)},
-        rule=KVRule(None if full else config.integer("sliding_window", 1, family.MAX_POSITION)),
+        rule=KVRule(
+            window=None if full else config.integer("sliding_window", 1, family.MAX_POSITION)
+        ),
         qk_norm="head",
         value_norm=True,
         shared_kv=k_is_v,
@@ -84,10 +87,10 @@ def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
 
 
 FAMILY = family.Family(
-    "Gemma4ForCausalLM",
-    "gemma4_text",
-    _fields,
-    family.sizes(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=262144,
         hidden=2304,
         intermediate=9216,
@@ -113,7 +116,7 @@ FAMILY = family.Family(
         "tie_word_embeddings": True,
         "use_bidirectional_attention": None,
     },
-    Names(
+    names=Names(
         experts=(ExpertNames(gate_up="experts.gate_up_proj", down="experts.down_proj"),),
         spelled={
             "attn_post_norm.weight": ("post_attention_layernorm.weight",),
@@ -126,8 +129,8 @@ FAMILY = family.Family(
     hidden_act="gelu_pytorch_tanh",
 )
 MULTIMODAL = FAMILY.inside(
-    "Gemma4ForConditionalGeneration",
-    "gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
     model="model.language_model.",
     foreign=(
         "model.vision_tower.",

@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: DeepSeek-V3's experts behind grouped-query attention that rotates half of
-each head.
+"""GLM-4.5, 4.6 and 4.7: DeepSeek-V3's experts with grouped-query attention, whose rotary embedding
+covers half of each head.
 
 Source: arXiv 2508.06471.
 """
@@ -24,10 +24,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "Glm4MoeForCausalLM",
-    "glm4_moe",
-    _fields,
-    family.sizes(
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=151552,
         hidden=4096,
         intermediate=10944,

@@ -1,5 +1,5 @@
-"""gpt-oss (20b, 120b): every second layer sees 128 tokens, a learned sink in every softmax, biases
-everywhere, and experts whose gates and ups lie by turns.
+"""gpt-oss (20b, 120b): a sliding window of 128 tokens in every second layer, a learned attention
+sink per head, biases in all projections, and experts with interleaved gate and up rows.
 
 Source: arXiv 2508.10925.
 """
@@ -20,8 +20,10 @@ _ROPE = {
 
 def _fields(config: Fields) -> family.SpecFields:
     full = family.attention(config, sinks=True, **family.attention_bias(config))
-    sliding = replace(full, rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)))
-    kinds = family.layer_types(config, usual=family.alternating(config, 2))
+    sliding = replace(
+        full, rule=KVRule(window=config.integer("sliding_window", 1, family.MAX_POSITION))
+    )
+    kinds = family.layer_types(config, default=family.alternating(config, every=2))
     activation = Activation(
         alpha=config.number("swiglu_alpha", 0, 100.0),
         limit=config.number("swiglu_limit", 0, 1e6),
@@ -30,7 +32,7 @@ def _fields(config: Fields) -> family.SpecFields:
     router = RouterRule(score="softmax_selected")
     experts = family.moe(
         config,
-        "intermediate_size",
+        size_key="intermediate_size",
         router=router,
         activation=activation,
         bias=True,
@@ -41,10 +43,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "GptOssForCausalLM",
-    "gpt_oss",
-    _fields,
-    family.sizes(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=201088,
         hidden=2880,
         intermediate=2880,
@@ -65,7 +67,7 @@ FAMILY = family.Family(
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
-    Names(
+    names=Names(
         experts=(replace(FUSED, transposed=True, by_turns=True),),
         spelled={"mlp.gate.weight": ("mlp.router.weight",), "mlp.gate.bias": ("mlp.router.bias",)},
     ),

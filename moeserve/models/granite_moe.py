@@ -1,8 +1,9 @@
-"""GraniteMoE (granite-3.0-1b-a400m, 3b-a800m): softmax over the chosen experts only, experts fused
-per layer, and multipliers on embeddings, attention scores, residual branches and logits.
-GraniteMoeShared: with a shared expert (granite-4.0 tiny previews' attention-only form). Granite 4
-(granite-4.0-h-tiny, h-small): most layers are Mamba-2, the others attention without rotation; the
-shared expert is the whole feed-forward block where there are no experts.
+"""GraniteMoE (granite-3.0-1b-a400m, 3b-a800m): softmax over the chosen experts only, all experts of
+a layer in one tensor, and multipliers of embeddings, attention scores, block outputs and logits.
+
+- GraniteMoeShared: with a shared expert (the attention-only form of the granite-4.0 tiny previews).
+- Granite 4 (granite-4.0-h-tiny, h-small): most layers are Mamba-2, the others attention without
+  position encoding. In models without experts, the shared expert is the whole feed-forward block.
 
 Source: arXiv 2408.13359, huggingface.co/ibm-granite.
 """
@@ -17,7 +18,7 @@ from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
-KINDS = {  # as releases and transformers 5 have them
+KINDS = {  # name in releases or in transformers 5 -> name in transformers 5
     "mamba": "linear_attention",
     "linear_attention": "linear_attention",
     "attention": "full_attention",
@@ -31,7 +32,10 @@ def _fields(config: Fields, shared: SharedExpert | None = None) -> family.SpecFi
         config, rule=family.no_window(config), scale=scale, **family.attention_bias(config)
     )
     experts = family.moe(
-        config, "intermediate_size", router=RouterRule(score="softmax_selected"), shared=shared
+        config,
+        size_key="intermediate_size",
+        router=RouterRule(score="softmax_selected"),
+        shared=shared,
     )
     return {"layers": family.layers(config, mixer, experts), **_multipliers(config)}
 
@@ -44,7 +48,6 @@ def _shared_fields(config: Fields) -> family.SpecFields:
 
 
 def _multipliers(config: Fields) -> family.SpecFields:
-    """Reads what multiplies embeddings and residual branches, and what divides logits."""
     return {
         "embedding_scale": config.number("embedding_multiplier", 0, family.MAX_MULTIPLIER),
         "residual_scale": config.number("residual_multiplier", 0, family.MAX_MULTIPLIER),
@@ -57,8 +60,10 @@ def _hybrid(config: Fields) -> family.SpecFields:
     full = family.attention(config, scale=scale, **family.attention_bias(config))
     if config.raw("position_embedding_type") != "rope":
         full = replace(full, rope=None)
-    usual = ["linear_attention"] * family.num_layers(config)
-    kinds = [KINDS[kind] for kind in family.layer_types(config, tuple(KINDS), usual=usual)]
+    default = ["linear_attention"] * family.num_layers(config)
+    kinds = [
+        KINDS[kind] for kind in family.layer_types(config, known=tuple(KINDS), default=default)
+    ]
     mamba = _mamba(config)
     mixers = [full if kind == "full_attention" else mamba for kind in kinds]
     return {
@@ -73,21 +78,23 @@ def _feed_forward(config: Fields) -> Dense | MoE:
         return Dense(size=size, name="shared_mlp")
     shared = SharedExpert(size=size, name="shared_mlp")
     return family.moe(
-        config, "intermediate_size", router=RouterRule(score="softmax_selected"), shared=shared
+        config,
+        size_key="intermediate_size",
+        router=RouterRule(score="softmax_selected"),
+        shared=shared,
     )
 
 
 def _mamba(config: Fields) -> Mamba2:
     config.only(mamba_conv_bias=True, mamba_proj_bias=False)
     heads = config.integer("mamba_n_heads", 1, family.MAX_HEADS)
-    inner = config.integer("mamba_expand", 1, family.MAX_WIDTH) * config.integer(
-        "hidden_size", 1, family.MAX_WIDTH
-    )
+    expand = config.integer("mamba_expand", 1, family.MAX_WIDTH)
+    inner = expand * config.integer("hidden_size", 1, family.MAX_WIDTH)
     if inner % heads:
         raise config.error("mamba_n_heads", f"it must divide mamba_expand * hidden_size ({inner})")
     if config.raw("mamba_d_head") not in ("auto", inner // heads):
         raise config.error(
-            "mamba_d_head", f"mamba_n_heads and mamba_expand make it {inner // heads}"
+            "mamba_d_head", f"with these mamba_n_heads and mamba_expand it is {inner // heads}"
         )
     groups = config.integer("mamba_n_groups", 1, heads)
     if heads % groups:
@@ -103,16 +110,13 @@ def _mamba(config: Fields) -> Mamba2:
 
 
 def time_limit(config: Fields) -> tuple[float, float]:
-    """Reads `time_step_limit`; transformers 5 writes infinity as an object."""
+    """Read `time_step_limit`, the least and the largest step."""
     value = config.raw("time_step_limit")
-    numbers = (
-        [math.inf if x == {"__float__": "Infinity"} else x for x in value]
-        if isinstance(value, list)
-        else []
-    )
-    if [type(x) in (int, float) for x in numbers] != [True, True] or not 0 <= numbers[0] < numbers[
-        1
-    ]:
+    numbers = []
+    if isinstance(value, list):  # transformers 5 writes infinity as an object
+        numbers = [math.inf if x == {"__float__": "Infinity"} else x for x in value]
+    is_pair = [type(x) in (int, float) for x in numbers] == [True, True]
+    if not is_pair or not 0 <= numbers[0] < numbers[1]:
         raise config.error(
             "time_step_limit", "it must be a list of two numbers, the least and the largest step"
         )
@@ -120,10 +124,10 @@ def time_limit(config: Fields) -> tuple[float, float]:
 
 
 FAMILY = family.Family(
-    "GraniteMoeForCausalLM",
-    "granitemoe",
-    _fields,
-    family.sizes(
+    architecture="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=32000,
         hidden=4096,
         intermediate=11008,
@@ -141,7 +145,7 @@ FAMILY = family.Family(
         "logits_scaling": 1.0,
         "residual_multiplier": 1.0,
     },
-    Names(
+    names=Names(
         experts=(
             ExpertNames(
                 gate_up="block_sparse_moe.input_linear.weight",

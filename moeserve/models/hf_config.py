@@ -1,11 +1,10 @@
-"""Reads config.json of a Hugging Face checkpoint into a ModelSpec, without torch and without
-transformers.
+"""Read config.json of a Hugging Face checkpoint into a ModelSpec, without torch and transformers.
 
-A key that config.json leaves out has the value that the family's configuration class in
-transformers 5 gives it. The spellings of transformers 4 and 5 are read. A key that would change the
-model's numbers, and that moeserve does not compute, is refused: a wrong answer is worse than none.
+- A key that config.json omits has the default of the family's configuration class in transformers 5.
+- The spellings of transformers 4 and 5 are supported.
+- A key that would change the model's results, and that is not supported, raises CheckpointError.
 
-Mistral-Large-3 has params.json in place of config.json, in keys of its own
+Mistral-Large-3 has a params.json instead, with other keys
 (github.com/mistralai/mistral-inference).
 """
 
@@ -30,12 +29,12 @@ from moeserve.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_SAME_ACT = {"silu": ("swish",)}  # other names of activations in transformers' ACT2FN
+_ACT_SYNONYMS = {"silu": ("swish",)}  # other names of activations in transformers' ACT2FN
 _MAX_VOCAB = 4 * 2**20
-# of a multimodal config.json, beside the text model's own
+# Keys of a multimodal config.json that also apply to its text model.
 _OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
 
-# of keys for which a family has no value of its own
+# The defaults of keys for which a family has none.
 _COMMON_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "decoder_sparse_step": 1,
@@ -61,8 +60,8 @@ _COMMON_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "topk_group": 1,
 }
-# keys of params.json and what they are in config.json
 _LENGTH = "original_max_position_embeddings"
+# Key in params.json -> key in config.json.
 _PARAMS = {
     "dim": "hidden_size",
     "hidden_dim": "intermediate_size",
@@ -72,7 +71,7 @@ _PARAMS = {
     "norm_eps": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings",
 }
-_PARAMS_MOE = {
+_PARAMS_MOE = {  # the same for its section "moe"
     "expert_hidden_dim": "moe_intermediate_size",
     "first_k_dense_replace": "first_k_dense_replace",
     "num_expert_groups": "n_group",
@@ -82,13 +81,15 @@ _PARAMS_MOE = {
     "num_shared_experts": "n_shared_experts",
     "routed_scale": "routed_scaling_factor",
 }
+# The same for its section "yarn".
 _PARAMS_YARN = {"alpha": "beta_slow", "beta": "beta_fast", "factor": "factor", _LENGTH: _LENGTH}
 
 
 def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) -> ModelSpec:
-    """Return the spec of the model in `model_dir`, which is of one of `families`.
+    """Return the spec of the model in `model_dir`.
 
-    Raises CheckpointError naming file, key, value and remedy; ConfigError for a broken plugin.
+    families: the supported families by architecture. Raises CheckpointError with the file, key,
+    value and remedy, and ConfigError for a broken plugin.
     """
     for registry in (FAMILIES, WEIGHT_FORMATS):
         registry.load_plugins()
@@ -97,7 +98,7 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
     family = families[architecture]
     if values.get("auto_map"):
         log.info(
-            "%s: auto_map is ignored; %s is built in, and code of a checkpoint never runs",
+            "%s: auto_map is ignored: %s is built in, and a checkpoint's code is never run",
             path,
             architecture,
         )
@@ -108,7 +109,7 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
         config.unsupported(
             "per_layer_config", "models whose layers differ in size are not supported"
         )
-    config.choice("hidden_act", (family.hidden_act, *_SAME_ACT.get(family.hidden_act, ())))
+    config.choice("hidden_act", (family.hidden_act, *_ACT_SYNONYMS.get(family.hidden_act, ())))
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCAB)
     fields = family.fields(config)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
@@ -131,15 +132,15 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
 
 
 def _read(model_dir: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file that describes the model, and what it says in the keys of config.json."""
+    """Return the path of config.json or params.json, and its values with the keys of config.json."""
     name = config_name(model_dir)
     path = model_dir / name
     values = read_json(model_dir, name)
-    return path, _of_params(path, values) if name == PARAMS else values
+    return path, _from_params(path, values) if name == PARAMS else values
 
 
 def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the keys of the text model, each in the spelling that is read."""
+    """Return the values of the text model, with aliases of keys resolved."""
     if family.text:
         outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
         values = outer | Fields(path, values, {}).section(family.text)
@@ -151,8 +152,8 @@ def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str
 
 
 def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Family]) -> str:
-    """Returns the first supported class in `architectures`; without that key, the class of
-    `model_type`.
+    """Return the first supported class in `architectures`, or without that key, the class that
+    belongs to `model_type`.
     """
     supported = ", ".join(
         sorted({re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in families})
@@ -166,11 +167,9 @@ def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Fam
         names = [name for name, family in families.items() if model_type in family.model_types]
         if not names:
             raise config.error("model_type", f"supported architectures: {supported}")
-    found = (
-        [name for name in names if isinstance(name, str) and name in families]
-        if isinstance(names, list)
-        else []
-    )
+    if not isinstance(names, list):
+        raise config.error("architectures", f"supported: {supported}")
+    found = [name for name in names if isinstance(name, str) and name in families]
     if not found:
         raise config.error("architectures", f"supported: {supported}")
     known = families[found[0]].model_types
@@ -182,16 +181,17 @@ def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Fam
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:
-    """Return the checkpoint's dtype: config.json's, or as in transformers the first weight's."""
+    """Return the dtype in config.json, or, as transformers does, that of the first weight."""
     key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"
     if config.values.get(key) not in (None, "auto"):
         return config.choice(key, _DTYPES)
     return first_dtype(model_dir) or "float32"
 
 
-def _of_params(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns what params.json says in the keys of config.json. Raises CheckpointError for a model
-    of another kind.
+def _from_params(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of params.json with the keys of config.json.
+
+    Raises CheckpointError for models other than Mistral-Large-3.
     """
     params = Fields(
         path, values, {"moe": None, "yarn": None, "llama_4_scaling": None, "rope_theta": 10_000.0}
@@ -202,9 +202,12 @@ def _of_params(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     )
     moe.only(route_every_n=1)
     yarn.only(apply_scale=False)
+    # Other models with a params.json have a config.json, too, so latent attention is required.
     for key in ("qk_nope_head_dim", "q_lora_rank"):
-        params.raw(key)  # nothing else is published in this format alone
-    params.unsupported("quantization", "Mistral's own fp8 is not read; use the release in bfloat16")
+        params.raw(key)
+    params.unsupported(
+        "quantization", "Mistral's own fp8 format is not supported; use the bfloat16 release"
+    )
     scaling.only(original_max_position_embeddings=yarn.raw(_LENGTH))
     config = {
         _PARAMS.get(key, key): value

@@ -1,5 +1,5 @@
-"""Hunyuan-A13B: norms of queries and keys after the rotation, whose base is stretched by a fixed
-alpha.
+"""Hunyuan-A13B: queries and keys are normed after the rotary embedding, whose base is scaled by a
+fixed alpha.
 
 Source: Hunyuan-A13B Technical Report (Tencent, 2025).
 """
@@ -35,13 +35,13 @@ def _fields(config: Fields) -> family.SpecFields:
     }
     router = RouterRule(renormalize=True, fp32=True)
     shared = SharedExpert(size=size, name="mlp.shared_mlp")
-    same = replace(config, values={**config.values, **counts})
-    experts = family.moe(same, "intermediate_size", router=router, shared=shared)
+    config = replace(config, values={**config.values, **counts})
+    experts = family.moe(config, size_key="intermediate_size", router=router, shared=shared)
     return {"layers": family.layers(config, mixer, experts)}
 
 
 def _same(config: Fields, key: str) -> Any:
-    """A value that published files have once per layer."""
+    """Return a value that releases list once per layer. Raises CheckpointError if layers differ."""
     value = config.values.get(key)
     if not isinstance(value, list):
         return value
@@ -51,10 +51,10 @@ def _same(config: Fields, key: str) -> Any:
 
 
 FAMILY = family.Family(
-    "HunYuanMoEV1ForCausalLM",
-    "hunyuan_v1_moe",
-    _fields,
-    family.sizes(
+    architecture="HunYuanMoEV1ForCausalLM",
+    model_type="hunyuan_v1_moe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=290943,
         hidden=4096,
         intermediate=11008,
@@ -64,7 +64,7 @@ FAMILY = family.Family(
         positions=2048,
     )
     | {"eos_token_id": 2, "num_experts": 1, "num_experts_per_tok": 1, "rms_norm_eps": 1e-5},
-    Names(
+    names=Names(
         spelled={
             "mlp.gate.weight": ("mlp.gate.wg.weight",),
             "self_attn.q_norm.weight": ("self_attn.query_layernorm.weight",),

@@ -1,4 +1,4 @@
-"""Hy3: Qwen3's attention, a dense first layer, sigmoid routing.
+"""Hy3: Qwen3's attention, a dense first layer, and a sigmoid router.
 
 Source: huggingface.co/tencent/Hy3-preview.
 """
@@ -18,7 +18,9 @@ def _fields(config: Fields) -> family.SpecFields:
         family.SIGMOID, scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER)
     )
     bias = config.boolean("mlp_bias")
-    shared = family.shared_experts(config, "num_shared_experts", "mlp.shared_mlp", bias=bias)
+    shared = family.shared_experts(
+        config, key="num_shared_experts", name="mlp.shared_mlp", bias=bias
+    )
     experts = family.moe(config, router=router, shared=shared)
     blocks = family.listed_moe(config, experts, family.dense(config, bias=bias), first=1)
     return {
@@ -28,10 +30,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "HYV3ForCausalLM",
-    "hy_v3",
-    _fields,
-    family.sizes(
+    architecture="HYV3ForCausalLM",
+    model_type="hy_v3",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=120832,
         hidden=4096,
         intermediate=13312,
@@ -49,7 +51,7 @@ FAMILY = family.Family(
         "rope_theta": 11_158_840.0,
         "router_scaling_factor": 2.826,
     },
-    Names(
+    names=Names(
         spelled={
             "mlp.gate.weight": ("mlp.router.gate.weight",),
             "mlp.gate.e_score_correction_bias": ("mlp.expert_bias",),

@@ -1,5 +1,5 @@
-"""Jamba (v0.1, 1.5, 1.6, 1.7): of a few layers one has attention, without positions, the others
-Mamba; every second one has experts.
+"""Jamba (v0.1, 1.5, 1.6, 1.7): Mamba, with attention without position encoding in one of eight
+layers, and experts in every second layer.
 
 Source: arXiv 2403.19887, 2408.12570.
 """
@@ -30,25 +30,27 @@ def _fields(config: Fields) -> family.SpecFields:
         bias=config.boolean("mamba_proj_bias"),
     )
     dense = family.dense(config)
-    experts = family.moe(config, "intermediate_size", router=RouterRule())
-    attends, routes = (_every(config, kind) for kind in ("attn", "expert"))
-    mixers = [attention if is_one else mamba for is_one in attends]
-    blocks = [experts if is_one and experts.num_experts > 1 else dense for is_one in routes]
+    experts = family.moe(config, size_key="intermediate_size", router=RouterRule())
+    mixers = [attention if has_attention else mamba for has_attention in _every(config, "attn")]
+    blocks = [
+        experts if has_experts and experts.num_experts > 1 else dense
+        for has_experts in _every(config, "expert")
+    ]
     return {"layers": family.layers(config, mixers, blocks)}
 
 
 def _every(config: Fields, kind: str) -> list[bool]:
-    """Reads which layers are of a kind: one of each `period`, behind `offset` others."""
+    """Read which layers are of a kind: layer `offset` of each `period` layers."""
     period = config.integer(f"{kind}_layer_period", 1, family.MAX_LAYERS)
     offset = config.integer(f"{kind}_layer_offset", 0, period - 1)
     return [i % period == offset for i in range(family.num_layers(config))]
 
 
 FAMILY = family.Family(
-    "JambaForCausalLM",
-    "jamba",
-    _fields,
-    family.sizes(
+    architecture="JambaForCausalLM",
+    model_type="jamba",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=65536,
         hidden=4096,
         intermediate=14336,
@@ -72,7 +74,7 @@ FAMILY = family.Family(
         "mamba_expand": 2,
         "mamba_proj_bias": False,
     },
-    Names(
+    names=Names(
         norm="final_layernorm.weight",
         experts=(
             per_expert("feed_forward.experts"),

@@ -1,5 +1,5 @@
-"""Kimi-Linear: Kimi delta attention, and in each fourth layer latent attention without a rotary
-embedding.
+"""Kimi-Linear: Kimi delta attention; every fourth layer has latent attention without position
+encoding.
 
 Source: arXiv 2510.26692.
 """
@@ -17,7 +17,10 @@ CONV = "linear_conv_kernel_dim"
 
 
 def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
-    """Read the kind of each layer: `layer_types`, else the two lists, which count from 1."""
+    """Return the mixer of each layer.
+
+    They are listed in `layer_types`, or else in two lists of layers, which are numbered from 1.
+    """
     own = {
         "head_dim": "linear_head_dim",
         "num_heads": "linear_num_heads",
@@ -36,17 +39,17 @@ def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
     )
     full = family.latent_attention(config, rotates=False)
     count = family.num_layers(config)
-    usual = [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
+    default = [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
     if fields.raw("full_attn_layers") is not None and fields.raw("kda_layers") is not None:
         listed = {key: fields.integers(key, 1, count) for key in ("full_attn_layers", "kda_layers")}
         if sorted([*listed["full_attn_layers"], *listed["kda_layers"]]) != list(
             range(1, count + 1)
         ):
             raise fields.error(
-                "kda_layers", f"it and full_attn_layers must name each of layers 1 to {count} once"
+                "kda_layers", f"it and full_attn_layers must list each of layers 1 to {count} once"
             )
-        usual = [FULL if i + 1 in listed["full_attn_layers"] else LINEAR for i in range(count)]
-    kinds = family.layer_types(config, (FULL, LINEAR), usual=usual)
+        default = [FULL if i + 1 in listed["full_attn_layers"] else LINEAR for i in range(count)]
+    kinds = family.layer_types(config, known=(FULL, LINEAR), default=default)
     return [full if kind == FULL else linear for kind in kinds]
 
 
@@ -62,10 +65,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "KimiLinearForCausalLM",
-    "kimi_linear",
-    _fields,
-    family.sizes(
+    architecture="KimiLinearForCausalLM",
+    model_type="kimi_linear",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=163840,
         hidden=2304,
         intermediate=9216,
@@ -88,14 +91,14 @@ FAMILY = family.Family(
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 2.446,
     },
-    Names(
+    names=Names(
         experts=EXPERTS,
         spelled={
             "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
             "mlp.gate.e_score_correction_bias": ("block_sparse_moe.gate.e_score_correction_bias",),
         },
     ),
-    {
+    aliases={
         "model_max_length": "max_position_embeddings",
         "moe_renormalize": "norm_topk_prob",
         "num_expert_group": "n_group",

@@ -1,5 +1,4 @@
-"""LFM2-MoE: short convolutions with a layer of attention now and then, first layers dense, and a
-sigmoid router.
+"""LFM2-MoE: short convolutions, attention in some layers, dense first layers, and a sigmoid router.
 
 Source: LFM2 Technical Report (arXiv 2511.23404).
 """
@@ -11,7 +10,7 @@ from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
 _KINDS = ("conv", "full_attention")
-_SWIGLU = {"gate": "w1", "up": "w3", "down": "w2"}  # Llama's names of the products, and theirs
+_SWIGLU = {"gate": "w1", "up": "w3", "down": "w2"}  # Llama's name of a projection -> LFM2's
 
 
 def _fields(config: Fields) -> family.SpecFields:
@@ -23,7 +22,7 @@ def _fields(config: Fields) -> family.SpecFields:
     )
     mixers = [
         attention if kind == "full_attention" else conv
-        for kind in family.layer_types(config, _KINDS)
+        for kind in family.layer_types(config, known=_KINDS)
     ]
     router = RouterRule(
         score="sigmoid",
@@ -33,16 +32,16 @@ def _fields(config: Fields) -> family.SpecFields:
         scale=config.number("routed_scaling_factor", 0, family.MAX_MULTIPLIER),
     )
     blocks = family.first_dense(
-        config, family.moe(config, router=router), family.dense(config), "num_dense_layers"
+        config, family.moe(config, router=router), family.dense(config), key="num_dense_layers"
     )
     return {"layers": family.layers(config, mixers, blocks)}
 
 
 FAMILY = family.Family(
-    "Lfm2MoeForCausalLM",
-    "lfm2_moe",
-    _fields,
-    family.sizes(
+    architecture="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=65536,
         hidden=2048,
         intermediate=7168,
@@ -64,10 +63,10 @@ FAMILY = family.Family(
         "tie_word_embeddings": True,
         "use_expert_bias": True,
     },
-    Names(
+    names=Names(
         norm="embedding_norm.weight",
         experts=(
-            per_expert("feed_forward.experts", "w1", "w3", "w2"),
+            per_expert("feed_forward.experts", gate="w1", up="w3", down="w2"),
             ExpertNames(
                 gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"
             ),

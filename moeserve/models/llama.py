@@ -1,5 +1,5 @@
-"""Llama (2, 3, 3.1 and what shares their shape): dense, with every kind of rotary scaling. Mistral
-(7B, Nemo, Large 2; dense): Llama with a sliding window in some releases.
+"""Llama (2, 3, 3.1 and models of the same architecture), and Mistral (7B, Nemo, Large 2), which has
+a sliding window in some releases. Both are dense.
 
 Source: arXiv 2302.13971, 2407.21783, 2310.06825.
 """
@@ -23,10 +23,10 @@ def _mistral(config: Fields) -> family.SpecFields:
 
 
 LLAMA = family.Family(
-    "LlamaForCausalLM",
-    "llama",
-    _llama,
-    family.sizes(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    fields=_llama,
+    defaults=family.sizes(
         vocab=32000,
         hidden=4096,
         intermediate=11008,
@@ -38,10 +38,10 @@ LLAMA = family.Family(
     | {"eos_token_id": 2},
 )
 MISTRAL = family.Family(
-    "MistralForCausalLM",
-    "mistral",
-    _mistral,
-    family.sizes(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    fields=_mistral,
+    defaults=family.sizes(
         vocab=32000,
         hidden=4096,
         intermediate=14336,

@@ -1,6 +1,6 @@
-"""Llama-4 (Scout, Maverick), the text part: attention within chunks, every fourth layer over
-everything and without rotation, and one expert per token whose input is weighted, beside a shared
-one.
+"""The text model of Llama-4 (Scout, Maverick): attention within chunks; every fourth layer has full
+attention without rotary embedding. Each token has one routed expert, whose input is weighted, and a
+shared expert.
 
 Source: github.com/meta-llama/llama-models, models/llama4.
 """
@@ -26,17 +26,17 @@ def _fields(config: Fields) -> family.SpecFields:
         raise config.error("no_rope_layers", f"it must list 0 or 1 for each of {count} layers")
     chunked = family.layer_types(
         config,
-        ("full_attention", "chunked_attention"),
-        ["chunked_attention" if rope else "full_attention" for rope in rotates],
+        known=("full_attention", "chunked_attention"),
+        default=["chunked_attention" if rope else "full_attention" for rope in rotates],
     )
     rope = family.attention(config, rope={"interleaved": True}, **family.attention_bias(config))
     bare = replace(rope, rope=None)
     if config.boolean("use_qk_norm"):
         rope = replace(rope, qk_norm="unit", norm_last=True)
-    if config.raw("attn_temperature_tuning"):  # a number in some published files
+    if config.raw("attn_temperature_tuning"):  # a number instead of a boolean in some releases
         beta = config.number("attn_scale", 0, 100.0)
         length = config.integer("floor_scale", 1, family.MAX_POSITION)
-        bare = replace(bare, query_scale=QueryScale(beta, length, 1))
+        bare = replace(bare, query_scale=QueryScale(slope=beta, every=length, first=1))
     chunk = KVRule(chunk=config.optional_integer("attention_chunk_size", 1, family.MAX_POSITION))
     mixers = [
         replace(rope if rotated else bare, rule=chunk if kind == "chunked_attention" else KVRule())
@@ -47,8 +47,8 @@ def _fields(config: Fields) -> family.SpecFields:
         name="feed_forward.shared_expert",
     )
     router = RouterRule(score="sigmoid", on_input=True)
-    experts = family.moe(config, "intermediate_size", router=router, shared=shared)
-    mlp = replace(family.dense(config, "intermediate_size_mlp"), name="feed_forward")
+    experts = family.moe(config, size_key="intermediate_size", router=router, shared=shared)
+    mlp = replace(family.dense(config, key="intermediate_size_mlp"), name="feed_forward")
     step = config.integer("interleave_moe_layer_step", 1, family.MAX_LAYERS)
     listed = config.raw("moe_layers") is not None
     sparse = config.integers("moe_layers", 0, count - 1) if listed else range(step - 1, count, step)
@@ -60,10 +60,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "Llama4ForCausalLM",
-    "llama4_text",
-    _fields,
-    family.sizes(
+    architecture="Llama4ForCausalLM",
+    model_type="llama4_text",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=202048,
         hidden=5120,
         intermediate=8192,
@@ -90,7 +90,7 @@ FAMILY = family.Family(
         "rope_theta": 500_000.0,
         "use_qk_norm": True,
     },
-    Names(
+    names=Names(
         experts=(
             ExpertNames(
                 gate_up="feed_forward.experts.gate_up_proj",
@@ -102,8 +102,8 @@ FAMILY = family.Family(
     ),
 )
 MULTIMODAL = FAMILY.inside(
-    "Llama4ForConditionalGeneration",
-    "llama4",
+    architecture="Llama4ForConditionalGeneration",
+    model_type="llama4",
     model="language_model.model.",
     head="language_model.lm_head.weight",
     foreign=("vision_model.", "multi_modal_projector."),

@@ -1,7 +1,6 @@
-"""The load plan that all families share: every parameter of the decoder, and the copies that fill
-it.
+"""The load plan of a decoder: its parameters, and the copies from checkpoint tensors that fill them.
 
-D model width, V vocabulary.
+Families differ only in their `Names`.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,14 +20,14 @@ def load_plan(
     world: World | None = None,
     placement: Placement | None = None,
 ) -> LoadPlan:
-    """Returns every parameter of the decoder and the copies that fill it from a checkpoint with the
-    tensors `present`.
+    """Return the plan for loading this rank's share of the decoder.
 
-    placement: the experts of this rank, in order (default: `Placement.initial`). Raises ConfigError
-    when the heads cannot be shared out.
+    present: the names of the checkpoint's tensors. placement: which experts this rank holds
+    (default: `Placement.initial`). Raises ConfigError if the heads cannot be divided.
 
-    Parameters: embed, norm, lm_head (unless tied, but for GGUF files that have it in few bits) and
-    per layer its norms, scale, and those of its blocks; biases end in _bias.
+    The parameters are embed, norm, lm_head, and for each layer its norms, its scale, and those of
+    its blocks. Names of biases end in _bias. There is no lm_head if it is tied to embed, except for
+    GGUF files that have a quantized copy of it.
     """
     world = world or World()
     spec.check_tp(world.tp_size)
@@ -58,18 +57,19 @@ def load_plan(
     for index, layer in enumerate(spec.layers):
         begins = (f"{names.model}layers.{i}." for i in layer.stored_as or (index, index))
         plan_layer(plan, spec, layer, f"layers.{index}.", *begins)
-    unused = tuple(
+    mtp_layers = tuple(
         f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers)
     )
-    plan.elsewhere.update(name for name in present if name.startswith(unused))
+    plan.elsewhere.update(name for name in present if name.startswith(mtp_layers))
     return plan.finish([names.head] if spec.tie_embeddings else [])
 
 
 def plan_layer(
     plan: WeightPlan, spec: ModelSpec, layer: LayerSpec, ours: str, mixer: str, feed_forward: str
 ) -> None:
-    """Adds a layer's parameters, `ours` + ... mixer, feed_forward: how the names of their tensors
-    begin.
+    """Add a layer's parameters to the plan.
+
+    ours: the prefix of their names. mixer, feed_forward: the prefixes of the tensors of each block.
     """
     layer.mixer.plan(plan, ours, mixer)
     if layer.feed_forward is not None:
@@ -86,8 +86,9 @@ def plan_layer(
 def expert_load_plan(
     spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int]
 ) -> LoadPlan:
-    """Plans some experts of one MoE layer (counted among the MoE layers): 0, 1, ... of "w13" and
-    "w2".
+    """Return the plan for loading some experts of one layer, as rows 0, 1, ... of "w13" and "w2".
+
+    moe_layer: the layer's index among the layers with experts.
     """
     names = FAMILIES[spec.architecture].names
     index = spec.moe_layers[moe_layer]

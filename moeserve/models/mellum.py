@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen3-MoE with sliding layers that rotate faster.
+"""Mellum 2: Qwen3-MoE with sliding-window layers, whose rotary embedding has a smaller base.
 
 Source: huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base.
 """
@@ -16,28 +16,28 @@ _ROPE = {
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    types = family.layer_types(config, usual=["full_attention"] * family.num_layers(config))
+    types = family.layer_types(config, default=["full_attention"] * family.num_layers(config))
     window = family.sliding_window(config)
     mixers = {
         kind: family.attention(
             config,
             layer_type=kind,
             qk_norm="head",
-            rule=KVRule(window if kind == "sliding_attention" else None),
+            rule=KVRule(window=window if kind == "sliding_attention" else None),
             **family.attention_bias(config),
         )
         for kind in dict.fromkeys(types)
     }
     experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")))
-    blocks = family.listed_moe(config, experts, family.dense(config), 0)
+    blocks = family.listed_moe(config, experts, family.dense(config), first=0)
     return {"layers": family.layers(config, [mixers[kind] for kind in types], blocks)}
 
 
 FAMILY = family.Family(
-    "MellumForCausalLM",
-    "mellum",
-    _fields,
-    family.sizes(
+    architecture="MellumForCausalLM",
+    model_type="mellum",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=98304,
         hidden=2304,
         intermediate=7168,
@@ -50,5 +50,5 @@ FAMILY = family.Family(
         expert_size=896,
     )
     | {"head_dim": 128, "rope_parameters": _ROPE, "sliding_window": 1024},
-    Names(foreign=("mtp.",)),
+    names=Names(foreign=("mtp.",)),
 )

@@ -1,5 +1,6 @@
-"""MiMo-V2-Flash: sliding layers with sinks and twice the KV heads, values narrower than keys,
-DeepSeek-V3's experts.
+"""MiMo-V2-Flash: the first layer and every sixth have full attention; the others have a sliding
+window, attention sinks and twice as many KV heads. Values are scaled, and narrower than keys.
+Experts are those of DeepSeek-V3.
 
 Source: arXiv 2601.02780.
 """
@@ -33,22 +34,24 @@ def _fields(config: Fields) -> family.SpecFields:
         v_dim=config.integer("v_head_dim", 2, 4096),
         value_scale=config.optional_number("attention_value_scale", 0, 100.0) or 1.0,
     )
-    other = family.attention(config, layer_type="sliding_attention", rope={"partial": True})
+    sliding_rope = family.attention(
+        config, layer_type="sliding_attention", rope={"partial": True}
+    ).rope
     sliding = replace(
         full,
-        rope=other.rope,
-        rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)),
+        rope=sliding_rope,
+        rule=KVRule(window=config.integer("sliding_window", 1, family.MAX_POSITION)),
         num_kv_heads=2 * full.num_kv_heads,
         sinks=True,
     )
     count = family.num_layers(config)
-    usual = [
+    default = [
         "full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention"
         for i in range(count)
     ]
     mixers = [
         sliding if kind == "sliding_attention" else full
-        for kind in family.layer_types(config, usual=usual)
+        for kind in family.layer_types(config, default=default)
     ]
     experts = family.moe(config, router=family.deepseek_router(config))
     mlp = family.dense(config)
@@ -59,52 +62,51 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 def _as_transformers(config: Fields) -> dict[str, Any]:
-    """Return the keys in transformers' spelling. Raises CheckpointError for fixed values."""
+    """Return the values of the hub's config.json with the keys of transformers.
+
+    Raises CheckpointError for values that are not supported.
+    """
     values = dict(config.values)
-    for key, own, kinds in (
+    for key, hub_key, kinds in (
         ("layer_types", "hybrid_layer_pattern", ("full_attention", "sliding_attention")),
         ("mlp_layer_types", "moe_layer_freq", ("dense", "sparse")),
     ):
-        if values.get(own) is not None and key not in values:
-            pattern = config.integers(own, 0, 1)
+        if values.get(hub_key) is not None and key not in values:
+            pattern = config.integers(hub_key, 0, 1)
             count = family.num_layers(config)
             if len(pattern) != count:
-                raise config.error(own, f"it must list 0 or 1 for each of {count} layers")
-            values[key] = [kinds[each] for each in pattern]
+                raise config.error(hub_key, f"it must list 0 or 1 for each of {count} layers")
+            values[key] = [kinds[number] for number in pattern]
     if "rope_parameters" not in values and "swa_rope_theta" in values:
-        share = config.values.get("partial_rotary_factor", 0.334)
+        share = values.get("partial_rotary_factor", 0.334)
+        full_theta = values.pop("rope_theta", _ROPE["full_attention"]["rope_theta"])
+        sliding_theta = values.pop("swa_rope_theta")
         values["rope_parameters"] = {
-            kind: {
-                "rope_theta": values.pop(key, _ROPE[kind]["rope_theta"]),
-                "partial_rotary_factor": share,
-            }
-            for kind, key in (
-                ("full_attention", "rope_theta"),
-                ("sliding_attention", "swa_rope_theta"),
-            )
+            "full_attention": {"rope_theta": full_theta, "partial_rotary_factor": share},
+            "sliding_attention": {"rope_theta": sliding_theta, "partial_rotary_factor": share},
         }
-    # The hub counts earlier tokens; KVRule.window includes the query's own.
+    # The hub's window counts earlier tokens only; KVRule.window includes the query's own token.
     if values.get("sliding_window_size") is not None:
         values["sliding_window"] = config.integer("sliding_window_size", 1, family.MAX_POSITION) + 1
-    heads = config.integer("num_attention_heads", 1, 4096)
-    kv_heads = 2 * config.integer("num_key_value_heads", 1, 4096)
+    # Raise CheckpointError if config.json has other values for these keys.
     config.only(
-        swa_num_attention_heads=heads,
-        swa_num_key_value_heads=kv_heads,
+        swa_num_attention_heads=config.integer("num_attention_heads", 1, family.MAX_HEADS),
+        swa_num_key_value_heads=2 * config.integer("num_key_value_heads", 1, family.MAX_HEADS),
         swa_head_dim=config.raw("head_dim"),
+        swa_v_head_dim=config.raw("v_head_dim"),
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False,
     )
-    config.only(
-        swa_v_head_dim=config.raw("v_head_dim"), scoring_func="sigmoid", topk_method="noaux_tc"
-    )
-    config.only(add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False)
     return values
 
 
 FAMILY = family.Family(
-    "MiMoV2FlashForCausalLM",
-    "mimo_v2_flash",
-    _fields,
-    family.sizes(
+    architecture="MiMoV2FlashForCausalLM",
+    model_type="mimo_v2_flash",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=152576,
         hidden=4096,
         intermediate=16384,
@@ -121,10 +123,10 @@ FAMILY = family.Family(
         "head_dim": 192,
         "rms_norm_eps": 1e-5,
         "rope_parameters": _ROPE,
-        "sliding_window": 129,
+        "sliding_window": 129,  # 128 earlier tokens and the query's own
         "v_head_dim": 128,
     },
-    Names(
+    names=Names(
         spelled={
             "self_attn.sinks": ("self_attn.attention_sink_bias",),
             "post_attention_layernorm.weight": (
@@ -132,8 +134,10 @@ FAMILY = family.Family(
                 "pre_mlp_layernorm.weight",
             ),
         },
-        foreign=("model.mtp.",),
-        mtp=MTPNames("model.mtp.layers.0.", "model.mtp.layers.0.", norm="final_layernorm"),
+        foreign=("model.mtp.",),  # not read with the model, but with its MTP head
+        mtp=MTPNames(
+            layer="model.mtp.layers.0.", begin="model.mtp.layers.0.", norm="final_layernorm"
+        ),
     ),
     aliases={"layernorm_epsilon": "rms_norm_eps"},
 )

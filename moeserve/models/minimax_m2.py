@@ -1,5 +1,5 @@
-"""MiniMax-M2 (M2, M2.1, M2.5, M2.7): norms over all query heads together, sigmoid routing with a
-bias per expert.
+"""MiniMax-M2 (M2, M2.1, M2.5, M2.7): queries and keys are normed over all heads together, and a
+sigmoid router adds a bias per expert for the choice.
 
 Source: huggingface.co/MiniMaxAI/MiniMax-M2.
 """
@@ -26,16 +26,18 @@ def _fields(config: Fields) -> family.SpecFields:
         config, rule=family.no_window(config), rope={"partial": True}, qk_norm="full"
     )
     experts = family.moe(
-        config, "intermediate_size", router=RouterRule(score="sigmoid", bias=True, renormalize=True)
+        config,
+        size_key="intermediate_size",
+        router=RouterRule(score="sigmoid", bias=True, renormalize=True),
     )
     return {"layers": family.layers(config, mixer, experts)}
 
 
 FAMILY = family.Family(
-    "MiniMaxM2ForCausalLM",
-    "minimax_m2",
-    _fields,
-    family.sizes(
+    architecture="MiniMaxM2ForCausalLM",
+    model_type="minimax_m2",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=200064,
         hidden=3072,
         intermediate=1536,
@@ -47,7 +49,7 @@ FAMILY = family.Family(
         top_k=8,
     )
     | {"eos_token_id": 200020, "head_dim": 128, "rotary_dim": None, "rope_theta": 5_000_000.0},
-    Names(
+    names=Names(
         experts=EXPERTS,
         spelled={
             "mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),

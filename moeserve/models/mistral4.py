@@ -1,6 +1,8 @@
-"""Mistral 4 (Mistral-Large-3, Mistral-Small-4): latent attention whose queries grow with the
-position, a softmax router, a shared expert. Mistral-Small-4 is the text part of a multimodal
-checkpoint.
+"""Mistral 4 (Mistral-Large-3, Mistral-Small-4): latent attention with a scale of queries that grows
+with the position, a softmax router, and a shared expert.
+
+Three formats are supported: transformers' (FAMILY), a multimodal model whose text model is Mistral
+4 (MULTIMODAL: Mistral-Small-4), and Mistral's own params.json (LARGE_3).
 
 Source: huggingface.co/mistralai/Mistral-Small-4-119B-2603.
 """
@@ -33,23 +35,25 @@ def _fields(config: Fields) -> family.SpecFields:
     mixer = family.latent_attention(config)
     rope = rope_fields(config)
     if rope.values.get("llama_4_scaling_beta"):
-        beta = rope.number("llama_4_scaling_beta", 0, family.MAX_MULTIPLIER)
-        length = rope.integer("original_max_position_embeddings", 1, family.MAX_POSITION)
-        mixer = replace(mixer, query_scale=QueryScale(beta, length))
+        query_scale = QueryScale(
+            slope=rope.number("llama_4_scaling_beta", 0, family.MAX_MULTIPLIER),
+            every=rope.integer("original_max_position_embeddings", 1, family.MAX_POSITION),
+        )
+        mixer = replace(mixer, query_scale=query_scale)
     return {"layers": family.layers(config, mixer, blocks)}
 
 
 def _text_fields(config: Fields) -> family.SpecFields:
-    """Read the text part, which must be Mistral 4: others have the same outer class."""
+    """Read the text model, which must be Mistral 4: Mistral 3 has the same multimodal class."""
     config.choice("model_type", ("mistral4",))
     return _fields(config)
 
 
 FAMILY = family.Family(
-    "Mistral4ForCausalLM",
-    "mistral4",
-    _fields,
-    family.sizes(
+    architecture="Mistral4ForCausalLM",
+    model_type="mistral4",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=131072,
         hidden=4096,
         intermediate=12288,
@@ -70,51 +74,51 @@ FAMILY = family.Family(
         "qk_nope_head_dim": 64,
         "rope_parameters": _ROPE,
     },
-    Names(experts=(FUSED, PER_EXPERT)),
+    names=Names(experts=(FUSED, PER_EXPERT)),
 )
 MULTIMODAL = replace(
     FAMILY.inside(
-        "Mistral3ForConditionalGeneration",
-        "mistral3",
+        architecture="Mistral3ForConditionalGeneration",
+        model_type="mistral3",
         model="language_model.model.",
         head="language_model.lm_head.weight",
         foreign=("vision_tower.", "multi_modal_projector."),
     ),
     fields=_text_fields,
-    # A text part without a model type is Mistral 3, which `_text_fields` refuses.
+    # A text model without a model type is Mistral 3, which `_text_fields` rejects.
     defaults=FAMILY.defaults | {"model_type": "mistral"},
 )
-_BLOCKS = {
+
+# A layer's tensors: name in transformers -> name in Mistral's own checkpoints.
+_MISTRAL_NAMES = {
     "input_layernorm": "attention_norm",
+    "self_attn.q_a_proj": "attention.wq_a",
+    "self_attn.q_a_layernorm": "attention.q_a_norm",
+    "self_attn.q_b_proj": "attention.wq_b",
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a_with_mqa",
+    "self_attn.kv_a_layernorm": "attention.kv_a_norm",
+    "self_attn.kv_b_proj": "attention.wkv_b",
+    "self_attn.o_proj": "attention.wo",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
     "mlp.gate": "gate",
-    **{
-        f"self_attn.{ours}": f"attention.{theirs}"
-        for ours, theirs in {
-            "q_a_proj": "wq_a",
-            "q_a_layernorm": "q_a_norm",
-            "q_b_proj": "wq_b",
-            "kv_a_proj_with_mqa": "wkv_a_with_mqa",
-            "kv_a_layernorm": "kv_a_norm",
-            "kv_b_proj": "wkv_b",
-            "o_proj": "wo",
-        }.items()
-    },
-    **{
-        f"{ours}.{part}_proj": f"{theirs}.{number}"
-        for ours, theirs in (("mlp", "feed_forward"), ("mlp.shared_experts", "shared_experts"))
-        for part, number in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
-    },
+    "mlp.shared_experts.gate_proj": "shared_experts.w1",
+    "mlp.shared_experts.down_proj": "shared_experts.w2",
+    "mlp.shared_experts.up_proj": "shared_experts.w3",
 }
 LARGE_3 = replace(
     FAMILY,
-    architecture="MistralLarge3ForCausalLM",  # hf_config.py gives params.json this name
+    architecture="MistralLarge3ForCausalLM",  # set by hf_config.py; params.json has none
     names=Names(
-        "",
-        "output.weight",
+        model="",
+        head="output.weight",
         embed="tok_embeddings.weight",
-        experts=(per_expert("experts", "w1", "w3", "w2"),),
-        spelled={f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in _BLOCKS.items()},
+        experts=(per_expert("experts", gate="w1", up="w3", down="w2"),),
+        spelled={
+            f"{name}.weight": (f"{theirs}.weight",) for name, theirs in _MISTRAL_NAMES.items()
+        },
         foreign=(
             "vision_encoder.",
             "vision_language_adapter.",

@@ -1,16 +1,19 @@
-"""Heads for multi-token prediction: one more decoder layer, which guesses the token after the next
-one.
+"""The MTP (multi-token prediction) head: one more decoder layer that predicts the token after the
+next one. It is used as the drafter of speculative decoding.
 
-At position p it reads the model's hidden state h_p behind the last norm and the token at p + 1:
+At position p it reads h_p, the model's hidden state after the final norm, and the token at p + 1:
 
     x_p = W [norm(embedding of token p + 1), norm(h_p)]
-    h'_p = norm(layer(x_p)), whose scores are the LM head's for the token at p + 2
+    h'_p = norm(layer(x_p))
 
-Embeddings and LM head are the model's own. The same head guesses the token after that from h'_p and
-its own guess, as often as is asked for; a checkpoint's further heads are not loaded. Under tensor
-parallelism it is shared out as the model's layers are; every rank has all experts of its layer.
+The LM head turns h'_p into logits for the token at p + 2. To draft more tokens, the same head runs
+again with h'_p and its own token; further heads of a checkpoint are not loaded. Embeddings and LM
+head are the model's.
 
-Source: arXiv 2412.19437, section 2.2; the order in W is that of the weights.
+With tensor parallelism, the head is divided like the model's layers, but every rank holds all
+experts of its layer.
+
+Source: arXiv 2412.19437, section 2.2. The order of the inputs of W is that of published weights.
 """
 
 from collections.abc import Collection, MutableMapping
@@ -38,37 +41,40 @@ from moeserve.ops.table import Ops
 
 
 def with_mtp(spec: ModelSpec) -> ModelSpec:
-    """Return the spec whose drafter is the model's own head. Raises ConfigError without one."""
+    """Return the spec with the model's MTP head as drafter. Raises ConfigError if it has none."""
     if spec.mtp is None:
         raise ConfigError(
-            f"speculate=mtp: {spec.architecture} has no head for multi-token "
-            "prediction here, or none in this "
-            "config.json; use another proposer, e.g. ngram:4"
+            f"speculate=mtp: {spec.architecture} has no head for multi-token prediction that is "
+            "supported here, or config.json lists none; use another proposer, e.g. ngram:4"
         )
     return spec.drafting((spec.mtp,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
-    """Makes what a head's layer reads, [T, D], of embeddings and hidden states [T, D]."""
+    """Computes the input of the MTP layer, x_p above, from embeddings and hidden states."""
 
     embed_norm: Norm
     hidden_norm: Norm
     product: ColumnLinear
 
     def __call__(self, embedded_TD: Tensor, hidden_TD: Tensor, context: RowContext) -> Tensor:
-        """Return the product of both, normed and side by side."""
+        """Return [T, D] from two inputs of [T, D]."""
         both = torch.cat((self.embed_norm(embedded_TD), self.hidden_norm(hidden_TD)), -1)
         return self.product(both, context)
 
 
 def mtp_load_plan(spec: ModelSpec, present: Collection[str], world: World) -> LoadPlan:
-    """Plan a head's parameters: embed_norm, hidden_norm, merge, norm, those of its layer."""
+    """Return the plan for loading an MTP head.
+
+    The parameters are embed_norm, hidden_norm, merge, norm, and those of its layer.
+    """
     (layer,) = spec.draft_layers
     names = FAMILIES[spec.architecture].names
     width = spec.hidden_size
     plan = WeightPlan(width, names, present, replace(world, ep=False), _placement(spec))
-    begin, theirs = (part.format(spec.num_layers) for part in (names.mtp.begin, names.mtp.layer))
+    begin = names.mtp.begin.format(spec.num_layers)
+    theirs = names.mtp.layer.format(spec.num_layers)
     for ours, name in (
         ("embed_norm", names.mtp.embed_norm),
         ("hidden_norm", names.mtp.hidden_norm),
@@ -91,22 +97,35 @@ def build_mtp(
     max_tokens: int = 1,
     max_position: int | None = None,
 ) -> Decoder:
-    """Build the head of a model and empties `params`; arguments as for `build_decoder`."""
+    """Build the MTP head of `model`. The other arguments are those of `build_decoder`."""
     world = replace(world or World(), ep=False)
     build = make_builder(
-        spec, params, ops, world, tp, _placement(spec), None, 1, max_tokens, max_position
+        spec,
+        params,
+        ops,
+        world,
+        tp,
+        _placement(spec),
+        backends=None,
+        ubatches=1,
+        max_tokens=max_tokens,
+        max_position=max_position,
     )
-    embed_norm, hidden_norm, norm = (
-        build_norm(build, spec, name) for name in ("embed_norm", "hidden_norm", "norm")
+    merge = Merge(
+        embed_norm=build_norm(build, spec, "embed_norm"),
+        hidden_norm=build_norm(build, spec, "hidden_norm"),
+        product=build.columns("merge", spec.hidden_size),
     )
-    merge = Merge(embed_norm, hidden_norm, build.columns("merge", spec.hidden_size))
-    layer = build_layer(build, spec, spec.draft_layers[0], "layer.", 0)
+    layer = build_layer(build, spec, spec.draft_layers[0], "layer.", group=0)
+    norm = build_norm(build, spec, "norm")
     build.slots.finish()
-    head = Decoder(spec, ops, model.embed_VD, [layer], norm, model.head, merge)
+    head = Decoder(
+        spec, ops, model.embed_VD, layers=[layer], norm=norm, head=model.head, merge=merge
+    )
     head.slots = build.slots
     return head
 
 
 def _placement(spec: ModelSpec) -> Placement:
-    """Return where a head's experts are: all on each rank."""
-    return Placement.initial(1, max(1, spec.num_experts), 1)
+    """Return the placement of the head's experts: all of them on each rank."""
+    return Placement.initial(num_layers=1, num_experts=max(1, spec.num_experts), num_ranks=1)

@@ -1,6 +1,6 @@
-"""Nemotron-H and Nemotron 3 (Nano 30B-A3B): Mamba-2, some attention without rotation, and
-feed-forward blocks, each of which a checkpoint counts as a layer. MLPs and experts have no gates.
-Multi-token prediction is not loaded.
+"""Nemotron-H and Nemotron 3 (Nano 30B-A3B): Mamba-2, and some attention without position encoding.
+MLPs and experts have no gates. In checkpoints, each mixer and each feed-forward block is a layer by
+itself. Multi-token prediction is not supported.
 
 Sources: arXiv 2504.03624, 2512.20848.
 """
@@ -25,7 +25,9 @@ def _fields(config: Fields) -> family.SpecFields:
     config.only(attention_bias=False, mlp_bias=False, use_bias=False, use_conv_bias=True)
     config.choice("mlp_hidden_act", ("relu2",))
     config.choice("mamba_hidden_act", ("silu",))
-    config.unsupported("moe_latent_size", "experts of a width of their own are not supported")
+    config.unsupported(
+        "moe_latent_size", "experts that are narrower than the model are not supported"
+    )
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     mixers: dict[str, Mixer] = {
         "linear_attention": _mamba(config),
@@ -47,12 +49,12 @@ def _fields(config: Fields) -> family.SpecFields:
             block = blocks[kind] if kind == "mlp" else _experts(config)
             layers[-1] = replace(layers[-1], feed_forward=block, stored_as=(i - 1, i))
         else:
-            raise config.error(key, f"layer {i} ({kind}) must follow one that reads earlier tokens")
+            raise config.error(key, f"layer {i} ({kind}) must follow an attention or Mamba layer")
     return {"layers": tuple(layers), "norm_eps": config.number("layer_norm_epsilon", 0, 1.0)}
 
 
 def _kinds(config: Fields) -> tuple[str, list[str]]:
-    """Reads the kind of each of the checkpoint's layers, and the key that says it."""
+    """Return the key that lists the checkpoint's layers, and the kind of each."""
     key = "layers_block_type"
     kinds = config.raw("layers_block_type")
     if kinds is None and isinstance(config.raw("hybrid_override_pattern"), str):
@@ -109,10 +111,10 @@ SPELLED = {
     **{f"mlp.shared_experts.{x}": (f"mixer.shared_experts.{x}",) for x in MLP},
 }
 FAMILY = family.Family(
-    "NemotronHForCausalLM",
-    "nemotron_h",
-    _fields,
-    family.sizes(
+    architecture="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=131072,
         hidden=4096,
         intermediate=21504,
@@ -140,7 +142,7 @@ FAMILY = family.Family(
         "ssm_state_size": 128,
         "time_step_min": 0.001,
     },
-    Names(
+    names=Names(
         model="backbone.",
         embed="embeddings.weight",
         norm="norm_f.weight",

@@ -1,5 +1,5 @@
-"""Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE: SparseMixer's two experts per token, layer norms,
-biases, LongRoPE.
+"""Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE: two experts per token, chosen by SparseMixer; layer norms
+with biases; LongRoPE.
 
 Source: arXiv 2409.12136, 2404.14219.
 """
@@ -21,7 +21,7 @@ def _fields(config: Fields) -> family.SpecFields:
         config, rule=rule, rope={"more": ("longrope",)}, **family.attention_bias(config)
     )
     router = RouterRule(score="sparsemixer", jitter=config.number("router_jitter_noise", 0, 1.0))
-    experts = family.moe(config, "intermediate_size", router=router)
+    experts = family.moe(config, size_key="intermediate_size", router=router)
     return {
         "layers": family.layers(config, mixer, experts),
         "head_bias": config.boolean("lm_head_bias"),
@@ -30,10 +30,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "PhimoeForCausalLM",
-    "phimoe",
-    _fields,
-    family.sizes(
+    architecture="PhimoeForCausalLM",
+    model_type="phimoe",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=32064,
         hidden=4096,
         intermediate=6400,
@@ -51,7 +51,7 @@ FAMILY = family.Family(
         "rope_theta": 1_000_000.0,
         "router_jitter_noise": 0.01,
     },
-    Names(
+    names=Names(
         experts=EXPERTS,
         spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.router.weight")},
     ),

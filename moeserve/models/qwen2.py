@@ -1,7 +1,8 @@
-"""Qwen2, Qwen2.5 and Qwen3 (dense): Llama with biases of queries, keys and values, or with norms on
-each query and key head. Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): the biases, top-k weights as
-the softmax gave them, and a shared expert for every token behind a sigmoid gate; some layers may be
-dense.
+"""Qwen2, Qwen2.5 and Qwen3 (dense): Llama with biases of queries, keys and values (Qwen2), or with
+norms of each query and key head (Qwen3).
+
+Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): Qwen2 with experts, whose softmax weights are not
+renormalized, and a shared expert with a sigmoid gate. Some layers may be dense.
 
 Source: arXiv 2407.10671, 2505.09388.
 """
@@ -32,7 +33,7 @@ def _moe(config: Fields) -> family.SpecFields:
 
 
 def experts(config: Fields, *, renormalize: bool) -> MoE:
-    """Reads the experts and the shared one. renormalize: see `RouterRule`."""
+    """Read the routed experts and the shared expert. renormalize: see `RouterRule`."""
     shared = SharedExpert(
         size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True
     )
@@ -53,19 +54,22 @@ _DEFAULTS = (
     | _WINDOWS
 )
 QWEN2 = family.Family(
-    "Qwen2ForCausalLM", "qwen2", lambda config: _fields(config, qkv_bias=True), _DEFAULTS
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    fields=lambda config: _fields(config, qkv_bias=True),
+    defaults=_DEFAULTS,
 )
 QWEN3 = family.Family(
-    "Qwen3ForCausalLM",
-    "qwen3",
-    lambda config: _fields(config, qk_norm="head", **family.attention_bias(config)),
-    _DEFAULTS | {"head_dim": 128},
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    fields=lambda config: _fields(config, qk_norm="head", **family.attention_bias(config)),
+    defaults=_DEFAULTS | {"head_dim": 128},
 )
 QWEN2_MOE = family.Family(
-    "Qwen2MoeForCausalLM",
-    "qwen2_moe",
-    _moe,
-    family.sizes(
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    fields=_moe,
+    defaults=family.sizes(
         vocab=151936,
         hidden=2048,
         intermediate=5632,

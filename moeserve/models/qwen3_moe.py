@@ -1,9 +1,9 @@
-"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): norms on each query and key head, softmax top-k
-weights renormalised.
+"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): norms of each query and key head, and renormalized
+softmax weights of experts.
 
-Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). Multi-token prediction is
-Qwen3-Next's with a dense layer; published checkpoints have none. Qwen3-VL-MoE is the text part,
-with all experts in two transposed tensors per layer.
+Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). An MTP head is Qwen3-Next's with
+a dense layer; published checkpoints have none. Of Qwen3-VL-MoE, only the text model is supported,
+whose checkpoints have all experts of a layer in two transposed tensors.
 
 Source: arXiv 2505.09388, 2511.21631.
 """
@@ -22,7 +22,7 @@ def _fields(config: Fields, rule: KVRule, *, renormalize: bool) -> family.SpecFi
     mixer = family.attention(config, rule=rule, qk_norm="head", **family.attention_bias(config))
     experts = family.moe(config, router=RouterRule(renormalize=renormalize))
     layers = family.layers(config, mixer, family.some_layers_moe(config, experts))
-    has_mtp = family.mtp_layers(config, "mtp_num_hidden_layers")
+    has_mtp = family.mtp_layers(config, key="mtp_num_hidden_layers")
     return {
         "layers": layers,
         "mtp": LayerSpec(mixer=mixer, feed_forward=family.dense(config)) if has_mtp else None,
@@ -35,10 +35,10 @@ def _text(config: Fields) -> family.SpecFields:
 
 
 QWEN3_MOE = family.Family(
-    "Qwen3MoeForCausalLM",
-    "qwen3_moe",
-    _text,
-    family.sizes(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    fields=_text,
+    defaults=family.sizes(
         vocab=151936,
         hidden=2048,
         intermediate=6144,
@@ -52,13 +52,13 @@ QWEN3_MOE = family.Family(
     )
     | family.QWEN_WINDOWS
     | {"norm_topk_prob": False, "mtp_num_hidden_layers": 0},
-    Names(foreign=("mtp.",), mtp=QWEN_MTP),
+    names=Names(foreign=("mtp.",), mtp=QWEN_MTP),
 )
 QWEN3_VL_MOE = family.Family(
-    "Qwen3VLMoeForConditionalGeneration",
-    "qwen3_vl_moe",
-    lambda config: _fields(config, family.no_window(config), renormalize=True),
-    family.sizes(
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe",
+    fields=lambda config: _fields(config, family.no_window(config), renormalize=True),
+    defaults=family.sizes(
         vocab=151936,
         hidden=2048,
         intermediate=5632,
@@ -71,8 +71,8 @@ QWEN3_VL_MOE = family.Family(
         expert_size=1408,
     )
     | {"rope_theta": 500_000.0, "mtp_num_hidden_layers": 0},
-    Names(
-        "model.language_model.",
+    names=Names(
+        model="model.language_model.",
         experts=(replace(FUSED, transposed=True),),
         foreign=("model.visual.", "mtp."),
         mtp=QWEN_MTP,

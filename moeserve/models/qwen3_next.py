@@ -1,9 +1,8 @@
-"""Qwen3-Next: three layers of four are gated delta nets, the fourth is attention with an output
-gate of each element. Qwen3.5-MoE, the text part: the same layers, with a tensor per part of the
-gated delta nets' inputs.
+"""Qwen3-Next: three of four layers are gated delta nets; the fourth has attention with an output
+gate. Norm weights are stored minus 1.
 
-Norms of the stream and of heads have their weights less one. Qwen3.5's vision is not loaded; the
-three axes of its rotary embedding are one for text.
+Qwen3.5-MoE: the same layers, with separate tensors for the inputs of gated delta nets. Only its text
+model is supported, for which the three axes of its rotary embedding are the same.
 """
 
 from moeserve.blocks.attention import Attention
@@ -16,36 +15,35 @@ from moeserve.models.spec import LayerSpec, NormSpec
 
 
 def _attention(config: Fields) -> Attention:
-    """Reads the layers with attention."""
     options = {"rope": {"partial": True}, **family.attention_bias(config)}
     return family.attention(config, qk_norm="head", gate="element", gate_in_q=True, **options)
 
 
 def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
-    """Reads what each layer has of the two. by_head: see `GatedDelta`."""
+    """Return the mixer of each layer. by_head: see `GatedDelta`."""
     full = _attention(config)
-    heads = family.MAX_HEADS
-    sizes = family.MAX_WIDTH
-    keys = config.integer("linear_num_key_heads", 1, heads)
-    values = config.integer("linear_num_value_heads", 1, heads)
-    if values % keys:
+    k_heads = config.integer("linear_num_key_heads", 1, family.MAX_HEADS)
+    v_heads = config.integer("linear_num_value_heads", 1, family.MAX_HEADS)
+    if v_heads % k_heads:
         raise config.error(
-            "linear_num_value_heads", f"linear_num_key_heads ({keys}) must divide it"
+            "linear_num_value_heads", f"linear_num_key_heads ({k_heads}) must divide it"
         )
     linear = GatedDelta(
-        num_k_heads=keys,
-        num_v_heads=values,
-        k_dim=config.integer("linear_key_head_dim", 1, sizes),
-        v_dim=config.integer("linear_value_head_dim", 1, sizes),
+        num_k_heads=k_heads,
+        num_v_heads=v_heads,
+        k_dim=config.integer("linear_key_head_dim", 1, family.MAX_WIDTH),
+        v_dim=config.integer("linear_value_head_dim", 1, family.MAX_WIDTH),
         conv=config.integer("linear_conv_kernel_dim", 2, family.MAX_CONV),
         by_head=by_head,
     )
     every = config.integer("full_attention_interval", 1, family.MAX_LAYERS)
-    usual = [
+    default = [
         "full_attention" if (i + 1) % every == 0 else "linear_attention"
         for i in range(family.num_layers(config))
     ]
-    kinds = family.layer_types(config, ("linear_attention", "full_attention"), usual=usual)
+    kinds = family.layer_types(
+        config, known=("linear_attention", "full_attention"), default=default
+    )
     return [full if kind == "full_attention" else linear for kind in kinds]
 
 
@@ -63,7 +61,7 @@ def _next(config: Fields) -> family.SpecFields:
 def _qwen3_5(config: Fields) -> family.SpecFields:
     layers = _mixers(config, by_head=False)
     block = experts(config, renormalize=True)
-    has_mtp = family.mtp_layers(config, "mtp_num_hidden_layers")
+    has_mtp = family.mtp_layers(config, key="mtp_num_hidden_layers")
     return {
         "layers": family.layers(config, layers, block),
         "norm": NormSpec(shift=1.0),
@@ -83,10 +81,10 @@ _SIZES = {
     "shared_expert_intermediate_size": 512,
 }
 NEXT = family.Family(
-    "Qwen3NextForCausalLM",
-    "qwen3_next",
-    _next,
-    family.sizes(
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    fields=_next,
+    defaults=family.sizes(
         vocab=151936,
         hidden=2048,
         intermediate=5632,
@@ -99,13 +97,13 @@ NEXT = family.Family(
         expert_size=512,
     )
     | _SIZES,
-    Names(foreign=("mtp.",), mtp=QWEN_MTP),
+    names=Names(foreign=("mtp.",), mtp=QWEN_MTP),
 )
 QWEN3_5 = family.Family(
-    "Qwen3_5MoeForConditionalGeneration",
-    "qwen3_5_moe",
-    _qwen3_5,
-    family.sizes(
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    model_type="qwen3_5_moe",
+    fields=_qwen3_5,
+    defaults=family.sizes(
         vocab=248320,
         hidden=2048,
         intermediate=512,
@@ -119,6 +117,6 @@ QWEN3_5 = family.Family(
     )
     | _SIZES
     | {"mtp_num_hidden_layers": 0},
-    Names("model.language_model.", foreign=("model.visual.", "mtp."), mtp=QWEN_MTP),
+    names=Names(model="model.language_model.", foreign=("model.visual.", "mtp."), mtp=QWEN_MTP),
     text="text_config",
 )

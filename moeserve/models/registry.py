@@ -1,11 +1,11 @@
-"""The model families by architecture; packages add theirs by entry points of "moeserve.models"."""
+"""The model families by architecture. Packages add theirs with the entry point "moeserve.models"."""
 
 from typing import Any
 
 from moeserve.models.family import Family
 from moeserve.plugins import Registry
 
-# architecture in config.json -> file beside this one, and name in it
+# architecture in config.json -> "module:variable" in this package
 _BUILT_IN = {
     "AfmoeForCausalLM": "afmoe:FAMILY",
     "BailingMoeV2ForCausalLM": "bailing_moe:LING_2",

@@ -1,7 +1,7 @@
-"""Reads the rotary embedding (RopeSpec) from config.json, in the spelling of transformers 4 or 5.
+"""Read the rotary embedding (RopeSpec) from config.json.
 
-transformers 4 writes `rope_theta` beside `rope_scaling`; transformers 5 writes one object
-`rope_parameters`, which may hold one such object per layer type.
+transformers 4 writes `rope_theta` and an object `rope_scaling`. transformers 5 writes one object
+`rope_parameters`, which may contain one such object per layer type.
 """
 
 import math
@@ -34,21 +34,23 @@ def read_rope(
     interleaved: bool = False,
     more: Sequence[str] = (),
 ) -> RopeSpec:
-    """Returns the rotary embedding; `config`'s defaults hold rope_theta and
-    max_position_embeddings.
+    """Read the rotary embedding of heads of `head_dim` elements.
 
-    layer_type: whose rope it is, where they differ. partial: whether partial_rotary_factor may say
-    that not all of a head rotates; None: head_dim is what does. more: kinds that only this family
-    has.
+    config: its defaults must have rope_theta and max_position_embeddings.
+    layer_type: selects an object in `rope_parameters`, if they differ.
+    partial: True: partial_rotary_factor applies. False: it is rejected unless it is 1. None: it is
+        ignored, because head_dim already is the part of a head that is rotated.
+    interleaved: whether the elements of a pair are neighbours.
+    more: kinds that are supported for this family only.
     """
     rope = rope_fields(config, layer_type)
     kind = rope.choice("rope_type", (*KINDS, *more))
     theta = rope.number("rope_theta", 1.0, 1e12)
     share = rope.optional_number("partial_rotary_factor", 0, 1.0)
-    if kind == "proportional":  # of the pairs of whole heads
+    if kind == "proportional":  # the factor is a share of the whole head's pairs
         return RopeSpec(theta=theta, still=head_dim // 2 - int((share or 1.0) * head_dim // 2))
     size = _rotated(rope, head_dim, share, partial)
-    # "rope_interleaved_rows" and "rope_factors" are of GGUF files (loader/gguf_config.py).
+    # "rope_interleaved_rows" and "rope_factors" come from GGUF files (loader/gguf_config.py).
     layout: dict[str, Any] = {
         "size": None if size == head_dim else size,
         "interleaved": interleaved or config.values.get("rope_interleaved_rows") is True,
@@ -64,7 +66,7 @@ def read_rope(
             return RopeSpec(theta=theta, kind="llama3", **_llama3(config, rope), **layout)
         case "yarn":
             return RopeSpec(theta=theta, kind="yarn", **_yarn(config, rope), **layout)
-        case "dynamic":  # with a fixed alpha (Hunyuan): a longer base
+        case "dynamic":  # with a fixed alpha (Hunyuan), which only changes the base
             return RopeSpec(
                 theta=theta * rope.number("alpha", 1.0, _MAX_FACTOR) ** (size / (size - 2)),
                 **layout,
@@ -75,7 +77,7 @@ def read_rope(
 
 
 def rope_fields(config: Fields, layer_type: str | None = None) -> Fields:
-    """Returns the keys of the rotary embedding, wherever config.json has them."""
+    """Return the keys of the rotary embedding, in either spelling."""
     key, section = _section(config, layer_type)
     outer = {
         name: config.values[name]
@@ -93,25 +95,27 @@ def rope_fields(config: Fields, layer_type: str | None = None) -> Fields:
 
 
 def longest_context(rope: RopeSpec, max_position: int) -> int:
-    """Return the longest context of a model of `max_position` positions with this rope."""
-    stretched = max_position
+    """Return the longest context of a model with `max_position` positions and this embedding."""
+    longest = max_position
     if rope.kind == "linear":
-        stretched = int(max_position * rope.factor)
+        longest = int(max_position * rope.factor)
     elif rope.kind == "yarn":
-        stretched = max(max_position, int(rope.original_max_position * rope.factor))
-    return min(stretched, _MAX_POSITION)
+        longest = max(max_position, int(rope.original_max_position * rope.factor))
+    return min(longest, _MAX_POSITION)
 
 
 def temperature(factor: float, mscale: float) -> float:
-    """Returns YaRN's factor on scores of a context that is `factor` times as long."""
+    """Return YaRN's attention temperature for a context that is extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _section(config: Fields, layer_type: str | None) -> tuple[str, dict[str, Any]]:
-    """The rope object and its key. Both spellings may be there if they agree."""
+    """Return the key of the rope object, and the object. Both spellings are accepted together if
+    they agree.
+    """
     old, new = (_flat(config, key, layer_type) for key in ("rope_scaling", "rope_parameters"))
     if "rope_parameters" not in config.values and old:
-        new = {}  # not the family's default
+        new = {}  # a given rope_scaling replaces the family's default
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             raise config.error(
@@ -122,7 +126,7 @@ def _section(config: Fields, layer_type: str | None) -> tuple[str, dict[str, Any
 
 
 def _flat(config: Fields, key: str, layer_type: str | None) -> dict[str, Any]:
-    """The rope object of a layer type; without one, of all if they are equal."""
+    """Return the rope object of a layer type, or of all layer types if they are equal."""
     section = config.section(key)
     per_type = {name: value for name, value in section.items() if name.endswith("_attention")}
     if not per_type:
@@ -140,8 +144,9 @@ def _flat(config: Fields, key: str, layer_type: str | None) -> dict[str, Any]:
 
 
 def _original(config: Fields, rope: Fields) -> int:
-    """Positions before the context was stretched; beside the rope object it has precedence, as in
-    transformers.
+    """Return the length of the context before its extension.
+
+    A value outside the rope object has precedence, as in transformers.
     """
     outer = config.values.get("original_max_position_embeddings") is not None
     return (config if outer else rope).integer("original_max_position_embeddings", 1, _MAX_POSITION)
@@ -163,7 +168,7 @@ def _llama3(config: Fields, rope: Fields) -> dict[str, Any]:
 
 
 def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
-    """YaRN (arXiv 2309.00071). The attention factor is resolved to a number here."""
+    """Read YaRN (arXiv 2309.00071). If attention_factor is omitted, it is computed here."""
     original = _original(config, rope)
     factor = rope.optional_number("factor", 1.0, _MAX_FACTOR)
     if factor is None:
@@ -187,7 +192,7 @@ def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
 
 
 def _rotated(rope: Fields, head_dim: int, share: float | None, partial: bool | None) -> int:
-    """Return the number of a head's elements that rotate."""
+    """Return how many elements of a head are rotated."""
     if partial is False and share not in (None, 1.0):
         raise rope.error("partial_rotary_factor", "this architecture rotates the whole head")
     size = int(head_dim * share) if share and partial else head_dim
@@ -200,7 +205,7 @@ def _rotated(rope: Fields, head_dim: int, share: float | None, partial: bool | N
 
 
 def _gguf_factors(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
-    """Read the factors of a GGUF file, which hold for contexts of any length."""
+    """Read the factors of a GGUF file, which are the same for short and long contexts."""
     if rope.raw("rope_type") != "default":
         raise rope.error("rope_type", "a file with rope_freqs has no other scaling")
     factors = _factors(config, "rope_factors", size)
@@ -213,7 +218,7 @@ def _gguf_factors(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
 
 
 def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
-    """LongRoPE (arXiv 2402.13753) with the two magnitudes of Phi-3.5-MoE."""
+    """Read LongRoPE (arXiv 2402.13753) with the two attention factors of Phi-3.5-MoE."""
     return {
         "original_max_position": _original(config, rope),
         "short_factors": _factors(rope, "short_factor", size),
@@ -224,7 +229,7 @@ def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
 
 
 def _factors(fields: Fields, key: str, size: int) -> tuple[float, ...]:
-    """Read the factor of each wavelength."""
+    """Read one factor per rotated pair."""
     values = fields.raw(key)
     fits = isinstance(values, list) and len(values) == size // 2
     if not fits or any(

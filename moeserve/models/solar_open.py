@@ -18,10 +18,10 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 FAMILY = family.Family(
-    "SolarOpenForCausalLM",
-    "solar_open",
-    _fields,
-    family.sizes(
+    architecture="SolarOpenForCausalLM",
+    model_type="solar_open",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=196608,
         hidden=4096,
         intermediate=10240,

@@ -1,5 +1,7 @@
-"""A model as a list of layers, and what follows from it: ranks that can share it, its size. No
-torch here.
+"""The description of a model as a list of layers, and properties that follow from it. Without torch.
+
+config.json is read into a ModelSpec (hf_config.py). Weights are loaded (load_plan.py) and the model
+is built (build.py) from it.
 """
 
 from dataclasses import dataclass, replace
@@ -10,75 +12,75 @@ from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.errors import ConfigError
 from moeserve.loader.stored_format import StoredFormat
 
-_USUAL_GROUP = 64  # of int4 weights that are quantised on loading
+_INT4_GROUP = 64  # weights that share a scale, if they are quantized to int4 on loading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: a mixer, which reads earlier tokens, and a feed-forward block, which does
-    not. The output of each is added to the residual stream.
+    """One decoder layer: a mixer (attention or a recurrence) and a feed-forward block.
+
+    The output of each is added to the residual stream.
     """
 
     mixer: Mixer
     feed_forward: Dense | MoE | None  # None: the next layer's mixer follows (Nemotron-H)
-    pre_norm: bool = True  # blocks read the stream's norm; else the stream itself (FlexOlmo)
+    pre_norm: bool = True  # inputs of both blocks are normed (False: FlexOlmo)
     attn_post_norm: bool = False  # the mixer's output is normed before it is added (AFMoE)
-    mlp_post_norm: bool = False  # likewise the feed-forward block's
-    parallel: bool = False  # both blocks read the mixer's norm (Command A+)
-    scaled: bool = False  # the stream behind the layer is multiplied by a factor (Gemma 4)
-    # The numbers of mixer and feed-forward block in a checkpoint that counts each as a layer.
+    mlp_post_norm: bool = False  # the feed-forward block's output is normed likewise
+    parallel: bool = False  # both blocks read the same normed input (Command A+)
+    scaled: bool = False  # the residual stream is multiplied by a factor afterwards (Gemma 4)
+    # The layer numbers of mixer and feed-forward block in a checkpoint that numbers each block.
     stored_as: tuple[int, int] | None = None
 
     @property
     def norms(self) -> list[tuple[str, str]]:
-        """Our name and the checkpoint's name of each norm of the stream and of outputs."""
-        own = self.pre_norm and not self.parallel and self.feed_forward is not None
-        there = (
+        """The norms of the residual stream and of outputs, as (our name, the checkpoint's name)."""
+        has_mlp_norm = self.pre_norm and not self.parallel and self.feed_forward is not None
+        norms = (
             (self.pre_norm, "attn_norm", "input_layernorm"),
             (self.attn_post_norm, "attn_post_norm", "attn_post_norm"),
-            (own, "mlp_norm", "post_attention_layernorm"),
+            (has_mlp_norm, "mlp_norm", "post_attention_layernorm"),
             (self.mlp_post_norm, "mlp_post_norm", "mlp_post_norm"),
         )
-        return [(ours, theirs) for is_there, ours, theirs in there if is_there]
+        return [(ours, theirs) for is_used, ours, theirs in norms if is_used]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """The norms of the residual stream and of outputs."""
+    """The kind of norm of the residual stream and of outputs."""
 
     centred: bool = False  # layer norms instead of RMS norms
-    bias: bool = False  # (Phi)
+    bias: bool = False  # norms have biases (Phi)
     shift: float = 0.0  # added to the weights of every norm, also of heads (Step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder in numbers: one frozen record per checkpoint, read from its config.json."""
+    """The description of a decoder, read from config.json."""
 
-    architecture: str  # config.json's class name, e.g. Qwen3MoeForCausalLM
-    dtype: str  # the checkpoint's own: float32, bfloat16, float16
+    architecture: str  # the class name in config.json, e.g. Qwen3MoeForCausalLM
+    dtype: str  # of the checkpoint: float32, bfloat16, float16
     vocab_size: int
     hidden_size: int
     max_position: int
     norm_eps: float
     layers: tuple[LayerSpec, ...]
     tie_embeddings: bool = False
-    num_mtp_layers: int = 0  # for multi-token prediction, behind the layers in the checkpoint
-    mtp: LayerSpec | None = None  # of the first of those, see models/mtp.py
-    draft_layers: tuple[
-        LayerSpec, ...
-    ] = ()  # of the drafter, whose caches are beside those of the layers
-    draft_whole: bool = False  # each tensor-parallel rank has all of the drafter's heads
-    # Layers whose input (the residual stream) `forward` returns, too; num_layers: the output.
+    num_mtp_layers: int = 0  # layers for multi-token prediction, numbered after the others
+    mtp: LayerSpec | None = None  # the first of them; see models/mtp.py
+    # The drafter's layers for speculative decoding, which have KV caches beside the model's.
+    draft_layers: tuple[LayerSpec, ...] = ()
+    draft_whole: bool = False  # each tensor-parallel rank has all heads of the drafter
+    # Layers whose input (the residual stream) `forward` also returns; num_layers: the last output.
     aux_hidden_layers: tuple[int, ...] = ()
-    head_bias: bool = False
+    head_bias: bool = False  # the LM head has a bias
     norm: NormSpec = NormSpec()
-    logits_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 leaves them
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
+    logits_cap: float = 0.0  # logits become cap * tanh(logits / cap); 0: no cap
+    embedding_scale: float = 1.0  # multiplies embeddings
+    residual_scale: float = 1.0  # multiplies the output of each block
     logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
-    stored: tuple[StoredFormat, ...] = ()  # of quantised weights
+    stored: tuple[StoredFormat, ...] = ()  # formats of the checkpoint's quantized weights
 
     @property
     def num_layers(self) -> int:
@@ -87,35 +89,35 @@ class ModelSpec:
 
     @property
     def cached_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers, and behind them those of the drafter."""
+        """The decoder layers, followed by the drafter's."""
         return self.layers + self.draft_layers
 
     def drafting(self, layers: tuple[LayerSpec, ...]) -> "ModelSpec":
-        """Return the spec of the model beside a drafter with these layers. Raises ConfigError if
-        there is no place for the drafter's caches."""
+        """Return the spec of this model with a drafter of these layers.
+
+        Raises ConfigError if the model has no layer with full attention: the drafter's cache uses
+        the blocks of such layers.
+        """
         if FULL not in self.kv_rules:
             raise ConfigError(
-                f"speculate: {self.architecture} has no layer with full attention, beside "
-                "which a drafter's cache "
-                "would be; use ngram:4 or suffix:8"
+                f"speculate: {self.architecture} has no layer with full attention, whose cache "
+                "blocks a drafter could use; use ngram:4 or suffix:8"
             )
         return replace(self, draft_layers=layers)
 
     @property
     def shared_layers(self) -> tuple[LayerSpec, ...]:
-        """Those of them whose heads tensor-parallel ranks share out."""
+        """The layers, drafter included, whose heads are divided among tensor-parallel ranks."""
         return self.layers if self.draft_whole else self.cached_layers
 
     @property
     def kv_rules(self) -> tuple[KVRule, ...]:
-        """How long each layer's cache entries are needed."""
+        """Each decoder layer's rule of how long its cache entries are needed."""
         return tuple(layer.mixer.rule for layer in self.layers)
 
     @property
     def draft_rules(self) -> tuple[KVRule, ...]:
-        """What the drafter's layers read of their cache entries: one rule for each of its KV
-        groups.
-        """
+        """The different rules of the drafter's layers, one for each of its KV groups."""
         return tuple(dict.fromkeys(layer.mixer.rule for layer in self.draft_layers))
 
     @property
@@ -127,8 +129,9 @@ class ModelSpec:
 
     @property
     def moe(self) -> MoE | None:
-        """The experts of the first layer that has any; those of all others are alike in number,
-        choice and size.
+        """The experts of the first layer that has any; None without experts.
+
+        Other layers have the same number, router and size of experts.
         """
         return next(
             (layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoE)),
@@ -137,51 +140,49 @@ class ModelSpec:
 
     @property
     def num_experts(self) -> int:
-        """The experts of a layer; 0 without any."""
+        """The number of routed experts of a layer; 0 without experts."""
         return self.moe.num_experts if self.moe else 0
 
     @property
     def experts_per_token(self) -> int:
-        """The experts that a token goes to in a layer; 0 without any."""
+        """The number of experts that a token uses in a layer; 0 without experts."""
         return self.moe.top_k if self.moe else 0
 
     @property
     def expert_size(self) -> int:
-        """The inner width of an expert; 0 without any."""
+        """The inner width of an expert; 0 without experts."""
         return self.moe.size if self.moe else 0
 
     @property
     def expert_weights(self) -> int:
-        """The elements of an expert's matrices; 0 without any."""
+        """The number of elements of an expert's matrices; 0 without experts."""
         return (self.moe.activation.parts + 1) * self.hidden_size * self.moe.size if self.moe else 0
 
     @property
     def possible_tp(self) -> list[int]:
-        """The numbers of tensor-parallel ranks that can share every layer."""
+        """The supported numbers of tensor-parallel ranks."""
         first, *others = dict.fromkeys(layer.mixer for layer in self.shared_layers)
         return [tp for tp in first.possible_tp if all(tp in mixer.possible_tp for mixer in others)]
 
     def check_tp(self, tp: int) -> None:
-        """Raises ConfigError, with what would work, if tp ranks cannot share the model."""
+        """Raise ConfigError, with the supported numbers, if tp ranks cannot divide the heads."""
         if tp not in (possible := self.possible_tp):
             shared = " and ".join(
                 dict.fromkeys(layer.mixer.sharing for layer in self.shared_layers)
             )
             raise ConfigError(
-                f"tp={tp} cannot share out {shared} evenly; choose tp from "
+                f"tp={tp} cannot divide {shared} evenly; choose tp from "
                 f"{', '.join(map(str, possible))}"
             )
 
     def obstacle(self, kernels: str) -> str:
-        """Return why the kernels "native", "triton" or "fa3" cannot compute this model; empty if
-        they can.
-        """
+        """Return why a layer is unsupported by kernels "native", "triton" or "fa3"; "" if none is."""
         return next(
             (why for layer in self.cached_layers if (why := layer.mixer.obstacle(kernels))), ""
         )
 
     def products(self) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of all products of all layers but routed experts."""
+        """Return (outputs, inputs) of all weight matrices of all layers, except routed experts."""
         blocks = (block for layer in self.layers for block in (layer.mixer, layer.feed_forward))
         return [
             product for block in blocks if block for product in block.products(self.hidden_size)
@@ -190,14 +191,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of parameters. active: those that compute one token, without the embedding table."""
+    """Numbers of parameters."""
 
     total: int
-    active: int
+    active: int  # used for one token, without the embedding table
 
 
 def model_size(spec: ModelSpec) -> ModelSize:
-    """Count the matrices of a model; norms and biases are a rounding error (< 0.1 %).
+    """Count the parameters of a model, without norms and biases (less than 0.1 %).
 
     Qwen3-30B-A3B (D 2048, 48 layers, E 128, K 8, I 768) -> about 30.5e9 and 3.0e9
     """
@@ -208,15 +209,15 @@ def model_size(spec: ModelSpec) -> ModelSize:
     return ModelSize(total, always + spec.experts_per_token * experts)
 
 
-def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
-    """Return a linear layer's bytes per weight, scales included. asked: the kind it becomes on
-    loading.
+def bytes_per_weight(spec: ModelSpec, quantization: str | None, itemsize: int) -> float:
+    """Return the bytes per weight of linear layers, scales included.
 
-    Of several formats in a checkpoint the smallest counts: experts have it, which are nearly all of
-    the weights.
+    If a checkpoint has several formats, the smallest counts, because experts have that one, and
+    they are nearly all of the weights. quantization: "int4" or "int8" for weights that are
+    quantized on loading. itemsize: the bytes of other weights.
     """
     if spec.stored:
         return min(form.bytes_per_weight for form in spec.stored)
-    if asked == "int4":
-        return StoredFormat(kind="int4", group=_USUAL_GROUP).bytes_per_weight
-    return 1.0 if asked == "int8" else itemsize
+    if quantization == "int4":
+        return StoredFormat(kind="int4", group=_INT4_GROUP).bytes_per_weight
+    return 1.0 if quantization == "int8" else itemsize

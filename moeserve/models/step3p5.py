@@ -1,5 +1,6 @@
-"""Step-3.5 and 3.7, the text part: sliding layers have more heads than full ones, a sigmoid gate
-per head, norms around one, and limits on the activations of some layers.
+"""Step-3.5 and the text model of Step-3.7: sliding-window layers have more heads than others,
+attention has a sigmoid gate per head, norm weights are stored minus 1, and activations of some
+layers are clamped.
 
 Source: huggingface.co/stepfun-ai/Step-3.5-Flash.
 """
@@ -35,7 +36,8 @@ def _fields(config: Fields) -> family.SpecFields:
     mtp = family.mtp_layers(config)
     kinds = ("full_attention", "sliding_attention")
     count = family.num_layers(config)
-    for_mtp = (
+    # These lists may have further entries, for layers of multi-token prediction.
+    per_layer = (
         "layer_types",
         "rope_theta",
         "partial_rotary_factors",
@@ -43,12 +45,10 @@ def _fields(config: Fields) -> family.SpecFields:
         "swiglu_limits_shared",
     )
     own_values = {
-        key: value[:count] for key in for_mtp if isinstance(value := config.values.get(key), list)
+        key: value[:count] for key in per_layer if isinstance(value := config.values.get(key), list)
     }
-    own = replace(
-        config, values={**config.values, **own_values}
-    )  # those lists may go on for layers of further tokens
-    types = family.layer_types(own, kinds, ["full_attention"] * count)
+    own = replace(config, values={**config.values, **own_values})
+    types = family.layer_types(own, known=kinds, default=["full_attention"] * count)
     mixers = {kind: _attention(own, kind, types) for kind in dict.fromkeys(types)}
     return {
         "layers": family.layers(config, [mixers[kind] for kind in types], _blocks(own, count)),
@@ -58,6 +58,7 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
+    """Read the attention of layers of one type. Keys with a list must have one value per type."""
     first = types.index(kind)
     values = dict(config.values)
     for key, old in (
@@ -69,7 +70,9 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
                 x != each[first] for x, t in zip(each, types, strict=True) if t == kind
             ):
                 raise config.error(
-                    old, f"it must list a number for each of {len(types)} layers, one for a kind"
+                    old,
+                    f"it must list a number for each of {len(types)} layers, the same for all "
+                    "layers of a type",
                 )
             values[key] = each[first]
     if kind == "sliding_attention":
@@ -80,7 +83,7 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
             values.pop("rope_scaling", None)
     own = replace(config, values=values)
     rule = KVRule(
-        own.integer("sliding_window", 1, family.MAX_POSITION)
+        window=own.integer("sliding_window", 1, family.MAX_POSITION)
         if kind == "sliding_attention"
         else None
     )
@@ -121,6 +124,7 @@ def _blocks(config: Fields, count: int) -> list[Dense | MoE]:
 
 
 def _sparse(config: Fields, count: int) -> set[int]:
+    """Read which layers have experts."""
     kinds = config.values.get("mlp_layer_types")
     layers = config.values.get("moe_layers_enum")
     if isinstance(kinds, list):
@@ -135,6 +139,7 @@ def _sparse(config: Fields, count: int) -> set[int]:
 
 
 def _activations(config: Fields, key: str, count: int) -> list[Activation]:
+    """Read the activation of each layer. key: the list of limits."""
     limits = config.raw(key) or [None] * count
     if (
         not isinstance(limits, list)
@@ -148,10 +153,10 @@ def _activations(config: Fields, key: str, count: int) -> list[Activation]:
 
 
 FAMILY = family.Family(
-    "Step3p5ForCausalLM",
-    "step3p5",
-    _fields,
-    family.sizes(
+    architecture="Step3p5ForCausalLM",
+    model_type="step3p5",
+    fields=_fields,
+    defaults=family.sizes(
         vocab=128815,
         hidden=4096,
         intermediate=11264,
@@ -175,7 +180,7 @@ FAMILY = family.Family(
         "swiglu_limits": None,
         "swiglu_limits_shared": None,
     },
-    Names(
+    names=Names(
         experts=(
             ExpertNames(
                 gate="moe.gate_proj.weight", up="moe.up_proj.weight", down="moe.down_proj.weight"
@@ -195,4 +200,4 @@ FAMILY = family.Family(
         "num_attention_groups": "num_key_value_heads",
     },
 )
-STEP_3_7 = FAMILY.inside("Step3p7ForConditionalGeneration", "step3p7")
+STEP_3_7 = FAMILY.inside(architecture="Step3p7ForConditionalGeneration", model_type="step3p7")

@@ -1,14 +1,11 @@
-"""An upper bound of the memory that one forward pass needs beside weights and cache, from shapes
-alone.
+"""An upper bound of the activation memory of one step, without weights and KV cache.
 
-T tokens (rounded up), D model width, H heads, G KV heads, d head width, I expert width, K experts
-per token.
+It is computed from shapes alone, before the model is built.
 
-Under tensor parallelism a rank computes a part of the columns. Gathered columns come on top, up to
-three times: as sent (the transport may keep them for a while), as received, and in order.
-
-Where experts are sharded, a rank also takes in rows of all others, up to what
-`moe/all2all/registry.py` allows.
+With tensor parallelism, a rank computes a part of the columns. The gathered columns are in memory up
+to three times in addition: as sent (the transport may keep them for a while), as received, and in
+order. With expert parallelism, a rank also receives rows of the other ranks, at most as many as
+moe/all2all/registry.py allows.
 """
 
 from dataclasses import dataclass
@@ -25,17 +22,12 @@ from moeserve.ops.linear import LARGEST_PAD, padded_rows
 
 @dataclass(frozen=True, slots=True)
 class Inflow:
-    """Rows that other ranks may send here.
+    """The memory that expert parallelism needs on this rank, at most."""
 
-    rows: of one dispatch, at most. ubatches: micro-batches, each of which may have received so
-    many. copies: copies of received rows that are in memory at once. moving: experts that are in
-    memory a second time while they move here.
-    """
-
-    rows: int
-    ubatches: int
-    copies: int
-    moving: int
+    rows: int  # received in one dispatch
+    ubatches: int  # micro-batches, each of which may have received so many rows
+    copies: int  # copies of received rows that are in memory at the same time
+    moving: int  # experts that are in memory twice while they are moved to this rank
 
 
 def workspace_bytes(
@@ -47,19 +39,21 @@ def workspace_bytes(
     tp_size: int = 1,
     inflow: Inflow | None = None,
 ) -> int:
-    """Return the bytes that `forward` and `logits` hold at their peak on one of tp_size ranks.
+    """Return the peak of bytes that `forward` and `logits` hold, on one of tp_size ranks.
 
-    max_tokens: of a step. max_rows: requests of a step. max_len: of a context. inflow: None where
-    no rows come from other ranks. Layers run one after the other and reuse memory, so the peak is
-    the larger of a layer's two halves.
+    Layers run one after the other and reuse memory, so the peak is the largest of any layer's mixer
+    and feed-forward block.
+
+    max_tokens: tokens of a step. max_rows: requests of a step. max_len: tokens of a context.
+    inflow: None without expert parallelism.
     """
     tokens = padded_rows(max_tokens, LARGEST_PAD)
     size = dtype.itemsize
-    # residual, normed rows, a block's output, and the norm's fp32 copies
+    # The residual stream, the normed stream, a block's output, and the norm's fp32 copies.
     stream = tokens * spec.hidden_size * (3 * size + 3 * FP32)
-    if spec.draft_layers:  # the model's hidden states, padded, and two normed rows side by side
+    if spec.draft_layers:  # the model's hidden states, padded, and the inputs of the merge
         stream += tokens * spec.hidden_size * (4 + 2 * len(spec.aux_hidden_layers)) * size
-    half = max(
+    block = max(
         max(
             mixer_workspace(
                 layer.mixer,
@@ -86,12 +80,12 @@ def workspace_bytes(
     )
     logits = max_rows * (spec.vocab_size * (size + FP32) + spec.hidden_size * size)
     logits += gathered_bytes(max_rows, spec.vocab_size, size, tp_size)
-    kept = 0 if inflow is None else _received(spec, inflow, size)
-    return stream + _plans(spec, tokens, max_rows, max_len) + max(half, logits) + kept
+    received = 0 if inflow is None else _received(spec, inflow, size)
+    return stream + _metadata(spec, tokens, max_rows, max_len) + max(block, logits) + received
 
 
-def _plans(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
-    """Return the bytes of cache rows of query blocks, rotary angles, copies while planning."""
+def _metadata(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
+    """Return the bytes of attention metadata: cache rows of each query block, and rotary angles."""
     blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
     attending = (
         layer.mixer for layer in spec.cached_layers if layer.mixer.head_shape(1) is not None
@@ -104,15 +98,13 @@ def _plans(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
 
 
 def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
-    """Bytes of other ranks' rows and of their experts' results, whose memory stays with the
-    transport, and of experts that are being moved in.
+    """Return the bytes of received rows and their results, which the transport keeps; of the
+    activations of one expert; and of experts that are being moved to this rank.
 
-    One micro-batch computes at a time, and in the worst case one expert has a row of every token.
+    Only one micro-batch computes at a time. In the worst case, one expert gets every token.
     """
     width = spec.hidden_size
     rows = inflow.ubatches * inflow.rows * (inflow.copies * width * size + 4 * INT64)
-    alike = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
-    return (
-        rows
-        + (alike * (4 * spec.expert_size + 2 * width) + inflow.moving * spec.expert_weights) * size
-    )
+    tokens = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
+    activations = tokens * (4 * spec.expert_size + 2 * width) * size
+    return rows + activations + inflow.moving * spec.expert_weights * size

@@ -89,7 +89,7 @@ async def stream(front: FrontEnd, prompt_len: int, num_tokens: int) -> list[int]
 
 
 def expected(prompt_len: int, num_tokens: int) -> list[int]:
-    """What a NullRunner of 1000 tokens makes up."""
+    """Return the tokens that a NullRunner with 1000 tokens makes up."""
     return [p * 48271 % 65537 % 1000 for p in range(prompt_len, prompt_len + num_tokens)]
 
 
@@ -101,7 +101,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
 
 
 async def some(front: FrontEnd, count: int, num_tokens: int) -> asyncio.Task[list[list[int]]]:
-    """So many streams, all of which have begun."""
+    """Start `count` streams and wait until all have begun."""
     before = front.stats.generation_tokens
     task = asyncio.create_task(_gather(front, count, num_tokens))
     await until(lambda: front.stats.generation_tokens - before >= 3 * count or task.done())

@@ -139,8 +139,9 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
 async def served(
     runner: Any, limits: Limits, disturb: Callable[[int], Awaitable[None]]
 ) -> tuple[dict, int]:
-    """Runs requests to their ends; returns their tokens with digests, and how many drafts were
-    right.
+    """Run requests to their ends.
+
+    Returns their tokens with digests, and how many drafts were accepted.
     """
     scheduler = Scheduler(replace(limits, auto_drafts=False), runner.runner.groups)
     answers = {}
@@ -166,7 +167,7 @@ async def served(
 
 
 async def test_drafting_that_is_cut_off_changes_no_token(short_dir: Path) -> None:
-    """The group is left, or lost, while both ranks draft behind a step that was passed on."""
+    """The group is left or lost while both ranks draft after a step that was passed on."""
 
     async def nothing(number: int) -> None:
         pass
@@ -346,7 +347,7 @@ def test_a_worker_that_dies_at_its_start_is_named_with_its_last_words(short_dir:
 
 def test_heads_that_cannot_be_shared_out_are_refused_before_anything_is_loaded() -> None:
     role = Role(world=World(size=3, tp_size=3, ranks_on_host=3), grouped=True)
-    with pytest.raises(ConfigError, match=r"tp=3 cannot share out 4 query heads"):
+    with pytest.raises(ConfigError, match=r"tp=3 cannot divide 4 query heads"):
         build_runner(config(tp=3), role, quiet)
 
 

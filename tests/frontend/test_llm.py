@@ -44,7 +44,7 @@ def test_outputs_are_in_the_order_of_the_prompts(llm):
 
 
 def test_an_int8_cache_hardly_changes_what_is_likely(llm):
-    """Of what the demo says, each token is judged by both with the same tokens before it."""
+    """Both caches score each token of the demo's answers after the same previous tokens."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     prompts = ["Once upon a time", "A fox and", "The small boat"]
     texts = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in llm.generate(prompts, params)]
@@ -310,7 +310,7 @@ def test_several_ranks_run_in_processes_of_their_own():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"tp": 7}, "tp=7 cannot share out"),
+        ({"tp": 7}, "tp=7 cannot divide"),
         ({"nnodes": 2}, "needs --rendezvous"),
         ({"redundant_experts": 3}, "several ranks"),
     ],

@@ -78,9 +78,7 @@ def load(path: Path, driver: Driver) -> Eagle3:
 
 
 def attach(head: Eagle3, driver: Driver) -> list[Tensor]:
-    """Makes the driver step the head; returns the list that holds the hidden states of the next
-    step.
-    """
+    """Make the driver step the head; return the list that holds the next step's hidden states."""
     hidden: list[Tensor] = []
     driver.rules = [FULL]
     driver.kv = [
@@ -92,9 +90,7 @@ def attach(head: Eagle3, driver: Driver) -> list[Tensor]:
     ]
 
     class Fed:
-        """The head with hidden states beside tokens; its logits are followed by the next hidden
-        states.
-        """
+        """Feeds the head hidden states beside tokens; appends the next hidden states to its logits."""
 
         def forward(self, step: Any, caches: Any, ubatch: Any) -> Tensor:
             return head.forward(replace(step, embeds=EmbedPatch(hidden.pop(0))), caches, ubatch)

@@ -125,7 +125,7 @@ def test_layers_choose_as_transformers_says(keys: dict[str, Any], tmp_path: Path
         (
             "GlmMoeDsa",
             {"indexer_types": ["shared", "full"]},
-            "the first layer has no choice to share",
+            "the first layer must be full",
         ),
         ("GlmMoeDsa", {"indexer_types": ["full"]}, "full or shared for each of 2 layers"),
         ("GlmMoeDsa", {"index_topk_pattern": "FX"}, "full or shared for each of 2 layers"),
