@@ -1,4 +1,4 @@
-"""A streaming chat with a running server: python examples/chat_client.py [http://127.0.0.1:8000/v1]"""
+"""Stream a chat with `AsyncClient`: python examples/chat_client.py [http://127.0.0.1:8000/v1]"""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Two engines share the experts of one model; a lopsided load makes one of them slow, until experts
+"""Two engines share the experts of a model. An uneven load makes one of them slow, until experts
 move.
 
 python examples/expert_parallel.py
@@ -10,7 +10,7 @@ import numpy as np
 
 from moeserve import AsyncEngine, SamplingParams
 
-LOPSIDED = ["the " * 120] * 16  # one word wakes the same few experts, over and over
+UNEVEN = ["the " * 120] * 16  # a repeated word uses the same few experts
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
@@ -25,8 +25,8 @@ async def ask(engine: AsyncEngine, prompts: list[str]) -> list[tuple[int, ...]]:
 
 
 def share_of_ranks(engine: AsyncEngine, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows per expert since the start [layers, experts], and each rank's share of those since
-    `before`, per layer.
+    """Return the tokens per expert since the start, [layers, experts], and each rank's share of
+    those after `before`, [layers, ranks].
     """
     view = engine.fleet.view.experts
     assert view is not None
@@ -37,8 +37,8 @@ def share_of_ranks(engine: AsyncEngine, before: np.ndarray) -> tuple[np.ndarray,
     shares = np.zeros((view.num_layers, table.num_ranks))
     for layer, experts in enumerate(slots):
         replicas = np.bincount(experts, minlength=new.shape[1])
-        rows = (new[layer] / np.maximum(replicas, 1))[experts]
-        shares[layer] = rows.reshape(table.num_ranks, -1).sum(1)
+        tokens = (new[layer] / np.maximum(replicas, 1))[experts]  # split among replicas
+        shares[layer] = tokens.reshape(table.num_ranks, -1).sum(1)
     return loads, shares / np.maximum(shares.sum(1, keepdims=True), 1)
 
 
@@ -46,13 +46,13 @@ async def main() -> None:
     async with AsyncEngine(
         "demo", dp=2, redundant_experts=4, rebalance="off", enable_prefix_caching=False
     ) as engine:
-        first = await ask(engine, LOPSIDED)
+        first = await ask(engine, UNEVEN)
         await asyncio.sleep(1.5)  # engines report their load once a second
         loads, before = share_of_ranks(engine, np.zeros(1, np.int64))
         decision = await engine.fleet.scaling.rebalance()
         assert decision is not None
         assert not decision.error, decision.error
-        second = await ask(engine, LOPSIDED)
+        second = await ask(engine, UNEVEN)
         await asyncio.sleep(1.5)
         _, after = share_of_ranks(engine, loads)
     print(

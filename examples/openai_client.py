@@ -1,4 +1,4 @@
-"""The same with the `openai` package: python examples/openai_client.py [http://127.0.0.1:8000/v1]"""
+"""Stream a chat with `openai`: python examples/openai_client.py [http://127.0.0.1:8000/v1]"""
 
 import sys
 

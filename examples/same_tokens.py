@@ -1,5 +1,4 @@
-"""A request's tokens depend on nothing but itself: alone, in a crowd, cached, they are the same,
-logprobs to the bit.
+"""A request gets the same tokens, and logprobs with the same bits, alone and in a batch of 32.
 
 python examples/same_tokens.py
 """
@@ -12,12 +11,12 @@ def main() -> None:
     prompt = "Once upon a time, there was a"
     with LLM("demo") as llm:
         alone = llm.generate(prompt, params)[0].outputs[0]
-        crowd = [f"{i} little boats sailed out to" for i in range(31)]
-        among = llm.generate([*crowd, prompt], params)[-1].outputs[0]
-    assert among.token_ids == alone.token_ids
-    assert among.cumulative_logprob == alone.cumulative_logprob
+        others = [f"{i} little boats sailed out to" for i in range(31)]
+        batched = llm.generate([*others, prompt], params)[-1].outputs[0]
+    assert batched.token_ids == alone.token_ids
+    assert batched.cumulative_logprob == alone.cumulative_logprob
     print(
-        f"{len(alone.token_ids)} tokens, the same alone and among {len(crowd)} others:\n"
+        f"{len(alone.token_ids)} tokens, the same alone and with {len(others)} others:\n"
         f"{prompt}{alone.text}"
     )
 

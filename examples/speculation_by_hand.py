@@ -1,8 +1,8 @@
-"""Five tokens at temperature 1, guessed by a small model and verified by equality: the tables of
+"""Speculative decoding of five tokens at temperature 1, verified by equality: prints the tables of
 docs/speculation.md.
 
-A target and a drafter of six words, whose logits depend on the last word alone, and the noise that
-moeserve samples with. Everything that speculation does is in `speculate`.
+A target and a drafter have six words, and logits that depend on the last word alone. The noise is
+that of moeserve's sampler. `speculate` has the whole algorithm.
 
 python examples/speculation_by_hand.py
 """
@@ -24,9 +24,7 @@ TARGET: dict[str, tuple[float, ...]] = {  # logits of the next word
     "hid": (0.5, -0.9, -1.0, -1.4, -2.0, 2.6),
     ".": (2.7, 0.9, 0.8, -1.0, -1.2, -2.0),
 }
-DRAFTER: dict[
-    str, tuple[float, ...]
-] = {  # of a smaller model, which has learned the same less well
+DRAFTER: dict[str, tuple[float, ...]] = {  # logits of a smaller model
     "the": (-0.5, 2.0, 2.3, 0.5, 0.4, -1.0),
     "fox": (0.0, -1.0, -1.0, 1.6, 1.8, 0.9),
     "owl": (0.0, -1.0, -1.0, 1.9, 1.7, 0.9),
@@ -34,27 +32,26 @@ DRAFTER: dict[
     "hid": (0.9, -0.5, -0.5, -1.0, -1.0, 2.0),
     ".": (2.2, 1.1, 1.0, -0.5, -0.5, -1.0),
 }
-# position 9 has the last known word, "the"
 SEED = 6
-FIRST = 10
-LAST = "the"
+FIRST = 10  # position of the first word to choose
+LAST = "the"  # the last known word, at position 9
 NUM_DRAFTS = 3
 
 
 def noise(position: int, seed: int = SEED) -> list[float]:
-    """Returns the noise of each word at a position: a hash of (seed, position, word)."""
+    """Return the noise of each word at a position: a hash of (seed, position, word)."""
     low, high = torch.from_numpy(row_keys(np.array([seed], np.uint64), np.array([position])))
     return Gumbel(len(WORDS), torch.device("cpu"))(low, high)[0, : len(WORDS)].tolist()
 
 
 def choose(logits: tuple[float, ...], position: int, seed: int = SEED) -> str:
-    """Returns the word with the largest sum of logit and noise: a draw from softmax(logits)."""
+    """Return the word with the largest sum of logit and noise: a draw from softmax(logits)."""
     sums = [x + g for x, g in zip(logits, noise(position, seed), strict=True)]
     return WORDS[sums.index(max(sums))]
 
 
 def one_by_one(count: int) -> list[str]:
-    """Returns the next words without speculation."""
+    """Return the next words without drafts."""
     words: list[str] = []
     last = LAST
     for position in range(FIRST, FIRST + count):
@@ -64,7 +61,7 @@ def one_by_one(count: int) -> list[str]:
 
 
 def speculate(count: int) -> tuple[list[str], list[str]]:
-    """Returns the next words, and the lines of a table that shows how they came about."""
+    """Return the next words, and the lines of a table with every step."""
     words: list[str] = []
     lines: list[str] = []
     last = LAST
@@ -73,16 +70,13 @@ def speculate(count: int) -> tuple[list[str], list[str]]:
         step += 1
         start = FIRST + len(words)
         drafts: list[str] = []
-        for i in range(
-            min(NUM_DRAFTS, count - len(words) - 1)
-        ):  # the drafter goes over its own guesses
+        for i in range(min(NUM_DRAFTS, count - len(words) - 1)):  # each draft follows the last one
             behind = drafts[-1] if drafts else last
             drafts.append(choose(DRAFTER[behind], start + i))
             lines.append(line(step, "drafter", behind, DRAFTER, start + i, f"draft {drafts[-1]}"))
         right = True
-        for i, behind in enumerate(
-            [last, *drafts]
-        ):  # one forward pass of the target computes all of these
+        # One forward pass of the target computes all of these positions.
+        for i, behind in enumerate([last, *drafts]):
             word = choose(TARGET[behind], start + i)
             lines.append(
                 line(
@@ -118,7 +112,7 @@ def line(
     position: int,
     outcome: str,
 ) -> str:
-    """Returns a line of the table: logit + noise = sum for each word."""
+    """Return a line of the table: logit + noise = sum for each word."""
     cells = [
         f"{x:.1f} {g:+.2f} = {x + g:.2f}"
         for x, g in zip(model[behind], noise(position), strict=True)
@@ -129,7 +123,7 @@ def line(
 
 
 def agreement(behind: str) -> tuple[float, float, float]:
-    """Returns how often a draft behind a word is right: at least, with equal noise, and by
+    """Return the share of right drafts after a word: the lower bound, with equal noise, and with
     rejection sampling.
     """
     p, q = (softmax(model[behind]) for model in (TARGET, DRAFTER))
@@ -142,7 +136,6 @@ def agreement(behind: str) -> tuple[float, float, float]:
 
 
 def softmax(logits: tuple[float, ...]) -> list[float]:
-    """Returns probabilities."""
     powers = [math.exp(x) for x in logits]
     return [x / sum(powers) for x in powers]
 

@@ -7,7 +7,7 @@ from moeserve import AsyncEngine, SamplingParams
 
 
 async def tell(engine: AsyncEngine, hero: str) -> tuple[str, int]:
-    """Streams one story; returns its text and the number of tokens."""
+    """Stream one story; return its text and the number of tokens."""
     text = ""
     tokens = 0
     messages = [{"role": "user", "content": f"Tell me a short story about a {hero}."}]
