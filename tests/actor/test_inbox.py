@@ -1,4 +1,4 @@
-"""The inbox against a plain list, and what its sleepers and senders are told."""
+"""The inbox against a plain list, and what it reports to its sleepers and senders."""
 
 from __future__ import annotations
 

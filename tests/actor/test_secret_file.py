@@ -1,5 +1,6 @@
-"""Who may read the cluster's secret besides its owner: the group that root chose, as for a
-Kubernetes Secret.
+"""The users besides the owner who may read the cluster's secret.
+
+These are members of a group that root chose, as for a Kubernetes Secret.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Child processes: watched from birth, started again, given up on, and never left behind."""
+"""Child processes: watched from birth, restarted, given up on, and never left behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Lines(list[str]):
 
 
 class Keeper(Supervisor):
-    """Its child is ready once it has logged "ready"."""
+    """A supervisor whose child is ready once it has logged "ready"."""
 
     def __init__(
         self, command: list[str], policy: RestartPolicy = FAST, curable: bool = True
@@ -97,7 +97,7 @@ class Keeper(Supervisor):
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ended; a zombie that waits for its parent's wait() has."""
+    """Return whether a process has ended; a zombie that its parent has not reaped counts."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""The comparison with other engines: its floor, its ratios, and that an interrupted run goes on."""
+"""The comparison with other engines: its floor, its ratios, and resuming an interrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks.step: it measures steps of the size it says, and splits all of their time."""
+"""benchmarks.step measures steps of the stated size, and its phases add up to their time."""
 
 from __future__ import annotations
 

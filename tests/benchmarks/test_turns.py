@@ -6,7 +6,7 @@ from benchmarks.turns import in_turns
 
 
 def test_ratios_are_of_neighbours_and_the_warm_up_does_not_count() -> None:
-    """The machine slows down by ten in the second round: medians of each side would say nothing."""
+    """The machine slows down tenfold in the second round, so each side's median means nothing."""
     asked = []
 
     def measure(name: str, number: int) -> dict[str, float]:

@@ -1,5 +1,6 @@
-"""Only blocks and kernels know what a mixer is made of: another one (latent, linear) needs changes
-nowhere else.
+"""Only blocks and kernels depend on the kind of a mixer.
+
+Another kind (latent, linear) needs changes nowhere else.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def test_json_has_what_a_maintainer_asks(
 def test_plugins_are_listed_with_package_and_version(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, install: Install
 ) -> None:
-    """Also those that cannot be loaded, or are excluded."""
+    """Plugins that cannot be loaded or are excluded are listed too."""
     entries = {"moeserve.models": {"A": "no_such:x", "B": "no_such:y"}, "other": {"c": "d:e"}}
     install("my-package", entries, version="2.1")
     monkeypatch.setenv("MOESERVE_PLUGINS", "B,unknown")

@@ -1,4 +1,4 @@
-"""Flags of vLLM and SGLang: taken, granted or refused, always with a word about it."""
+"""Flags of vLLM and SGLang: accepted, mapped or rejected, always with an explanation."""
 
 from __future__ import annotations
 

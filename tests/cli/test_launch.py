@@ -1,4 +1,4 @@
-"""What `moeserve launch` refuses before it starts anything."""
+"""Mistakes that `moeserve launch` rejects before it starts anything."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_version_imports_nothing_heavy() -> None:
 
 
 def test_version_is_quick() -> None:
-    """It computes hardly more than Python itself, which starts in 20 to 50 ms."""
+    """It takes hardly more CPU time than Python itself, which starts in 20 to 50 ms."""
 
     def seconds(*words: str) -> float:
         before = os.times()

@@ -1,4 +1,4 @@
-"""`make serve` says what it does, with pip's progress bar where there is a terminal."""
+"""`make serve` reports its progress; at a terminal, with pip's progress bar."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_serve_has_few_flags() -> None:
-    """A new flag takes the place of another one: at most 40 beside --help and --config, the rest is
-    YAML.
+    """A new flag replaces another one.
+
+    There are at most 40 besides --help and --config; all other settings are YAML.
     """
     flags = [a for a in build_parser("serve")._actions if a.option_strings]
     assert len(flags) - 2 == 40

@@ -95,7 +95,7 @@ def test_results_are_kept_and_told_and_not_measured_again(
 def test_a_known_card_searches_kernels_without_a_model_from_the_defaults(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their jobs are made once, on the device: making those of attention launches a kernel."""
+    """Jobs are made once, on the device, because making those of attention launches a kernel."""
     made = []
 
     def make(device: torch.device) -> Iterator[Job]:

@@ -1,4 +1,4 @@
-"""What people write for numbers and words."""
+"""The spellings of numbers and words that flags and settings accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeserve verify` compares what an answer says with the tokens of its receipt."""
+"""`moeserve verify` compares an answer with the tokens of its receipt."""
 
 from __future__ import annotations
 

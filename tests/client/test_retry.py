@@ -1,4 +1,4 @@
-"""When and after what pause the client tries again."""
+"""The errors after which the client retries, and the pauses between tries."""
 
 from __future__ import annotations
 

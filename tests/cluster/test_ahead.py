@@ -1,6 +1,4 @@
-"""An engine's process that is begun before the server: whose it is, and its end where nobody takes
-it.
-"""
+"""Engine processes started ahead of the server: ownership, and their end if nobody uses them."""
 
 import psutil
 import pytest

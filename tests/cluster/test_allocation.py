@@ -1,4 +1,4 @@
-"""What launchers say in the environment, and what flags make of it."""
+"""The environment variables of launchers, and the flags that follow from them."""
 
 from __future__ import annotations
 

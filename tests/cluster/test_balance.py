@@ -1,6 +1,4 @@
-"""Requests on simulated engines: even work, prefixes that stay where their cache is, and nobody
-forgotten.
-"""
+"""Balancing requests over simulated engines: even work, prefix affinity, and no starvation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before any process is started."""
+"""Parallel settings that are rejected before any process is started."""
 
 from __future__ import annotations
 

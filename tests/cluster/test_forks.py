@@ -62,12 +62,12 @@ async def kept() -> AsyncIterator[LocalHost]:
 
 
 def children() -> list[psutil.Process]:
-    """Returns this process's children but those that fixtures of other tests still keep."""
+    """Return this process's children, except those that other tests' fixtures keep."""
     return [child for child in psutil.Process().children() if child.pid not in _others]
 
 
 def server_pid(front: FrontEnd) -> int | None:
-    """Returns the process id of the fleet's fork server, if it is warm."""
+    """Return the process id of the fleet's fork server, if it is warm."""
     server = front.fleet.scaling.machines.here.server
     return server.child.pid if server is not None else None
 

@@ -1,4 +1,4 @@
-"""What a front end may rely on, whichever way its engine runs."""
+"""The guarantees of an engine link, for engines in this process and in a child."""
 
 from __future__ import annotations
 

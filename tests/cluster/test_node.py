@@ -1,6 +1,4 @@
-"""Two machines on one: a fleet here, real agents beside it, made-up tokens. What is lost, and what
-comes back.
-"""
+"""Two machines simulated on one: a fleet, real agents and made-up tokens; losses and returns."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Node:
     log: Path
 
     def engines(self, front: FrontEnd) -> list[psutil.Process]:
-        """Those of the fleet that run here."""
+        """Return the fleet's engines that run on this node."""
         here = psutil.Process(self.process.pid).children()
         return [
             process
@@ -53,8 +51,9 @@ class Node:
         ]
 
     def ends(self, *codes: int) -> None:
-        """It does, with one of these exit codes (0 if none is named); what it wrote tells why it
-        was another.
+        """Wait for the process to end with one of `codes` (default: 0).
+
+        The assertion shows its log.
         """
         assert self.process.wait(10) in (codes or (0,)), self.log.read_text()
 

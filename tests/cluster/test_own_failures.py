@@ -1,4 +1,4 @@
-"""Errors of our own code, planted in background tasks: who is told, and what is served then."""
+"""Bugs planted in background tasks: who is informed, and what is still served."""
 
 from __future__ import annotations
 

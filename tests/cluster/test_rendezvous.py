@@ -1,4 +1,4 @@
-"""Who is let in at the rendezvous, who is not, and what each is told. No engines here."""
+"""The rendezvous: who is admitted, who is rejected, and the reasons. No engines here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that stand still: nobody hears of a death, so somebody must miss their answers."""
+"""Engines that hang: no death is reported, so their missing answers must be noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine processes that die, hang, lie or lose their parent, and what the front end is told."""
+"""Engine processes that die, hang, misreport or lose their parent, seen from the front end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAST = RestartPolicy(first_pause_s=0.01, max_pause_s=0.05, max_deaths=2)
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ended; a zombie that waits for its parent's wait() has."""
+    """Return whether a process has ended; a zombie that its parent has not reaped counts."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""What several engines say of themselves, kept apart, whether or not they form a group."""
+"""Reports of several engines are kept apart, whether or not the engines form a group."""
 
 from __future__ import annotations
 

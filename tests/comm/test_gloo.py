@@ -173,7 +173,7 @@ def test_leaving_wakes_everyone(watched: bool) -> None:
 
 
 def test_leaving_while_another_ubatch_begins_to_wait() -> None:
-    """Nobody watches for a exchange any more that is handed over after the end."""
+    """An exchange that is handed over after the end is no longer watched."""
     meshes = connected(members_of(2), channels=2)
     for ubatch in (1, 0, 1):
         together([lambda mesh=mesh, ubatch=ubatch: swap(mesh, ubatch) for mesh in meshes])  # type: ignore[misc]
@@ -292,8 +292,9 @@ def test_a_killed_process_is_named_at_once() -> None:
 
 @pytest.mark.parametrize("way", ["receives", "sends"])
 def test_a_process_killed_in_the_middle_of_a_message(way: str) -> None:
-    """Gloo wakes nobody then: the vote finds out, leaves, and begins the next epoch at the same
-    store.
+    """Gloo wakes nobody then.
+
+    The vote notices, leaves, and starts the next epoch at the same store.
     """
     members = members_of(2, deadline_s=20.0)
     large = torch.zeros(LARGE, dtype=torch.uint8)

@@ -1,5 +1,8 @@
-"""What torch's NCCL is asked for, and what becomes of its errors. The collectives themselves run
-over Gloo in the tests of those who use them (tests/moe/contract, test_tensor.py)."""
+"""The requests to torch's NCCL, and the handling of its errors.
+
+The collectives themselves run over Gloo in the tests of their users (tests/moe/contract,
+test_tensor.py).
+"""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
 
 
 def connected(path: Path) -> socket.socket:
-    """Waits until somebody listens there."""
+    """Wait until the address has a listener, and connect."""
     for _ in range(1000):
         stranger = socket.socket(socket.AF_UNIX)
         try:

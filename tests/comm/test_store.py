@@ -100,7 +100,7 @@ def test_who_does_not_know_the_token_is_not_let_in_and_hears_nothing() -> None:
 
 
 def behind(relay: Relay, members: list[Members]) -> list[Members]:
-    """Rank 0 listens where it says, the others go through the relay."""
+    """Rank 0 listens at its own address; the others connect through the relay."""
     return [
         replace(one, store=relay.address, host_of=("a", "b")) if one.rank else one
         for one in members
@@ -157,8 +157,10 @@ exec {python} -m tests.comm.test_store
 
 
 def test_no_name_is_asked_for(tmp_path: Path) -> None:
-    """Two machines with an address that has no name, and a DNS server that hears what is asked and
-    never answers.
+    """Addresses need no names.
+
+    Two machines have an address without a name, and a DNS server that records queries and never
+    answers.
     """
     resolver = tmp_path / "resolv.conf"
     resolver.write_text("nameserver 127.0.0.1\n")

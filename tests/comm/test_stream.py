@@ -131,7 +131,7 @@ async def test_a_stranger_that_says_nothing_is_dropped_when_the_listener_closes(
 
 
 async def test_every_flipped_bit_is_noticed_at_once() -> None:
-    """Between machines, of the length as well: nothing waits for bytes that do not come."""
+    """Between machines this holds for the length too: nothing waits for bytes that never come."""
     keys = (bytes(range(32)), bytes(32))
     loop = asyncio.get_running_loop()
     original = Cipher(keys[1]).seal(frame(Text("a vote"))[HEADER.size :])

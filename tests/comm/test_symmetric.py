@@ -1,6 +1,4 @@
-"""What is between symmetric memory and CUDA, on a runtime that is made up: the calls, and what
-their errors say.
-"""
+"""Symmetric memory on a fake CUDA runtime: its calls, and the messages of its errors."""
 
 from __future__ import annotations
 

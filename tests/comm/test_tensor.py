@@ -89,7 +89,7 @@ def test_rows_of_uneven_counts(
 
 
 def test_channels_do_not_mix(engine: Callable[..., Engine]) -> None:
-    """Two micro-batches per rank, each in a thread of its own, in any order."""
+    """Each rank has two micro-batches, each in its own thread, in any order."""
     ranks = engine(2, channels=2)
 
     def ubatch(tp: TensorParallel, channel: int) -> None:

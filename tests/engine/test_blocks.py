@@ -123,7 +123,7 @@ def test_audit_finds_damage(damage: str) -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders take, share, cache and release blocks; a dictionary model says what must be found."""
+    """Holders allocate, share, cache and free blocks; a dictionary is the model for lookups."""
 
     holds = Bundle("holds")
 

@@ -313,7 +313,7 @@ async def test_a_trace_is_taken_by_all_engines_in_one_step() -> None:
 async def test_random_traffic_under_breaks_and_kills(
     seed: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ahead: steps fail after later ones have begun, as on a device that runs behind the host."""
+    """With `ahead`, steps fail after later ones have begun, as if the device lagged behind."""
     monkeypatch.setattr(GroupModel, "ahead", ahead)
     rng = random.Random(seed)
     size = rng.choice([2, 3, 4])
@@ -355,7 +355,7 @@ async def test_random_traffic_under_breaks_and_kills(
 async def test_an_engine_ends_with_the_error_of_a_background_task(
     task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its step waits for another engine for ever, and nothing else would notice the error."""
+    """Its step waits forever for another engine, so nothing else would notice the error."""
 
     async def fail_to_leave() -> None:
         raise RuntimeError("planted")

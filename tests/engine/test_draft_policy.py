@@ -21,7 +21,7 @@ def gpu(tokens: float) -> float:
 
 
 def experts(tokens: float) -> float:
-    """Each of the first tokens reads experts of its own; later ones compute."""
+    """Each of the first tokens reads different experts; later ones only compute."""
     return 5_000 + 60_000 * (1 - (1 - 8 / 128) ** tokens) + 200 * tokens
 
 

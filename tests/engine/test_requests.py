@@ -1,4 +1,4 @@
-"""What a Submit must look like, and the order of the waiting queue."""
+"""Validation of a Submit, and the order of the waiting queue."""
 
 from __future__ import annotations
 

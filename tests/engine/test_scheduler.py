@@ -1,4 +1,4 @@
-"""Who runs, who waits, who yields, and when what they held is free again."""
+"""Which requests run, wait or are preempted, and when their resources are freed."""
 
 from __future__ import annotations
 
@@ -469,7 +469,10 @@ def test_right_drafts_behind_the_end_of_an_answer_do_not_count(
 
 
 def test_a_head_that_does_not_fit_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even in place of all requests of lower priority; its hash chain may be long."""
+    """It would not fit even without all requests of lower priority.
+
+    Its hash chain may be long, so it is not computed again.
+    """
     harness = Harness(limits_of(num_blocks=18))
     urgent = harness.submit(submit_of(0, list(range(20, 50)), priority=0, max_tokens=12))
     harness.submit(submit_of(1, [2, 3, 4], priority=2, max_tokens=30))

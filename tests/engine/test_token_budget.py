@@ -23,7 +23,7 @@ LONG = {
 
 
 def a_token(plan: StepPlan) -> float:
-    """Every token costs the same, beside reading the weights."""
+    """All tokens cost the same, in addition to reading the weights."""
     return 2_000 + 90.0 * plan.num_tokens
 
 
@@ -45,7 +45,7 @@ def disturbed(plan: StepPlan) -> float:
 def served(
     cost: Callable[[StepPlan], float], target_us: float, streams: int = 3
 ) -> list[tuple[StepPlan, float]]:
-    """The steps of a prompt of 3,000 tokens beside streams, with their times."""
+    """Return the steps, with times, of a prompt of 3,000 tokens beside decoding streams."""
     harness = Harness(replace(limits_of(**LONG), itl_target_us=target_us))
     for rid in range(streams):
         harness.submit(

@@ -1,5 +1,6 @@
-"""Where a step is split into micro-batches, and why any split is sound: nothing reads what a later
-row writes.
+"""How steps are split into micro-batches, and why any split is safe.
+
+No row reads what a later row writes.
 """
 
 from __future__ import annotations

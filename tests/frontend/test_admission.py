@@ -1,4 +1,4 @@
-"""Who may wait: the predicted wait, from rates that were measured."""
+"""Admission by predicted waiting time, from measured rates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ STEP = StepRecord(
 
 
 def admission(max_wait_s: float = 1.0) -> Admission:
-    """Reads about 200 prompt tokens a second, and ends a sequence each 0.25 s when it is full."""
+    """Return an Admission with measured rates.
+
+    It prefills about 200 tokens a second, and a full batch ends a sequence each 0.25 s.
+    """
     found = Admission(FrontStats(), 100, max_wait_s)
     for step in range(200):
         found.step(STEP)
@@ -62,7 +65,7 @@ def come(found: Admission, per_end: float, seconds: float, begun_s: float = NOW_
 
 
 def longest_queue(found: Admission, now_s: float) -> int:
-    """How many may wait at this moment, behind four that run."""
+    """Return how many requests may queue now, with four running."""
     for waiting in range(50):
         try:
             found.check(4 + waiting, 1, READY, now_s)

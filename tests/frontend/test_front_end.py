@@ -89,7 +89,10 @@ async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine(front, engin
 
 
 async def test_a_taker_gets_deltas_in_place_of_a_reader_that_waits(front, engine, tokenizer):
-    """Each token once and in order, whoever gets it; steps that come together are one delta."""
+    """Each token arrives once and in order, by taker or reader.
+
+    Steps that arrive together are one delta.
+    """
     generation = await front.generate([5], SamplingParams(max_tokens=40))
     (submit,) = engine.take(Submit)
     taken = []

@@ -63,9 +63,7 @@ def contents(journal: Journal) -> list[Opened]:
 
 
 def applied(journal: Journal, out: StepOutput) -> None:
-    """What a front end does with a step: the journal notes it, and the rows' tokens are added to
-    its sequences.
-    """
+    """Process a step as a front end does: record it in the journal, then extend the sequences."""
     journal.step(out)
     for rid, token in zip(
         memoryview(out.rids).cast("q"), memoryview(out.tokens).cast("i"), strict=True

@@ -36,8 +36,9 @@ def forbid(args: dict[str, Any]) -> Callable[..., Any]:
 
 
 def no_repeats(args: dict[str, Any]) -> Callable[..., Any]:
-    """No token twice in a prompt and its answer: a function of all tokens, and so of a draft's
-    place.
+    """Forbid tokens of the prompt and the answer.
+
+    The result depends on all previous tokens, so on a draft's position too.
     """
 
     def change(prompt_ids: Any, output_ids: Any, logits: torch.Tensor) -> torch.Tensor:

@@ -286,7 +286,7 @@ async def test_the_command_line_names_what_differs(
 
 
 async def test_a_grammar_of_the_servers_own_is_in_receipt_and_log(key: str, tmp_path: Path) -> None:
-    """One that `structured_outputs` could not ask for: Lark with the sign of GBNF in it."""
+    """A grammar that `structured_outputs` cannot express: Lark that contains the sign of GBNF."""
     grammar = GrammarSpec("answer", 'start: /[a-f]{9}/ "::=" /[0-9]+/')
     log = tmp_path / "log.jsonl"
     async with AsyncEngine("demo", receipt_key=key, request_log=str(log)) as engine:

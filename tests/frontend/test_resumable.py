@@ -1,4 +1,4 @@
-"""Streams that are resumed or taken over: replays let others run, and give the same answers."""
+"""Streams that are resumed or taken over: replays yield to other work and give the same answers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 async def iterations_during(work) -> int:
-    """How often the loop turns until the work is done."""
+    """Return how often the event loop iterates until the work is done."""
     task = asyncio.ensure_future(work)
     turns = 0
     while not task.done():
@@ -272,7 +272,7 @@ async def test_a_replay_that_fails_costs_only_its_stream(
 
 
 def roots(folder: Path) -> tuple[Root, Root]:
-    """Of a front end that serves, and of one that follows it."""
+    """Return the root of a serving front end, and that of a standby that follows it."""
     folder.chmod(0o700)
     shared = {"made_at": 1, "folder": str(folder), "address": "", "token": "", "secret": "s"}
     return Root(number=0, follows=-1, **shared), Root(number=1, follows=0, **shared)

@@ -1,4 +1,4 @@
-"""What the front end sums up of step records."""
+"""The front end's sums over step records."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Machines that a launcher starts, all with one command: environment variables alone tell them
-apart.
-"""
+"""Machines started by a launcher with one command; only environment variables differ."""
 
 from __future__ import annotations
 
@@ -108,8 +106,10 @@ def test_two_pods_of_lws_are_one_server(launcher: Launcher) -> None:
 
 @pytest.mark.full("ranks")
 def test_torchrun_with_two_processes_per_machine(launcher: Launcher) -> None:
-    """The real torchrun: the second process of each machine has nothing to do, and ends well. It
-    starts a machine's part again that was killed, which joins while machine 0 goes on."""
+    """With the real torchrun, the second process of each machine has nothing to do and succeeds.
+
+    A killed part of a machine is restarted and joins while machine 0 continues.
+    """
     port = free_port()
 
     def prefix(rank: int) -> list[str]:

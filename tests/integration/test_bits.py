@@ -51,8 +51,10 @@ class Crowd:
     kv_blocks: int | None = None
 
     def lengths(self, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-        """Of the others' prompts and answers. Short prompts that grow much: blocks run out while
-        they run.
+        """Return the lengths of the others' prompts and answers.
+
+        With few KV blocks, prompts are short and answers long, so that blocks run out while they
+        decode.
         """
         if self.kv_blocks is None:
             return rng.integers(1, 120, self.others).tolist(), rng.integers(
@@ -83,7 +85,10 @@ def prompt_of(tokens: list[int]) -> dict[str, Any]:
 
 
 def bits(output: Any) -> list[Any]:
-    """Everything that must be equal: tokens, and the exact values of twenty logprobs each."""
+    """Return everything that must be equal.
+
+    These are tokens, and the exact values of twenty logprobs each.
+    """
     answer = output.outputs[0]
     return [answer.token_ids, [(row.ids, row.values, row.rank) for row in answer.logprobs]]
 

@@ -1,9 +1,7 @@
-"""Promise 1 over ranks: the tokens and logprob bits of one rank, whatever dp, tp, backend,
-micro-batches and placement.
+"""The tokens and logprob bits of one rank, for any dp, tp, backend, micro-batches and placement.
 
-Every family and type once, with settings that rotate so that each value of one meets each value of
-the others. All of them together take an hour: `pytest --full shapes
-tests/integration/test_bits_parallel.py`.
+Every family and dtype runs once, with settings that rotate so that all pairs of values occur. All
+combinations together take an hour: `pytest --full shapes tests/integration/test_bits_parallel.py`.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class Shape:
 
 
 def expected(path: Path, dtype: str, quantization: str = "none", kv: str = "auto") -> list[Any]:
-    """What one rank says to both, each alone."""
+    """Return one rank's answers to both requests, each alone."""
     answers = alone(path, dtype, quantization=quantization, kv_cache_dtype=kv)
     return [[part[:NUM_TOKENS] for part in answer] for answer in answers]
 
@@ -122,8 +120,11 @@ def ask(engines: Engines, rank: int) -> list[Answer]:
 
 
 async def play(path: Path, dtype: str, shape: Shape) -> None:
-    """In a crowd, where the last to come is preempted, while other engines idle; while experts
-    move; while all meet again elsewhere."""
+    """Run the requests in three situations and compare.
+
+    The first is in a crowd, where the newest request is preempted while other engines are idle; the
+    second while experts move; the third after all ranks rejoin elsewhere.
+    """
     settings = {
         "dtype": dtype,
         "all2all": shape.backend,
@@ -163,8 +164,9 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
 
 
 def rotating() -> list[tuple[str, str, Shape]]:
-    """Each size of the group meets each backend, and each family each type; eight ranks only the
-    quickest backend.
+    """Return shapes in which each group size has each backend, and each family each dtype.
+
+    Eight ranks use only the quickest backend.
     """
     sizes = [*itertools.product([(1, 2), (2, 1), (4, 1), (2, 2)], BACKENDS), ((4, 2), BACKENDS[-1])]
     cases = []
@@ -257,7 +259,7 @@ async def test_ranks_change_no_bit_of_a_quantised_checkpoint(
 async def test_ranks_that_experts_cannot_be_sharded_over_evenly(
     dp: int, make_checkpoint: Any
 ) -> None:
-    """Of four experts; some ranks get replicas, and some would have none otherwise."""
+    """There are four experts: some ranks get replicas, because they would have none otherwise."""
     path = make_checkpoint("mixtral", num_local_experts=4).path
     await play(path, "bfloat16", Shape(dp, backend=BACKENDS[-1], redundant=1))
 
@@ -343,7 +345,7 @@ async def test_everything_with_everything(
     ids=str,
 )
 def test_processes_change_no_bit(settings: dict[str, Any], make_checkpoint: Any) -> None:
-    """From the package's own interface."""
+    """Requests go through the package's public interface."""
     path = make_checkpoint("qwen3_moe").path
     common = {"dtype": "bfloat16", "skip_tokenizer_init": True, "threads": 1, "max_model_len": 256}
     params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in PARAMS]

@@ -48,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def engines(server: Server) -> list[psutil.Process]:
-    """Those that serve; the fork server is none of them."""
+    """Return the serving engines, without the fork server."""
     told = json.loads(server.get("/v1/experts")[1])["engines"]
     return [psutil.Process(engine["pid"]) for engine in told if engine["pid"] is not None]
 
@@ -56,7 +56,7 @@ def engines(server: Server) -> list[psutil.Process]:
 async def tokens(
     session: aiohttp.ClientSession, url: str, body: dict, seen: list[int]
 ) -> list[int]:
-    """Of a stream; `seen` grows with it."""
+    """Return a stream's tokens; `seen` grows with it."""
     body = body | {"model": "demo", "stream": True, "return_token_ids": True}
     async with session.post(url + "/v1/completions", json=body) as answer:
         assert answer.status == 200, await answer.text()
@@ -88,7 +88,7 @@ class Streams:
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[list[int]]:
-    """What one engine says."""
+    """Return one engine's answers."""
 
     async def ask() -> list[list[int]]:
         async with aiohttp.ClientSession() as session:

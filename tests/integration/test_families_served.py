@@ -45,7 +45,7 @@ def body(index: int) -> dict[str, Any]:
 
 
 def alone(path: Path) -> list[list[int]]:
-    """What one engine says to each prompt, one after the other."""
+    """Return one engine's answer to each prompt, one after the other."""
     with LLM(str(path), skip_tokenizer_init=True, max_model_len=256) as llm:
         answers = []
         for i, prompt in enumerate(PROMPTS):

@@ -1,6 +1,4 @@
-"""Processes die, clients vanish, signals come: every request gets one ending, and nothing is left
-behind.
-"""
+"""Processes die, clients vanish, signals come: every request ends once, nothing is left over."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ NUM_REPLAYED = 9  # sequences
 
 
 async def answers(session: aiohttp.ClientSession, url: str) -> list[tuple[object, ...]]:
-    """What `REPLAYED` gives, apart from what may differ: ids, times, cache hits."""
+    """Return the answers to `REPLAYED`, without ids, times and cache hits, which may differ."""
 
     async def ask(path: str, body: dict) -> tuple[object, ...]:
         options = {
@@ -132,7 +130,7 @@ def busy(server, num: int) -> bool:
 
 
 def taken(server) -> int:
-    """Sequences that the server has taken so far, those that ended included."""
+    """Return how many sequences the server has accepted so far, ended ones included."""
     names = "moeserve:num_requests_active", "moeserve:request_success_total"
     return int(
         sum(

@@ -74,8 +74,9 @@ def _quantized(found: Any) -> list[float]:
 
 
 def _by_round(found: Any, ours: str, others: Sequence[str]) -> list[float]:
-    """Of each case, the median over rounds of how many times as fast we are as the fastest of the
-    others.
+    """Return our speed over that of the fastest other engine, by case.
+
+    It is the median of the rounds' ratios.
     """
     by = {
         (x["case"], x["round"], x["engine"]): x["tokens_per_s"]
@@ -323,7 +324,7 @@ NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has
 
 
 def _blocks(page: Path) -> list[str]:
-    """Returns paragraphs and table rows, each on one line, without code blocks."""
+    """Return paragraphs and table rows, one line each, without code blocks."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
     blocks = re.split(r"\n\s*\n|\n(?=\|)", text)
     return [" ".join(block.split()) for block in blocks]

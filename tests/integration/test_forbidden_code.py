@@ -1,4 +1,4 @@
-"""What must not exist anywhere in the package: code that runs what it reads."""
+"""Constructs that the package must not contain: code that executes its input."""
 
 from __future__ import annotations
 

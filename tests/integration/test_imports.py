@@ -1,4 +1,4 @@
-"""What the package imports: no torch where it is not needed, nothing that a plain install lacks."""
+"""The package's imports: torch only where needed, and nothing that a plain install lacks."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def until_said(server: Server, text: str, times: int = 1) -> None:
 
 
 def test_two_machines_from_one_command(tmp_path: Path) -> None:
-    """They answer; one that is killed joins again; Ctrl-C ends all in order."""
+    """They answer, a killed one joins again, and Ctrl-C ends all in order."""
     with launched(tmp_path / "log", "--local", "2") as server:
         until_said(server, "local-1 (machine 1 of 2): ready")
         status, before = server.post("/v1/completions", COMPLETION)
@@ -143,7 +143,10 @@ async def test_front_ends_of_machine_0_die_and_then_all_of_it(tmp_path: Path) ->
 
 
 def nobody_sees_the_key(server: Server) -> None:
-    """Its file has no name that others can open; it is in no command line and in no environment."""
+    """Check that the key is secret.
+
+    Its file has no name that others can open, and it is in no command line and no environment.
+    """
     path = part(server, 0).environ()["MOESERVE_CLUSTER_KEY_FILE"]
     key = Path(path).read_text()
     assert len(key) > 40
@@ -166,8 +169,9 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there_ends_all(tmp_path: Path) -> None:
-    """On every machine, here: the first one to say so is named, and its exit code is the
-    launcher's.
+    """It is missing on every machine here.
+
+    The first machine to report it is named, and its exit code is the launcher's.
     """
     command = [
         sys.executable,

@@ -1,8 +1,7 @@
-"""Two machines that share the experts of one model: the tokens of one, over a network and over kill
--9.
+"""Two machines that share the experts of one model give the tokens of one, also over kill -9.
 
-With the right to make network namespaces machine 1 gets one of its own, joined to ours by a veth
-pair; otherwise both are on the loopback.
+If network namespaces can be made, machine 1 has one of its own, joined by a veth pair; otherwise
+both are on the loopback.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ THEIRS = f"{SUBNET}.2"
 
 @dataclass
 class Network:
-    """address: of machine 0, as machine 1 knows it. prefix: of a command that is to run on machine
+    """How machine 1 is reached.
+
+    `address` is machine 0's as seen from machine 1. `prefix` precedes a command to run on machine
     1.
     """
 
@@ -130,7 +131,7 @@ class Machines:
         return self._start(self.folder / log, self.network.prefix, flags)
 
     def whys(self, **options: dict[str, str]) -> list[str]:
-        """What agents say that cannot join."""
+        """Return the messages of agents that cannot join."""
         nodes = [self.node(log, **settings) for log, settings in options.items()]
         assert [node.wait(20) for node in nodes] == [2] * len(nodes)
         return [(self.folder / log).read_text() for log in options]
@@ -152,7 +153,7 @@ def machines(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @dataclass
 class Pair:
-    """What runs: the server, and the agent of machine 1 with the name of its log."""
+    """The running server, and the agent of machine 1 with the name of its log."""
 
     server: Server
     node: subprocess.Popen[bytes]
@@ -191,7 +192,7 @@ async def ask(url: str, seen: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[list[int]]:
-    """What one engine on one machine says."""
+    """Return the answers of one engine on one machine."""
     return asyncio.run(ask(server.url, [[] for _ in HERE]))
 
 
@@ -277,7 +278,7 @@ async def test_a_drained_machine_costs_no_token_and_may_return(
 
 
 def test_without_machine_0_all_others_end(pair: Pair, machines: Machines) -> None:
-    """Its own engines, those of the other machine, and what forked them."""
+    """Its own engines, those of the other machine, and their fork servers end."""
     ours = psutil.Process(pair.server.process.pid).children(recursive=True)
     theirs = psutil.Process(pair.node.pid).children(recursive=True)
     assert len(ours) >= 2
@@ -292,7 +293,7 @@ def test_without_machine_0_all_others_end(pair: Pair, machines: Machines) -> Non
 
 
 def states(server: Server) -> tuple[list[str], list[str]]:
-    """Of engines, and of machines."""
+    """Return the states of engines and of machines."""
     status = json.loads(server.get("/v1/experts")[1])
     return [engine["state"] for engine in status["engines"]], list(status["machines"].values())
 

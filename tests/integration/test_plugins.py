@@ -87,7 +87,7 @@ def my_parts(install: Install) -> Any:
 
 
 def my_model(folder: Path) -> Path:
-    """Write the demo model under the architecture that only the plugin knows."""
+    """Write the demo model under an architecture that only the plugin defines."""
     shutil.copytree(resolve_model_dir("demo"), folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["MyMoeForCausalLM"], "model_type": "my_moe"}

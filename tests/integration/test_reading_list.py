@@ -24,8 +24,9 @@ MOST_FILES = 70  # three of them read the answer in its tool format
 
 
 def reading_list() -> tuple[list[str], set[str]]:
-    """Return the files on the path of a request, in order, and those that run on timers, which a
-    request may or may not meet.
+    """Return two lists: the files on a request's path, in order, and those that run on timers.
+
+    A request may or may not reach the latter.
     """
     page = (ROOT / "docs" / "reading-the-code.md").read_text().partition("\n## ")[0]
     path, _, timers = page.partition("\nBeside the path, on timers:")
@@ -42,7 +43,7 @@ def get(url: str, body: object = None) -> bytes:
 
 
 def catches(pid: int) -> bool:
-    """Whether a process has the tracer's handler: SIGUSR1 would end any other."""
+    """Return whether a process has the tracer's handler; SIGUSR1 would end any other process."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(re.search(r"SigCgt:\s*([0-9a-f]+)", status)[1], 16)  # type: ignore[index]
     return bool(caught >> (signal.SIGUSR1 - 1) & 1)

@@ -25,8 +25,9 @@ CASES = [  # with room for so many KV blocks and states
 
 
 def tree(rng: random.Random) -> list[list[int]]:
-    """Prompts of up to 200 tokens, many of which end or leave the others at or beside the borders
-    of tiles.
+    """Return prompts of up to 200 tokens that share prefixes.
+
+    Many end, or branch off, at or next to the borders of tiles.
     """
     prompts: list[list[int]] = [[]]
     for _ in range(40):

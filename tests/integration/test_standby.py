@@ -1,6 +1,4 @@
-"""A front end that dies while another one stands by: the engines stay, the next one serves, nothing
-is left behind.
-"""
+"""A standby takes over from a dead front end: engines stay, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def gone(process: psutil.Process) -> bool:
-    """Whether it ended; a zombie that waits for its parent's wait() has."""
+    """Return whether it has ended; a zombie that its parent has not reaped counts."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -56,8 +54,9 @@ def tokens(server: Server) -> list[int]:
 
 
 def front_ends(server: Server, root: psutil.Process | None = None) -> list[psutil.Process]:
-    """Those that live, the oldest first: it serves. root: their parent, if that is not the server's
-    first process.
+    """Return the live front ends; the oldest is first and serves.
+
+    `root` is their parent, if it is not the server's first process.
     """
     children = (root or psutil.Process(server.process.pid)).children()
     found = [
@@ -78,7 +77,7 @@ def engines(server: Server) -> set[int]:
 
 
 def stands_by(server: Server) -> Callable[[], bool]:
-    """Whether a second front end follows the journal of the one that serves now."""
+    """Return a condition: a standby follows the journal of the active front end."""
     news = ("a front end stands by", "takes over", "that stood by is gone")
 
     def last_news() -> str:
@@ -100,7 +99,7 @@ def admins(folder: Path) -> tuple[str, ...]:
 
 
 def change(server: Server, what: str, body: object = None) -> dict[str, Any]:
-    """What POST /v1/admin/... answers."""
+    """Return the answer of POST /v1/admin/..."""
     data = b"" if body is None else json.dumps(body).encode()
     headers = {"X-Api-Key": "root", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/admin/{what}", data, headers, method="POST")
@@ -168,8 +167,9 @@ def scale_and_kill(server: Server) -> None:
 async def story(
     server: Server, kill_after: int = -1, root: psutil.Process | None = None
 ) -> tuple[str, str | None]:
-    """What a client reads that comes back by itself. kill_after: chunks until the front end is
-    killed.
+    """Return the text and finish reason of a client that reconnects by itself.
+
+    After `kill_after` chunks the front end is killed.
     """
     text = ""
     finish = None

@@ -202,7 +202,7 @@ def test_offline_without_a_tokenizer():
 
 
 def test_drafts_and_preemption_change_nothing():
-    """Beside requests without a grammar, with text that repeats."""
+    """They run beside requests without a grammar, with repeating text."""
     schemas = generated(12)
     constraints = [
         StructuredOutputsParams(json=schema, disable_any_whitespace=True) for schema in schemas

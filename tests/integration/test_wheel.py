@@ -75,7 +75,7 @@ def test_a_wheel_needs_no_compiler(tmp_path: Path) -> None:
 
 
 def run(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """Returns what a command prints; its errors are the test's."""
+    """Return a command's output; its errors go to the test's."""
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

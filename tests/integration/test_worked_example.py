@@ -26,7 +26,7 @@ OWNER = {"a": 0, "b": 0, "c": 1, "d": 1}
 
 
 def routing_table() -> dict[str, tuple[list[int], list[float]]]:
-    """token -> chosen experts and their weights, as the page says."""
+    """Return token -> chosen experts and their weights, as in the page."""
     found = {}
     for token, _, ids, weights in re.findall(
         r"^\| (\w) \| (\d) \| ([\d, ]+) \| ([\d., ]+) \|$", PAGE.read_text(), re.M
@@ -36,7 +36,7 @@ def routing_table() -> dict[str, tuple[list[int], list[float]]]:
 
 
 def inbound_table() -> dict[int, dict[int, list[str]]]:
-    """rank -> slot -> rows in order, as the page says."""
+    """Return rank -> slot -> rows in order, as in the page."""
     found: dict[int, dict[int, list[str]]] = {0: {}, 1: {}}
     for rank, slot, rows in re.findall(
         r"^ +\| (\d) \| (\d) \| ([\w·, ]+) \|$", PAGE.read_text(), re.M

@@ -1,4 +1,4 @@
-"""The activations of gated MLPs, interpreted, beside their definition; and compiled for sm_90."""
+"""Kernels of gated MLPs' activations: interpreted against torch, and compiled for sm_90."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The kernels that sort pairs and cut tiles, interpreted, beside their definition; and compiled for
-sm_90.
-"""
+"""Kernels that sort pairs and cut tiles: interpreted against references, compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def test_the_definition_is_that_of_the_moe_layer() -> None:
 
 
 def test_tile_bound() -> None:
-    """No routing makes more tiles, and some makes as many."""
+    """No routing makes more tiles than the bound, and some routing reaches it."""
     assert tile_bound(5, 3, 4) == 3
     for rows, experts, block_m in [
         (0, 3, 4),

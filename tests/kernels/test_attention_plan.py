@@ -1,4 +1,4 @@
-"""Work lists of attention, made on the device, beside the same made by a loop."""
+"""Attention's work lists made on the device equal those made by a loop."""
 
 from __future__ import annotations
 

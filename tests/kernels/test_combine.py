@@ -1,6 +1,4 @@
-"""The kernel of the weighted sum, interpreted, beside its definition and the MoE layer's; and
-compiled for sm_90.
-"""
+"""The kernel of the weighted sum: interpreted against references, and compiled for sm_90."""
 
 from __future__ import annotations
 

@@ -165,8 +165,9 @@ DEFAULT = {"block_m": 16, "block_n": 64, "warps": 4, "stages": 2, "group": 1, "t
 
 
 def facts_by_key() -> dict[tuning.Key, Facts]:
-    """Of kernels whose tensor cores have most to do with small tiles, and which do not fit with
-    most stages.
+    """Return facts of kernels that are made up.
+
+    Their tensor cores work most with small tiles, and they do not fit with most numbers of stages.
     """
     keys = itertools.product(*(CHOICES[name] for name in ("block_m", "block_n", "warps", "stages")))
     return {
@@ -257,8 +258,9 @@ def test_real_kernels_are_ranked_as_they_must_be(monkeypatch: pytest.MonkeyPatch
 def compiled_attention(
     shape: AttentionShape, size: int, warps: int, stages: int
 ) -> tuple[bool, str, str]:
-    """Returns whether the kernel has a cache of values, Triton's layouts and products, and the
-    machine code.
+    """Return facts about a compiled kernel.
+
+    These are whether it has a cache of values, Triton's layouts and products, and the machine code.
     """
     jobs = tuning.attention_jobs(shape, torch.device("meta"))
     job = next(job for job in jobs if job.size == size)
@@ -271,9 +273,12 @@ def compiled_attention(
 @pytest.mark.full("aot")
 @pytest.mark.timeout(240)
 def test_attention_compiles_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No address tells keys and values from latents there. Stages leave a row's sum alone; more
-    warps share its positions, whose weights are then added in another order. In latents' longer
-    product warps share positions, too, and do not all repeat it."""
+    """Keys and values differ from latents by the kernel's arguments, since there are no addresses.
+
+    Stages do not change a row's sum. More warps share the row's positions, whose weights are then
+    added in another order. In latents' longer product, warps also share positions and do not all
+    repeat it.
+    """
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     narrow, latent = (
         AttentionShape(4, heads, d, v, 16, torch.float16)

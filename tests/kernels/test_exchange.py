@@ -116,8 +116,9 @@ def test_collect_example() -> None:
 def test_there_and_back(
     tokens: tuple[int, ...], top_k: int, words: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All steps of all ranks, each beside its definition; several tiles and pieces for each
-    program.
+    """Check all steps of all ranks against their references.
+
+    Each program has several tiles and pieces.
     """
     monkeypatch.setattr(module, "TILE", 256)
     monkeypatch.setattr(module, "PAIRS", 8)
@@ -210,7 +211,10 @@ def test_who_is_last_waits_for_nobody() -> None:
 
 @pytest.mark.parametrize("why", ["told", "deadline", "another call"])
 def test_giving_up(why: str) -> None:
-    """Names who was late, or elsewhere; from then on nothing is said and nothing moved."""
+    """It names the ranks that were late or in another call.
+
+    After that nothing is signaled or moved.
+    """
     ranks = Ranks(3)
     strange = why == "another call"
     ranks.flags(1).copy_(
@@ -250,8 +254,10 @@ def test_giving_up(why: str) -> None:
 
 @pytest.mark.full("aot")
 def test_exchange_compiles_for_hopper() -> None:
-    """No spills; rows move 16 bytes at a time, although addresses come out of a table; flags are
-    released to the whole system and acquired from it, and the host's word is read anew each time.
+    """Nothing is spilled, and rows move 16 bytes at a time although addresses come from a table.
+
+    Flags are released to and acquired from the whole system, and the host's word is read anew each
+    time.
     """
     regions = {"bases_ptr": "*i64", "state_ptr": "*i64"}
     ids = {"ids_ptr": "*i32", "rank": "i32", "tokens": "i32", "num_local": "i32"}

@@ -158,7 +158,7 @@ def test_widen(width: int) -> None:
 
 
 def test_products_example() -> None:
-    """Both docstrings'."""
+    """Check the examples in both docstrings."""
     to = align(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), 1, 16)
     ones = torch.ones(1, 256, 128, device=DEVICE).to(torch.float8_e4m3fn)
     scales = torch.full((1, 2, 1), 1 / 128, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The experts' products, interpreted, beside their definitions; and compiled for sm_90."""
+"""The experts' products: interpreted against references, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def nan_after(to: Alignment, x: Tensor) -> Tensor:
-    """Rows that nobody may read."""
+    """Fill rows that must not be read with NaN."""
     x[int(to.counts_e.sum()) :] = math.nan
     return x
 
@@ -73,7 +73,7 @@ def order_kernel(out_ptr, num_tiles, num_blocks, GROUP: tl.constexpr):
 
 
 def test_order_of_tiles() -> None:
-    """As its example; and a last group that is not full."""
+    """Check the docstring's example, and a last group that is not full."""
     for tiles, expected in (
         (4, [[0, 0], [1, 0], [0, 1], [1, 1], [2, 0], [3, 0], [2, 1], [3, 1]]),
         (3, [[0, 0], [1, 0], [0, 1], [1, 1], [2, 0], [2, 1]]),
@@ -195,7 +195,7 @@ def test_launches_fit_the_number_of_rows() -> None:
 
 
 def compiled(dtype: str, product: str, config: Config, tma: int, biased: bool = False) -> Case:
-    """At the widths of Qwen3-30B-A3B."""
+    """Compile with the sizes of Qwen3-30B-A3B."""
     numbers = ("x_stride", "out_stride", "width", "inner")
     block_n = config[f"{product}_block_n"]
     tile = {"BLOCK_M": config["block_m"], "BLOCK_K": 64}

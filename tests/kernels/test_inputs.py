@@ -1,4 +1,4 @@
-"""Staged writes and a step's inputs, interpreted, beside plain loops; compiled for sm_90."""
+"""Staged writes and a step's inputs: interpreted against loops, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_writes_are_those_of_a_loop(lengths: list[int]) -> None:
 
 
 def empty(*shape: int, blocks: int) -> StepArrays:
-    """As slices of larger arrays, full of what must not be left there."""
+    """Return slices of larger arrays that are full of invalid values."""
     tokens, rows, samples, groups = shape
     whole = StepArrays.empty(tokens + 3, rows + 3, samples + 3, groups, blocks + 3, DEVICE)
     for field in dataclasses.fields(whole):

@@ -1,6 +1,4 @@
-"""Queries and latents of latent attention, interpreted, beside the plain reference; and compiled
-for sm_90.
-"""
+"""Queries and latents of latent attention: interpreted against torch, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -109,7 +107,7 @@ def test_no_tokens() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the table is made for the processor here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_table_packs_heads(dtype: torch.dtype) -> None:
-    """Part of a larger weight, not contiguous; the result lies in part of wider rows."""
+    """The weight is a non-contiguous slice of a larger one; results go to slices of wider rows."""
     kv_b = torch.randn((3, 20, 32), generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = kv_b[:, :12].transpose(1, 2)
     x = torch.randn((5, 4, 12), generator=torch.Generator().manual_seed(1)).to(dtype)[:, 1:]

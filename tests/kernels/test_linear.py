@@ -1,4 +1,4 @@
-"""The dense product's kernel, interpreted, beside its definition; and compiled for sm_90."""
+"""The dense product's kernel: interpreted against torch, and compiled for sm_90."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties and logprobs, interpreted, beside the runner's definitions; compiled for sm_90."""
+"""Penalties and logprobs: interpreted against the runner's, and compiled for sm_90."""
 
 from __future__ import annotations
 

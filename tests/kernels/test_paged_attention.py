@@ -1,6 +1,4 @@
-"""Paged attention, interpreted, beside its definition and bit by bit beside itself; and compiled
-for sm_90.
-"""
+"""Paged attention: interpreted against torch, bits against other batches, compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -70,12 +68,12 @@ class Step:
         self.q, self.blocks = self.q.to(DEVICE, shape.dtype), self.blocks.to(DEVICE)
 
     def share(self) -> Step:
-        """Makes the first elements of the keys the values."""
+        """Make the first elements of the keys the values."""
         self.v = self.k[..., : self.shape.v_dim]
         return self
 
     def run(self, invariant: bool = True, space: Tensor | None = None, **options: object) -> Tensor:
-        """Two padded tokens behind the rows' own."""
+        """Run the kernel with two tokens of padding after the rows."""
         bounds = Bounds(
             len(self.news),
             max(sum(self.news), 1),
@@ -193,9 +191,7 @@ def test_latent_attention(
     invariant: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No, one and many new tokens; contexts of one split, of exactly one, and of more; heads of
-    several programs.
-    """
+    """Cases: no, one and many new tokens; contexts of one split, exactly one, and more."""
     monkeypatch.setattr(paged_attention, "WIDE", 39)
     step = Step(
         AttentionShape(heads, 1, dim, v_dim, 16, dtype), [40, 5, 511, 1030], [0, 9, 1, 2]
@@ -243,7 +239,7 @@ def test_a_row_that_is_nan_stays_alone() -> None:
 
 @pytest.fixture
 def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products whose rows do not depend on where in the tile they lie, as a GPU's; a BLAS's do."""
+    """Make products independent of a row's place in the tile, as on a GPU but unlike BLAS."""
 
     def create_dot(builder: object, a: Any, b: Any, sums: Any, *options: object) -> Any:
         product = np.stack([row @ b.data.astype(np.float32) for row in a.data.astype(np.float32)])
@@ -262,8 +258,9 @@ def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bits_do_not_depend_on_chunks_batch_or_space(
     window: int | None, chunk: int | None, v_dim: int, dtype: torch.dtype
 ) -> None:
-    """The tokens of one prefill again as chunks, as decodes, beside a longer row, and with no room
-    to cut.
+    """Compute the tokens of one prefill in several ways.
+
+    They come as chunks, as decodes, beside a longer row, and without workspace for splits.
     """
     step = Step(AttentionShape(3, 1, 16, v_dim, 16, dtype, window, chunk), [500, 530], [20, 2])
     if v_dim < 16:
@@ -384,5 +381,5 @@ def test_other_shapes_compile_for_hopper() -> None:
 
 
 def fits(report: Report, programs: int) -> bool:
-    """Whether a multiprocessor's shared memory holds as many programs."""
+    """Return whether so many programs fit in a multiprocessor's shared memory."""
     return programs * (report.shared_bytes + 1024) <= 227 * 1024

@@ -1,6 +1,4 @@
-"""QK-norm, RoPE and KV write in one kernel, interpreted, beside the plain reference; and compiled
-for sm_90.
-"""
+"""QK-norm, RoPE and KV write in one kernel: interpreted against torch, compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -66,8 +64,9 @@ CASES: list[tuple[int, int, int, dict[str, Any]]] = [
 def test_qk_norm_rope_cache(
     heads: int, kv_heads: int, dim: int, options: dict[str, Any], int8: bool, dtype: torch.dtype
 ) -> None:
-    """Strided rows, one of them padding full of NaN; huge, tiny and zero heads; slots that nobody
-    writes stay.
+    """Rows are strided, one is padding full of NaN, and heads are huge, tiny and zero.
+
+    Slots that are not written keep their contents.
     """
     random = torch.Generator().manual_seed(dim)
     both = heads + kv_heads

@@ -1,6 +1,4 @@
-"""Convolutions and recurrences over paged states, interpreted, beside their specification; and
-compiled for sm_90.
-"""
+"""Convolutions and recurrences over paged states: interpreted, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class Heads:
         return 2 * self.keys * self.d + self.heads * self.v
 
     def conv_caches(self, blocks: int) -> tuple[Tensor, ...]:
-        """Full of NaN, so that it shows if anything is read that nobody wrote."""
+        """Return caches full of NaN, which shows reads of unwritten entries."""
         shapes = (BLOCK, 1, self.channels), (BLOCK // TILE, self.conv - 1, self.channels)
         return tuple(torch.full((blocks, *shape), NAN, device=DEVICE) for shape in shapes)
 

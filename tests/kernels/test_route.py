@@ -1,4 +1,4 @@
-"""The router's kernel, interpreted, beside the two definitions; and compiled for sm_90."""
+"""The router's kernel: interpreted against both references, and compiled for sm_90."""
 
 from __future__ import annotations
 

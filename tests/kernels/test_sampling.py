@@ -1,4 +1,4 @@
-"""Sampling, interpreted, beside the runner's own definitions; compiled for sm_90."""
+"""Sampling: interpreted against the runner's definitions, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_min_p_keeps_what_lies_on_it(log_min_p: float, drawn: set[int]) -> None:
 
 
 def test_top_p_of_flat_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where almost nothing may be left out of the search."""
+    """The search may skip almost nothing here."""
     count = 3
     vocab = 4000
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 1.5
@@ -228,7 +228,7 @@ def test_cut_example() -> None:
 @pytest.mark.full("kernels", keep=1)
 @pytest.mark.parametrize("room", [64, 16_384])
 def test_cut_is_that_of_sorting(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more candidates than there is room for, and with fewer; distances from 1e-30 to 1e30."""
+    """With more candidates than fit, and with fewer; distances from 1e-30 to 1e30."""
     monkeypatch.setattr(cut_file, "ROOM", room)
     count = 12
     vocab = 2100

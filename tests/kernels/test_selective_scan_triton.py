@@ -1,6 +1,4 @@
-"""Selective scans over paged states, interpreted, beside their specification; and compiled for
-sm_90.
-"""
+"""Selective scans over paged states: interpreted against references, compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -38,8 +36,9 @@ def on_device(tensors: Any) -> Any:
 
 
 def scan(inputs: Inputs, caches: Caches, *rows: Row, share: slice = slice(None)) -> Tensor:
-    """By the kernel. Rows of x, dt, B and C are parts of wider ones; four tokens of NaN follow the
-    rows' own.
+    """Run the kernel.
+
+    Rows of x, dt, B and C are slices of wider ones, and four tokens of NaN follow them.
     """
     wide = [torch.nn.functional.pad(part, (0, 3, 0, 4), value=NAN) for part in inputs]
     x, dt, b, c = on_device(part[:, :-3] for part in wide)
@@ -66,9 +65,7 @@ def joined(*parts: Inputs) -> Inputs:
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
 @pytest.mark.parametrize("hostile", [False, True])
 def test_close_to_the_specification(hostile: bool) -> None:
-    """A prefill, one that leaves nothing behind but in its second block, and then a chunk and a
-    decode.
-    """
+    """A prefill that stores only its second block, then a chunk and a decode."""
     mine = on_device(caches_of())
     theirs = caches_of()
     ours = inputs_of(45)

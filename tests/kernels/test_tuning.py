@@ -80,7 +80,7 @@ def test_search_keeps_the_defaults_where_nothing_is_faster() -> None:
 def test_kernels_of_others_are_chosen_by_their_time_alone(
     theirs_ms: float | None, wins: bool
 ) -> None:
-    """Their bits may differ; that they cannot run here is no error."""
+    """Their bits may differ, and it is no error that they cannot run here."""
 
     def time(config: Config) -> float:
         if config.get("theirs") and theirs_ms is None:
@@ -102,8 +102,9 @@ def least_of(choices: tuning.Choices) -> dict[str, tuple[int, ...]]:
 def test_the_kernels_give_the_same_bits_for_all_their_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """fp32 with powers of two: the interpreter's BLAS adds in an order of its own, but these sums
-    are exact.
+    """Inputs are fp32 powers of two, whose sums are exact.
+
+    So the order in which the interpreter's BLAS adds does not matter.
     """
     for name in ("GROUPED", "FP8", "LINEAR", "ATTENTION"):
         monkeypatch.setattr(tuning, name, least_of(getattr(tuning, name)))
@@ -146,7 +147,7 @@ def test_the_kernels_give_the_same_bits_for_all_their_parameters(
 
 
 def test_no_parameter_is_the_depth_of_a_step() -> None:
-    """On which bits do depend."""
+    """Bits depend on that depth."""
     assert not any(
         "block_k" in name
         for choices in (tuning.GROUPED, tuning.LINEAR, tuning.ATTENTION)

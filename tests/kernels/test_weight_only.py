@@ -1,6 +1,4 @@
-"""The experts' products with weights in 4 and 8 bits, interpreted, beside their meaning; and
-compiled for sm_90.
-"""
+"""The experts' products with 4- and 8-bit weights: interpreted, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ SMALL: Config = {
 
 
 def weights(kind: str, experts: int, outputs: int, inputs: int, group: int, seed: int) -> Narrow:
-    """Of 8 bits, every byte that is a number."""
+    """Return weights; with 8 bits, every byte that is a number occurs."""
     random = torch.Generator().manual_seed(seed)
     scales = torch.rand(experts, outputs, -(-inputs // group), generator=random) / math.sqrt(inputs)
     if kind.startswith(("int4", "fp4")):
@@ -86,7 +84,7 @@ def weights(kind: str, experts: int, outputs: int, inputs: int, group: int, seed
 
 
 def test_products_example() -> None:
-    """Both docstrings'."""
+    """Check the examples in both docstrings."""
     to = align(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), 1, 16)
     scales = torch.full((1, 2, 2), 1 / 64, device=DEVICE)
     x = torch.ones(1, 64, device=DEVICE)
@@ -169,7 +167,7 @@ def test_both_products(
 
 
 def test_all_rows_of_one_slot() -> None:
-    """As its example; and what a kernel reads lies at addresses that are all multiples of 16."""
+    """Check the docstring's example; addresses that the kernel reads are multiples of 16."""
     to = align_rows(3, 2, DEVICE)
     assert (to.ends_e.tolist(), to.expert_Z.tolist(), to.row_Z.tolist()) == ([3], [0, 0], [0, 2])
     for rows in (0, 1, 5, 16, 17, 70_000):

@@ -66,7 +66,7 @@ def test_every_parameter_is_filled_and_the_same_in_every_start(
     ],
 )
 def test_a_model_without_weights_answers(config_only: Path, stored: Any, quantization: Any) -> None:
-    """Also one that is said to be stored in e4m3."""
+    """So does a model whose config.json says e4m3."""
     if stored:
         config = json.loads((config_only / "config.json").read_text())
         (config_only / "config.json").write_text(
@@ -159,7 +159,7 @@ def test_refused_where_there_are_more_ranks(config_only: Path) -> None:
 def test_packed_weights_that_were_made_up_are_nobody_elses(
     config_only: Path, tmp_path: Path
 ) -> None:
-    """Where a folder is named, they are kept as others are."""
+    """If a folder is named, they are kept there like others."""
     spec = read_model_spec(config_only)
     found = []
     for _ in range(2):

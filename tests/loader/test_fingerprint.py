@@ -1,5 +1,6 @@
-"""Equal files have equal fingerprints wherever they lie; other weights under the same names have
-another one.
+"""Fingerprints: equal files have equal ones in any folder.
+
+Other weights under the same names have a different one.
 """
 
 from __future__ import annotations

@@ -62,7 +62,10 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, tmp_path: Path) -
 
 
 def test_defaults_may_exceed_the_limits_of_requests(tmp_path: Path) -> None:
-    """As in transformers and vLLM; top_p 0 keeps the most likely token, as in transformers."""
+    """So it is in transformers and vLLM.
+
+    top_p 0 keeps the most likely token, as in transformers.
+    """
     write(tmp_path, temperature=3, top_p=0, repetition_penalty=2.5)
     found = generation_defaults(tmp_path)
     assert (found["temperature"], found["repetition_penalty"]) == (3, 2.5)

@@ -107,7 +107,10 @@ HOSTILE = {
         padded(header(tensors=[(b"a", (4, 2), 0, 32)]), 32),
         "has 32 bytes at offset 32",
     ),
-    "far behind the file": (padded(header(tensors=[(b"a", (4, 2), 0, 2**63)]), 32), f"at offset {2**63}"),
+    "far behind the file": (
+        padded(header(tensors=[(b"a", (4, 2), 0, 2**63)]), 32),
+        f"at offset {2**63}",
+    ),
     "a cut tensor": (WHOLE[:-1], "has 32 bytes at offset 0 of the data, which has 31"),
     "no data": (header(tensors=ONE), "of the data, which has 0"),
     "an odd offset": (padded(header(tensors=[(b"a", (4, 2), 0, 8)]), 64), "an alignment of 32"),

@@ -79,7 +79,10 @@ def test_weights_have_the_same_bits(kind: str, take: Index) -> None:
 def parameter(
     kind: str, activations: Activations, *others: str, raw: np.ndarray | None = None
 ) -> tuple[Any, Tensor]:
-    """A filled parameter that has tensors of other types as well, and what the package says."""
+    """Return a filled parameter and gguf's dequantized values.
+
+    The parameter has tensors of other types too.
+    """
     raw = random_blocks(kind, (48, 512), 3) if raw is None else raw
     tensor, read = rows_of(kind, raw)
     stored = {name: StoredWeight(GGML_FORMATS[name], tensor, tensor) for name in (kind, *others)}
@@ -114,8 +117,9 @@ def test_a_parameter_means_the_same(kind: str, others: tuple[str, ...]) -> None:
 def test_a_product_is_that_of_the_meaning_with_rounded_rows(
     kind: str, others: tuple[str, ...]
 ) -> None:
-    """In the bits that the format says. A row's 32 inputs are whole multiples of 1/127 of the
-    largest.
+    """Weights have the bits of the format.
+
+    A row is rounded per 32 inputs, to whole multiples of 1/127 of the largest.
     """
     into, w_NK = parameter(kind, "auto", *others)
     linear = NativeLinear(into)

@@ -1,4 +1,4 @@
-"""What a model's name can mean, and what is said when it means nothing."""
+"""The meanings of a model's name, and the error if it has none."""
 
 from __future__ import annotations
 

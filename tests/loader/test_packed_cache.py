@@ -80,7 +80,7 @@ def start(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With one file."""
+    """Return a folder with one file."""
     start(tmp_path)[0].finish()
     return tmp_path
 
@@ -256,7 +256,7 @@ def test_a_pipe_in_its_place_stops_nobody(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_file_has_no_name_until_it_is_whole(tmp_path: Path) -> None:
-    """So one that is killed meanwhile leaves nothing."""
+    """So a process that is killed while writing leaves nothing."""
     seen: list[list[Path]] = []
     cache, _ = start(tmp_path, alive=lambda: seen.append(list(tmp_path.iterdir())))
     cache.finish()
@@ -265,7 +265,7 @@ def test_a_file_has_no_name_until_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_written_behind_a_start_as_it_was_then(tmp_path: Path) -> None:
-    """What changes meanwhile, an expert that moves, is not taken for the checkpoint's."""
+    """An expert that moves meanwhile is not stored as the checkpoint's."""
     gate = threading.Event()
     sizes = []
 
@@ -400,8 +400,9 @@ def test_many_may_write_at_once_and_map_meanwhile(tmp_path: Path) -> None:
 def built(
     path: Path, folder: Path | None, dtype: torch.dtype, world: World, asked: Any = None
 ) -> tuple[list[Tensor], bool]:
-    """What one rank's products are packed to, in order, and whether that was found. folder None:
-    without a cache.
+    """Return the packed products of one rank, in order, and whether they were found.
+
+    With folder None there is no cache.
     """
     spec = read_model_spec(path)
     checkpoint = open_checkpoint(path, spec.stored)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what config.json may say, and what the files must hold."""
+"""Quantized checkpoints: supported settings in config.json, and the required files."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_model_opts_own_file(write_config: WriteConfig) -> None:
 
 
 def test_of_the_text_model_in_a_larger_one(write_config: WriteConfig) -> None:
-    """Kimi-K2.5 says it there."""
+    """Kimi-K2.5 has its settings in the text model's config."""
     path = write_config(LLAMA, text_config={"quantization_config": compressed(group_size=32)})
     assert read_model_spec(path).stored == (StoredFormat(kind="int4", layout="words", group=32),)
     path = write_config(LLAMA, text_config={"quantization_config": {"quant_method": "aqlm"}})

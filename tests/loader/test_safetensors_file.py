@@ -1,6 +1,4 @@
-"""A safetensors header is believed only after it was checked: lies, damage and random bytes are
-CheckpointErrors.
-"""
+"""Safetensors headers are checked before use: damaged or random bytes raise CheckpointError."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Quantised weights in the layouts of files: what is read is exactly what they mean, whatever part
-is taken.
-"""
+"""Quantized weights in the layouts of files are read exactly, as a whole or in parts."""
 
 from __future__ import annotations
 
@@ -87,8 +85,11 @@ FUSED = {
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_experts_with_gate_and_up_by_turns(kind: str, tmp_path: Path) -> None:
-    """As gpt-oss has them: unquantised they would be [E, D, 2I], but rows of mxfp4 and nvfp4 are
-    outputs. Some rows of one expert are the same as in all."""
+    """gpt-oss has this layout.
+
+    Unquantized experts are [E, D, 2I], but rows of mxfp4 and nvfp4 are outputs. Some rows of one
+    expert equal those of all.
+    """
     form, wanted = FUSED[kind]
     tensors, meaning_EFD = stored("experts.gate_up_proj", torch.randn(E, 2 * I, D), form)
     if kind == "fp8":
@@ -148,8 +149,9 @@ def test_blocks_of_scales_turn_with_their_values(tmp_path: Path) -> None:
 
 
 def test_several_formats_in_a_checkpoint(tmp_path: Path) -> None:
-    """By dtypes, then shapes of scales, then names: words per channel in 4 bits differ from 8 bits
-    in nothing else.
+    """Formats are told apart by dtypes, then by shapes of scales, then by names.
+
+    4-bit words with a scale per channel differ from 8-bit ones in nothing else.
     """
     forms = {
         "experts.weight": Form("int4", group=32, packed=True),
@@ -335,7 +337,7 @@ def test_what_does_not_fit_is_named(
 
 
 def test_biases_of_zeros_are_none(make_checkpoint: Any, tmp_path: Path) -> None:
-    """And those that the model has are read."""
+    """Biases that the model has are read."""
     path, _ = write_quantised(make_checkpoint("qwen2_moe").path, tmp_path, FORMS["int4, gptq"])
     tensors = load_file(path / "model.safetensors")
     zeros = dict.fromkeys(

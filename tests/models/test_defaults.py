@@ -1,5 +1,6 @@
-"""What config.json leaves out has the value that the family's configuration class in transformers
-gives it.
+"""Omitted keys of config.json have the defaults of transformers.
+
+They are those of the family's configuration class.
 """
 
 from __future__ import annotations

@@ -90,7 +90,10 @@ def attach(head: Eagle3, driver: Driver) -> list[Tensor]:
     ]
 
     class Fed:
-        """Feeds the head hidden states beside tokens; appends the next hidden states to its logits."""
+        """Feeds the head hidden states beside tokens.
+
+        The next hidden states follow its logits.
+        """
 
         def forward(self, step: Any, caches: Any, ubatch: Any) -> Tensor:
             return head.forward(replace(step, embeds=EmbedPatch(hidden.pop(0))), caches, ubatch)

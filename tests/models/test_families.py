@@ -43,7 +43,7 @@ def test_every_family_is_tested() -> None:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_expert_tensors_fill_the_same_parameters(name: str, make_checkpoint: Any) -> None:
-    """As a transformers 5 state dict names them in memory, and per expert as it writes them."""
+    """Names are those of a transformers 5 state dict in memory, and those per expert on disk."""
     checkpoint = make_checkpoint(name)
     spec = read_model_spec(checkpoint.path)
     separate = carry_out(checkpoint.path, spec, torch.float32)
@@ -98,8 +98,9 @@ def test_the_loader_carries_out_the_plan(name: str, make_checkpoint: Any) -> Non
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_matrix_is_known_as_a_products(name: str, make_checkpoint: Any) -> None:
-    """By its name: else packed_cache, --quantization and quantised checkpoints do not take it for
-    one.
+    """Products are recognized by their names.
+
+    Otherwise packed_cache, --quantization and quantized checkpoints would not apply to them.
     """
     path = make_checkpoint(name).path
     params = load_plan(read_model_spec(path), open_checkpoint(path).names).params
@@ -131,7 +132,7 @@ def test_missing_tensors_are_still_asked_for(make_checkpoint: Any) -> None:
 
 
 def test_parameters_are_taken_out_while_building(make_checkpoint: Any) -> None:
-    """So that each weight's memory can go as soon as it is packed."""
+    """So each weight's memory can be freed as soon as it is packed."""
     from moeserve.ops.pick import pick_ops
 
     path = make_checkpoint("qwen2_moe").path
@@ -143,7 +144,7 @@ def test_parameters_are_taken_out_while_building(make_checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "llama"])
 def test_a_step_without_tokens(name: str, make_checkpoint: Any) -> None:
-    """What an idle rank of an expert-parallel group runs."""
+    """An idle rank of an expert-parallel group runs such steps."""
     driver = Driver(make_checkpoint(name).path)
     none = torch.zeros(0, dtype=torch.int64)
     groups = tuple(

@@ -21,7 +21,7 @@ def test_slopes_of_any_number_of_heads() -> None:
 
 
 def test_layers_decay_less_and_less(make_checkpoint: Any) -> None:
-    """The last layer of a group, and those behind the last whole group, have other attention."""
+    """The last layer of a group, and those after the last whole group, have other attention."""
     layers = read_model_spec(make_checkpoint("bailing_moe_v2_5").path).layers
     mixers = [layer.mixer for layer in layers]
     assert [isinstance(mixer, Lightning) for mixer in mixers] == [True, True, False, False]

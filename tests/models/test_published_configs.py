@@ -1,5 +1,7 @@
-"""config.json as it is on the hub: every key that a release has is read or known to change nothing,
-and the parameters that follow are those that its authors count."""
+"""config.json files of published models.
+
+Every key is read or known to change nothing, and the number of parameters is the authors'.
+"""
 
 from __future__ import annotations
 

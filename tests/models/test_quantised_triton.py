@@ -63,8 +63,9 @@ def far(found: Tensor, expected: Tensor) -> float:
 def test_a_stored_format_means_what_it_says(
     form: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    """With biases, a shared expert and all linear layers; blocks of e4m3 that are not whole leave
-    rows as they are.
+    """Includes biases, a shared expert and all linear layers.
+
+    Partial e4m3 blocks leave rows unrounded.
     """
     quantised, meaning = write_quantised(
         make_checkpoint("qwen2_moe", **SHARED).path, tmp_path, FORMS[form], plain="nothing"
@@ -90,9 +91,7 @@ def test_quantised_on_load(asked: Any, make_checkpoint: Any) -> None:
 def test_experts_multiply_e4m3_in_blocks(
     make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As plain products of what weights, rows and what is between them mean, but for a sum that
-    falls on a tie.
-    """
+    """They equal plain products of dequantized values, except for sums that fall on a tie."""
     path = make_checkpoint("qwen3_moe", **BLOCKS).path
     quantised, meaning = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
 
@@ -118,7 +117,7 @@ def test_experts_multiply_e4m3_in_blocks(
 def test_bits_depend_on_no_company(
     form: str, sizes: dict[str, int], make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    """All layers quantised; a prompt whole and in chunks, then a token, beside others."""
+    """All layers are quantized; a prompt runs whole, in chunks, and beside others."""
     path = make_checkpoint("qwen3_moe", **{"num_hidden_layers": 1, **sizes}).path
     quantised, _ = write_quantised(path, tmp_path, FORMS[form], plain="nothing")
     with ordered_dots():

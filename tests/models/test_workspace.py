@@ -64,10 +64,10 @@ class Echo:
         self.size = size
 
     def join(self, members: Members) -> None:
-        """There is nobody."""
+        """Do nothing: there are no other ranks."""
 
     def leave(self) -> None:
-        """There is nobody."""
+        """Do nothing: there are no other ranks."""
 
     def gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
         return side_by_side(torch.stack([x_TN] * self.size))
@@ -102,7 +102,7 @@ def test_bound_holds_on_one_of_several_ranks(
 def test_bound_holds_with_recurrent_layers(
     name: str, rows: int, count: int, before: int, dtype: torch.dtype, make_checkpoint: Any
 ) -> None:
-    """On few tokens, since the reference takes them one by one."""
+    """Only few tokens are used, since the reference processes them one by one."""
     check_one_rank(make_checkpoint(name), 2, rows, count, before, dtype)
 
 

@@ -1,6 +1,4 @@
-"""What the contract suite does not ask of `cuda_ipc`: counts that stay on the device, replays, and
-what it refuses.
-"""
+"""Properties of `cuda_ipc` beyond the contract: counts on the device, replays, rejections."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def layer(
 @interpreted
 @pytest.mark.usefixtures("_ordered_dots")
 def test_experts_that_learn_the_counts_from_the_device(tmp_path: Path) -> None:
-    """The bits of one rank whose host knows all counts."""
+    """The bits equal those of one rank whose host knows all counts."""
     chosen = {name: cases(2)[name] for name in ("uneven", "none on some", "all to one expert")}
     parts = [
         [batch(ids, torch.float32, r) for r, ids in enumerate(by_rank)]
@@ -101,8 +99,9 @@ def test_experts_that_learn_the_counts_from_the_device(tmp_path: Path) -> None:
 
 @interpreted
 def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that the host does between launches matters: the same launches, other inputs in the
-    same places.
+    """Nothing that the host does between launches matters.
+
+    The same launches get other inputs in the same memory.
     """
     tapes: dict[int, list[tuple[HostStream, Callable[[], object]]]] = {}
     launch = HostStream.launch
@@ -142,7 +141,10 @@ def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.Mon
 
 @interpreted
 def test_who_is_gone_is_named_at_once(tmp_path: Path) -> None:
-    """Also to a rank whose device waits already; and what was complete before stays valid."""
+    """A rank whose device already waits is told too.
+
+    Completed results stay valid.
+    """
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
 
     def work(rank: int, backend: All2All) -> tuple[int, ...]:
@@ -168,7 +170,7 @@ def test_who_is_gone_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_ranks_in_processes(tmp_path: Path) -> None:
-    """Also where there is a GPU: then this is CUDA IPC, and what the interpreter cannot tell."""
+    """With a GPU this tests CUDA IPC, which the interpreter cannot."""
     children = []
     for members in members_of(2, str(tmp_path)):
         told = [msgspec.json.encode(members).decode(), str(tmp_path / f"{members.rank}.pt")]
@@ -190,7 +192,7 @@ def test_ranks_in_processes(tmp_path: Path) -> None:
 
 @interpreted
 def test_ranks_that_do_not_agree_on_the_most_tokens_are_told(tmp_path: Path) -> None:
-    """Instead of reading each other's rows from the wrong places."""
+    """Otherwise they would read each other's rows from the wrong places."""
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
 
     def work(rank: int, backend: All2All) -> None:
@@ -205,7 +207,7 @@ def test_ranks_that_do_not_agree_on_the_most_tokens_are_told(tmp_path: Path) -> 
 
 @interpreted
 def test_leaving_needs_nothing_of_the_runners_thread(tmp_path: Path) -> None:
-    """There inference mode is on, and nobody else may write to its tensors."""
+    """That thread is in inference mode, so no other thread may write to its tensors."""
     memory = Symmetric(HostMemory())
     with torch.inference_mode():
         (window,) = memory.join(members_of(1, str(tmp_path))[0], 1, 1 << 16, "")

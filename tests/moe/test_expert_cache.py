@@ -41,7 +41,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Layers:
-    """Layers of experts in memory, and the same in a file behind `offset` bytes."""
+    """Layers of experts in memory, and the same in a file from `offset` on."""
 
     def __init__(
         self, path: Path, sizes: list[int], slots: int, offset: int = 64, **options: Any
@@ -99,7 +99,7 @@ def test_experts_of_several_reads(hidden: int, tmp_path: Path) -> None:
 
 
 def test_what_is_wanted_often_stays(tmp_path: Path) -> None:
-    """A prompt wants all experts once; those of a stream are there again behind it."""
+    """A prompt needs all experts once; those of a stream are in memory again after it."""
     layers = Layers(tmp_path / "file", [48], 5)
     for _ in range(10):
         layers.check(0, [1, 0, 1, 0, 0, 0, 0])

@@ -233,7 +233,7 @@ def test_world() -> None:
 def test_plan_says_whether_steps_are_recorded(
     backend: dict[str, Any], kernel: dict[str, Any], why: str
 ) -> None:
-    """And a layer as planned says the same."""
+    """The planned layer agrees with the plan."""
     needs = dataclasses.replace(NEEDS, device="cuda")
     plan = plan_moe(needs, [_Backend(**backend)], [_Kernel(**kernel)])
     assert plan.reasons[-2] == ("graphs", "other", why)

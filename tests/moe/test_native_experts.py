@@ -102,7 +102,7 @@ def test_has_the_bits_of_products_written_out(
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_copies_of_an_expert_are_packed_once(biased: bool, threads: int) -> None:
-    """As weights that are made up come (loader/dummy.py)."""
+    """Dummy weights (loader/dummy.py) come as such copies."""
     one = make(torch.bfloat16, num_experts=1, biased=biased)
     parts = [
         part.expand(E, *part.shape[1:])

@@ -130,8 +130,9 @@ def test_ranks_of_an_engine_gather(tmp_path: Path) -> None:
 
 
 def leave(members: Members, deadline_s: str, leaves_after_s: str) -> None:
-    """Rank 1 never calls. What waits for the device goes on when this rank leaves, or when NCCL's
-    time is over.
+    """Leave while rank 1 never calls.
+
+    A wait for the device ends when this rank leaves, or at NCCL's timeout.
     """
     torch.cuda.set_device(members.rank)
     mesh = DeviceMesh(replace(members, deadline_s=float(deadline_s)), 1, "test")

@@ -118,7 +118,7 @@ def test_loads_counted_on_the_device_are_those_counted_on_the_host() -> None:
 
 
 def test_what_a_recorded_step_reads_stays_where_it_is() -> None:
-    """A recording knows an address, and keeps nothing alive."""
+    """A graph knows only addresses and keeps no memory alive."""
     to_physical = LogicalToPhysical(
         Placement(1, 2, 2, np.array([[0, 1, 1, 0]], np.int32)), 0, counts_on_device=True
     )

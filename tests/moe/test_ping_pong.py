@@ -1,4 +1,4 @@
-"""The ping-pong turn: strict turns, and nobody parked when something fails."""
+"""Ping-pong execution of micro-batches: strict turns, and no thread parked after a failure."""
 
 from __future__ import annotations
 

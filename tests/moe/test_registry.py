@@ -1,4 +1,4 @@
-"""Which backends are offered for a configuration, and what the plan says of them."""
+"""Backends that are offered for a configuration, and what the plan reports about them."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_backend_that_was_asked_for_and_cannot_serve(
 
 
 def test_gpus_of_one_machine_read_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With experts that need not know how many rows came."""
+    """The experts need no number of received rows on the host."""
     triton = pytest.importorskip("moeserve.moe.experts.triton")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: MagicMock())
     backends = offered("cuda", dp=2)

@@ -1,5 +1,6 @@
-"""What a rank takes in from others stays within what it has planned memory for, however uneven
-experts are.
+"""Rounds bound the rows that a rank receives at a time by the memory planned for them.
+
+This holds however uneven the routing is.
 """
 
 from __future__ import annotations

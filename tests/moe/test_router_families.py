@@ -238,7 +238,7 @@ def test_choices_and_weights(family: Family) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.module)
 def test_products_in_fp32(family: Family) -> None:
-    """A router of a bf16 model multiplies in fp32 where the rule says so, and only there."""
+    """A bf16 model's router multiplies in fp32 if the rule says so, and only then."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -1,6 +1,4 @@
-"""The Triton experts with all kinds of weights: beside SwiGLU over what they mean, in any company,
-and moved.
-"""
+"""Triton experts with all kinds of weights: against SwiGLU, in any batch, and moved."""
 
 from __future__ import annotations
 
@@ -249,8 +247,9 @@ def test_the_fused_form_has_the_bits_of_the_steps(rule: RouterRule) -> None:
     ("kind", "biased"), [*((kind, False) for kind in KINDS), ("plain", True), ("int4", True)]
 )
 def test_an_expert_moves_in_one_piece(kind: str, biased: bool) -> None:
-    """Scales, zero points, biases and all: put, taken and stacked experts are those that were
-    packed together.
+    """put, take and stack equal packing the weights together.
+
+    This includes scales, zero points and biases.
     """
     experts = TritonExperts()
     a = weights(kind, biased=biased)

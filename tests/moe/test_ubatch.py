@@ -1,6 +1,4 @@
-"""One micro-batch: the order of things inside `overlap`, what counts as communication, and what a
-trace says.
-"""
+"""One micro-batch: the order of events in `overlap`, communication times, and traces."""
 
 from __future__ import annotations
 
@@ -18,8 +16,9 @@ MS = 1_000_000
 
 
 class Transfer:
-    """Takes `ms` from its start, in the background. tells: whether it knows when its last row was
-    here.
+    """A transfer that takes `ms` from its start, in the background.
+
+    `tells` is whether it knows when its last row arrived.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ def test_an_early_receive_that_fails_ends_both() -> None:
 
 
 def test_an_early_receive_that_waits_is_exposed() -> None:
-    """It may wait for the rows, in the sibling's time; the wait that follows is short then."""
+    """It may wait for the rows in the sibling's time; the later wait is then short."""
     ping_pong = PingPong(2)  # type: tuple[PingPong, tuple[UBatch, UBatch], list[str]]
     ubatches = (UBatch(0), UBatch(1))  # type: tuple[PingPong, tuple[UBatch, UBatch], list[str]]
     log = []  # type: tuple[PingPong, tuple[UBatch, UBatch], list[str]]

@@ -32,7 +32,7 @@ def checksum(data: Tensor) -> int:
 
 
 def reference_checksum(data: bytes, part: int = 2 << 20) -> int:
-    """As csrc/core/checksum.cpp says it, in whole numbers."""
+    """Compute the checksum of csrc/core/checksum.cpp in Python integers."""
     odd = 0x9E3779B97F4A7C15
     most = (1 << 64) - 1
 

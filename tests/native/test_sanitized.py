@@ -188,7 +188,7 @@ def test_all_kernels_compile_for_arm(tmp_path: Path) -> None:
 def test_what_this_cpu_may_lack_compiles_without_warnings(
     isa: str, flags: list[str], tmp_path: Path
 ) -> None:
-    """GCC 12 takes the undefined operands of its own intrinsics for mistakes."""
+    """GCC 12 warns of undefined operands in its own intrinsics."""
     strict = ["-Wall", "-Wextra", "-Werror", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
     source = f"csrc/kernels/isa_{isa}.cpp"
     to = str(tmp_path / "kernels.o")

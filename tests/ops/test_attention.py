@@ -19,8 +19,10 @@ from moeserve.ops.probe import host_step
 
 @dataclass
 class Cache:
-    """Random contexts in scattered blocks; every slot that belongs to nobody holds NaN. keys,
-    values: what int8 ones stand for."""
+    """Random contexts in scattered blocks; unused slots hold NaN.
+
+    `keys` and `values` are the dequantized entries of an int8 cache.
+    """
 
     k: Tensor
     v: Tensor
@@ -32,7 +34,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a query sees, and what becomes of scores."""
+    """The positions that a query sees, and changes of its scores."""
 
     window: int | None = None
     chunk: int | None = None
@@ -214,7 +216,7 @@ def test_bounds_on_work_space_do_not_change_bits(
 
 
 def test_sixteen_thousand_tokens_of_context() -> None:
-    """A decode row and the end of a prompt beside short rows."""
+    """A decode and the end of a prompt run beside short rows."""
     lengths = [16_384, 40]
     cache = make_cache(lengths, 2, 64, 16, torch.bfloat16)
     q = [

@@ -83,7 +83,7 @@ def test_rows_of_activations_and_norms_keep_their_bits(
 @pytest.mark.parametrize("function", [e.exp, e.sigmoid, e.silu, e.softplus])
 @pytest.mark.parametrize("rows", [1, 400])
 def test_shares_of_columns_keep_their_bits(function: Callable[[Tensor], Tensor], rows: int) -> None:
-    """As ranks have them, however few: none meets the scalar tail."""
+    """Ranks have such slices, however narrow; none may take torch's scalar tail."""
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(2)) * 8
     x[0, :5] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
     whole = function(x)
@@ -98,8 +98,9 @@ def test_shares_of_columns_keep_their_bits(function: Callable[[Tensor], Tensor],
 def test_columns_of_activations_keep_their_bits(
     width: int, dtype: torch.dtype, activation: Activation, threads: int
 ) -> None:
-    """However the columns are divided among ranks, none meets torch's scalar code where another
-    division does not.
+    """Bits must not depend on how ranks divide the columns.
+
+    So no slice may take torch's scalar code where another does not.
     """
     gate, up = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(4)).to(dtype)
     whole = e.act_mul(torch.cat((gate, up), 1), activation, threads)

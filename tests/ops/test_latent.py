@@ -154,7 +154,7 @@ def test_native_products_of_quantised_heads_are_those_of_linear_layers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_queries_and_latents(dtype: torch.dtype) -> None:
-    """Two of seven rows are padding, which reaches no entry; rows beside NaN keep their bits."""
+    """Two of seven rows are padding and write no entry; NaN does not affect other rows' bits."""
     tokens = 7
     real = 5
     heads = 3

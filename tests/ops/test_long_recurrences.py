@@ -1,5 +1,6 @@
-"""Rounding errors of recurrences do not add up: over 32k tokens of one request, beside the same
-sums in float64.
+"""Rounding errors of recurrences do not accumulate over 32k tokens of one request.
+
+The reference computes the same sums in float64.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ Row = tuple[int, int, int]  # context, first position, count
 def step(
     cache: Cache, rows: list[Row], q: list[Tensor], rule: Rule
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """The step's queries, beside other data and padded by three rows, and what plans take."""
+    """Return the step's queries and the inputs of plans.
+
+    The queries are a slice of other data, with three rows of padding.
+    """
     width = max(len(cache.tables[c]) for c, _, _ in rows)
     blocks = torch.tensor(
         [cache.tables[c] + [0] * (width - len(cache.tables[c])) for c, _, _ in rows]
@@ -187,7 +190,7 @@ def test_bits_are_the_references_in_any_company(
 def test_long_contexts_have_the_bits_of_the_reference(
     length: int, window: int | None, isa: str, dtype: torch.dtype, q_dtype: torch.dtype
 ) -> None:
-    """Alone, where threads share the chunks, beside others, and as the end of a prompt."""
+    """Alone, with threads sharing the chunks; beside others; and as the end of a prompt."""
     MODULE.use_isa(isa)
     lengths = [length, 40]
     cache = make_cache(lengths, 2, 16, 16, dtype)

@@ -55,7 +55,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def scattered(counts: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Returns the block tables of requests and the slots of their new tokens."""
+    """Return requests' block tables and the slots of their new tokens."""
     blocks = (1 + torch.randperm(39, generator=torch.Generator().manual_seed(9)))[: 8 * len(counts)]
     blocks = blocks.view(len(counts), 8).contiguous()
     places = [
@@ -83,7 +83,7 @@ def test_attention(
     rounded: bool,
     dtype: torch.dtype,
 ) -> None:
-    """extras: everything that a layer may have beside what all have."""
+    """`extras` are the optional parts of a layer."""
     both = HEADS + KV_HEADS
     tokens = sum(counts)
     v_dim = 40 if extras else DIM

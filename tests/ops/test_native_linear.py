@@ -126,7 +126,7 @@ def test_denormals_do_not_depend_on_company(dtype: torch.dtype, isa: str) -> Non
 
 
 def test_columns_keep_their_bits() -> None:
-    """What tensor-parallel ranks rely on."""
+    """Tensor-parallel ranks rely on it."""
     weight = values(301, 200, seed=0, dtype=torch.bfloat16)
     x = values(20, 200, seed=1, dtype=torch.bfloat16)
     whole = NativeLinear(weight)(x)

@@ -236,7 +236,9 @@ def test_qk_norm_rope_cache(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_cells_are_the_references(dtype: torch.dtype) -> None:
-    """Nothing, denormals, the smallest and largest numbers, halves between two steps, infinity and
+    """Inputs are extreme values.
+
+    They are zeros, denormals, the smallest and largest numbers, halves between steps, infinity and
     NaN.
     """
     heads = torch.zeros(8, 24)

@@ -61,7 +61,7 @@ def values(*shape: int, seed: int) -> Tensor:
 def inputs_of(
     shape: Shape, length: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns q, k, v, log decay and beta of a request."""
+    """Return q, k, v, log decay and beta of a request."""
     k = F.normalize(values(length, shape.groups, shape.d, seed=seed), dim=2)
     decay = -F.softplus(values(length, shape.heads, shape.decays, seed=seed + 1))
     beta = values(length, shape.heads, seed=seed + 2).sigmoid() if shape.delta else None
@@ -75,8 +75,9 @@ def inputs_of(
 def cached(
     num_blocks: int, size: int, *, rows: Sequence[int], tiles: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Returns a cache of the tokens and one of the borders of tiles, full of NaN but for the null
-    block.
+    """Return a cache of tokens and one of tile borders.
+
+    They are full of NaN except for the null block.
     """
     both = (
         torch.full((num_blocks, size, *rows), torch.nan),
@@ -88,7 +89,7 @@ def cached(
 
 
 def caches_of(shape: Shape, num_blocks: int) -> tuple[Tensor, ...]:
-    """Returns the caches of states, k, u and s."""
+    """Return the caches of states, k, u and s."""
     size = shape.block_size
     h = shape.heads
     k, states = cached(num_blocks, size, rows=(shape.groups, shape.d), tiles=(h, shape.d * shape.v))
@@ -100,7 +101,7 @@ def caches_of(shape: Shape, num_blocks: int) -> tuple[Tensor, ...]:
 
 
 def tables(lengths: Sequence[int], size: int, null: Sequence[int] = ()) -> Tensor:
-    """Returns block tables of requests; those of `null` have null blocks."""
+    """Return requests' block tables; those of `null` have null blocks."""
     width = max(-(-length // size) for length in lengths)
     blocks = (
         1 + torch.randperm(len(lengths) * width, generator=torch.Generator().manual_seed(0))
@@ -131,8 +132,9 @@ def run(
     padding: int = 0,
     **more: Any,
 ) -> list[Tensor]:
-    """Returns each request's o [T, H, v] and then the caches, computed in steps. twice: each step
-    runs again.
+    """Return each request's o [T, H, v] and then the caches, computed in steps.
+
+    With `twice`, each step runs again.
     """
     inputs = [
         inputs_of(shape, length, 10 * i + more.get("seed", 0)) for i, length in enumerate(lengths)
@@ -294,7 +296,7 @@ def convolve(
     padding: int = 0,
     **more: Any,
 ) -> list[Tensor]:
-    """Returns each request's results and then both caches, computed in steps from strided rows."""
+    """Return each request's results and both caches, computed in steps from strided rows."""
     weight = values(conv.channels, conv.inputs, seed=1)
     bias = values(conv.channels, seed=2) if conv.bias else None
     x = [
@@ -329,8 +331,9 @@ def convolve(
 @pytest.mark.parametrize("conv", CONVS)
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_convolutions(kernels: Any, conv: Conv) -> None:
-    """They are torch's; chunks, padding, null blocks and a second run change no bit; NaN stays in
-    its request.
+    """Results are torch's.
+
+    Chunks, padding, null blocks and a second run change no bit, and NaN stays in its request.
     """
     whole = convolve(kernels, conv, LENGTHS, (64,))
     weight = values(conv.channels, conv.inputs, seed=1)

@@ -1,6 +1,7 @@
-"""Gated delta nets and Mamba-2 in one native call: close to the layers of separate steps in plain
-torch, and the same bits in chunks, in company, beside padding, on every instruction set and any
-number of threads.
+"""Gated delta nets and Mamba-2 in one native call.
+
+They are close to layers of separate steps in plain torch. Bits are the same in chunks, in any
+batch, beside padding, on every instruction set, and with any number of threads.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ def run(
     kind: str, ops: Ops, lengths: Sequence[int], chunks: Sequence[int], *, padding: int = 0,
     spoilt: int | None = None, first: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns each request's outputs and then the caches, computed in steps from strided rows.
+    """Return each request's outputs and then the caches, computed in steps from strided rows.
 
-    spoilt: a token of the first request that is NaN. first: the seed of the first request.
+    `spoilt` is a token of the first request that is NaN, and `first` is that request's seed.
     """
     block = layer(kind, ops)
     x = [
@@ -173,8 +174,9 @@ def test_bits_are_those_of_any_instruction_set_and_threads(kind: str) -> None:
 
 @by_kind
 def test_bits_are_those_of_any_number_of_threads_where_all_steps_are_shared(kind: str) -> None:
-    """Of so many tokens that threads share the small steps too: gates of time, norms of queries and
-    keys.
+    """There are so many tokens that threads share the small steps too.
+
+    These are the gates of time and the norms of queries and keys.
     """
     lengths = [4500, 40, 1]
     ops = pick_ops("cpu", torch.float32, "native")

@@ -167,8 +167,9 @@ def test_native_choice_among_any_scores() -> None:
 def test_native_scores_have_the_bits_of_the_products(
     heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    """On any instruction set and any number of threads. Only roundings make scores differ, as
-    below.
+    """This holds on any instruction set and with any number of threads.
+
+    Only rounding makes scores differ, as below.
     """
     group, step = rows_of((0, 20), (1000, 40), (320, 1))
     cache = (

@@ -139,8 +139,9 @@ def test_company_and_padding_do_not_matter_and_steps_may_run_again(kernels: Any)
 
 @by_kernels
 def test_null_blocks_are_neither_read_nor_written(kernels: Any) -> None:
-    """As a prefill leaves behind only what is needed: the states of all tiles but the last ones go
-    on by hand.
+    """A prefill leaves only the needed states.
+
+    Those of all tiles but the last ones are continued by hand.
     """
     inputs = inputs_of(70)
     caches = caches_of()
@@ -166,7 +167,10 @@ def test_hostile_values_stay_in_their_channel(kernels: Any, value: float) -> Non
 @by_kernels
 @pytest.mark.parametrize("share", [1, 8, 20, 24])
 def test_a_share_of_the_channels_has_the_same_bits(kernels: Any, share: int) -> None:
-    """Also those of the convolution, whose SiLU torch computes otherwise at the end of a row."""
+    """This includes the convolution.
+
+    torch computes its SiLU differently at the end of a row.
+    """
     x, dt, b, c = inputs_of(40)
     plan = kernels.plan_tiles(*step_of([(0, 40, [1, 2])]))
     weight = torch.randn(CHANNELS, 4, generator=torch.Generator().manual_seed(3))
@@ -186,7 +190,7 @@ def test_a_share_of_the_channels_has_the_same_bits(kernels: Any, share: int) -> 
 
 @needs_native
 def test_native_bits_are_those_of_any_instruction_set_and_threads() -> None:
-    """And near to the reference's; subnormal numbers are zeros to it."""
+    """They are close to the reference's; subnormal numbers count as zero."""
     # so that threads share channels
     state = 5
     width = 8300

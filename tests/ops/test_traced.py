@@ -45,8 +45,10 @@ MODEL: dict[str, Any] = {
 def hidden(
     ops: Ops, layers: int, tokens: int, cut: Cut | None = None, mixers: tuple[Mixer, ...] = ()
 ) -> torch.Tensor:
-    """What a model with random weights makes of one request's first tokens; every other layer has
-    experts. mixers: of further layers."""
+    """Return a random model's output for one request's first tokens.
+
+    Every other layer has experts; `mixers` are those of further layers.
+    """
     moe_layers = tuple(i % 2 == 0 for i in range(layers))
     spec = spec_of(**MODEL, num_layers=layers, moe_layers=moe_layers)
     spec = replace(
@@ -105,8 +107,10 @@ def test_layers_share_traces_and_results_stay(
 def test_no_trace_looks_into_what_cuts_a_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each recording brings a function of its own, and its warm-up another: compiled into the
-    layers, they would be compiled anew for each, while the stream is captured."""
+    """Each recording has a function of its own, and its warm-up another.
+
+    Compiled into the layers, they would be compiled anew for each while the stream is captured.
+    """
     monkeypatch.setenv(FOLDER, str(tmp_path))
     torch._dynamo.reset()
     compiled = traced(pick_ops(CPU, torch.float32, "torch"))
@@ -137,7 +141,7 @@ def test_no_trace_looks_into_what_cuts_a_recording(
 def test_no_trace_looks_into_recurrences(
     mixer: Mixer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their loops over the tiles of one step are those of no other."""
+    """Their loops over a step's tiles differ in every step."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     torch._dynamo.reset()
     counters.clear()

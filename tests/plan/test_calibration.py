@@ -65,7 +65,10 @@ def test_a_fit_predicts_steps_that_it_has_not_seen() -> None:
 
 
 def test_what_passes_between_two_steps_grows_with_requests_and_prompts() -> None:
-    """Gaps of 50 us, 10 us a request and 200 us with a prompt, beside steps that do not vary."""
+    """Gaps are 50 us, 10 us per request, and 200 us with a prompt.
+
+    Steps themselves do not vary.
+    """
     found = []
     for i, plain in enumerate(samples(600)):
         device_s = seconds(plain.tokens, plain.rows, plain.reads, plain.pairs)

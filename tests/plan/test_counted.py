@@ -60,7 +60,7 @@ class ByEverything:
 def both(
     trace: RequestTrace, limits: Limits, dp: int, together: bool
 ) -> tuple[Simulation, Simulation]:
-    """Runs the trace both ways, which have to agree in everything."""
+    """Run the trace both ways, which must agree in everything."""
     costs = ByEverything(), ByEverything()
     counted, planned = (
         Simulation(limits, GROUPS, cost, dp, together=together, counted=way).run(trace)

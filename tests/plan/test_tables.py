@@ -71,7 +71,10 @@ def test_products_lie_between_measured_sizes_and_grow_beyond_them() -> None:
 
 
 def test_measured_products_and_attention_replace_the_roofline_of_theirs() -> None:
-    """Attention to 1,000 positions each by 128 rows, and beside 100 rows a prompt of 100 tokens."""
+    """The attention is of two kinds.
+
+    128 rows attend to 1,000 positions each, and 100 rows run beside a prompt of 100 tokens.
+    """
     grid = {(n, k): {1: 1e-6, 8192: 1e-6} for n in (64, 65536) for k in (64, 65536)}
     heads = AttentionTimes(
         {1: Times({1: 9.0}), 128: Times({1: 1e-9, 10**6: 1e-3})}, Times({1: 1e-6, 10**6: 1.0})

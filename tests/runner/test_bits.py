@@ -1,6 +1,4 @@
-"""On real model families: a request's tokens and logit bits depend on nothing but the request and
-the model.
-"""
+"""On real families, a request's tokens and logit bits depend only on the request and the model."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ class RandomWeights(CPUModelRunner):
 
 
 def random_model(runner: ModelRunnerBase) -> Any:
-    """With the runner's dtype and kernels, on its device; the same weights every time."""
+    """Return a model with the runner's dtype, kernels and device; weights are always the same."""
     device = runner.config.device
     generator = torch.Generator().manual_seed(0)
 

@@ -1,5 +1,8 @@
-"""Grammars of an engine's slots: masks beside forward passes, drafts, endings, errors, slots that
-change hands; and masks on logits."""
+"""Grammars of an engine's slots, and masks on logits.
+
+Masks are computed beside forward passes, with drafts, endings, errors, and slots that change
+owners.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def take(
 
 
 def begin(constraints: Constraints, rows: dict[int, tuple[int, list[int]]]) -> StepMasks:
-    """rows: slot -> known tokens of the answer, drafts."""
+    """Start grammars; `rows` maps slots to known tokens of the answer and drafts."""
     drafts = [np.array(drafts, np.int32) for _, drafts in rows.values()]
     step = constraints.begin(list(rows), [PROMPT + known for known, _ in rows.values()], drafts)
     assert step is not None
@@ -275,7 +278,7 @@ def test_tokens_that_no_mask_allowed(constraints: Constraints) -> None:
 
 
 def test_a_row_without_a_token_has_ended(constraints: Constraints) -> None:
-    """Its next step is in flight already, and must not wait for a token that never comes."""
+    """Its next step is in flight already and must not wait for a token that never comes."""
     take(constraints, 0, PERSON)
     take(constraints, 1, GrammarSpec("choice", '["no"]'))
     first = begin(constraints, {0: (0, []), 1: (0, [])})

@@ -20,12 +20,14 @@ def plan_of(step: int, counts: list[int]) -> StepPlan:
 
 
 class Sim:
-    """Engines that share every step. A step takes compute + wait in one micro-batch, and in two
-    max(compute * (1 + overhead), wait), all per token; noise as a share. The next step is planned
-    before the last one is noted, as in the engine.
+    """Engines that share every step.
 
-    recording: recorded steps, in which nobody times transfers. The first of each number of tokens
-    and micro-batches takes so many times as long.
+    A step takes compute + wait in one micro-batch, and max(compute * (1 + overhead), wait) in two,
+    all per token. noise is a share of the time. The next step is planned before the last one is
+    noted, as in the engine.
+
+    With `recording`, steps are recorded, so that transfers are not timed. The first step of each
+    number of tokens and micro-batches takes `recording` times as long.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Sim:
         self._late: list[tuple[OverlapPolicy, StepPlan, StepResult]] = []
 
     def run(self, steps: int, counts: list[int]) -> float:
-        """Time taken, as a multiple of what one micro-batch would have taken."""
+        """Return the time taken, as a multiple of that with one micro-batch."""
         tokens = sum(counts)
         base_us = 0.0
         took_us = 0.0
@@ -131,8 +133,9 @@ def test_it_finds_what_pays_in_recorded_steps(engines: int, noise: float) -> Non
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("overhead", [0.05, 0.3, 3.0])
 def test_it_loses_little_in_recorded_steps(overhead: float, noise: float) -> None:
-    """Nothing says that no transfer is waited for, so the other way is tried, within the same
-    budget.
+    """Recorded steps do not report whether transfers are waited for.
+
+    So the other way is tried, within the same budget.
     """
     sim = Sim(0, overhead, noise=noise, recording=30)
     sim.run(3, [1] * 32)

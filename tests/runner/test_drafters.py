@@ -79,7 +79,7 @@ def driver_of(
 def test_a_draft_model_that_is_the_target_guesses_every_token(
     family: str, temperature: float, settings: dict[str, Any], make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    """Also across blocks, and behind the drafts of the step before."""
+    """Also across blocks, and after the previous step's drafts."""
     path = make_checkpoint(family).path
     if "packed_cache" in settings:
         settings = settings | {"packed_cache": str(tmp_path)}
@@ -188,7 +188,7 @@ def test_drafts_of_an_eagle_head(
 def test_tensor_parallel_ranks_have_the_whole_drafter(
     kind: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    """Its three heads cannot be shared by two ranks."""
+    """Two ranks cannot share its three heads."""
     small = make_checkpoint(
         "qwen3", hidden_size=48, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1
     )
@@ -239,7 +239,7 @@ def test_memory_stays_below_the_bound(
 def test_drafts_change_no_token(
     kind: str, make_checkpoint: Any, dense: Any, tmp_path: Path
 ) -> None:
-    """With every sampling parameter, preemptions, prefix hits and stops in the middle of drafts."""
+    """All sampling parameters, preemptions, prefix hits, and stops within drafts occur."""
     target = make_checkpoint("qwen3_moe").path
     write_eagle3(tmp_path)
     paths = {

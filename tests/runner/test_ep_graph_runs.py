@@ -238,7 +238,10 @@ def test_two_ranks_give_the_bits_of_one(
 def test_ranks_that_round_steps_in_other_ways_do_not_serve_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on machines with Triton and without: they would make room for other numbers of tokens."""
+    """Machines with and without Triton are an example.
+
+    They would allocate for different numbers of tokens.
+    """
     monkeypatch.setattr(Rank, "kind", "nccl")
     worlds = [World(rank=rank, size=2, ranks_on_host=2, host_rank=rank) for rank in range(2)]
     drivers = [
@@ -271,7 +274,7 @@ STEPS = [
 def test_two_ranks_of_an_engine(
     kind: str, graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share each step's tokens out, in a recorded one the padding as well."""
+    """They share each step's tokens; in a recorded step, the padding as well."""
     monkeypatch.setattr(Rank, "kind", kind)
     expected = alone()
     worlds = [

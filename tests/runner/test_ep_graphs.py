@@ -111,7 +111,7 @@ def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> 
 @pytest.mark.parametrize("seqs", [1, 256, 512])
 @pytest.mark.parametrize("tokens", [20, 500, 2048])
 def test_the_number_of_recordings_is_bounded(seqs: int, tokens: int) -> None:
-    """Whatever engines have to do, as docs/gpu.md says."""
+    """This holds for any load, as docs/gpu.md says."""
     limits = replace(LIMITS, max_num_seqs=seqs, max_num_batched_tokens=tokens)
     graphs = graphs_of(Facts())
     graphs.sizes = common_sizes("auto", limits)

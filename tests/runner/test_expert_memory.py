@@ -31,7 +31,7 @@ SMALL = 200_000  # bytes: holds some of qwen3_moe's experts
 
 
 def least(path: Path, **settings: Any) -> int:
-    """The bytes that a start asks for that has too few."""
+    """Return the bytes that a start with too few reports as the minimum."""
     with pytest.raises(ConfigError, match="is too small") as caught:
         alone(path, **settings, expert_memory=1)
     return int(str(caught.value).rpartition(" ")[2].replace(",", ""))

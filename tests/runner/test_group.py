@@ -59,7 +59,7 @@ def path(make_checkpoint: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[Request]:
-    """Both requests on one rank."""
+    """Return both requests' tokens on one rank."""
     driver = alone(path)
     requests = [driver.add(request_of(i)) for i in range(2)]
     for request in requests:
@@ -103,7 +103,7 @@ def same(ours: Request, theirs: Request) -> None:
 
 
 async def finish(group: Group, first: Request, second: Request, **options: bool) -> None:
-    """Until both have all tokens; who is done first idles."""
+    """Step until both requests have all tokens; the first to finish idles."""
     requests = first, second
     while any(len(request.output) < NUM_TOKENS for request in requests):
         await group.run(
@@ -162,7 +162,7 @@ async def test_two_ubatches_change_no_bit_and_are_measured(
 async def test_a_step_that_loses_a_peer_runs_again_after_the_next_join(
     group: Open, expected: list[Request]
 ) -> None:
-    """With a second one in flight behind it, and a request that begins in it."""
+    """A second step is in flight after it, and a request begins in it."""
     async with group() as engines:
         here, there = engines.engines
         first = here.driver.add(request_of(0))
@@ -355,7 +355,7 @@ async def test_another_error_than_a_lost_peer_is_the_end() -> None:
 
 
 class OneWorker:
-    """A team whose worker answers as told."""
+    """A team whose worker answers as set."""
 
     def __init__(self) -> None:
         self.answer = CommandDone(1)

@@ -1,4 +1,4 @@
-"""Prepared inputs equal what plain loops over the plan say."""
+"""Prepared inputs equal those of plain loops over the plan."""
 
 from __future__ import annotations
 

@@ -49,8 +49,9 @@ def request(slot: int, tokens: Sequence[int]) -> NewRequest:
 
 
 def rescan(tokens: list[int]) -> tuple[int, int]:
-    """(position behind the latest earlier occurrence of the longest n-gram at the end, length of
-    the match).
+    """Find the latest earlier occurrence of the longest n-gram at the end.
+
+    Returns the position after it, and the length of the match.
     """
     for n in range(MAX_TOKENS, MIN_TOKENS - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
@@ -61,7 +62,7 @@ def rescan(tokens: list[int]) -> tuple[int, int]:
 
 
 def behind(tokens: list[int], position: int, count: int) -> list[int]:
-    """What follows a position if what is not known yet repeats."""
+    """Return the tokens after a position, repeating the period beyond the end."""
     tokens = list(tokens)
     period = len(tokens) - position
     for _ in range(count):
@@ -70,7 +71,7 @@ def behind(tokens: list[int], position: int, count: int) -> list[int]:
 
 
 def naive_guess(tokens: list[int], num_first: int, k: int) -> list[int]:
-    """The n-gram guess behind all tokens, of which the first few were there at the beginning."""
+    """Return the n-gram draft after all tokens; the first num_first were known at the start."""
     acceptance = Acceptance()
     for end in range(num_first, len(tokens)):
         position, length = rescan(tokens[:end])

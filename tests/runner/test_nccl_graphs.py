@@ -53,7 +53,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
 
 
 def experts(inbound: Inbound, first: int) -> Tensor:
-    """As in the contract, without asking the device. Results of rows beyond the last are NaN."""
+    """Compute as in the contract without reading from the device; rows beyond the last give NaN."""
     ends_e = torch.as_tensor(inbound.ends_e)
     expert_P = (torch.arange(len(inbound.x))[:, None] >= ends_e).sum(1)
     y = inbound.x * (first + expert_P + 0.5).to(inbound.x.dtype)[:, None]
@@ -101,8 +101,9 @@ class Rank:
 
 
 def parts_of(step: int) -> list[Batch]:
-    """Up to ROOM tokens of each rank, one of them without any now and then; rows to nobody among
-    them.
+    """Return up to ROOM tokens for each rank.
+
+    At times a rank has none. Some rows have no expert.
     """
     rng = np.random.default_rng(step)
     found = []

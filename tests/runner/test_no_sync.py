@@ -1,5 +1,6 @@
-"""No step on CUDA asks the device for a value: the runner for GPUs over interpreted kernels, where
-asking fails.
+"""No step on CUDA reads a value from the device.
+
+The GPU runner runs interpreted kernels on a device where reading raises.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def test_no_step_asks_the_device(model: str, mixers: list[Mixer], guard: Guard) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there test_gpu.py asks the driver")
 def test_a_step_that_only_serves_others_has_a_result(guard: Guard) -> None:
-    """Its loads, all zero, are on the device as those of any step are."""
+    """Its expert loads, all zero, are on the device as for any step."""
     runner = driver_of(
         "qwen3_moe", "float32", OnHere, kernels="triton", determinism="batch", graphs="off"
     ).runner

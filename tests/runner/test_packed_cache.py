@@ -80,8 +80,9 @@ def test_a_second_start_reads_nothing_and_computes_the_same(
 
 
 async def test_experts_move_after_a_start_from_a_file(make_checkpoint: Any, tmp_path: Path) -> None:
-    """To other ranks' mapped memory, which stays the process's own: the next start finds what the
-    first one had.
+    """They move to other ranks' mapped memory, which is private to the process.
+
+    So the next start finds what the first one had.
     """
     path = make_checkpoint("qwen3_moe").path
     expected = run(path)

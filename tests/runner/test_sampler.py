@@ -1,4 +1,4 @@
-"""The sampler against a naive one, its distribution, and that rows never meet."""
+"""The sampler against a naive one, its distribution, and independence of rows."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def random_sampling(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
 
 
 def naive_scores(logits: Tensor, history: list[int], num_prompt: int, p: TokenSampling) -> Tensor:
-    """What is left of one row's logits before noise, float64, one rule after the other as they are
-    defined.
+    """Return one row's scores before noise, in float64.
+
+    The rules are applied one after the other, as they are defined.
     """
     x = logits.double().tolist()
     for token in range(len(x)):

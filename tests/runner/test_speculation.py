@@ -95,8 +95,9 @@ def runner_of(path: Path, **settings: Any) -> CPUModelRunner:
 def serve(
     runner: Any, submits: Sequence[Submit], num_blocks: int | None = None
 ) -> tuple[list[Answer], int, int]:
-    """Runs all requests, two steps deep. Returns the answers and how many drafts were verified and
-    right.
+    """Run all requests, two steps deep.
+
+    Returns the answers, and how many drafts were verified and accepted.
     """
     limits = runner.limits
     scheduler = Scheduler(limits, runner.groups, eos_ids=(EOS,), vocab_size=runner.spec.vocab_size)
@@ -180,7 +181,7 @@ def knowing(
 
 
 def speculate(runner: Any, proposer: Any) -> None:
-    """Makes the runner verify this proposer's drafts."""
+    """Make the runner verify this proposer's drafts."""
     runner.proposer = proposer
     runner.limits = replace(runner.limits, num_drafts=proposer.num_drafts)
 

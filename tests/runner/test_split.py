@@ -38,7 +38,7 @@ def random_step(rng: np.random.Generator) -> StepInputs:
 
 
 def by_token(step: StepInputs) -> list[tuple[Any, ...]]:
-    """What each token of a step is: all that attention derives from rows, spelled out."""
+    """Return for each token of a step all that attention derives from rows."""
     tokens: list[tuple[Any, ...]] = []
     for row, start in enumerate(step.starts_R.tolist()):
         for token in range(step.offsets_R1[row], step.offsets_R1[row + 1]):
@@ -78,7 +78,7 @@ def test_split_loses_nothing() -> None:
 
 
 def test_padding_is_split_as_well() -> None:
-    """Where only the device knows how many of the rows, of a token each, are real."""
+    """Only the device knows how many of the rows, of one token each, are real."""
     for tokens in range(1, 8):
         for real in range(tokens + 1):
             here = np.arange(tokens + 1, dtype=np.int32)

@@ -45,7 +45,7 @@ STARTS, OFFSETS = np.array([0, 4, 0], np.int32), np.array([0, 5, 6, 12], np.int3
 
 
 class Travelling(LocalAll2All):
-    """What is sorted on the computing stream travels as a copy on the other one, there and back."""
+    """Copies sorted rows on the communication stream, in both directions."""
 
     caps = replace(LocalAll2All.caps, name="travelling")
 
@@ -151,7 +151,7 @@ def facts() -> BackendFacts:
 
 
 def by_nccl() -> NcclAll2All:
-    """Its rows travel from this rank to itself."""
+    """Its rows go from this rank to itself."""
     backend = NcclAll2All(facts())
     backend.join(members_of(1)[0], EXPERTS, 2)
     return backend
@@ -200,9 +200,7 @@ def test_two_ubatches_on_two_streams_give_the_bits_of_one(
 
 
 def recorded(cuda: FakeCuda) -> tuple[Tensor, Tensor]:
-    """What two micro-batches compute as they are, and what they compute when a recording of both is
-    replayed.
-    """
+    """Return the result of two micro-batches, and that of a replayed recording of both."""
     ids = torch.arange(12) * 3 % 50
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
     step = StepInputs(
@@ -327,7 +325,10 @@ def test_rows_travel_while_the_other_ubatch_computes(cuda: FakeCuda) -> None:
 
 
 def test_a_transfer_that_nobody_waits_for_keeps_what_it_uses(cuda: FakeCuda) -> None:
-    """As in a step that fails: until the device has come by, and no longer."""
+    """This happens in a step that fails.
+
+    Memory is kept until the device is past the transfer, and no longer.
+    """
     comm = comm_stream("cuda")
     with pytest.raises(ZeroDivisionError):
         comm.launch(lambda: torch.ones(3).div_(2) / (1 // 0))

@@ -1,4 +1,4 @@
-"""Staged writes reach the device tables as a plain dictionary of entries would say."""
+"""Staged writes to device tables equal those to a plain dictionary."""
 
 from __future__ import annotations
 

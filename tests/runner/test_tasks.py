@@ -1,4 +1,4 @@
-"""Tasks: what a step makes of its rows' hidden states, beside sampling."""
+"""Tasks: results that a step computes from its rows' hidden states, besides sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .harness import Driver, Request, fake_runner, greedy
 
 
 class LastHidden(RowTask):
-    """Returns the hidden state of each row's last token, as bytes."""
+    """Returns the hidden state of each row's last token as bytes."""
 
     def __init__(self) -> None:
         self.slots: set[int] = set()

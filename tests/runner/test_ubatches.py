@@ -1,5 +1,8 @@
-"""Steps in two micro-batches: the same bits as in one, whatever the split; errors that strand
-nobody; overlap that is real."""
+"""Steps in two micro-batches.
+
+They have the bits of one micro-batch for any split, errors leave no thread waiting, and the overlap
+is real.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_ubatches() -> Iterator[Callable[[Driver, Cut], InUBatches]]:
-    """Makes a driver step in micro-batches; ends the micro-batches' threads."""
+    """Make a driver step in micro-batches; end their threads afterwards."""
     made: list[InUBatches] = []
 
     def make(driver: Driver, split_at: Cut) -> InUBatches:
@@ -133,8 +136,9 @@ def test_every_cut_of_a_request(make_checkpoint: Any, in_ubatches: Any) -> None:
 def test_a_prefix_is_read_in_the_step_that_writes_it(
     make_checkpoint: Any, in_ubatches: Any
 ) -> None:
-    """The scheduler puts a reader's row behind its writer's; any split between or inside them must
-    do.
+    """The scheduler puts a reader's row after its writer's.
+
+    Any split between or inside them must work.
     """
     path = make_checkpoint("qwen2_moe").path
     prefix = PROMPTS["long"][:32]
@@ -193,7 +197,7 @@ def test_loads_of_both_ubatches_are_one(make_checkpoint: Any, in_ubatches: Any) 
 
 @pytest.mark.usefixtures("not_fused")
 def test_a_rank_without_tokens_serves(make_checkpoint: Any) -> None:
-    """It makes the same calls of its backend as a rank with tokens, micro-batch by micro-batch."""
+    """It makes the same calls of its backend as a rank with tokens, by micro-batch."""
     driver = Driver(make_checkpoint("qwen2_moe").path)
     calls: list[tuple[str, int, int]] = []
 
@@ -366,7 +370,7 @@ class _Travelling:
 
 
 def overlapped_ns(events: Sequence[TraceEvent], transfer: int) -> int:
-    """How long one micro-batch's rows travelled while the other one computed."""
+    """Return how long one micro-batch's transfers ran while the other computed."""
     travels = [event for event in events if event.track == f"transfer {transfer}"]
     works = [
         event

@@ -1,4 +1,4 @@
-"""GET /v1/experts, once and as a stream, and what /metrics says of engines and experts."""
+"""GET /v1/experts, once and as a stream, and /metrics about engines and experts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 @pytest.fixture
 async def patient(live):
-    """A function that serves with other limits on a port of its own."""
+    """Yield a function that serves with other limits on its own port."""
     servers = []
 
     async def start(**limits: float) -> int:

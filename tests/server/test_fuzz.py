@@ -201,8 +201,9 @@ async def _check(live: Any, asked: Asked) -> None:
 
 @pytest.fixture
 def check(tokenizer: Any, launch: Any) -> Iterator[Any]:
-    """Sends a request to one server, which lives as long as the test, and looks at what comes back
-    and what stays.
+    """Send a request to a server, and check the answer and the state that it leaves.
+
+    The server lives as long as the test.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()

@@ -55,7 +55,7 @@ async def answering(answer: str, **settings):
 
 
 def join(events: list) -> dict:
-    """The whole answer of a stream's deltas. Content that stayed empty beside calls is null."""
+    """Join a stream's deltas to a whole answer; empty content beside calls is null."""
     message = {"role": "assistant", "content": ""}
     finish = None
     for event in events:

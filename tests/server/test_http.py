@@ -1,4 +1,4 @@
-"""Below the API: framing, limits, slow and vanishing clients, everything in one error shape."""
+"""HTTP below the API: framing, limits, slow and vanishing clients, and one format of errors."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ async def test_requests_one_after_another_on_one_connection(live):
 
 
 async def test_targets_in_absolute_form(live):
-    """What clients of a proxy send, and some proxies pass on."""
+    """Clients of a proxy send them, and some proxies pass them on."""
     close = "Connection: close"
     for target in (
         "http://localhost/livez",
@@ -197,7 +197,7 @@ async def test_options_of_the_whole_server(launch):
 
 
 async def half_closed(live, data: bytes):
-    """Send, and say that nothing more will come, as `nc -N` does."""
+    """Send and close the sending side, as `nc -N` does."""
     reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
     writer.write(data)
     await writer.drain()
@@ -325,8 +325,9 @@ async def test_a_slow_body_is_refused(live, monkeypatch):
 
 
 async def test_a_stalled_reader_is_dropped_and_others_go_on(live):
-    """It asks for an endless answer and reads nothing: the socket fills, and after the patience it
-    is cut off.
+    """It requests an endless answer and reads nothing.
+
+    The socket fills up, and after the timeout the connection is closed.
     """
     asked = {
         "prompt": "a",

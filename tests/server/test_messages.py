@@ -273,8 +273,9 @@ async def test_a_client_that_leaves_aborts(live, path, ask):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_aborted_answer_is_an_error(live, stream):
-    """Where nothing was sent yet it has a status, which clients do not take for a reason to ask
-    again.
+    """If nothing was sent yet, the answer has a status.
+
+    It is one after which clients do not retry.
     """
     live.engine.gate.clear()
     asked = asyncio.create_task(live.post(MESSAGES, ASK | {"stream": stream}, X_Request_Id="mine"))

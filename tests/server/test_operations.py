@@ -1,4 +1,4 @@
-"""What operators need: vLLM's metric names, CORS, TLS, deadlines, the access log and spans."""
+"""Operations: vLLM's metric names, CORS, TLS, deadlines, the access log and spans."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_an_access_log_that_cannot_be_written_is_refused(tmp_path):
 
 
 async def test_a_slow_reader_of_the_access_log_holds_nobody_up(launch, monkeypatch, caplog):
-    """Standard output is a pipe that is full and that nobody reads."""
+    """Standard output is a full pipe that is not read."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     monkeypatch.setattr(access_log, "MAX_WAITING", 20)

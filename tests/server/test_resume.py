@@ -1,5 +1,6 @@
-"""Streams that go on: from every event of a stream, the same bytes follow; and what becomes of one
-nobody reads.
+"""Resumed streams: after every event of a stream, the same bytes follow.
+
+Also: streams whose readers never return.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def flat(value) -> list[str]:
 
 
 def texts(events) -> list[object]:
-    """What all choices have, column by column: the same however tokens are merged into events."""
+    """Return all choices' values by field, however tokens are merged into events."""
     found: dict[object, list[str]] = {}
     for _, event in events:
         shown = event.split("data: ", 1)[1]
@@ -116,7 +117,7 @@ def data(events) -> str:
 
 
 def unmerged(events) -> list[tuple[str, str]]:
-    """What events say in their order, with the texts of neighbours of one kind joined."""
+    """Return events' contents in order, with adjacent texts of one kind joined."""
     found: list[tuple[str, str]] = []
     for _, event in events:
         name, shown = event.rsplit("data: ", 1)

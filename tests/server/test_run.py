@@ -31,7 +31,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class Server:
-    """`run` as a task, with doors: the engine is ready when `engine.outbox` says so."""
+    """`run` as a task; the engine is ready when `engine.outbox` says so."""
 
     def __init__(self, engine, tokenizer, shutdown_timeout: float) -> None:
         self.engine = engine

@@ -1,6 +1,4 @@
-"""From request fields to one grammar: what each field means, what is refused, and what reaches the
-engine.
-"""
+"""From request fields to one grammar: their meanings, rejections, and what reaches the engine."""
 
 from __future__ import annotations
 
@@ -355,8 +353,9 @@ async def test_a_bad_grammar_is_a_400_with_its_place(live, body, param, message)
 
 
 async def test_hostile_grammars_do_not_hold_up_others(live):
-    """Each takes the checker's whole time; the event loop answers meanwhile, and so do requests
-    with known grammars.
+    """Each takes the checker's whole time limit.
+
+    The event loop and requests with known grammars are served meanwhile.
     """
     known = PROMPTS[CHAT] | {"guided_choice": ["a"]}
     assert (await live.post(CHAT, known))[0] == 200

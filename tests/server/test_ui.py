@@ -80,7 +80,7 @@ async def test_it_can_be_switched_off(launch):
 
 @named
 def test_nothing_comes_from_elsewhere(asset):
-    """Nothing inline either, which the policy would refuse."""
+    """Nothing is inline either, because the policy would block it."""
     text = asset.read_text("utf-8")
     urls = set(
         re.findall(

@@ -63,7 +63,7 @@ ALL = sorted([*names(), "harmony"])
 
 
 def tokenizer_with(special: list[str]) -> Tokenizer:
-    """Returns a tokenizer of bytes and some special tokens."""
+    """Return a tokenizer of bytes and some special tokens."""
     backend = Backend(
         models.BPE(
             vocab={char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]
@@ -81,14 +81,14 @@ def formats():
 
 
 def marked(text: str, name: str) -> str:
-    """Returns a text with its special tokens marked, as the tokenizer of a format does."""
+    """Return a text with its special tokens marked, as the format's tokenizer does."""
     for token in ["<eos>", *SPECIAL.get(name, [])]:
         text = text.replace(token, f"{CONTROL_BEGIN}{token}{CONTROL_END}")
     return text
 
 
 def write(name: str, calls: list[tuple[str, dict]]) -> str:
-    """Returns calls as a model of the format writes them."""
+    """Return calls as a model of the format writes them."""
     if name == "harmony":
         called, arguments = calls[0]
         return (
@@ -129,7 +129,7 @@ def _bare(value):
 
 
 def read(answer_format, pieces, tools=TOOLS, **options):
-    """Returns what the parser makes of pieces: content, reasoning, calls."""
+    """Return content, reasoning and calls that the parser reads from pieces."""
     parser = answer_format.parser(tools, **options)
     parts: list[Part] = []
     for piece in pieces:

@@ -54,7 +54,7 @@ class Walk:
         self.grammars = Grammars(self.tokenizer, self.tokenizer.backend.get_vocab_size(), self.ends)
 
     def answer(self, spec: GrammarSpec, seed: int) -> str | None:
-        """Returns an answer, None if it became too long."""
+        """Return a random answer, or None if it became too long."""
         matcher = self.grammars.matcher(spec)
         rng = np.random.default_rng(seed)
         text = ""
@@ -85,7 +85,7 @@ class Walk:
         return None
 
     def allows(self, spec: GrammarSpec, text: str) -> bool:
-        """Whether a whole answer matches."""
+        """Return whether a whole answer matches."""
         matcher = self.grammars.matcher(spec)
         tokens = self.tokenizer.encode(text, special=False)
         return (

@@ -86,7 +86,7 @@ def tokenizer():
 
 
 def texts(tokenizer: Tokenizer, answer: str) -> list[str]:
-    """What the detokenizer gives for each token of an answer."""
+    """Return the detokenizer's text for each token of an answer."""
     detokenizer = Detokenizer(tokenizer.marked_pieces, [])
     return [*map(detokenizer.push, tokenizer.encode(answer)), detokenizer.flush()]
 

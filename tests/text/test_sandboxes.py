@@ -1,5 +1,5 @@
-"""Sandboxes: one that somebody kills costs no request, input that kills it is refused, and slow
-work delays nobody else.
+"""Sandboxes: a killed one fails no request, input that kills one is rejected, slow work delays no
+other.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Tools' schemas in each format: whatever the grammar allows is read as arguments that the schema
-allows, whichever way the schema says it; a tool that a format cannot write is refused by name.
+"""Tools' schemas in each format.
+
+Whatever the grammar allows is read as arguments that the schema allows, in all spellings of
+schemas. A tool that a format cannot express is rejected by name.
 """
 
 from __future__ import annotations

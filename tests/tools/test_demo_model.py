@@ -1,4 +1,4 @@
-"""The shipped demo model: its size, its format, what it says, and the text that it learned from."""
+"""The shipped demo model: its size, its format, its answers, and its training text."""
 
 import json
 import random

@@ -1,5 +1,6 @@
-"""What a `full` test keeps, and that every group that a test names has sources, or is run by `make
-test-all` alone.
+"""The items that a `full` test keeps, and the groups' sources.
+
+Every group that a test names has sources or is run only by `make test-all`.
 """
 
 from __future__ import annotations

@@ -381,7 +381,7 @@ def test_what_a_step_must_read(tmp_path: Path) -> None:
 
 
 class FakeBench(Bench):
-    """Takes note of what is timed; a call takes as long as its number says."""
+    """Records what is timed; a call takes as long as its number says."""
 
     def _graph(self, runs: Any) -> Any:
         value = runs[0]()
@@ -554,7 +554,7 @@ def test_a_peers_table_goes_by_the_nearest_number_of_tokens(tmp_path: Path) -> N
 
 
 def test_rows_are_padded_to_tiles() -> None:
-    """As its example."""
+    """Check the docstring's example."""
     to = align_reference(torch.tensor([[1], [0]]), 2, 2)
     pairs, count = peers.padded(to.order_N, to.expert_Z, to.row_Z, to.ends_e, 2, 2)
     assert (pairs.tolist(), count.tolist()) == ([1, 2, 0, 2], [4])

@@ -1,4 +1,4 @@
-"""No circle of imports between modules, not even through a lazy or TYPE_CHECKING import."""
+"""There are no import cycles, not even through lazy or TYPE_CHECKING imports."""
 
 from __future__ import annotations
 

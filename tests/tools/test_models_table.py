@@ -1,4 +1,4 @@
-"""docs/models.md is what the registry says."""
+"""docs/models.md matches the registry."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _kept_here(node: ast.AST, call: ast.Call) -> bool:
 
 @pytest.mark.parametrize("package", ["", *PACKAGES])
 def test_no_task_is_left_without_an_owner(package: str) -> None:
-    """The package "" stands for the modules beside the packages."""
+    """The package "" stands for modules outside of packages."""
     folder = ROOT / "moeserve" / package
     for path in sorted(folder.rglob("*.py") if package else folder.glob("*.py")):
         name = str(path.relative_to(ROOT))

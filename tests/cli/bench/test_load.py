@@ -1,4 +1,4 @@
-"""When requests are sent."""
+"""The times at which `moeserve bench` sends requests."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ async def test_the_secret_is_in_no_argument(cluster: Cluster) -> None:
 
 
 async def test_all_ends_with_the_leader_and_with_its_code(cluster: Cluster) -> None:
-    """Its container may be running again by then."""
+    """The leader's container may be running again by then."""
     running = launched()
     cluster.mark("gone")
     cluster.pod(0, ended(3))

@@ -1,4 +1,4 @@
-"""What of `launch --ray` needs no Ray: an actor's part, and a connection by its calls."""
+"""The parts of `launch --ray` that need no Ray: an actor's part, and a connection by its calls."""
 
 from __future__ import annotations
 

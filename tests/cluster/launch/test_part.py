@@ -29,7 +29,7 @@ def part(code: str = "", **env: str) -> subprocess.Popen[str]:
 
 
 def ordered(process: subprocess.Popen[str]) -> dict[str, object]:
-    """Gives it the order; returns its hello."""
+    """Send the part its order; return its hello."""
     assert process.stdin is not None
     assert process.stdout is not None
     hello = process.stdout.readline()

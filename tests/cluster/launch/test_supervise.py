@@ -1,6 +1,4 @@
-"""The launcher's policy with parts that are small processes: they speak the protocol and end as
-told.
-"""
+"""The launcher's policy; parts are small processes that speak the protocol and end as told."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ async def test_restarts_are_bounded(
 
 
 async def test_a_second_signal_ends_all_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """The first one asks machine 0 to drain, which takes its time here."""
+    """The first signal asks machine 0 to drain, which takes long here."""
     until_killed = (
         "import sys\nprint('\\x1edraining' if sys.stdin.read(2)[1] == 'd' else '', flush=True)\n"
     )
@@ -115,7 +113,7 @@ async def test_a_second_signal_ends_all_at_once(capfd: pytest.CaptureFixture[str
 async def test_a_silent_machine_is_lost(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection stands, but nothing comes any more; a new one is made."""
+    """The connection stays open but silent; a new one is made."""
     monkeypatch.setattr(machine, "PING_S", 0.02)
     monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
     answers = "import sys\n" + "\n".join(
@@ -131,7 +129,7 @@ async def test_a_silent_machine_is_lost(
 async def test_a_machine_that_joins_while_the_first_one_serves_is_ready_once_that_is_settled(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machine 0 says nothing about one that is back so fast that no probe would have failed."""
+    """A machine that returns very fast fails no probe, so machine 0 reports nothing about it."""
     monkeypatch.setattr(supervise, "SETTLED_S", 0.1)
     ready = "print('\\x1eready', flush=True)"
     joins = "print('\\x1ejoined', flush=True)"

@@ -25,8 +25,10 @@ RANKS = 3
 def turns(
     backend: All2All, ubatches: list[UBatch], parts: list[Batch], rank: int, rng: random.Random
 ) -> list[Tensor]:
-    """Both micro-batches' rows travel at once, as in a step of two micro-batches; each micro-batch
-    launches the other's receives."""
+    """Run turns in which both micro-batches' tokens are in transit at once.
+
+    Each micro-batch launches the other's receives, as in a step of two micro-batches.
+    """
     outs = [torch.full_like(x, torch.nan) for x, _ in parts]
     sent: list[Pending[Ticket]] = []
     for ubatch, part in zip(ubatches, parts, strict=True):

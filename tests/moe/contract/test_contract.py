@@ -145,7 +145,7 @@ def test_bits_are_those_of_one_rank(
 
 @EVERY_BACKEND
 def test_a_wire_that_rounds_rounds_every_row(name: str, tmp_path: Path) -> None:
-    """Also the rows that stay on their rank: bits do not depend on where an expert is."""
+    """Rows that stay on their rank are rounded too, so bits do not depend on where an expert is."""
     parts = [batch(ids, torch.bfloat16, r) for r, ids in enumerate(cases(2)["uneven"])]
     with group(name, torch.bfloat16, 2, str(tmp_path), wire="fp8_b128") as ranks_of:
         outs = ranks_of.run(
@@ -252,7 +252,7 @@ def test_a_rank_that_never_comes_is_named(name: str, tmp_path: Path) -> None:
 @EVERY_BACKEND
 @pytest.mark.parametrize("who", [0, 1])
 def test_leaving_wakes_who_waits(name: str, who: int, tmp_path: Path) -> None:
-    """At a peer, and in another thread of the same rank."""
+    """The waiter is at a peer, or in another thread of the same rank."""
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
 
     def work(rank: int, backend: All2All) -> None:

@@ -108,7 +108,10 @@ def test_the_fp8_wire(name: str) -> None:
 def test_low_latency_asks_the_device_for_nothing(
     wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a graph can record it, rounds and all. The fake's own kernels may ask."""
+    """So a graph can record it, rounds included.
+
+    The fake's own kernels may read values.
+    """
 
     def refusing(name: str, asked: Callable[..., Any]) -> Callable[..., Any]:
         def ask(tensor: Tensor, *args: Any) -> Any:
@@ -201,7 +204,7 @@ def test_two_ubatches_take_turns(adapter: Any) -> None:
 
 @EVERY_ADAPTER
 def test_two_in_flight_in_any_order(name: str) -> None:
-    """Nobody launches a receive, and the waits come in the reverse order."""
+    """No receive is launched early, and the waits come in reverse order."""
     parts = [[some(12, 2, 10 * rank), some(7, 2, 10 * rank + 1)] for rank in range(2)]
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
@@ -224,14 +227,17 @@ def test_two_in_flight_in_any_order(name: str) -> None:
 
 
 def in_fp32(inbound: Inbound) -> Inbound:
-    """For Triton's interpreter, which multiplies bfloat16 wrongly."""
+    """Use fp32, because Triton's interpreter multiplies bf16 wrongly."""
     return replace(inbound, rows=inbound.x.float(), scales=None)
 
 
 @INTERPRETED
 @pytest.mark.parametrize("wire", ["auto", "fp8_b128"])
 def test_slots_by_triton_and_by_the_reference(wire: str) -> None:
-    """No count comes to the host. The same bits as of the same rows in groups."""
+    """No count comes to the host.
+
+    Bits equal those of the same rows in groups.
+    """
     from moeserve.moe.experts.triton import TritonExperts
     from tests.comm.host_memory import interpreting
     from tests.kernels.interpreted import ordered_dots
@@ -349,7 +355,7 @@ def test_rows_in_fp8_reach_the_product_as_they_travelled(name: str, width: int) 
 
 @EVERY_ADAPTER
 def test_behind_the_plan_with_reference_experts(name: str) -> None:
-    """Real SwiGLU experts behind what `plan_moe` picks: rows, or slots."""
+    """Real SwiGLU experts run on the layout that `plan_moe` chooses: rows or slots."""
     width = 64
     ranks = 2
     generator = torch.Generator().manual_seed(1)
@@ -483,7 +489,7 @@ def test_a_silent_rank_is_a_lost_peer_and_its_buffer_is_left_alone(
 
 @EVERY_ADAPTER
 def test_a_rank_that_does_not_come_is_named(name: str) -> None:
-    """And the next attempt finds the store's port free."""
+    """The next attempt finds the store's port free."""
     backends = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
     members = members_of(2, deadline_s=0.3)
     with pytest.raises(PeerLost) as caught:

@@ -1,4 +1,4 @@
-"""The traps of the fake package that no adapter walks into, and what it says of its own results."""
+"""Misuses that the fake package detects but no adapter commits, and checks of its own results."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def elastic(group: Any, deterministic: bool = True) -> Any:
 
 
 def tokens(rank: int, count: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that tell where they are from, ids and weights: token t goes to experts t and t + 3,
-    modulo 6.
+    """Return rows that encode their origin, ids and weights.
+
+    Token t goes to experts t and t + 3, modulo 6.
     """
     x = (torch.arange(count) + 10 * rank)[:, None].expand(-1, HIDDEN).bfloat16().contiguous()
     ids = (torch.arange(count)[:, None] + torch.tensor([0, 3])) % EXPERTS

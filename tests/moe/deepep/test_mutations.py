@@ -1,6 +1,4 @@
-"""Every trap of the contract fires: adapters that are wrong on purpose fail, or give results that
-are told apart.
-"""
+"""Every check of the contract works: adapters that are wrong on purpose fail or differ."""
 
 from __future__ import annotations
 
@@ -180,7 +178,7 @@ def opened_with(adapter: Any, patch: pytest.MonkeyPatch, **facts: Any) -> None:
 
 
 def run(name: str, tokens: tuple[int, int] = (13, 8)) -> list[bool]:
-    """Whether each of two ranks got the right results."""
+    """Return whether both ranks got the right results."""
     backends: list[Any] = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
     together(
         [lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)]

@@ -1,6 +1,4 @@
-"""Asked for by name: what the plan says with the package, with one that does not fit, and without
-any.
-"""
+"""The plan's answer if DeepEP is requested by name: installed, incompatible, or missing."""
 
 from __future__ import annotations
 

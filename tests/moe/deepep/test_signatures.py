@@ -35,7 +35,10 @@ CLASSES = {
 
 
 def signature(parameters: str) -> inspect.Signature:
-    """Of the recorded text; the defaults are literals, or names of modules that are not there."""
+    """Return the signature of a recorded text.
+
+    Defaults are literals or names of missing modules.
+    """
     space: dict[str, Any] = {"torch": Any, "dist": Any}
     exec(f"def recorded({parameters}): ...", space)
     return inspect.signature(space["recorded"])
@@ -48,7 +51,7 @@ def plain(function: Any) -> list[tuple[str, Any]]:
 
 
 def offered() -> Iterator[tuple[str, Any]]:
-    """What the fake has of the package's public methods and functions."""
+    """Return the package's public methods and functions that the fake has."""
     yield "destroy_all_managed_nccl_comm", comm.destroy_all_managed_nccl_comm
     for class_name, kind in CLASSES.items():
         for name, method in inspect.getmembers(kind, inspect.isfunction):

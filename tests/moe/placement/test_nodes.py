@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn, grouped: bool) -> Case:
 
 
 def on_nodes(placement: Placement, number: int) -> np.ndarray:
-    """How often each node has each expert, [L, N, E]; counted place by place."""
+    """Return how many slots of each node have each expert, [L, N, E]."""
     out = np.zeros((placement.num_layers, number, placement.num_experts), int)
     for layer in range(placement.num_layers):
         for rank in range(placement.num_ranks):
@@ -60,8 +60,9 @@ def assert_groups_stay(placement: Placement, nodes: Nodes) -> None:
 
 
 def assert_replicas_spread(placement: Placement, nodes: Nodes) -> None:
-    """With any node gone, each expert that has two replicas is still there: more cannot be, with
-    these counts.
+    """Check that each expert with two replicas survives the loss of any node.
+
+    With these counts, more is impossible.
     """
     on_LNE = on_nodes(placement, nodes.number)
     counts_LE = on_LNE.sum(1)

@@ -1,4 +1,4 @@
-"""When the front end proposes a placement, and what it takes an engine's answer for."""
+"""When the front end proposes a placement, and how it handles an engine's answer."""
 
 from __future__ import annotations
 
