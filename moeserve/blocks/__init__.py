@@ -1,1 +1,1 @@
-"""Attention, norms, rotary embedding, linear maps, MLP: what model families are made of."""
+"""The building blocks of models: attention and other mixers, feed-forward blocks, norms, linear."""

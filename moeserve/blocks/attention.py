@@ -1,7 +1,7 @@
-"""Grouped-query attention in numbers: heads, norms, rotary embedding, and which earlier tokens a
-query sees.
+"""The specification of grouped-query attention: heads, norms, rotary embedding, window.
 
-D model width, H query heads and G KV heads of the model, d width of queries and keys, v of values.
+Shapes: D model width, H query heads and G KV heads of the model, d width of queries and keys, v
+width of values.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The rank's query heads [first, first + count) and the KV heads that they read."""
+    """A rank's query heads [first, first + count), and its KV heads likewise."""
 
     first: int
     count: int
@@ -27,31 +27,31 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Mixer):
-    """A mixer: softmax attention of H query heads on G KV heads."""
+    """Grouped-query softmax attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    v_dim: int | None = None  # of values; None: head_dim
+    v_dim: int | None = None  # width of values; None: head_dim
     qkv_bias: bool = False
     out_bias: bool = False
-    # RMS norms of queries and keys: per head (Qwen3), over all heads together (OLMoE), or per head
-    # without weights (Llama-4).
+    # RMS norms of queries and keys: per head (Qwen3), over all heads together ("full", OLMoE), or
+    # per head without weights ("unit", Llama-4)
     qk_norm: Literal["none", "head", "full", "unit"] = "none"
-    norm_last: bool = False  # norms follow the rotation (Hunyuan)
-    value_norm: bool = False  # of each value head, without weights (Gemma 4)
-    clip: float | None = None  # the largest magnitude of queries, keys and values (OLMoE)
+    norm_last: bool = False  # apply the norms after the rotary embedding (Hunyuan)
+    value_norm: bool = False  # an RMS norm of each value head, without weights (Gemma 4)
+    clip: float | None = None  # clamp queries, keys and values to this magnitude (OLMoE)
     scale: float | None = None  # of scores; None: head_dim ** -0.5
-    query_scale: QueryScale | None = None  # grows with the position (Llama-4)
-    shared_kv: bool = False  # values are the keys before norm and rotation (Gemma 4)
-    value_scale: float = 1.0  # (MiMo-V2)
-    sinks: bool = False  # a score per head that takes weight and gives no value (gpt-oss)
+    query_scale: QueryScale | None = None  # position-dependent (Llama-4)
+    shared_kv: bool = False  # values are the keys before norm and rotary embedding (Gemma 4)
+    value_scale: float = 1.0  # factor of values (MiMo-V2)
+    sinks: bool = False  # attention sinks: a learned score per head without a value (gpt-oss)
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: unchanged
-    # Results are multiplied by the sigmoid of one more product, for each head (Step-3.5) or each
-    # element (Trinity).
+    # Multiply results by the sigmoid of another projection of x, with a gate per head (Step-3.5) or
+    # per element (Trinity)
     gate: Literal["none", "head", "element"] = "none"
-    gate_in_q: bool = False  # q_proj has a head's gates below its queries (Qwen3-Next)
-    inputs: int = 1  # rows of the model's width, side by side, that qkv reads (EAGLE-3: 2)
+    gate_in_q: bool = False  # q_proj has each head's gates after its queries (Qwen3-Next)
+    inputs: int = 1  # the input of qkv is this many times the model's width (EAGLE-3: 2)
 
     @property
     def value_dim(self) -> int:
@@ -60,20 +60,21 @@ class Attention(Mixer):
 
     @property
     def is_one_call(self) -> bool:
-        """Whether nothing is between the steps of attention, so that kernels may join them."""
-        between = (
+        """Whether one fused kernel can compute the block (`ops.attention_block`)."""
+        needs_other_steps = (
             self.qk_norm == "full"
             or self.query_scale
             or self.gate != "none"
             or self.value_scale != 1.0
         )
-        return not between
+        return not needs_other_steps
 
     @property
     def possible_tp(self) -> list[int]:
-        """Each rank gets equally many query heads, and whole KV heads or a part of one's queries.
+        """The supported tensor-parallel sizes.
 
-        12 query heads on 4 KV heads -> [1, 2, 4, 12]
+        Ranks have equally many query heads. Each has whole KV heads, or some of the query heads of
+        one KV head. For example 12 query heads on 4 KV heads -> [1, 2, 4, 12].
         """
         heads = self.num_heads
         kv = self.num_kv_heads
@@ -86,17 +87,19 @@ class Attention(Mixer):
         return f"{self.num_heads} query heads on {self.num_kv_heads} KV heads"
 
     def local_heads(self, world: World) -> Heads:
-        """Return this rank's heads; a KV head that several ranks need is computed and cached by
-        each of them.
+        """Return this rank's heads. Ranks that share a KV head each compute and cache it.
 
-        8 query heads on 2 KV heads, rank 3 of 4 -> queries 6 and 7, KV head 1
+        For example 8 query heads on 2 KV heads, rank 3 of 4 -> query heads 6 and 7, KV head 1.
         """
         tp = world.tp_size
         rank = world.tp_rank
         assert tp in self.possible_tp, (tp, self)
-        queries = self.num_heads // tp
+        count = self.num_heads // tp
         return Heads(
-            rank * queries, queries, rank * self.num_kv_heads // tp, self.local_kv_heads(tp)
+            first=rank * count,
+            count=count,
+            first_kv=rank * self.num_kv_heads // tp,
+            count_kv=self.local_kv_heads(tp),
         )
 
     def local_kv_heads(self, tp_size: int) -> int:
@@ -130,12 +133,9 @@ class Attention(Mixer):
             return misfit(self.head_dim, self.value_dim, sinks=self.sinks)
         from moeserve.ops.native_layer import HEAD_DIMS  # has torch
 
-        known = self.head_dim in HEAD_DIMS
-        return (
-            ""
-            if known
-            else f"{kernels.capitalize()} attention does not know heads of width {self.head_dim}"
-        )
+        if self.head_dim in HEAD_DIMS:
+            return ""
+        return f"{kernels.capitalize()} attention does not support heads of width {self.head_dim}"
 
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Add qkv, out and gate with their biases, q_norm and k_norm, and sinks."""

@@ -1,8 +1,7 @@
-"""The attention block of a decoder: project, normalise, rotate, write to the cache, attend, project
-back.
+"""The grouped-query attention layer: qkv, norms, rotary embedding, cache write, attention, output.
 
-T tokens (padded rows included), D model width, H heads and G KV heads of this rank, d width of
-queries and keys, v of values.
+Shapes: T tokens (including padding), D model width, H query heads and G KV heads of this rank, d
+width of queries and keys, v width of values.
 """
 
 import math
@@ -35,15 +34,13 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """The inputs of one step that the attention blocks of one KV group with equal heads and angles
-    share.
-    """
+    """The inputs of one step that layers of one KV group with the same heads and rope share."""
 
     at: RopeCacheInputs
-    plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
+    plan: Any  # attention metadata from `ops.plan_attention`; with `cut`, a function that makes it
     width: int  # H * v
-    cut: Cut | None = None
-    scale_T11: Tensor | None = None  # of queries
+    cut: Cut | None = None  # piecewise CUDA graphs: runs attention outside of graphs
+    scale_T11: Tensor | None = None  # factors of queries
 
     def attend(
         self,
@@ -53,9 +50,7 @@ class AttentionStep:
         sinks_H: Tensor | None = None,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        """Return the attention to the cache, [T, H * v]. sinks_H, soft_cap: as `ops.attention`
-        takes them.
-        """
+        """Return attention over the cache, [T, H * v]. sinks_H, soft_cap: see `ops.attention`."""
         attention = ops.attention
         if sinks_H is not None or soft_cap:
             attention = partial(attention, sinks_H=sinks_H, soft_cap=soft_cap)
@@ -67,7 +62,7 @@ class AttentionStep:
 
 
 class QueryScales:
-    """The factors of `QueryScale` for every position, fp32, looked up by position."""
+    """A table of the factors of a `QueryScale`, fp32, looked up by position."""
 
     def __init__(self, scale: QueryScale, max_position: int, device: torch.device) -> None:
         self._every = scale.every
@@ -83,9 +78,7 @@ class QueryScales:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareAttention:
-    """Makes the `AttentionStep` of the layers of one KV group with equal heads, angles and query
-    scales.
-    """
+    """Makes the `AttentionStep` that layers with equal heads, rope and query scale share."""
 
     ops: Ops
     group: int
@@ -94,7 +87,7 @@ class PrepareAttention:
     scales: QueryScales | None = None
 
     def __call__(self, step: StepInputs, positions: Positions) -> AttentionStep:
-        """Look the angles up and plans attention."""
+        """Look up rotary angles, and plan attention."""
         at = RopeCacheInputs(
             *self.rotary.of_heads(positions), step.groups[self.group].slot_mapping_T
         )
@@ -103,30 +96,29 @@ class PrepareAttention:
         return AttentionStep(at, plan, self.shape.num_heads * self.shape.v_dim, step.cut, scale_T11)
 
     def plan_rows(self, step: StepInputs) -> Any:
-        """Return the attention metadata of a step's rows."""
+        """Return the attention metadata of a step."""
         return self.ops.plan_attention(step.groups[self.group], step, self.shape)
 
 
 class AttentionLayer:
-    """Grouped-query attention of this rank's heads over its paged cache; head outputs are gathered
-    before `out`.
+    """Grouped-query attention of this rank's heads over its paged KV cache.
 
-    qkv: D -> (H + G) * d + G * v, queries first. rule: the treatment of heads. full_norms: fp32
-    weights of the norms over all query heads of the model together and over all its key heads
-    together (OLMoE). gate: D -> H or H * v.
+    Tensor-parallel ranks gather the results of all heads before the output projection.
     """
 
     def __init__(self, spec: Attention, build: Builder, name: str, group: int) -> None:
+        """name: prefix of the parameters. group: the KV group of the layer."""
         self.spec = spec
         self.tp = build.tp
         self.ops = ops = build.ops
         heads = spec.local_heads(build.world)
         dim = spec.head_dim
         if spec.gate_in_q:
-            _part_gates(spec, heads, build, name)
+            _split_off_gates(spec, heads, build, name)
         if (order := half_layout(spec.rope, dim)) is not None:
             _reorder(spec, heads, build, name, order)
         head_norms = None
+        # fp32 weights of the norms over all query heads, and over all key heads (OLMoE)
         self.full_norms = None
         if spec.qk_norm == "unit":
             head_norms = torch.ones(heads.count + heads.count_kv, dim, device=ops.device)
@@ -140,46 +132,42 @@ class AttentionLayer:
         clip = math.inf if spec.clip is None else spec.clip
         v_dim = None if spec.v_dim == dim else spec.v_dim
         self.rule = HeadRule(
-            heads.count,
-            heads.count_kv,
-            scale,
-            build.eps,
-            head_norms,
-            clip,
-            v_dim,
-            spec.norm_last,
-            spec.value_norm,
+            num_heads=heads.count,
+            num_kv_heads=heads.count_kv,
+            scale=scale,
+            eps=build.eps,
+            norms=head_norms,
+            clip=clip,
+            v_dim=v_dim,
+            norm_last=spec.norm_last,
+            norm_values=spec.value_norm,
         )
-        self.qkv = build.linear(name + "qkv")
+        self.qkv = build.linear(name + "qkv")  # D -> (H + G) * d + G * v, queries first
         self.out = build.columns(name + "out", build.width)
+        # D -> H or H * v
         self.gate = build.linear(name + "gate") if spec.gate != "none" else None
         self.sinks_H = build.fp32(name + "sinks") if spec.sinks else None
         self.prepare = prepare_attention(
             build, group, spec.head_shape(self.tp.size), spec.rope, dim, spec.query_scale
         )
-        self._attend = ops.opaque(
-            AttentionStep.attend
-        )  # which may end one recording and begin another
+        # Opaque to torch.compile, because `attend` may end one CUDA graph and begin another.
+        self._attend = ops.opaque(AttentionStep.attend)
         self.block = None
         if ops.attention_block is not None and spec.is_one_call:
-            last = self.out.part if self.tp.size == 1 else None
+            fused_out = self.out.part if self.tp.size == 1 else None
             self.block = ops.attention_block(
-                self.qkv, last, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap
+                self.qkv, fused_out, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap
             )
 
     def __call__(
         self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Return the attention block's output [T, D]; writes the new keys and values to `cache`
-        first.
-        """
+        """Return the block's output [T, D]. Writes the new keys and values to `cache` first."""
         if self.block is not None:
             y = self.block(x_TD, step.at, cache, step.plan)
-            return (
-                y
-                if self.tp.size == 1
-                else self.out(self.tp.gather_columns(y, context.channel), context)
-            )
+            if self.tp.size == 1:
+                return y
+            return self.out(self.tp.gather_columns(y, context.channel), context)
         qkv = self.qkv(x_TD, context)
         normed = None
         if self.full_norms is not None:
@@ -197,22 +185,28 @@ class AttentionLayer:
     def _normalise_fully(
         self, qkv_TN: Tensor, weights: tuple[Tensor, Tensor], context: RowContext
     ) -> Tensor:
-        """Queries and keys in fp32, after norms over all ranks' heads: those are gathered, since a
-        sum of the ranks' sums would round differently."""
+        """Return this rank's queries and keys in fp32, after norms over the heads of all ranks.
+
+        Ranks gather all heads, because adding up the ranks' sums would round differently.
+        """
         size = self.tp.size
         rank = self.tp.rank
         heads = self.rule.num_heads
         dim = self.spec.head_dim
-        holders = max(1, size // self.spec.num_kv_heads)  # ranks that have the same keys
+        ranks_per_kv_head = max(1, size // self.spec.num_kv_heads)
         gathered = self.tp.gather_columns(
             qkv_TN[:, : (heads + self.rule.num_kv_heads) * dim].contiguous(), context.channel
         )
         all_TRHd = gathered.view(len(gathered), size, -1, dim)
-        parts = all_TRHd[:, :, :heads], all_TRHd[:, ::holders, heads:]
+        queries = all_TRHd[:, :, :heads]
+        keys = all_TRHd[:, ::ranks_per_kv_head, heads:]  # each KV head once
         mine = []
-        for part, weight, place in zip(parts, weights, (rank, rank // holders), strict=True):
+        for part, weight, index in (
+            (queries, weights[0], rank),
+            (keys, weights[1], rank // ranks_per_kv_head),
+        ):
             normed = self.ops.rms_norm(part.flatten(1).float(), weight, self.rule.eps)
-            mine.append(normed.view(part.shape)[:, place])
+            mine.append(normed.view(part.shape)[:, index])
         return torch.cat(mine, dim=1)
 
     @staticmethod
@@ -238,20 +232,19 @@ class AttentionLayer:
         return rows + item_bytes(shape, max_len, size)
 
 
-def _part_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
-    """Move the rows of gates out of qkv, where they follow the queries of their head."""
-    each = spec.head_dim + spec.value_dim
+def _split_off_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
+    """Move the rows of gates from qkv, where they follow the queries of each head, to `gate`."""
+    per_head = spec.head_dim + spec.value_dim
+    num_queries = heads.count * per_head
+    queries = [h * per_head + i for h in range(heads.count) for i in range(spec.head_dim)]
     gates = [
-        h * each + spec.head_dim + i for h in range(heads.count) for i in range(spec.value_dim)
+        h * per_head + spec.head_dim + i for h in range(heads.count) for i in range(spec.value_dim)
     ]
-    kv = range(
-        heads.count * each, heads.count * each + heads.count_kv * (spec.head_dim + spec.value_dim)
-    )
-    queries = [h * each + i for h in range(heads.count) for i in range(spec.head_dim)]
+    kv = range(num_queries, num_queries + heads.count_kv * per_head)
     rows = torch.tensor(gates)
-    for ending in ("", "_bias"):
-        qkv = name + "qkv" + ending
-        build.slots.derive(name + "gate" + ending, qkv, lambda value: value[rows])
+    for suffix in ("", "_bias"):
+        qkv = name + "qkv" + suffix
+        build.slots.derive(name + "gate" + suffix, qkv, lambda value: value[rows])
         build.reorder(qkv, [*queries, *kv])
 
 
@@ -263,25 +256,25 @@ def prepare_attention(
     rotated: int,
     scale: QueryScale | None,
 ) -> PrepareAttention:
-    """Return what prepares steps for such layers, one for all. rotated: elements of what rope is
-    applied to.
+    """Return the `PrepareAttention` that all layers with these properties share.
+
+    rotated: number of elements of a head to which rope applies.
     """
     scales = None
     if scale is not None:
         scales = build.shared(
             ("scales", scale), partial(QueryScales, scale, build.max_position, build.ops.device)
         )
-    make = partial(
-        PrepareAttention, build.ops, group, shape, build.rotary_table(rope, rotated), scales
-    )
+    rotary = build.rotary_table(rope, rotated)
     prepare: PrepareAttention = build.shared(
-        ("attention", group, shape, rope, rotated, scale), make
+        ("attention", group, shape, rope, rotated, scale),
+        partial(PrepareAttention, build.ops, group, shape, rotary, scales),
     )
     return prepare
 
 
 def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: list[int]) -> None:
-    """Bring the elements of query and key heads into the half layout."""
+    """Reorder the elements of query and key heads to the half layout of rope."""
     dim = spec.head_dim
     moved = [head * dim + i for head in range(heads.count + heads.count_kv) for i in order]
     rows = [*moved, *range(len(moved), len(moved) + heads.count_kv * spec.value_dim)]
@@ -293,13 +286,14 @@ def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: li
 
 
 def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:
-    """Return an upper bound of the bytes of one item of attention: queries of one KV head are the
-    least that a context is cut into."""
+    """Return an upper bound of the bytes of one work item of attention.
+
+    The smallest item has the queries of one KV head.
+    """
     d = shape.dim
     longest = padded_context(max_len)
     scores = max(4 * SCORES, QUERY_BLOCK * (shape.num_heads // shape.num_kv_heads) * longest)
-    item = (
-        scores * FP32 * (5 + d // TILE)
-    )  # an int8 cache computes in fp32, whatever the activations
+    # fp32, because with an int8 cache attention computes in fp32 for any dtype of activations.
+    item = scores * FP32 * (5 + d // TILE)
     context = max(CONTEXT, shape.num_kv_heads * d * CUT)
     return item + context * (size + FP32) + 2 * INT64 * shape.num_kv_heads * longest

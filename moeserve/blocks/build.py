@@ -1,4 +1,4 @@
-"""Makes layers of parameters: packs each weight for its kernel and drops the original at once."""
+"""Builds layers from parameters: packs each weight for its kernel, and frees the original."""
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -23,38 +23,33 @@ from moeserve.ops.table import Ops
 
 @dataclass(slots=True)
 class Builder:
-    """The parameters of a model and what is made of them; `params` becomes empty.
+    """Takes parameters out of `params`, and packs them into layers."""
 
-    width: of the model. eps: of its norms. norm_shift: added to their weights. max_position:
-    positions that a request may have. plan_moe: chooses what runs the layers with experts. shared:
-    what several layers share, by key.
-    """
-
-    width: int
-    eps: float
-    max_position: int
-    params: MutableMapping[str, Any]
+    width: int  # of the model
+    eps: float  # of norms
+    max_position: int  # positions that a request may have
+    params: MutableMapping[str, Any]  # becomes empty
     ops: Ops
     world: World
     tp: TensorParallel
     placement: Placement
-    plan_moe: Callable[[], MoEPlan]
-    norm_shift: float = 0.0
+    plan_moe: Callable[[], MoEPlan]  # chooses the kernels and transport of MoE layers
+    norm_shift: float = 0.0  # added to the weights of norms
     num_moe: int = 0  # MoE layers built so far
     slots: WeightSlots = field(init=False)
-    _shared: dict[Any, Any] = field(default_factory=dict)
+    _shared: dict[Any, Any] = field(default_factory=dict)  # objects that several layers share
 
     def __post_init__(self) -> None:
         self.slots = WeightSlots(self.params, self.ops)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for an equal key the first time."""
+        """Return the object of this key, which `make` creates at the first call."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def rotary_table(self, rope: RopeSpec | None, dim: int) -> RotaryTable:
-        """Return the angles of heads of `dim` elements."""
+        """Return the table of rotary angles for heads with `dim` elements."""
         make = partial(RotaryTable, rope, dim, self.max_position, self.ops.device)
         table: RotaryTable = self.shared(("rotary", rope, dim), make)
         return table
@@ -69,15 +64,15 @@ class Builder:
     def columns(
         self, name: str, num_columns: int, tp: TensorParallel | None = None
     ) -> ColumnLinear:
-        """A product whose columns are sharded; `name` holds this rank's columns."""
+        """Build a product whose output columns are sharded; `name` has this rank's columns."""
         return ColumnLinear(self.part(name, num_columns, tp or self.tp), num_columns, tp or self.tp)
 
     def part(
         self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1
     ) -> LinearMethod:
-        """Return this rank's columns of such a product, padded to an equal share.
+        """Pack this rank's columns of a sharded product, padded to the same number on all ranks.
 
-        parts: the number of products of num_columns each that lie one below the other.
+        parts: number of weights of num_columns outputs each that are stacked in `name`.
         """
         for key in (name, name + "_bias"):
             self.slots.prepare(key, partial(widened, num_columns=num_columns, tp=tp, parts=parts))
@@ -94,7 +89,7 @@ class Builder:
         return self.fp32(name, make)
 
     def head_norms(self, names: Sequence[str], counts: Sequence[int]) -> Tensor:
-        """Return the norm weights of all heads, those of `names` for `counts` heads each."""
+        """Return norm weights per head: those of each name, repeated for its count of heads."""
         shift = self.norm_shift
 
         def pack(ops: Ops, *weights: Tensor) -> Tensor:
@@ -105,7 +100,7 @@ class Builder:
         return norms
 
     def fp32(self, name: str, make: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return a parameter that is no product's, in fp32, or what `make` makes of it."""
+        """Return a parameter in fp32, for example a norm, after applying `make` if given."""
 
         def pack(ops: Ops, value: Tensor) -> Tensor:
             return value.float() if make is None else make(value.float())
@@ -114,14 +109,14 @@ class Builder:
         return tensor
 
     def reorder(self, name: str, order: Sequence[int]) -> None:
-        """Put the rows of a weight, or the elements of a bias or norm, into another order."""
+        """Reorder the rows of a weight, or the elements of a bias or norm."""
         index = torch.tensor(order)
         self.slots.prepare(name, lambda value: value[index])
 
     def gated(
         self, name: str, inner_size: int, tp: TensorParallel, activation: Activation = SWIGLU
     ) -> GatedMLP:
-        """An MLP of inner width `inner_size`; without gates where the activation has none."""
+        """Build an MLP of inner width `inner_size`, gated if the activation is."""
         gate_up = self.part(name + "gate_up", inner_size, tp, parts=activation.parts)
         return GatedMLP(
             self.ops,

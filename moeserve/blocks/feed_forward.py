@@ -1,7 +1,7 @@
-"""Feed-forward blocks in numbers: a dense MLP, or experts behind a router. No torch here.
+"""The specifications of feed-forward blocks: a dense MLP, or a router with experts.
 
-`feed_forward_layer.py` computes them. D model width, E experts, e local experts, I expert width, F
-inner width of a dense MLP.
+`feed_forward_layer.py` computes them. Shapes: D model width, E experts, e local experts, I inner
+width of an expert, F inner width of a dense MLP. Does not import torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,28 +9,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeserve.blocks.weights import SPLIT, ExpertNames, WeightPlan
-from moeserve.loader.load_plan import LoadPlan, Param, Piece
+from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """An MLP with inner width `size` that every token passes, gated if the activation is.
+    """A dense MLP, gated if its activation is."""
 
-    name: the checkpoint's name of the module. The methods are those of `Mixer`.
-    """
-
-    size: int
+    size: int  # inner width
     bias: bool = False
     activation: Activation = SWIGLU
-    name: str = "mlp"
+    name: str = "mlp"  # of the module in the checkpoint
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of every product whose weights all tokens read."""
+        """Return (outputs, inputs) of every product whose weights are read for each token."""
         return [(self.activation.parts * self.size, width), (width, self.size)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, *, sharded: bool = True) -> None:
-        """Add gate_up (or up alone) and down with their biases."""
+        """Add gate_up (without gates: up) and down, and their biases. See `Mixer.plan`."""
         block = plan.block(ours, theirs, self.name + ".")
         rows = plan.rows(self.size, sharded)
         halves = ("gate", "up")[-self.activation.parts :]
@@ -45,79 +42,69 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert(Dense):
-    """An expert that every token passes. gated: behind a sigmoid of one more product (Qwen2).
-    scale: of its output (Command A+)."""
+    """An expert that computes every token."""
 
-    gated: bool = False
-    scale: float = 1.0
+    gated: bool = False  # multiply the output by the sigmoid of one more product (Qwen2)
+    scale: float = 1.0  # factor of the output (Command A+)
     name: str = "mlp.shared_expert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoE:
-    """E experts of inner width `size`, of which a router chooses top_k for each token.
-
-    bias: of the experts' products (gpt-oss). router_bias: of the router's. expert_scale: a factor
-    per expert on its weights. beside: an MLP of all tokens whose output is added; it, router and
-    experts have their own norms (Gemma 4).
-    """
+    """A mixture of experts: a router chooses `top_k` of `num_experts` experts for each token."""
 
     num_experts: int
     top_k: int
-    size: int
+    size: int  # inner width of an expert
     router: RouterRule
     shared: SharedExpert | None = None
     activation: Activation = SWIGLU
-    bias: bool = False
-    router_bias: bool = False
-    expert_scale: bool = False
+    bias: bool = False  # experts have biases (gpt-oss)
+    router_bias: bool = False  # the router's product has a bias
+    expert_scale: bool = False  # a factor per expert on its routing weights
+    # A dense MLP whose output is added. MLP, router and experts have their own norms (Gemma 4).
     beside: Dense | None = None
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Dense`; without the routed experts, whose weights only their tokens read."""
+        """See `Dense`. Without the routed experts, of which a step reads only the chosen ones."""
         shared = self.shared.products(width) if self.shared else []
         beside = self.beside.products(width) if self.beside else []
         return [(self.num_experts, width), *shared, *beside]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Add the router's parameters, w13 and w2 of this rank's experts, shared_gate_up,
-        shared_down, shared_gate.
+        """Add the router, w13 and w2 of this rank's experts, and the shared expert.
+
+        See `Mixer.plan` for the arguments.
         """
         block = plan.block(ours, theirs)
-        each = (self.num_experts,)
-        fp32 = self.router.fp32
-        for there, param, shape, name, wide in (
-            (True, "router", (*each, plan.width), "mlp.gate.weight", fp32),
-            (self.router_bias, "router_bias", each, "mlp.gate.bias", fp32),
-            (
-                self.router.bias,
-                "router_choice_bias",
-                each,
-                "mlp.gate.e_score_correction_bias",
-                True,
-            ),
-            (self.expert_scale, "expert_scale", each, "router.per_expert_scale", True),
-        ):
-            if there:
-                block.add(param, shape, name, fp32=wide)
+        per_expert = (self.num_experts,)
+        router_fp32 = self.router.fp32
+        block.add("router", (*per_expert, plan.width), "mlp.gate.weight", fp32=router_fp32)
+        if self.router_bias:
+            block.add("router_bias", per_expert, "mlp.gate.bias", fp32=router_fp32)
+        if self.router.bias:
+            name = "mlp.gate.e_score_correction_bias"
+            block.add("router_choice_bias", per_expert, name, fp32=True)
+        if self.expert_scale:
+            block.add("expert_scale", per_expert, "router.per_expert_scale", fp32=True)
         if self.beside:
             self.beside.plan(plan, ours + "dense_", theirs)
-            for mine, name in (
-                ("router_norm", "router.scale"),
-                ("experts_norm", "pre_feedforward_layernorm_2.weight"),
-                ("dense_post_norm", "post_feedforward_layernorm_1.weight"),
-                ("experts_post_norm", "post_feedforward_layernorm_2.weight"),
-            ):
-                block.add(mine, (plan.width,), name)
+            norm_shape = (plan.width,)
+            block.add("router_norm", norm_shape, "router.scale")
+            block.add("experts_norm", norm_shape, "pre_feedforward_layernorm_2.weight")
+            block.add("dense_post_norm", norm_shape, "post_feedforward_layernorm_1.weight")
+            block.add("experts_post_norm", norm_shape, "post_feedforward_layernorm_2.weight")
         local = plan.placement.local(plan.num_moe, plan.world.expert_rank)
         plan.num_moe += 1
         names = spelling(plan.names.experts, plan.present, theirs)
         plan.extend(self.plan_experts(names, theirs, local, plan.width, ours))
         if not names.in_one:
-            kinds = (names.gate, names.up, names.down)
-            away = set(range(self.num_experts)) - set(local)
+            remote = set(range(self.num_experts)) - set(local)
             plan.elsewhere.update(
-                theirs + name.format(expert) for expert in away for name in kinds if name
+                theirs + name.format(expert)
+                for expert in remote
+                for name in (names.gate, names.up, names.down)
+                if name
             )
         if self.shared:
             self.shared.plan(plan, ours + "shared_", theirs, sharded=False)
@@ -127,7 +114,7 @@ class MoE:
     def plan_experts(
         self, names: ExpertNames, theirs: str, experts: Sequence[int], width: int, ours: str = ""
     ) -> LoadPlan:
-        """Plan some experts: 0, 1, ... of `ours` + "w13" and "w2", and their biases."""
+        """Return the load plan of some experts, in this order: w13, w2, and their biases."""
         inner = self.size
         count = len(experts)
         parts = self.activation.parts
@@ -150,48 +137,48 @@ class MoE:
         return LoadPlan(tuple(params), tuple(pieces))
 
     def _pieces(self, names: ExpertNames, expert: int, width: int) -> Iterator[Piece]:
-        """Yield what fills one expert, without its place among the local ones."""
+        """Yield the pieces of one expert, with `at` relative to the expert."""
         inner = self.size
-        whole = slice(None)
-        one, take = ((self.num_experts,), (expert,)) if names.in_one else ((), ())
+        # Leading dimension and index of the expert, in tensors that have all experts
+        lead: tuple[int, ...] = (self.num_experts,) if names.in_one else ()
+        take: Index = (expert,) if names.in_one else ()
         if self.activation.parts == 1:
-            yield Piece(names.up.format(expert), (*one, inner, width), "w13", (), take)
-            yield Piece(names.down.format(expert), (*one, width, inner), "w2", (), take)
+            yield Piece(names.up.format(expert), (*lead, inner, width), "w13", take=take)
+            yield Piece(names.down.format(expert), (*lead, width, inner), "w2", take=take)
             return
         halves = (slice(0, inner), slice(inner, 2 * inner))
-        taken = (slice(0, None, 2), slice(1, None, 2)) if names.by_turns else halves
-        for half, part, name in zip(halves, taken, (names.gate, names.up), strict=True):
+        in_source = (slice(0, None, 2), slice(1, None, 2)) if names.by_turns else halves
+        for half, part, name in zip(halves, in_source, (names.gate, names.up), strict=True):
+            at = (half,)
             if not names.gate_up:
-                yield Piece(name.format(expert), (*one, inner, width), "w13", (half,), take)
+                shape = (*lead, inner, width)
+                yield Piece(name.format(expert), shape, "w13", at=at, take=take)
                 if self.bias:
-                    yield Piece(name + "_bias", (*one, inner), "w13_bias", (half,), take)
+                    yield Piece(name + "_bias", (*lead, inner), "w13_bias", at=at, take=take)
                 continue
             if names.transposed:
-                yield Piece(
-                    names.gate_up,
-                    (*one, width, 2 * inner),
-                    "w13",
-                    (half,),
-                    (*take, whole, part),
-                    transposed=True,
-                )
+                shape = (*lead, width, 2 * inner)
+                columns = (*take, slice(None), part)
+                yield Piece(names.gate_up, shape, "w13", at=at, take=columns, transposed=True)
             else:
-                yield Piece(names.gate_up, (*one, 2 * inner, width), "w13", (half,), (*take, part))
+                shape = (*lead, 2 * inner, width)
+                yield Piece(names.gate_up, shape, "w13", at=at, take=(*take, part))
             if self.bias:
-                yield Piece(
-                    names.gate_up + "_bias", (*one, 2 * inner), "w13_bias", (half,), (*take, part)
-                )
-        down = (*one, inner, width) if names.transposed else (*one, width, inner)
-        yield Piece(names.down.format(expert), down, "w2", (), take, transposed=names.transposed)
+                shape = (*lead, 2 * inner)
+                name = names.gate_up + "_bias"
+                yield Piece(name, shape, "w13_bias", at=at, take=(*take, part))
+        shape = (*lead, inner, width) if names.transposed else (*lead, width, inner)
+        name = names.down.format(expert)
+        yield Piece(name, shape, "w2", take=take, transposed=names.transposed)
         if self.bias:
-            yield Piece(names.down + "_bias", (*one, width), "w2_bias", (), take)
+            yield Piece(names.down + "_bias", (*lead, width), "w2_bias", take=take)
 
 
 def spelling(experts: Sequence[ExpertNames], present: Any, theirs: str) -> ExpertNames:
-    """Return the spelling of a layer's experts that is present, or the usual one."""
+    """Return the names of a layer's experts that are present, or the usual ones if none are."""
     if theirs + SPLIT.up in present:
         return SPLIT
     for names in experts:
         if theirs + names.down.format(0) in present:
             return names
-    return experts[0]  # the loader will say which of these are missing
+    return experts[0]  # `check_plan` will list the missing tensors

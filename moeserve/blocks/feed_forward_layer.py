@@ -1,6 +1,6 @@
-"""Builds feed-forward blocks, and bounds the memory that they need.
+"""Builds the layers of feed-forward blocks, and estimates their workspace.
 
-T tokens, D model width, I expert width, K experts per token.
+Shapes: T tokens, D model width, I inner width of an expert, K experts per token.
 """
 
 from collections.abc import Callable
@@ -33,12 +33,13 @@ from moeserve.ops.inputs import RowContext
 from moeserve.ops.linear import LARGEST_PAD, padded_rows
 from moeserve.ops.table import Ops
 
-# (x [T', D], context, micro-batch), and the residual stream where `LayerSpec` says so -> [T', D]
+# (x [T', D], context, micro-batch[, residual stream]) -> [T', D]. `LayerSpec` decides whether the
+# residual stream is passed.
 FeedForwardLayer = Callable[..., Any]
 
 
 def build_feed_forward(spec: Dense | MoE, build: Builder, name: str) -> FeedForwardLayer:
-    """Build a feed-forward block of the parameters whose names begin with `name`."""
+    """Build a feed-forward block. name: prefix of its parameters."""
     if isinstance(spec, Dense):
         return DenseLayer(build.gated(name, spec.size, build.tp, spec.activation))
     if spec.beside is not None:
@@ -49,10 +50,10 @@ def build_feed_forward(spec: Dense | MoE, build: Builder, name: str) -> FeedForw
 def feed_forward_workspace(
     spec: Dense | MoE, *, width: int, tokens: int, size: int, tp_size: int
 ) -> int:
-    """Return an upper bound of the bytes that a call needs beside the residual stream.
+    """Return an upper bound of the bytes that a call needs in addition to the residual stream.
 
     width: of the model.
-    tokens: of a step, padding included.
+    tokens: of a step, including padding.
     size: bytes of an element.
     """
     if isinstance(spec, Dense):
@@ -61,7 +62,7 @@ def feed_forward_workspace(
 
 
 def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
-    """Return the MoE block of the layer whose parameters begin with `name`."""
+    """Build an MoE block. name: prefix of its parameters."""
     ops = build.ops
     moe = build.shared("MoE plan", build.plan_moe)
     router = build_router(spec, build, name)
@@ -74,9 +75,8 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
     )
     shared: SharedExpert | None = None
     if spec.shared:
-        mlp = build.gated(
-            name + "shared_", spec.shared.size, ALONE, spec.shared.activation
-        )  # reads this rank's tokens only
+        # Not sharded over ranks: each computes the shared expert for its own tokens.
+        mlp = build.gated(name + "shared_", spec.shared.size, ALONE, spec.shared.activation)
         gate = build.slots.load((name + "shared_gate",), pack_gate) if spec.shared.gated else None
         shared = SharedMLP(ops, gate, mlp, spec.shared.scale)
     to_physical = LogicalToPhysical(
@@ -88,10 +88,10 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
 
 
 def _put_experts(experts: Experts, packed: Any, pack: Pack, ops: Ops, *weights: Any) -> None:
-    """Write other weights of all local experts, one after the other."""
+    """Write new weights of all local experts in place, one expert at a time to save memory."""
     for i in range(weights[0].shape[0]):
-        each = (None if part is None else part[i] for part in weights)
-        experts.put(packed, i, experts.pack_expert(*each))
+        expert = (None if part is None else part[i] for part in weights)
+        experts.put(packed, i, experts.pack_expert(*expert))
 
 
 @dataclass(eq=False, slots=True)
@@ -107,8 +107,10 @@ class DenseLayer:
 
 @dataclass(eq=False)
 class DenseBesideExperts:
-    """The sum of an MLP's and of experts' normed outputs (Gemma 4). Router and experts read norms
-    of the residual stream of their own."""
+    """A dense MLP and experts, whose normed outputs are added (Gemma 4).
+
+    Router and experts each have their own norm of the residual stream.
+    """
 
     mlp: GatedMLP
     moe: MoELayer
@@ -120,7 +122,7 @@ class DenseBesideExperts:
     def __call__(
         self, x_TD: Tensor, context: RowContext, ubatch: UBatch, stream_TD: Tensor
     ) -> Tensor:
-        """Return the block's output [T, D]. x: what the MLP reads."""
+        """Return the block's output [T, D]. x_TD: the input of the MLP."""
         dense_TD = self.dense_post_norm(self.mlp(x_TD, context))
         routed_TD = self.moe(
             self.experts_norm(stream_TD), context, ubatch, self.router_norm(stream_TD)
@@ -129,7 +131,7 @@ class DenseBesideExperts:
 
 
 def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBesideExperts:
-    """Return experts beside a dense MLP. The router's input is scaled by D ** -0.5."""
+    """Build experts beside a dense MLP. The router's input is scaled by D ** -0.5."""
     norms = {
         norm: Norm(
             build.ops,
@@ -143,7 +145,7 @@ def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBes
 
 
 def build_router(spec: MoE, build: Builder, name: str) -> Router:
-    """Return the router."""
+    """Build the router of an MoE block. name: prefix of its parameters."""
     rule = spec.router
     bias_E = build.fp32(name + "router_choice_bias") if rule.bias else None
     scale_E = build.fp32(name + "expert_scale") if spec.expert_scale else None
@@ -164,7 +166,7 @@ def moe_workspace(spec: MoE, width: int, tokens: int, size: int, tp_size: int) -
     own = padded_rows(-(-tokens // tp_size), LARGEST_PAD)  # tokens that this rank sends to experts
     pairs = own * spec.top_k
     grouped = 2 * pairs * width * size + 4 * pairs * INT64
-    expert = own * (4 * spec.size + 2 * width) * size  # all tokens may choose the same expert
+    expert = own * (4 * spec.size + 2 * width) * size  # if all tokens choose the same expert
     scores = tokens * spec.num_experts * (size + 2 * FP32 + 3 * INT64)
     combine = TERMS * (size + 2 * FP32) + own * width * size
     return (

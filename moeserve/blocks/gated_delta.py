@@ -1,8 +1,7 @@
-"""The gated delta net in numbers: a recurrence with the delta rule behind a short convolution
-(Qwen3-Next, Qwen3.5).
+"""The specification of the gated delta net: a convolution, then a delta rule (Qwen3-Next, 3.5).
 
-D model width, G heads of queries and keys, H of values, d and v their widths, K inputs of the
-convolution.
+Shapes: D model width, G heads of queries and keys, H heads of values, d and v their widths, K
+kernel size of the convolution.
 
 Source: arXiv 2412.06464.
 """
@@ -15,33 +14,27 @@ from moeserve.blocks.weights import WeightPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDelta(RecurrentMixer):
-    """A mixer: H heads with a state [d, v] each.
+    """H heads with a state [d, v] each."""
 
-    conv: inputs of the convolution, K. by_head: whether the checkpoint has the parts of each query
-    head side by side, in in_proj_qkvz and in_proj_ba (Qwen3-Next), or a tensor per part (Qwen3.5).
-    """
-
-    shared = (
-        "num_k_heads",
-        "recurrent heads",
-    )  # of queries, each with the value heads that it serves
+    # Ranks shard query heads, each with the value heads that use it.
+    shared = ("num_k_heads", "recurrent heads")
     num_k_heads: int
     num_v_heads: int
     k_dim: int
     v_dim: int
-    conv: int
+    conv: int  # K
+    # The checkpoint has in_proj_qkvz and in_proj_ba, grouped by query head (Qwen3-Next), and not a
+    # tensor per part (Qwen3.5).
     by_head: bool
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
-        """Return one rank's query heads, value heads, and columns of queries and keys together and
-        of values.
-        """
+        """Return a rank's query heads, value heads, width of queries plus keys, width of values."""
         keys = self.num_k_heads // tp_size
         values = self.num_v_heads // tp_size
         return keys, values, 2 * keys * self.k_dim, values * self.v_dim
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """The convolution's inputs, then the state, k, u and s of ops/recurrence.py."""
+        """See `Mixer`: the convolution's inputs; state, k, u and s of ops/recurrence.py."""
         keys, values, qk, v = self.local(tp_size)
         state = recurrence_cache(keys, values, self.k_dim, self.v_dim)
         return *conv_cache(qk + v, self.conv), *state

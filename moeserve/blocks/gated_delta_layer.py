@@ -1,8 +1,7 @@
-"""The gated delta net of a decoder: project, convolve, normalise queries and keys, recur, gate,
-project back.
+"""The gated delta net layer: projection, convolution, norms, recurrence, gate, output projection.
 
-T tokens (padded rows included), D model width, G heads of queries and keys and H of values of this
-rank, d and v their widths.
+Shapes: T tokens (including padding), D model width, G heads of queries and keys and H heads of
+values of this rank, d and v their widths.
 """
 
 from typing import Any
@@ -21,11 +20,9 @@ from moeserve.ops.rules import SWIGLU
 
 
 class GatedDeltaLayer(RecurrentLayer):
-    """The gated delta net of this rank's heads; their outputs are gathered before `out`.
+    """The gated delta net of this rank's heads.
 
-    inputs: D -> queries, keys, values, then output gates. gates: D -> 2 H, of beta and of decays.
-    unit: fp32 weights of the norms that give queries and keys length 1, queries scaled by d **
-    -0.5.
+    Tensor-parallel ranks gather the results of all heads before the output projection.
     """
 
     def __init__(self, spec: GatedDelta, build: Builder, name: str, group: int) -> None:
@@ -39,12 +36,12 @@ class GatedDeltaLayer(RecurrentLayer):
             build.reorder(name + "gates", by_part([serve, serve], keys))
         super().__init__(build, name, group)
         self.spec = spec
-        self.inputs = build.linear(name + "in")
-        self.gates = build.linear(name + "gates")
+        self.inputs = build.linear(name + "in")  # D -> queries, keys, values, output gates
+        self.gates = build.linear(name + "gates")  # D -> 2 H: beta, decays
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.decay_H = build.fp32(name + "decay", lambda decay: -exp(decay))
         self.dt_bias_H = build.fp32(name + "dt_bias")
-        self.unit = unit_weights(spec.k_dim, self.ops.device)
+        self.unit = unit_weights(spec.k_dim, self.ops.device)  # for `unit_heads`
         self.norm_v = build.fp32(name + "norm")
         self._block = None
         if self.ops.recurrent_block is not None:
@@ -60,7 +57,7 @@ class GatedDeltaLayer(RecurrentLayer):
             )
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]. Writes the tokens' inputs and states to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
             return y if self.tp.size == 1 else self.project_back(y, context)
@@ -98,15 +95,14 @@ class GatedDeltaLayer(RecurrentLayer):
 
 
 def by_part(sizes: list[int], heads: int) -> list[int]:
-    """Return the order that brings rows of heads, each with parts of these sizes, into parts with
-    rows of all heads.
+    """Return the order of rows that regroups them from by-head to by-part.
 
-    sizes [1, 2], 2 heads -> [0, 3, 1, 2, 4, 5]
+    sizes: rows of each part of a head. For example sizes [1, 2], 2 heads -> [0, 3, 1, 2, 4, 5].
     """
-    whole = sum(sizes)
+    per_head = sum(sizes)
     order = list[int]()
     start = 0
     for size in sizes:
-        order += [head * whole + start + i for head in range(heads) for i in range(size)]
+        order += [head * per_head + start + i for head in range(heads) for i in range(size)]
         start += size
     return order

@@ -1,9 +1,9 @@
-"""The index selector recentlynt attention in numbers: which tokens a query attends to (DeepSeek
-sparse attention).
+"""The specification of the indexer of DeepSeek sparse attention: it selects tokens for each query.
 
-D model width, q_rank width of compressed queries, J index heads, d their width.
+Shapes: D model width, q_rank width of compressed queries, J index heads, d their width.
 
-Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; a choice that layers share: arXiv 2603.12201.
+Sources: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; layers that share a selection: arXiv
+2603.12201.
 """
 
 from dataclasses import dataclass
@@ -14,30 +14,24 @@ from moeserve.blocks.weights import WeightPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexer:
-    """Chooses the top_k tokens that a query attends to. Every tensor-parallel rank has all of it.
+    """Selects the `top_k` tokens that a query attends to. It is not sharded over ranks."""
 
-    num_heads, dim: J and d. interleaved: pairs of the rotary embedding lie side by side (GLM-5).
-    shared: the choice is that of the nearest layer before with an indexer of its own, and there is
-    nothing to compute.
-    """
-
-    num_heads: int
-    dim: int
+    num_heads: int  # J
+    dim: int  # d
     top_k: int
-    interleaved: bool = False
+    interleaved: bool = False  # rotary pairs are adjacent elements (GLM-5)
+    # Use the selection of the nearest earlier layer with its own indexer, and compute none.
     shared: bool = False
 
     def cache(self) -> tuple[CacheTensor, ...]:
-        """Return the tensors of a layer's cache beside the latents."""
+        """Return the tensors of a layer's cache in addition to the latents."""
         return () if self.shared else (CacheTensor("index", 1, self.dim),)
 
     def products(self, width: int, q_rank: int) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of every matrix product."""
-        return (
-            []
-            if self.shared
-            else [(self.num_heads * self.dim, q_rank), (self.dim, width), (self.num_heads, width)]
-        )
+        """Return (outputs, inputs) of every matrix product. width: of the model."""
+        if self.shared:
+            return []
+        return [(self.num_heads * self.dim, q_rank), (self.dim, width), (self.num_heads, width)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, q_rank: int) -> None:
         """Add index_q, index_k, index_norm and its bias, and index_weights."""

@@ -1,7 +1,9 @@
-"""The index selector of a latent attention block, and attention to what it chooses.
+"""The indexer of an MLA layer (DeepSeek sparse attention), and attention to the selected tokens.
 
-T tokens (padded rows included), S of them select, D model width, J index heads, d their width, p
-the rotated part of a head, C width of a latent cache entry, L rank of the latents.
+Queries with at most `top_k` tokens of context attend to all of them and need no selection.
+
+Shapes: T tokens (including padding), S of which select, D model width, J index heads, d their
+width, p the rotated part of a head, C width of a latent cache entry, L rank of the latents.
 """
 
 from dataclasses import dataclass, field, replace
@@ -36,34 +38,28 @@ EPS = 1e-6  # of the norm of keys
 
 @dataclass(slots=True, eq=False)
 class SelectedRows:
-    """The attention metadata of a step whose queries may select.
-
-    plain: what `ops.plan_attention` made for queries that do not select; None without any.
-    selection: of the others; None: no query selects. chosen: the metadata of those, from the last
-    layer that chose.
-    """
+    """The attention metadata of a step with selection."""
 
     step: StepInputs
     group: GroupInputs
-    plain: Any
-    selection: Selection | None = None
+    plain: Any  # metadata of the queries that do not select; None: all select
+    selection: Selection | None = None  # the queries that select; None: none does
+    # Metadata of the selecting queries, set by the last layer with its own indexer
     chosen: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareSelection(PrepareAttention):
-    """Makes the `AttentionStep` of layers that attend to what is chosen; its plan is a
-    `SelectedRows`.
-    """
+    """Makes the `AttentionStep` of layers with an indexer. Its plan is a `SelectedRows`."""
 
     top_k: int = 0
 
     def __call__(self, step: StepInputs, positions: Positions) -> AttentionStep:
-        """Look the angles up and plans attention, which can be recorded."""
+        """Look up rotary angles, and plan attention. It runs inside of CUDA graphs."""
         return PrepareAttention.__call__(self, replace(step, cut=None), positions)
 
     def plan_rows(self, step: StepInputs) -> SelectedRows:
-        """Return the metadata of a step's rows."""
+        """Return the attention metadata of a step."""
         group = step.groups[self.group]
         if step.live is not None:
             return SelectedRows(step, group, None, select_always(group, step, self.top_k))
@@ -79,8 +75,9 @@ class PrepareSelection(PrepareAttention):
 
 
 def prepare_selection(build: Builder, attention: PrepareAttention, top_k: int) -> PrepareSelection:
-    """Return what prepares steps for such layers, one for all. attention: what would without a
-    selector.
+    """Return the `PrepareSelection` that all such layers share.
+
+    attention: the `PrepareAttention` of the same layers without an indexer.
     """
     parts = (
         attention.ops,
@@ -97,9 +94,7 @@ def prepare_selection(build: Builder, attention: PrepareAttention, top_k: int) -
 
 
 def attend_to_chosen(step: AttentionStep, ops: Ops, q_THC: Tensor, cache: LayerCache) -> Tensor:
-    """Return attention as `AttentionStep.attend` does, of queries that select to the chosen tokens
-    alone.
-    """
+    """Return attention over the cache, [T, H * L]; selecting queries see selected tokens only."""
     rows: SelectedRows = step.plan
     if rows.selection is None:
         return ops.attention(q_THC, *cache, rows.plain)
@@ -119,22 +114,18 @@ def attend_to_chosen(step: AttentionStep, ops: Ops, q_THC: Tensor, cache: LayerC
 
 @dataclass(eq=False, repr=False)
 class IndexerLayer:
-    """Index heads over keys of their own. queries: compressed ones -> J * d. keys: D -> d. weights:
-    D -> J, in fp32.
-    """
+    """Scores all tokens of a query's context with its index heads, and selects the best."""
 
     spec: Indexer
     ops: Ops
     prepare: PrepareSelection
-    queries: LinearMethod
-    keys: LinearMethod
-    norm: Norm
-    weights: LinearMethod
+    queries: LinearMethod  # q_rank -> J * d
+    keys: LinearMethod  # D -> d
+    norm: Norm  # of keys
+    weights: LinearMethod  # D -> J, fp32: the weights of heads in a score
 
     def write(self, x_TD: Tensor, context: RowContext, step: AttentionStep, cache: Tensor) -> None:
-        """Write the tokens' keys, normed and rotated in fp32, to the cache [blocks, block size, 1,
-        d].
-        """
+        """Write the tokens' keys, after norm and rope in fp32, to `cache` [blocks, size, 1, d]."""
         cos_T1p, sin_T1p, slot_mapping_T = step.at
         real = len(slot_mapping_T)
         k_T1d = self.norm(self.keys(x_TD, context)[:real].float())[:, None]
@@ -149,8 +140,10 @@ class IndexerLayer:
         step: AttentionStep,
         cache: Tensor,
     ) -> None:
-        """Choose for the queries that select, for this layer and those that share its choice.
-        narrow: compressed queries."""
+        """Select tokens, for this layer and for those that share its selection.
+
+        narrow_TN: compressed queries.
+        """
         rows: SelectedRows = step.plan
         assert rows.selection is not None
         tokens_S = rows.selection.tokens_S
@@ -182,9 +175,7 @@ def build_indexer(
     rope: RopeSpec,
     rope_dim: int,
 ) -> IndexerLayer | None:
-    """Return the indexer of the layer whose parameters begin with `name`; None where it is another
-    layer's.
-    """
+    """Build a layer's indexer; None if it shares another layer's. name: prefix of parameters."""
     if spec.shared:
         return None
     if spec.interleaved and (order := half_layout(rope, rope_dim)) is not None:
@@ -209,11 +200,10 @@ def build_indexer(
 
 
 def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, size: int) -> int:
-    """Return an upper bound of the bytes that selection adds to one call recentlynt attention."""
+    """Return an upper bound of the bytes that selection adds to one call of MLA."""
     heads = spec.num_heads * spec.dim
     rows = tokens * (heads * (2 * size + 4 * FP32) + width * (size + FP32) + 5 * spec.dim * FP32)
     tables = 6 * tokens * padded_context(spec.top_k) * INT64
-    span = max(
-        SCORES, spec.num_heads * SPAN, spec.dim * SPAN
-    )  # elements of keys or products at once
+    # Elements of keys or products that are in memory at once
+    span = max(SCORES, spec.num_heads * SPAN, spec.dim * SPAN)
     return rows + tables + 6 * span * FP32 + (QUERIES + 2) * padded_context(max_len) * 6 * INT64

@@ -1,8 +1,7 @@
-"""Kimi delta attention in numbers: a gated delta net that forgets each element of a key by itself
-(Kimi-Linear).
+"""The specification of Kimi delta attention: a gated delta net with a decay per key element.
 
-D model width, H heads, d their width, K inputs of the convolutions. Decays and output gates are
-products through a narrow middle of d elements.
+Decays and output gates are low-rank products, through a bottleneck of d elements. Shapes: D model
+width, H heads, d their width, K kernel size of the convolutions.
 
 Source: Kimi Linear (arXiv 2510.26692).
 """
@@ -15,20 +14,20 @@ from moeserve.blocks.weights import WeightPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiDelta(RecurrentMixer):
-    """A mixer: H heads with a state [d, d] each. conv: inputs of the convolutions, K."""
+    """H heads with a state [d, d] each (Kimi-Linear)."""
 
     shared = "num_heads", "recurrent heads"
     num_heads: int
     head_dim: int
-    conv: int
+    conv: int  # K
 
     @property
     def size(self) -> int:
-        """The width of all heads."""
+        """The width of all heads together."""
         return self.num_heads * self.head_dim
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """The convolutions' inputs, then the state, k, u and s of ops/recurrence.py."""
+        """See `Mixer`: the convolutions' inputs; state, k, u and s of ops/recurrence.py."""
         heads = self.num_heads // tp_size
         width = self.head_dim
         state = recurrence_cache(heads, heads, width, width, decays=width)
@@ -62,7 +61,7 @@ class KimiDelta(RecurrentMixer):
         )
         block.add("decays", (size, d), "f_b_proj.weight", sharded=True)
         block.add("gates", (size, d), "g_b_proj.weight", sharded=True)
-        block.add("decay", (1, 1, heads, 1), "A_log", fp32=True)  # of all ranks
+        block.add("decay", (1, 1, heads, 1), "A_log", fp32=True)  # not sharded
         block.add("dt_bias", (size,), "dt_bias", sharded=True, fp32=True)
         block.add("norm", (d,), "o_norm.weight")
         block.add("out", (plan.width, size), "o_proj.weight", sharded=True)

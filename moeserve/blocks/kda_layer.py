@@ -1,7 +1,6 @@
-"""Kimi delta attention of a decoder: project, convolve, normalise queries and keys, recur, gate,
-project back.
+"""The Kimi delta attention layer: projections, convolution, norms, recurrence, gate, output.
 
-T tokens (padded rows included), D model width, H heads of this rank, d their width.
+Shapes: T tokens (including padding), D model width, H heads of this rank, d their width.
 """
 
 from typing import Any
@@ -17,11 +16,9 @@ from moeserve.ops.inputs import LayerCache, RowContext
 
 
 class KimiDeltaLayer(RecurrentLayer):
-    """Kimi delta attention of this rank's heads; their outputs are gathered before `out`.
+    """Kimi delta attention of this rank's heads.
 
-    inputs: D -> queries, keys, values. narrow: D -> d of decays, d of output gates, H of beta.
-    decays, gates: from the narrow d to H * d. decay: fp32 factors [H, 1] of the log decays. unit:
-    fp32 weights of the norms that give queries and keys length 1, queries scaled by d ** -0.5.
+    Tensor-parallel ranks gather the results of all heads before the output projection.
     """
 
     def __init__(self, spec: KimiDelta, build: Builder, name: str, group: int) -> None:
@@ -29,19 +26,22 @@ class KimiDeltaLayer(RecurrentLayer):
         heads = spec.num_heads // self.tp.size
         first = self.tp.rank * heads
         self.spec = spec
-        self.inputs, self.narrow, self.decays, self.gates = (
-            build.linear(name + part) for part in ("in", "narrow", "decays", "gates")
-        )
+        self.inputs = build.linear(name + "in")  # D -> queries, keys, values
+        # D -> bottleneck of decays [d], bottleneck of output gates [d], beta [H]
+        self.narrow = build.linear(name + "narrow")
+        self.decays = build.linear(name + "decays")  # d -> H * d
+        self.gates = build.linear(name + "gates")  # d -> H * d
         self.conv_CK = build.fp32(name + "conv")[:, 0]
+        # Factors of the log decays
         self.decay_H1 = build.fp32(
             name + "decay", lambda decay: -exp(decay[0, 0])[first : first + heads]
         )
         self.dt_bias_C = build.fp32(name + "dt_bias")
-        self.unit = unit_weights(spec.head_dim, self.ops.device)
+        self.unit = unit_weights(spec.head_dim, self.ops.device)  # for `unit_heads`
         self.norm_d = build.fp32(name + "norm")
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]. Writes the tokens' inputs and states to `cache`."""
         ops = self.ops
         d = self.spec.head_dim
         heads = self.spec.num_heads // self.tp.size

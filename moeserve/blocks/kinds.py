@@ -1,6 +1,6 @@
-"""The layer class that computes each kind of mixer, by the class name of its numbers.
+"""The registry of mixers: class name of a specification -> layer class that computes it.
 
-A `Mixer` (its numbers) has no torch; its layer class does, so it is imported when a model is built.
+Layer classes import torch, so they are imported when a model is built.
 """
 
 from typing import Protocol
@@ -11,10 +11,10 @@ from moeserve.plugins import Registry
 
 
 class LayerClass(Protocol):
-    """A class of `MixerLayer`s."""
+    """A class that implements `MixerLayer`."""
 
     def __call__(self, spec: Mixer, build: Builder, name: str, group: int) -> MixerLayer:
-        """Build a layer of the parameters `name` + ...; group: its KV group."""
+        """Build a layer; see `build_mixer`."""
 
     def workspace(
         self, spec: Mixer, width: int, tokens: int, max_len: int, size: int, tp_size: int
@@ -38,18 +38,18 @@ MIXERS: Registry[LayerClass] = Registry(
 
 
 def build_mixer(spec: Mixer, build: Builder, name: str, group: int) -> MixerLayer:
-    """Build a mixer of the parameters whose names begin with `name`. group: its KV group."""
+    """Build the layer of a mixer. name: prefix of its parameters. group: its KV group."""
     return MIXERS[type(spec).__name__](spec, build, name, group)
 
 
 def mixer_workspace(
     spec: Mixer, *, width: int, tokens: int, max_len: int, size: int, tp_size: int
 ) -> int:
-    """Return an upper bound of the bytes that a call needs beside the residual stream.
+    """Return an upper bound of the bytes that a call needs in addition to the residual stream.
 
     width: of the model.
-    tokens: of a step, padding included.
-    max_len: the longest context.
+    tokens: of a step, including padding.
+    max_len: the longest context in tokens.
     size: bytes of an element.
     """
     layer = MIXERS[type(spec).__name__]

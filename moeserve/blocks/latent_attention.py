@@ -1,11 +1,13 @@
-"""Multi-head latent attention in numbers: one compressed row per token for all heads (DeepSeek-V2,
-V3, Kimi-K2, GLM).
+"""The specification of multi-head latent attention, MLA (DeepSeek-V2, V3, Kimi-K2, GLM).
 
-D model width, H query heads, n and p the parts of a query without and with rotation, v width of
-values, L rank of the latents, C = L + p width of a cache entry. Tensor-parallel ranks share heads;
-each computes and caches whole rows.
+The KV cache has one compressed entry per token for all heads. Tensor-parallel ranks shard heads,
+but each computes and caches whole entries.
 
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the absorbed form of appendix C is what runs.
+Shapes: D model width, H query heads, n and p the parts of a query without and with rotary
+embedding, v width of values, L rank of the latents, C = L + p width of a cache entry.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. The layer computes the absorbed form of its
+appendix C.
 """
 
 from dataclasses import dataclass
@@ -26,25 +28,19 @@ _VALUES_UP = "self_attn.v_b_proj.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention(Mixer):
-    """A mixer: H heads that attend to one latent per token.
-
-    nope_dim, rope_dim: n and p; without rope p does not rotate either (Kimi-Linear). rank: L.
-    q_rank: of the compressed queries; None: queries are one product (V2-Lite). bias: of the
-    products to latents. scale: of scores; None: (n + p) ** -0.5. query_scale: grows with the
-    position (Mistral 4). indexer: chooses the tokens that a query attends to; None: all. It needs
-    compressed queries.
-    """
+    """Attention of H heads to one latent per token."""
 
     shared = "num_heads", "heads on latents"
     num_heads: int
-    nope_dim: int
-    rope_dim: int
+    nope_dim: int  # n
+    rope_dim: int  # p; if `rope` is None, it is not rotated either (Kimi-Linear)
     v_dim: int
-    rank: int
-    q_rank: int | None
-    bias: bool = False
-    scale: float | None = None
-    query_scale: QueryScale | None = None
+    rank: int  # L
+    q_rank: int | None  # rank of compressed queries; None: queries are one product (V2-Lite)
+    bias: bool = False  # of the products to latents, and of the output projection
+    scale: float | None = None  # of scores; None: (n + p) ** -0.5
+    query_scale: QueryScale | None = None  # position-dependent (Mistral 4)
+    # Selects the tokens that a query attends to; None: all. Needs compressed queries.
     indexer: Indexer | None = None
 
     @property
@@ -70,30 +66,28 @@ class LatentAttention(Mixer):
         return HeadShape(self.num_heads // tp_size, 1, self.entry, self.rank)
 
     def reads(self, tp_size: int) -> tuple[CacheRead, ...]:
-        """See `Mixer`: an indexer reads its own keys of all positions, and attention reads those
-        that it chose.
-        """
+        """See `Mixer`. An indexer reads all of its keys; attention reads selected positions."""
         operations = 2 * self.num_heads // tp_size * (self.entry + self.rank)
         if self.indexer is None:
             return (CacheRead(None, self.entry, operations),)
-        chosen = CacheRead(self.indexer.top_k, self.entry, operations)
+        selected = CacheRead(self.indexer.top_k, self.entry, operations)
+        if self.indexer.shared:
+            return (selected,)
         width = self.indexer.dim
-        return (
-            (chosen,)
-            if self.indexer.shared
-            else (chosen, CacheRead(None, width, 2 * self.indexer.num_heads * width))
-        )
+        return selected, CacheRead(None, width, 2 * self.indexer.num_heads * width)
 
     def products(self, width: int) -> list[tuple[int, int]]:
         queries = self.num_heads * (self.nope_dim + self.rope_dim)
-        q = (
-            [(queries, width)]
-            if self.q_rank is None
-            else [(self.q_rank, width), (queries, self.q_rank)]
-        )
-        up_and_down = self.num_heads * (self.nope_dim + self.v_dim), self.rank
-        index = self.indexer.products(width, self.q_rank) if self.indexer and self.q_rank else []
-        return [*q, (self.entry, width), up_and_down, (width, self.num_heads * self.v_dim), *index]
+        if self.q_rank is None:
+            products = [(queries, width)]
+        else:
+            products = [(self.q_rank, width), (queries, self.q_rank)]
+        products.append((self.entry, width))
+        products.append((self.num_heads * (self.nope_dim + self.v_dim), self.rank))
+        products.append((width, self.num_heads * self.v_dim))
+        if self.indexer and self.q_rank:
+            products += self.indexer.products(width, self.q_rank)
+        return products
 
     def obstacle(self, kernels: str) -> str:
         if kernels != "fa3":
@@ -103,14 +97,12 @@ class LatentAttention(Mixer):
         return misfit(self.entry, self.rank, latent=True)
 
     def cache_obstacle(self, dtype: str) -> str:
-        return (
-            ""
-            if dtype == "auto"
-            else "latents, which keys and values share, are kept as activations are"
-        )
+        if dtype == "auto":
+            return ""
+        return "latents (MLA) are cached in the dtype of activations only"
 
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
-        """Add q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out, and what an indexer has."""
+        """Add q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b, out, and an indexer's parameters."""
         block = plan.block(ours, theirs, "self_attn.")
         heads = self.num_heads
         width = plan.width
@@ -139,19 +131,20 @@ class LatentAttention(Mixer):
             block.add("out_bias", (width,), "o_proj.bias", sharded=True)
 
     def _split_kv_b(self, param: str, theirs: str, heads: slice) -> LoadPlan:
-        """Plan kv_b of some heads from two tensors, [H, L, n] and [H, v, L], as GGUF files have
-        it.
-        """
+        """Return the load plan of kv_b from GGUF's two tensors, [H, L, n] and [H, v, L]."""
         pieces = []
-        each = self.nope_dim + self.v_dim
-        keys = (self.num_heads, self.rank, self.nope_dim)
-        values = (self.num_heads, self.v_dim, self.rank)
+        per_head = self.nope_dim + self.v_dim
+        k_shape = (self.num_heads, self.rank, self.nope_dim)
+        v_shape = (self.num_heads, self.v_dim, self.rank)
         for i, head in enumerate(range(self.num_heads)[heads]):
-            rows = (
-                slice(i * each, i * each + self.nope_dim),
-                slice(i * each + self.nope_dim, (i + 1) * each),
+            start = i * per_head
+            k_rows = slice(start, start + self.nope_dim)
+            v_rows = slice(start + self.nope_dim, start + per_head)
+            pieces.append(
+                Piece(
+                    theirs + _KEYS_UP, k_shape, param, at=(k_rows,), take=(head,), transposed=True
+                )
             )
-            pieces.append(Piece(theirs + _KEYS_UP, keys, param, rows[:1], (head,), transposed=True))
-            pieces.append(Piece(theirs + _VALUES_UP, values, param, rows[1:], (head,)))
+            pieces.append(Piece(theirs + _VALUES_UP, v_shape, param, at=(v_rows,), take=(head,)))
         count = heads.stop - heads.start
-        return LoadPlan((Param(param, (count * each, self.rank), widened=True),), tuple(pieces))
+        return LoadPlan((Param(param, (count * per_head, self.rank), widened=True),), tuple(pieces))

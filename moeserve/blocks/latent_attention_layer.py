@@ -1,8 +1,7 @@
-"""The latent attention block of a decoder, in its absorbed form: queries meet the latents
-themselves.
+"""The MLA layer in its absorbed form: queries are projected to latents, and attend to latents.
 
-T tokens (padded rows included), D model width, H heads of this rank, n and p the parts of a query
-without and with rotation, v width of values, L rank of the latents, C = L + p.
+Shapes: T tokens (including padding), D model width, H heads of this rank, n and p the parts of a
+query without and with rotary embedding, v width of values, L rank of the latents, C = L + p.
 """
 
 from dataclasses import dataclass
@@ -26,12 +25,12 @@ from moeserve.ops.latent import HeadsLinear, LatentRule
 from moeserve.ops.linear import LinearMethod
 from moeserve.ops.table import Ops
 
-EPS = 1e-6  # of the norms recentlynts, whatever the other norms have
+EPS = 1e-6  # of the norms of latents and compressed queries, whatever the model's other norms use
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedQueries:
-    """Queries through a narrow product and a norm of it: D -> q_rank -> H * (n + p)."""
+    """Low-rank queries: D -> q_rank, RMS norm, q_rank -> H * (n + p)."""
 
     ops: Ops
     down: LinearMethod
@@ -48,11 +47,9 @@ class CompressedQueries:
 
 
 class LatentAttentionLayer:
-    """Attention of this rank's heads to latents; head outputs are gathered before `out`.
+    """Attention of this rank's heads to latents.
 
-    queries: D -> H * (n + p), maybe compressed. latents: D -> C. up: of queries to latents, H
-    products n -> L. down: of summed latents to values, H products L -> v. indexer: None also where
-    another layer's choice serves.
+    Tensor-parallel ranks gather the results of all heads before the output projection.
     """
 
     def __init__(self, spec: LatentAttention, build: Builder, name: str, group: int) -> None:
@@ -74,31 +71,39 @@ class LatentAttentionLayer:
                 build.reorder(name + part, [*range(spec.rank), *(spec.rank + j for j in order)])
         narrow = None
         last_q = build.linear(name + ("q" if spec.q_rank is None else "q_b"))
+        # D -> H * (n + p)
         self.queries: CompressedQueries | LinearMethod = last_q
         if spec.q_rank is not None:
             narrow = build.linear(name + "q_a"), build.norm(name + "q_norm")
             self.queries = CompressedQueries(ops, *narrow, last_q)
-        self.latents = build.linear(name + "kv_a")
-        # Per head W_UK [n, L] and W_UV [v, L], one below the other.
+        self.latents = build.linear(name + "kv_a")  # D -> C
 
         def pack_heads(ops: Ops, kv_b: Tensor) -> tuple[HeadsLinear, HeadsLinear]:
-            kv_b = kv_b.view(heads, -1, spec.rank)
+            kv_b = kv_b.view(heads, -1, spec.rank)  # per head W_UK [n, L], then W_UV [v, L]
             up = ops.pack_heads(kv_b[:, :nope].transpose(1, 2).contiguous())
             return up, ops.pack_heads(kv_b[:, nope:].contiguous())
 
+        # Per head: `up` projects queries to latents, n -> L, and `down` the weighted sums of
+        # latents to values, L -> v.
         self.up, self.down = build.slots.load((name + "kv_b",), pack_heads)
         self.out = build.columns(name + "out", build.width)
         scale = queries**-0.5 if spec.scale is None else spec.scale
         self.rule = LatentRule(
-            heads, nope, spec.rope_dim, spec.rank, scale, EPS, build.norm(name + "kv_norm")
+            num_heads=heads,
+            nope_dim=nope,
+            rope_dim=spec.rope_dim,
+            rank=spec.rank,
+            scale=scale,
+            eps=EPS,
+            norm_L=build.norm(name + "kv_norm"),
         )
         shape = spec.head_shape(self.tp.size)
-        self.indexer = None
+        self.indexer = None  # also None if the layer shares another layer's selection
         self.prepare = prepare_attention(
             build, group, shape, spec.rope, spec.rope_dim, spec.query_scale
         )
         if spec.indexer is not None:
-            assert spec.rope is not None, "an index selector rotates"
+            assert spec.rope is not None, "an indexer needs a rotary embedding"
             self.prepare = selecting = prepare_selection(build, self.prepare, spec.indexer.top_k)
             self.indexer = build_indexer(
                 spec.indexer, build, name, selecting, spec.rope, spec.rope_dim
@@ -107,31 +112,25 @@ class LatentAttentionLayer:
         self._attend = ops.opaque(attend_to_chosen if self._selects else AttentionStep.attend)
         self._choose = ops.opaque(IndexerLayer.choose)
         self._block = None
-        if (
-            ops.latent_block is not None and spec.query_scale is None
-        ):  # which would be between its steps
-            last = self.out.part if self.tp.size == 1 else None
+        if ops.latent_block is not None and spec.query_scale is None:  # it has no query scale
+            fused_out = self.out.part if self.tp.size == 1 else None
             self._block = ops.latent_block(
-                narrow, last_q, self.latents, self.up, self.down, last, self.rule, ops.dtype
+                narrow, last_q, self.latents, self.up, self.down, fused_out, self.rule, ops.dtype
             )
 
     def __call__(
         self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Return the block's output [T, D]; writes the new latents, and keys of an indexer, to
-        `cache` first.
-        """
+        """Return the block's output [T, D]. Writes latents and index keys to `cache` first."""
         latent, *index = cache
         if self.indexer is not None:
             self.indexer.write(x_TD, context, step, *index)
         if self._block is not None and not (self._selects and step.plan.selection):
             plan = step.plan.plain if self._selects else step.plan
             y = self._block(x_TD, step.at, latent, plan)
-            return (
-                y
-                if self.tp.size == 1
-                else self.out(self.tp.gather_columns(y, context.channel), context)
-            )
+            if self.tp.size == 1:
+                return y
+            return self.out(self.tp.gather_columns(y, context.channel), context)
         rank = self.rule.rank
         heads = self.rule.num_heads
         if self.indexer is not None and step.plan.selection:

@@ -1,7 +1,6 @@
-"""Lightning attention in numbers: a recurrence whose decay is a constant of each head and layer
-(Ling 2.6).
+"""The specification of lightning attention: a recurrence with a constant decay per head and layer.
 
-D model width, H heads, d their width.
+Shapes: D model width, H heads, d their width.
 
 Source: Lightning Attention-2 (arXiv 2401.04658), Ring-linear (2510.19338).
 """
@@ -16,21 +15,17 @@ from moeserve.blocks.weights import WeightPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lightning(RecurrentMixer):
-    """A mixer: H heads with a state [d, d] each, and norms of queries and keys per head.
-
-    decay: of the layer; heads' log decays are `slopes` times -decay. norm_groups: parts of the
-    results of all heads, each with an RMS norm of its own.
-    """
+    """H heads with a state [d, d] each, and norms of queries and keys per head (Ling 2.6)."""
 
     num_heads: int
     head_dim: int
     rope: RopeSpec
-    decay: float
-    norm_groups: int
+    decay: float  # of the layer; the log decay of a head is its slope times -decay
+    norm_groups: int  # groups of heads whose results have a common RMS norm
 
     @property
     def possible_tp(self) -> list[int]:
-        """Each rank gets equally many heads and norms."""
+        """The supported tensor-parallel sizes: ranks have equally many heads and norm groups."""
         return divisors(gcd(self.num_heads, self.norm_groups))
 
     @property
@@ -39,9 +34,9 @@ class Lightning(RecurrentMixer):
 
     @property
     def log_decays(self) -> list[float]:
-        """The log decay of each head: those of ALiBi (arXiv 2108.12409), times -decay.
+        """The log decay of each head: its ALiBi slope (arXiv 2108.12409) times -decay.
 
-        2 heads -> [-decay / 16, -decay / 256]
+        2 heads -> [-decay / 16, -decay / 256].
         """
         return [-self.decay * slope for slope in slopes(self.num_heads)]
 
@@ -67,11 +62,12 @@ class Lightning(RecurrentMixer):
 
 
 def slopes(heads: int) -> list[float]:
-    """Return ALiBi's slopes: powers of 2 ** (-8 / n) for n heads, a power of two; others take n,
-    then every second one of 2n.
+    """Return ALiBi's slopes of heads.
 
-    2 -> [1/16, 1/256]; 3 -> [1/16, 1/256, 1/4]
+    For n heads, n a power of two, they are the powers of 2 ** (-8 / n). Otherwise they are those of
+    the next lower power of two n, followed by every second slope of 2n heads. For example 2 ->
+    [1/16, 1/256]; 3 -> [1/16, 1/256, 1/4].
     """
-    whole = 1 << (heads.bit_length() - 1)
-    first = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
-    return first if whole == heads else first + slopes(2 * whole)[::2][: heads - whole]
+    n = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8 * (i + 1) / n) for i in range(n)]
+    return first if n == heads else first + slopes(2 * n)[::2][: heads - n]

@@ -1,7 +1,6 @@
-"""Lightning attention of a decoder: project, normalise, rotate, recur, normalise, gate, project
-back.
+"""The lightning attention layer: projection, norms, rope, recurrence, norm, gate, output.
 
-T tokens (padded rows included), D model width, H heads of this rank, d their width.
+Shapes: T tokens (including padding), D model width, H heads of this rank, d their width.
 """
 
 from dataclasses import dataclass
@@ -24,32 +23,29 @@ from moeserve.ops.inputs import LayerCache, Positions, RowContext, StepInputs
 
 @dataclass(frozen=True, slots=True)
 class LightningStep:
-    """The inputs of one step that such layers share: the plan of tiles, and angles as `rotary`
-    takes them.
-    """
+    """The inputs of one step that layers share."""
 
-    tiles: Any
-    cos_T1d: Tensor
+    tiles: Any  # from `ops.plan_tiles`
+    cos_T1d: Tensor  # rotary angles, for `rotary`
     sin_T1d: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareLightning:
-    """Makes the `LightningStep` of layers with equal angles."""
+    """Makes the `LightningStep` of layers with the same rope."""
 
     tiles: Prepare
     table: RotaryTable
 
     def __call__(self, step: StepInputs, positions: Positions) -> LightningStep:
-        """Plan the tiles and looks the angles up."""
+        """Plan the tiles, and look up rotary angles."""
         return LightningStep(self.tiles(step, positions), *self.table.of_heads(positions))
 
 
 class LightningLayer(RecurrentLayer):
-    """Lightning attention of this rank's heads; their results are gathered before `out`.
+    """Lightning attention of this rank's heads.
 
-    qkv: D -> 3 H * d. gate: D -> H * d. qk_norms: fp32 weights of queries' and keys' norms. scale:
-    of queries. unit, norm: fp32 ones, and the weights, of the norms of results.
+    Tensor-parallel ranks gather the results of all heads before the output projection.
     """
 
     def __init__(self, spec: Lightning, build: Builder, name: str, group: int) -> None:
@@ -65,21 +61,22 @@ class LightningLayer(RecurrentLayer):
         table = build.rotary_table(spec.rope, dim)
         make_prepare = partial(PrepareLightning, self.prepare, table)
         self.prepare = build.shared(("lightning", group, spec.rope, dim), make_prepare)
-        self.qkv = build.linear(name + "qkv")
-        self.gate = build.linear(name + "gate")
+        self.qkv = build.linear(name + "qkv")  # D -> 3 H * d
+        self.gate = build.linear(name + "gate")  # D -> H * d
         self.qk_norms = build.norm(name + "q_norm"), build.norm(name + "k_norm")
-        self.scale = dim**-0.5
+        self.scale = dim**-0.5  # of queries
         decays = torch.tensor(spec.log_decays, dtype=torch.float64).float()
         self.log_decay_H1 = decays[self.tp.rank * heads : (self.tp.rank + 1) * heads, None].to(
             device
         )
+        # Norms of groups of heads: first without weights, then times the weights
         self.unit = torch.ones(spec.num_heads * dim // spec.norm_groups, device=device)
         self.norm = build.norm(name + "norm")
 
     def __call__(
         self, x_TD: Tensor, step: LightningStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]. Writes the tokens' states to `cache`."""
         ops = self.ops
         heads = len(self.log_decay_H1)
         tokens = len(x_TD)
@@ -115,5 +112,5 @@ class LightningLayer(RecurrentLayer):
         heads = spec.num_heads // tp_size
         dim = spec.head_dim
         rows = tokens * heads * dim * (5 * size + 10 * FP32)
-        states = 3 * heads * dim * dim * FP32  # the recurrence's own
+        states = 3 * heads * dim * dim * FP32  # inside of the recurrence
         return rows + states + gathered_bytes(tokens, spec.num_heads * dim + width, size, tp_size)

@@ -1,9 +1,8 @@
-"""Linear layers and gated feed-forward blocks whose output columns are sharded over an engine's
-ranks.
+"""Linear layers and MLPs whose output columns are sharded over an engine's ranks.
 
-Each column is one sum over all inputs, computed by one rank, so its bits are those of the undivided
-product. M rows, K inputs, N outputs in all, n of this rank (zeros beyond N). T tokens, D model
-width, I inner width.
+One rank computes each column, with all inputs, so results are bitwise those of the unsharded
+product. Shapes: M rows, K inputs, N outputs, of which this rank has n (padded with zeros), T
+tokens, D model width, I inner width.
 """
 
 from dataclasses import dataclass
@@ -21,31 +20,28 @@ from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
 W = TypeVar("W", Tensor, Quantised)
-# bytes
-FP32 = 4
-INT64 = 8
-# times that gathered columns are in memory: as sent (kept for a while), as received, and in order
+FP32 = 4  # bytes
+INT64 = 8  # bytes
+# Copies of gathered columns in memory: sent (kept for a while), received, and in order
 GATHERED = 3
 
 
 def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
-    """Gather [M, N], contiguous: the columns of all ranks without those that pad the last ranks'
-    shares.
-    """
+    """Gather the columns of all ranks, without padding. Returns a contiguous [M, N]."""
     all_MN = part_Mn if tp.size == 1 else tp.gather_columns(part_Mn, channel)
     return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
 
 
 def gathered_bytes(rows: int, columns: int, size: int, tp_size: int) -> int:
-    """Return the bytes of columns of `size` bytes that tp_size ranks gather."""
+    """Return the bytes that gathering columns needs. size: bytes of an element."""
     return 0 if tp_size == 1 else GATHERED * rows * (columns + tp_size) * size
 
 
 def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:
-    """Pad a rank's rows of a weight (or elements of a bias) of `num_columns` with zeros to the
-    length of every rank's.
+    """Pad a rank's rows of a weight (or elements of a bias) with zeros, to one size on all ranks.
 
-    parts: the number of weights that lie one below the other, each sharded by itself.
+    num_columns: outputs of the unsharded product. parts: number of stacked weights, each of which
+    is sharded by itself.
     """
     if isinstance(part_nK, Quantised):
         return part_nK.each(lambda part: widened(part, num_columns, tp, parts=parts))
@@ -59,7 +55,7 @@ def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1)
 
 @dataclass(eq=False, repr=False, slots=True)
 class ColumnLinear:
-    """x [M, K] -> [M, N], whole on every rank; `part` computes this rank's columns."""
+    """A product [M, K] -> [M, N]. `part` computes this rank's columns; all ranks gather all."""
 
     part: LinearMethod
     num_columns: int
@@ -72,8 +68,10 @@ class ColumnLinear:
 
 @dataclass(eq=False, repr=False)
 class GatedMLP:
-    """down(act(gate(x)) * up(x)), with this rank's columns of gate and up as one product D -> 2i, i
-    of I; or down(act(up(x)))."""
+    """An MLP, down(act(gate(x)) * up(x)), or down(act(up(x))) without gates.
+
+    `gate_up` computes this rank's columns of gate and up as one product.
+    """
 
     ops: Ops
     gate_up: LinearMethod
@@ -91,7 +89,7 @@ class GatedMLP:
             )
 
     def __call__(self, x_TD: Tensor, context: RowContext) -> Tensor:
-        """Return the MLP's output [T, D], whole on every rank."""
+        """Return the MLP's output [T, D] on every rank."""
         if self.block is not None:
             return self.block(x_TD)
         y_TD: Tensor = self._run(x_TD, context)
@@ -103,21 +101,17 @@ class GatedMLP:
 
 
 def pack_gate(ops: Ops, gate_1D: Tensor) -> LinearMethod:
-    """Pack the gate of a shared expert, widened so that its bits do not depend on the rows."""
+    """Pack the gate of a shared expert, padded so that its bits do not depend on the batch."""
     return ops.pack_linear(torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None)
 
 
 class SharedMLP:
-    """A shared expert on one rank, for any number of rows: scale * mlp(x), or sigmoid(gate . x) *
-    mlp(x) (Qwen2-MoE).
-
-    The gate's single row is widened so that its product and sigmoid are row-invariant.
-    """
+    """A shared expert on one rank: scale * mlp(x), or sigmoid(gate(x)) * mlp(x) (Qwen2-MoE)."""
 
     def __init__(
         self, ops: Ops, gate: LinearMethod | None, mlp: GatedMLP, scale: float = 1.0
     ) -> None:
-        """`gate` is what `pack_gate` returned."""
+        """gate: from `pack_gate`."""
         self._ops = ops
         self._gate = gate
         self._mlp = mlp

@@ -1,8 +1,7 @@
-"""Mamba in numbers: a selective scan behind a short convolution, with norms of what it selects by
-(Jamba).
+"""The specification of Mamba with Jamba's norms: a convolution, then a selective scan.
 
-D model width, C channels, N numbers of a channel's state, R rank of the steps, K inputs of the
-convolution.
+Shapes: D model width, C channels, N state size of a channel, R rank of the time steps, K kernel
+size of the convolution.
 
 Source: Mamba (arXiv 2312.00752), Jamba (2403.19887).
 """
@@ -15,19 +14,15 @@ from moeserve.blocks.weights import WeightPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba1(RecurrentMixer):
-    """A mixer: C channels with a state [N] each.
-
-    rank: of the product that gives each channel its step. conv: inputs of the convolution, K.
-    conv_bias: of it. bias: of the products in and out.
-    """
+    """C channels with a state [N] each."""
 
     shared = "channels", "channels"
-    channels: int
-    state: int
-    rank: int
-    conv: int
+    channels: int  # C
+    state: int  # N
+    rank: int  # R
+    conv: int  # K
     conv_bias: bool = True
-    bias: bool = False
+    bias: bool = False  # of the products in and out
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs, then the state, x, dt and B of

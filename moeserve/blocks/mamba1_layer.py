@@ -1,7 +1,7 @@
-"""Mamba of a decoder: project, convolve, select, scan, gate, project back.
+"""The Mamba layer: projection, convolution, selection, scan, gate, output projection.
 
-T tokens (padded rows included), D model width, C channels of this rank, N numbers of a channel's
-state, R rank of the steps, K inputs of the convolution.
+Shapes: T tokens (including padding), D model width, C channels of this rank, N state size of a
+channel, R rank of the time steps, K kernel size of the convolution.
 """
 
 from typing import Any
@@ -19,19 +19,17 @@ from moeserve.ops.rules import SWIGLU, TILE
 
 
 class Mamba1Layer(RecurrentLayer):
-    """Mamba of this rank's channels. Those of all ranks are gathered before `select`, and before
-    `out`.
+    """Mamba of this rank's channels.
 
-    inputs: D -> the convolution's inputs, then output gates. select: channels of all ranks ->
-    steps, B and C. dt: R -> C. norms: fp32 weights of the norms of steps, B and C.
+    Tensor-parallel ranks gather all channels before `select` and before the output projection.
     """
 
     def __init__(self, spec: Mamba1, build: Builder, name: str, group: int) -> None:
         super().__init__(build, name, group)
         self.spec = spec
-        self.inputs, self.select, self.dt = (
-            build.linear(name + part) for part in ("in", "select", "dt")
-        )
+        self.inputs = build.linear(name + "in")  # D -> inputs of the convolution, output gates
+        self.select = build.linear(name + "select")  # channels of all ranks -> time steps, B, C
+        self.dt = build.linear(name + "dt")  # R -> C
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.conv_bias_C = build.fp32(name + "conv_bias") if spec.conv_bias else None
         self.dt_shift_C = build.fp32(name + "dt_shift")
@@ -40,7 +38,7 @@ class Mamba1Layer(RecurrentLayer):
         self.norms = [build.norm(f"{name}{part}_norm") for part in ("dt", "b", "c")]
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]. Writes the tokens' inputs and states to `cache`."""
         spec = self.spec
         ops = self.ops
         dtype = x_TD.dtype
@@ -68,8 +66,7 @@ class Mamba1Layer(RecurrentLayer):
         rows = tokens * (
             local * (5 * size + 12 * FP32) + spec.channels * size + selected * 3 * (size + FP32)
         )
-        states = (
-            (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32
-        )  # of the convolution and the scan
+        # Inside of the convolution and the scan
+        states = (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32
         gathered = gathered_bytes(tokens, 2 * spec.channels + width, size, tp_size)
         return rows + states + gathered

@@ -1,7 +1,7 @@
-"""Mamba-2 of a decoder: project, convolve, recur, gate, normalise, project back.
+"""The Mamba-2 layer: projection, convolution, recurrence, gate, norm, output projection.
 
-T tokens (padded rows included), D model width, G groups and H heads of this rank, d width of the
-state, v of a head.
+Shapes: T tokens (including padding), D model width, G groups and H heads of this rank, d width of
+the state, v width of a head.
 """
 
 from typing import Any
@@ -20,23 +20,23 @@ from moeserve.ops.rules import SWIGLU
 
 
 class Mamba2Layer(RecurrentLayer):
-    """Mamba-2 of this rank's heads; their outputs are gathered before `out`.
+    """Mamba-2 of this rank's heads.
 
-    inputs: D -> output gates, x [H * v], B and C [G * d] and steps of time [H]. decay_H: A, below
-    0. skip_H1: what of x by-passes the state. norm_I: weights of the norms of all groups; ones_i:
-    as many ones as a group's norm has.
+    Tensor-parallel ranks gather the results of all heads before the output projection.
     """
 
     def __init__(self, spec: Mamba2, build: Builder, name: str, group: int) -> None:
         super().__init__(build, name, group)
         groups, heads, inner, _ = spec.local(self.tp.size)
         self.spec = spec
+        # D -> output gates [H * v], x [H * v], B [G * d], C [G * d], time steps [H]
         self.inputs = build.linear(name + "in")
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.conv_bias_C = build.fp32(name + "conv_bias")
-        self.decay_H = build.fp32(name + "decay", lambda decay: -exp(decay))
+        self.decay_H = build.fp32(name + "decay", lambda decay: -exp(decay))  # A, below 0
         self.dt_bias_H = build.fp32(name + "dt_bias")
-        self.skip_H1 = build.fp32(name + "skip")[:, None]
+        self.skip_H1 = build.fp32(name + "skip")[:, None]  # D, factors of x that bypass the state
+        # Norms of groups: first without weights (ones of a group's size), then times the weights
         self.norm_I = build.fp32(name + "norm")
         self.ones_i = torch.ones(inner // groups, device=self.ops.device)
         self._block = None
@@ -53,7 +53,7 @@ class Mamba2Layer(RecurrentLayer):
             )
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        """Return the block's output [T, D]. Writes the tokens' inputs and states to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
             return y if self.tp.size == 1 else self.project_back(y, context)

@@ -1,7 +1,7 @@
-"""The seam of mixers: the blocks of a layer that read earlier tokens.
+"""The interface of mixers: attention and recurrent blocks, which read earlier tokens.
 
-Each kind has two files: its numbers (a `Mixer`, without torch, because the front end reads specs,
-too) and its computation (a `MixerLayer`). `blocks/kinds.py` maps the one to the other.
+Each kind has two files: its specification (a `Mixer`, without torch, because the front end reads
+specifications, too) and its computation (a `MixerLayer`). `blocks/kinds.py` maps one to the other.
 """
 
 from abc import ABC, abstractmethod
@@ -22,30 +22,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """The cache of one token, or of one tile of tokens, in one tensor of a layer's cache.
+    """One tensor of a layer's cache, with [heads, width] elements per token or per tile of tokens.
 
-    Entries are fp32 where the rule of the cache has tiles.
+    Elements are fp32 if the cache's `KVRule` has tiles (recurrent mixers).
     """
 
     name: str
-    heads: int  # entries
-    width: int  # elements of an entry
+    heads: int
+    width: int
     per_tile: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRead:
-    """The cost of attention to earlier positions."""
+    """The cost of reading earlier positions, for estimates of step times."""
 
     span: int | None  # positions before a query that it reads; None: all
-    elements: int  # of each position
-    operations: int  # for each query and position
+    elements: int  # read per position
+    operations: int  # per query and position
 
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """A factor on queries that grows with the position: 1 + slope * log(1 + floor((position +
-    first) / every)).
+    """A position-dependent factor of queries (Llama-4, Mistral 4).
+
+    1 + slope * log(1 + floor((position + first) / every))
     """
 
     slope: float
@@ -53,59 +54,56 @@ class QueryScale:
     first: int = 0
 
 
-# The inputs of one step that layers share: computed once per step from its inputs and the padded
-# tokens' positions.
+# Computes the inputs of a step that several layers share, such as attention metadata and rotary
+# angles, from the step's inputs and the positions of its (padded) tokens.
 Prepare = Callable[["StepInputs", "Positions"], Any]
 
 
 class MixerLayer(Protocol):
-    """A mixer of one layer, ready to run. Layers with the same `prepare` share its result."""
+    """The mixer of one layer, ready to run."""
 
     @property
     def prepare(self) -> Prepare:
-        """Make the `step` argument of `__call__`, once per step for all layers that share it."""
+        """The function whose result is the argument `step` of `__call__`.
+
+        Layers with the same function share one result per step.
+        """
 
     def __call__(
         self, x_TD: "Tensor", step: Any, cache: "LayerCache", context: "RowContext"
     ) -> "Tensor":
-        """Return the block's output [T, D]. The tokens' entries are written to `cache` first."""
+        """Return the block's output [T, D]. Writes the tokens' cache entries first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixer(ABC):
-    """A mixer in numbers. `blocks/kinds.py` names the layer class that computes it.
+    """The specification of a mixer. `blocks/kinds.py` has the layer class that computes it."""
 
-    rope: its rotary embedding, if it has one. rule: how long its cache entries are needed.
-    """
-
-    shared: ClassVar[
-        tuple[str, str]
-    ]  # the field with the number of what ranks share out evenly, and its name
-    rope: RopeSpec | None
-    rule: KVRule = FULL
+    # The field with the number of units that tensor-parallel ranks divide evenly, and their name
+    shared: ClassVar[tuple[str, str]]
+    rope: RopeSpec | None  # the rotary embedding, if any
+    rule: KVRule = FULL  # how long cache entries are needed
 
     @property
     def possible_tp(self) -> list[int]:
-        """The numbers of tensor-parallel ranks that can share the block, in order."""
+        """The supported tensor-parallel sizes, in ascending order."""
         return divisors(getattr(self, self.shared[0]))
 
     @property
     def sharing(self) -> str:
-        """What tensor-parallel ranks share, for errors: "12 query heads on 4 KV heads"."""
+        """The units that ranks divide, for errors, such as "12 query heads on 4 KV heads"."""
         return f"{getattr(self, self.shared[0])} {self.shared[1]}"
 
     @abstractmethod
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """Return the tensors of a layer's cache on one of tp_size ranks."""
+        """Return the tensors of a layer's cache on one of `tp_size` ranks."""
 
     def head_shape(self, tp_size: int) -> "HeadShape | None":
-        """Return the heads that attention is planned for on one of tp_size ranks; None without
-        any.
-        """
+        """Return the attention heads of one of `tp_size` ranks; None without attention."""
         return None
 
     def reads(self, tp_size: int) -> tuple[CacheRead, ...]:
-        """Return the reads of attention on one of tp_size ranks; none without heads."""
+        """Return the cache reads of attention on one of `tp_size` ranks, () without attention."""
         if (heads := self.head_shape(tp_size)) is None:
             return ()
         elements = sum(tensor.heads * tensor.width for tensor in self.cache(tp_size))
@@ -114,21 +112,22 @@ class Mixer(ABC):
 
     @abstractmethod
     def products(self, width: int) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of every matrix product of a model that is `width` wide."""
+        """Return (outputs, inputs) of every matrix product. width: of the model."""
 
     def obstacle(self, kernels: str) -> str:
-        """Return why the kernels "native", "triton" or "fa3" cannot compute the block; empty if
-        they can.
-        """
+        """Return why kernels ("native", "triton" or "fa3") do not support it; empty if they do."""
         return ""
 
     def cache_obstacle(self, dtype: str) -> str:
-        """Return why the cache cannot be kept in `dtype` ("int8"); empty if it can."""
+        """Return why a cache in `dtype` ("int8") is not supported; empty if it is."""
         return ""
 
     @abstractmethod
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
-        """Add the block's parameters: named `ours` + ..., from the checkpoint's `theirs` + ..."""
+        """Add the block's parameters to a plan.
+
+        ours: prefix of the parameters' names. theirs: prefix of tensors' names in the checkpoint.
+        """
 
 
 TILED = KVRule(tile=TILE)
@@ -136,17 +135,17 @@ TILED = KVRule(tile=TILE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentMixer(Mixer):
-    """The part of `Mixer` that is alike for all blocks with a state. States are fp32 whatever the
-    other caches are.
-    """
+    """The specification of a mixer with a recurrent state. The state is always fp32."""
 
     rope: RopeSpec | None = None
     rule: KVRule = TILED
 
 
 def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
-    """Return what `ops.causal_conv` keeps: a tile's inputs, and those before its border that it
-    still reads.
+    """Return the cache of `ops.causal_conv`.
+
+    It has the inputs of a tile's tokens, and the last inputs before the tile, which its
+    convolutions still read.
     """
     return CacheTensor("conv", 1, channels), CacheTensor(
         "conv_border", inputs - 1, channels, per_tile=True
@@ -156,9 +155,7 @@ def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
 def recurrence_cache(
     groups: int, heads: int, dim: int, v_dim: int, decays: int = 1
 ) -> tuple[CacheTensor, ...]:
-    """Return what `ops.recurrence` keeps: the state at a tile's border, and k, u and s of its
-    tokens.
-    """
+    """Return the cache of `ops.recurrence`: the state before a tile, and its tokens' k, u and s."""
     return (
         CacheTensor("state", heads, dim * v_dim, per_tile=True),
         CacheTensor("k", groups, dim),
@@ -168,8 +165,5 @@ def recurrence_cache(
 
 
 def divisors(number: int) -> list[int]:
-    """Return what a number can be shared out to evenly, in order.
-
-    6 -> [1, 2, 3, 6]
-    """
+    """Return the divisors of a number in ascending order: 6 -> [1, 2, 3, 6]."""
     return [tp for tp in range(1, number + 1) if number % tp == 0]

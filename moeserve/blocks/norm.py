@@ -1,4 +1,4 @@
-"""Norms of the residual stream and of blocks' outputs. T tokens, D model width."""
+"""Norms of the residual stream and of the outputs of blocks. T tokens, D model width."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,9 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """RMS norm (Zhang and Sennrich 2019), or, `centred`, layer norm (Ba et al. 2016). Weights and
-    bias are fp32 [D].
+    """An RMS norm (Zhang and Sennrich 2019), or a layer norm (Ba et al. 2016) if `centred`.
+
+    Weights and bias are fp32 [D].
     """
 
     ops: Ops
@@ -21,7 +22,7 @@ class Norm:
     centred: bool = False
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Return the normed rows, in x's dtype."""
+        """Return the normed activations, in x's dtype."""
         if not self.centred:
             return self.ops.rms_norm(x_TD, self.weight_D, self.eps)
         normed = torch.nn.functional.layer_norm(
@@ -30,7 +31,7 @@ class Norm:
         return normed.to(x_TD.dtype)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm of the sum, the sum), perhaps in the arguments' memory."""
+        """Return (norm of the sum, the sum). May overwrite the arguments."""
         if not self.centred:
             return self.ops.add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps)
         total_TD = x_TD + residual_TD

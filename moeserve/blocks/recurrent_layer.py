@@ -1,5 +1,4 @@
-"""What the recurrent blocks of a decoder have in common: the plan of a step's tiles, the product
-back to the model's width, queries and keys of length 1."""
+"""The common part of recurrent layers: tile plans, output projection, L2 norms."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from moeserve.blocks.mixer import Prepare
 from moeserve.ops.inputs import Positions, RowContext, StepInputs
 from moeserve.ops.table import Ops
 
-UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
+UNIT_EPS = 1e-6  # of the L2 norms of queries and keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,24 +23,22 @@ class PrepareTiles:
     group: int
 
     def __call__(self, step: StepInputs, positions: Positions) -> Any:
-        """Return what `ops.causal_conv` and `ops.recurrence` take as `plan`."""
+        """Return the argument `plan` of `ops.causal_conv` and `ops.recurrence`."""
         return self.ops.plan_tiles(step.groups[self.group], step)
 
 
 class RecurrentLayer:
-    """A recurrent block: the `MixerLayer` of the parameters `name` + ...
-
-    prepare: one for all such layers. eps: of norms. out: results of all ranks -> D.
-    """
+    """Base class of recurrent mixers."""
 
     def __init__(self, build: Builder, name: str, group: int) -> None:
+        """name: prefix of the parameters. group: the KV group of the layer."""
         self.ops = build.ops
         self.tp = build.tp
-        self.eps = build.eps
+        self.eps = build.eps  # of norms
         self.prepare: Prepare = build.shared(
             ("tiles", group), partial(PrepareTiles, build.ops, group)
         )
-        self.out = build.columns(name + "out", build.width)
+        self.out = build.columns(name + "out", build.width)  # results of all ranks -> D
 
     def project_back(self, y_TN: Tensor, context: RowContext) -> Tensor:
         """Return the block's output [T, D] from this rank's results."""
@@ -49,16 +46,12 @@ class RecurrentLayer:
 
 
 def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return fp32 weights [d] for `unit_heads`: of queries, which are scaled by d ** -0.5, and of
-    keys.
-    """
+    """Return fp32 weights [d] for `unit_heads`: of queries (scaled by d ** -0.5), and of keys."""
     length = torch.full((dim,), dim**-0.5, device=device)
     return length * dim**-0.5, length
 
 
 def unit_heads(ops: Ops, x_TC: Tensor, weight_d: Tensor) -> Tensor:
-    """Return heads [T, H, d] of length 1, queries scaled: an RMS norm whose weight takes out the
-    root of d.
-    """
+    """Return L2-normed heads [T, H, d]: an RMS norm whose weights cancel its factor of sqrt(d)."""
     dim = len(weight_d)
     return ops.rms_norm(x_TC.reshape(-1, dim), weight_d, UNIT_EPS / dim).view(len(x_TC), -1, dim)

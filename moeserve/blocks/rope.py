@@ -1,9 +1,9 @@
-"""A rotary embedding in numbers, and how every published layout becomes the one that kernels know.
-No torch here.
+"""The specification of a rotary embedding (rope), and the conversion of layouts.
 
-Kernels rotate the pairs (i, i + d/2) of all d elements of a head (GPT-NeoX's half layout). Other
-layouts are orders of the same pairs, so the rows of the query and key products are reordered once,
-while weights are loaded: scores are sums over a head's elements and do not depend on their order.
+Kernels rotate the pairs (i, i + d/2) of all d elements of a head, GPT-NeoX's half layout. Other
+layouts have the same pairs in another order. So the rows of the query and key products are
+reordered once, when weights are loaded. Scores do not change, because they are sums over the
+elements of a head. Does not import torch.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding. kind: `default`, `linear`, `llama3`, `yarn` or `longrope`; numbers as in
-    config.json's rope_parameters.
-
-    size: elements of a head that rotate, the first ones; None: all. interleaved: pairs lie side by
-    side (GPT-J, DeepSeek) and not half a head apart. still: so many of the slowest pairs do not
-    rotate (Gemma 4). short_factors, long_factors: of each wavelength (longrope); the long ones, and
-    long_attention_factor, where requests may have more than the original positions.
-    """
+    """A rotary embedding. Fields without a comment are those of config.json's rope_parameters."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
@@ -29,21 +22,23 @@ class RopeSpec:
     original_max_position: int = 8192
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True  # whether yarn rounds its range of dimensions outwards
-    attention_factor: float = 1.0  # on cos and sin
-    size: int | None = None
-    interleaved: bool = False
-    still: int = 0
+    truncate: bool = True  # yarn rounds its range of dimensions outwards to integers
+    attention_factor: float = 1.0  # factor of cos and sin
+    size: int | None = None  # rotate only the first elements of a head; None: all
+    interleaved: bool = False  # pairs are adjacent elements (GPT-J, DeepSeek)
+    still: int = 0  # the slowest pairs, as many, are not rotated (Gemma 4)
+    # longrope: factors of the wavelengths. The long ones, and long_attention_factor, apply if
+    # requests may be longer than original_max_position.
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     long_attention_factor: float = 1.0
 
 
 def half_layout(rope: RopeSpec | None, head_dim: int) -> list[int] | None:
-    """Return the published element that each element of a head in the half layout is; None where
-    nothing moves.
+    """Return the order that converts a head to the half layout; None if it has it already.
 
-    4 elements, 2 of which rotate: (0, 1), the others in between -> [0, 2, 1, 3]
+    order[i] is the element of the checkpoint's head that becomes element i. For example, with 4
+    elements of which the first 2 rotate -> [0, 2, 1, 3].
     """
     if rope is None or (rope.size in (None, head_dim) and not rope.interleaved):
         return None

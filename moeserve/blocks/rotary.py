@@ -1,8 +1,8 @@
-"""Angles of the rotary embedding: one table per model, computed once, looked up by position.
+"""Tables of rotary angles, computed once per model and looked up by position.
 
-T tokens, d head width. Kinds: default (Su et al. 2021), linear (position interpolation, Chen et al.
-2023), llama3 (Llama 3.1's frequency-dependent scaling), yarn (Peng et al. 2023), longrope (Ding et
-al. 2024).
+Shapes: T tokens, d width of a head. Kinds: default (Su et al. 2021), linear (position
+interpolation, Chen et al. 2023), llama3 (Llama 3.1's frequency-dependent scaling), yarn (Peng et
+al. 2023), longrope (Ding et al. 2024).
 """
 
 import math
@@ -15,8 +15,9 @@ from moeserve.ops.inputs import Positions
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) -> Tensor:
-    """Return the radians per position, fp32 [d / 2]. long: requests may have more than the
-    original positions.
+    """Return the radians per position, fp32 [d / 2].
+
+    long: whether requests may be longer than the original context (longrope).
     """
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     if rope.kind == "longrope":
@@ -34,7 +35,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) ->
 
 
 def _llama3(freqs: Tensor, rope: RopeSpec) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those in between."""
     turns = rope.original_max_position / (2 * math.pi / freqs)
     low = rope.low_freq_factor
     band = max(rope.high_freq_factor - low, 1e-9)  # Llama-4 has none
@@ -43,12 +44,10 @@ def _llama3(freqs: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(freqs: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """Dimensions that turn often within the original context are kept, slow ones interpolated, a
-    ramp between.
-    """
+    """Keep dimensions that turn often in the original context, interpolate slow ones, and blend."""
 
     def dimension(turns: float) -> float:
-        """Return the dimension that turns this often within the original context."""
+        """Return the dimension with this number of turns in the original context."""
         return (
             head_dim
             * math.log(rope.original_max_position / (turns * 2 * math.pi))
@@ -67,11 +66,10 @@ def _yarn(freqs: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin of every position below `max_position`, fp32 [max_position, d / 2] each, looked
-    up by position.
+    """cos and sin of every position below `max_position`, fp32 [max_position, d / 2] each.
 
-    Elements that do not rotate have cos 1 and sin 0; without rope none does, and one row serves all
-    positions.
+    Elements that do not rotate have cos 1 and sin 0. Without rope the table has one row of these,
+    for all positions.
     """
 
     def __init__(
@@ -87,13 +85,13 @@ class RotaryTable:
         long = rope.kind == "longrope" and max_position > rope.original_max_position
         magnitude = rope.long_attention_factor if long else rope.attention_factor
         freqs = inverse_frequencies(rope, size, long=long)
-        still = (0, (head_dim - size) // 2)
-        # fp32 products, as in training; cosines in double precision, so that the tables' length
-        # cannot matter
+        padding = (0, (head_dim - size) // 2)  # for elements that do not rotate
+        # Products are fp32, as in training. Cosines are double: vectorized fp32 code may give other
+        # bits for another length of the table.
         angles = (torch.arange(max_position).float()[:, None] * freqs).double()
         cos, sin = ((table * magnitude).float() for table in (angles.cos(), angles.sin()))
-        self.cos = torch.nn.functional.pad(cos, still, value=1.0).to(device)
-        self.sin = torch.nn.functional.pad(sin, still).to(device)
+        self.cos = torch.nn.functional.pad(cos, padding, value=1.0).to(device)
+        self.sin = torch.nn.functional.pad(sin, padding).to(device)
 
     def __call__(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions, fp32 [T, d / 2] each."""
@@ -102,8 +100,6 @@ class RotaryTable:
         return self.cos.index_select(0, rows_T), self.sin.index_select(0, rows_T)
 
     def of_heads(self, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of positions as `rotary` of ops/elementwise.py takes them, fp32 [T,
-        1, d] each.
-        """
+        """Return cos and sin for `rotary` of ops/elementwise.py, fp32 [T, 1, d] each."""
         cos, sin = self(positions)
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]

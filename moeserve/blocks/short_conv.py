@@ -1,6 +1,6 @@
-"""The short convolution in numbers: a causal convolution of each channel between two gates (LFM2).
+"""The specification of the short convolution: a causal depthwise convolution between two gates.
 
-D model width, K inputs of the convolution.
+Shapes: D model width, K kernel size of the convolution.
 
 Source: LFM2 Technical Report (arXiv 2511.23404).
 """
@@ -13,14 +13,12 @@ from moeserve.blocks.weights import WeightPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv(RecurrentMixer):
-    """A mixer: D channels, each convolved over its last K inputs. conv: K. bias: of all three
-    steps.
-    """
+    """D channels, each convolved over its last K inputs (LFM2)."""
 
     shared = "channels", "channels"
     channels: int
-    conv: int
-    bias: bool = False
+    conv: int  # K
+    bias: bool = False  # of both products and the convolution
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs."""

@@ -1,6 +1,6 @@
-"""The short convolution of a decoder: project, gate, convolve, gate, project back.
+"""The short convolution layer: projection, gate, convolution, gate, output projection.
 
-T tokens (padded rows included), D model width, C channels of this rank, K inputs of the
+Shapes: T tokens (including padding), D model width, C channels of this rank, K kernel size of the
 convolution.
 """
 
@@ -17,23 +17,23 @@ from moeserve.ops.rules import TILE
 
 
 class ShortConvLayer(RecurrentLayer):
-    """The short convolution of this rank's channels, which are gathered before `out`.
+    """The short convolution of this rank's channels.
 
-    inputs: D -> the gates of the convolution's inputs, those of its results, and the inputs.
+    Tensor-parallel ranks gather all channels before the output projection.
     """
 
     def __init__(self, spec: ShortConv, build: Builder, name: str, group: int) -> None:
         super().__init__(build, name, group)
-        self.inputs = build.linear(name + "in")
+        self.inputs = build.linear(name + "in")  # D -> input gates, output gates, inputs
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.bias_C = build.fp32(name + "conv_bias") if spec.bias else None
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]; writes the convolution's inputs to `cache`."""
-        before_TC, behind_TC, x_TC = self.inputs(x_TD, context).float().chunk(3, 1)
-        y_TC = self.ops.causal_conv(before_TC * x_TC, self.conv_CK, self.bias_C, False, cache, step)
-        gated_TC = (behind_TC * y_TC).to(x_TD.dtype)
-        return self.project_back(gated_TC, context)
+        """Return the block's output [T, D]. Writes the convolution's inputs to `cache`."""
+        in_gate_TC, out_gate_TC, x_TC = self.inputs(x_TD, context).float().chunk(3, 1)
+        gated_TC = in_gate_TC * x_TC
+        y_TC = self.ops.causal_conv(gated_TC, self.conv_CK, self.bias_C, False, cache, step)
+        return self.project_back((out_gate_TC * y_TC).to(x_TD.dtype), context)
 
     @staticmethod
     def workspace(

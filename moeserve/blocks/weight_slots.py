@@ -1,11 +1,10 @@
-"""The places of a model's parameters: each has a slot, which says how it is packed, and where.
+"""Weight slots: how each parameter of a model is packed, and where its packed weights are.
 
-Loading fills each slot once. The slots stay after the build, so that a later version of a weight
-can be written over the first one, in the memory that kernels already read. A slot holds functions
-and the packed weights themselves, never a second copy of them.
+Loading fills each slot once. Slots are kept after the build, so that new weights can be written in
+place, into the memory that kernels already read. A slot refers to the packed weights, and never has
+a second copy of them.
 
-A parameter is named as in the load plan (models/load_plan.py), whose pieces say where its values
-are in the files.
+Parameters have the names of the load plan (models/load_plan.py).
 """
 
 from collections import defaultdict
@@ -30,18 +29,19 @@ class WeightSlot:
     names: tuple[str, ...]
     pack: Pack
     destination: Any  # what `pack` returned at the start
-    put: Callable[..., None]  # (destination, pack, ops, *values): writes other values there
+    put: Callable[..., None]  # (destination, pack, ops, *values): writes new values in place
 
 
 class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
-    """The slots of each parameter, usually one. `load` and `derive` take from `params`."""
+    """The slots of each parameter, usually one. `load` removes parameters from `params`."""
 
     def __init__(self, params: MutableMapping[str, Any], ops: Ops) -> None:
         self._params = params
         self._ops = ops
         self._slots: dict[str, list[WeightSlot]] = defaultdict(list)
         self._steps: dict[str, list[Step]] = defaultdict(list)
-        # name -> the parameter that it is made of, how, and how many steps of that come before
+        # Derived parameter -> its source, the function that makes it, and the number of the
+        # source's steps that come before
         self._derived: dict[str, tuple[str, Step, int]] = {}
 
     def __getitem__(self, name: str) -> tuple[WeightSlot, ...]:
@@ -56,22 +56,23 @@ class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
         return len(self._slots)
 
     def prepare(self, name: str, step: Step) -> None:
-        """Change a parameter, if there is one of this name, before it is packed."""
+        """Apply `step` to a parameter before it is packed, if there is one of this name."""
         if name in self._params:
             self._params[name] = step(self._params.pop(name))
             self._steps[name].append(step)
 
     def derive(self, name: str, source: str, step: Step, value: Any = None) -> None:
-        """Make the parameter `name` of `source`, if there is one, or of its `value`."""
+        """Add a parameter `name`, made from `value`, or from the parameter `source` if present."""
         if value is None and source not in self._params:
             return
         self._params[name] = step(self._params[source] if value is None else value)
         self._derived[name] = (source, step, len(self._steps[source]))
 
     def load(self, names: Sequence[str], pack: Pack, put: Callable[..., None] | None = None) -> Any:
-        """Pack parameters, and return what `pack` makes of them.
+        """Pack parameters together, and return the packed weights.
 
-        All but the first may be missing: their values are None.
+        All but the first may be absent; `pack` gets None for them. put: writes new values in place
+        (default: packs them and copies the result).
         """
         first, *others = names
         values = [self._params.pop(first), *(self._params.pop(name, None) for name in others)]
@@ -85,15 +86,15 @@ class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
         return destination
 
     def finish(self) -> None:
-        """Forget the parameters, all of which are packed."""
+        """Check that all parameters are packed, and release the mapping of parameters."""
         assert not self._params, f"parameters that nothing uses: {sorted(self._params)}"
         self._params = {}
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Write other values of some parameters into the model, between two steps.
+        """Write new values of some parameters into the model. Call it between two steps.
 
-        They have the shapes, dtypes and formats of those that were loaded. Parameters of one slot
-        come together.
+        Shapes, dtypes and formats must be those of the loaded values. All parameters of a slot must
+        be given together.
         """
         ops = self._ops.packing_into(new_room) if self._ops.native else self._ops
         prepared = dict(values)
@@ -107,7 +108,7 @@ class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
                 prepared[name] = self._prepared(prepared[name], name)
         for slot in {id(slot): slot for name in prepared for slot in self[name]}.values():
             missing = [n for n in slot.names if n not in prepared and n in self._slots]
-            assert not missing, f"{missing} belong to what is written"
+            assert not missing, f"{missing} must be written together with {slot.names}"
             slot.put(slot.destination, slot.pack, ops, *map(prepared.get, slot.names))
 
     def _prepared(self, value: Any, name: str, num_steps: int | None = None) -> Any:

@@ -1,8 +1,8 @@
-"""Collects the parameters of a model and the checkpoint tensors that fill them, block by block.
+"""Builds a model's load plan block by block: its parameters, and the checkpoint tensors for them.
 
-A tensor-parallel rank holds output columns only (rows of the weights here), never a part of the
-inputs that a sum runs over: its heads, and equal shares of every other product's columns (`share`:
-those of the last ranks may be smaller).
+Tensor-parallel ranks shard outputs (rows of weights) only, never the inputs over which a product
+sums. A rank has its heads, and a share of the outputs of every other product; the shares of the
+last ranks may be smaller.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from moeserve.comm.world import World, share
-from moeserve.loader.load_plan import LoadPlan, Param, Piece
+from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece
 
 if TYPE_CHECKING:
     from moeserve.moe.placement.placement import Placement
@@ -18,30 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """One spelling of the routed experts, relative to a layer; `{}` stands for the expert's id.
+    """The names of the routed experts' tensors in one kind of checkpoint, relative to a layer.
 
-    gate, up, down: one tensor per expert, or, without `{}`, of all experts, [E, I, D] and [E, D,
-    I]; no gate where experts have none. gate_up: both of all experts, [E, 2I, D]. Biases have _bias
-    behind. transposed: [E, D, 2I] and [E, I, D]. by_turns: gate and up take turns along 2I.
+    Names with `{}`, for the expert's id, have a tensor per expert. Other names have one tensor for
+    all E experts. The names of biases end with _bias.
     """
 
-    down: str
-    gate: str = ""
-    up: str = ""
-    gate_up: str = ""
-    transposed: bool = False
-    by_turns: bool = False
+    down: str  # [D, I] or [E, D, I]
+    gate: str = ""  # [I, D] or [E, I, D]; "": experts without gates, or see gate_up
+    up: str = ""  # [I, D] or [E, I, D]
+    gate_up: str = ""  # [E, 2I, D]: gate and up in one tensor
+    transposed: bool = False  # gate_up is [E, D, 2I], and down [E, I, D]
+    by_turns: bool = False  # gate and up are interleaved along 2I
 
     @property
     def in_one(self) -> bool:
-        """Whether a tensor has all experts."""
+        """Whether one tensor has all experts."""
         return "{}" not in self.down
 
 
 def per_expert(
     begin: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> ExpertNames:
-    """Return the spelling with a tensor for each product of each expert."""
+    """Return the names of experts with a tensor per expert and product."""
     gate, up, down = (f"{begin}.{{}}.{product}.weight" for product in (gate, up, down))
     return ExpertNames(gate=gate, up=up, down=down)
 
@@ -55,19 +54,14 @@ FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_p
 
 @dataclass(frozen=True, slots=True)
 class MTPNames:
-    """The names of a head for multi-token prediction; see models/mtp.py. `{}` stands for the number
-    of layers before.
+    """The names of an MTP head's tensors (models/mtp.py). `{}`: the number of decoder layers."""
 
-    layer: how the names of its layer's tensors begin. begin: likewise of the others, which are
-    norms of embeddings and hidden states, the product that merges both, and the last norm.
-    """
-
-    layer: str = "model.layers.{}."
-    begin: str = "model.layers.{}."
-    embed_norm: str = "enorm"
-    hidden_norm: str = "hnorm"
-    merge: str = "eh_proj"
-    norm: str = "shared_head.norm"
+    layer: str = "model.layers.{}."  # prefix of its layer's tensors
+    begin: str = "model.layers.{}."  # prefix of the following
+    embed_norm: str = "enorm"  # norm of embeddings
+    hidden_norm: str = "hnorm"  # norm of hidden states
+    merge: str = "eh_proj"  # the product that merges both
+    norm: str = "shared_head.norm"  # last norm
 
 
 QWEN_MTP = MTPNames(
@@ -77,32 +71,28 @@ QWEN_MTP = MTPNames(
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of a family's tensors, where they are not Llama's.
+    """The names of a family's tensors; the defaults are Llama's."""
 
-    model, head: of the decoder and of the LM head. embed, norm: of the embedding and of the last
-    norm. spelled: tensors of a layer by the name that blocks ask for, each with the spellings of
-    its checkpoints, the usual one first; a name that is not there is its own spelling. Parts of a
-    parameter that are spelled alike lie one below the other in one tensor. experts: likewise.
-    boxed: endings of tensors that have one more dimension, of size 1. ignored, foreign: endings,
-    and beginnings, of tensors that the model does not need. mtp: of the head for multi-token
-    prediction.
-    """
-
-    model: str = "model."
+    model: str = "model."  # prefix of the decoder
     head: str = "lm_head.weight"
     embed: str = "embed_tokens.weight"
-    norm: str = "norm.weight"
+    norm: str = "norm.weight"  # the last norm
+    # Name that blocks use -> its names in the family's checkpoints, the usual one first. Blocks'
+    # names are Llama's; a name that is absent here is used as it is. If parts of a parameter have
+    # the same name, one tensor has all of them, stacked.
     spelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)
-    boxed: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    foreign: tuple[str, ...] = ()
+    experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)  # likewise
+    boxed: tuple[str, ...] = ()  # suffixes of tensors with an additional first dimension of size 1
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # suffixes of tensors that are not used
+    foreign: tuple[str, ...] = ()  # prefixes of tensors that are not used
     mtp: MTPNames = MTPNames()
 
 
 class WeightPlan:
-    """Collects parameters and pieces. Attributes: `width` (of the model), `names`, `present` (the
-    checkpoint's tensors), `world`, `placement`, `num_moe` (MoE layers planned so far)."""
+    """Collects the parameters and pieces of a load plan.
+
+    width: of the model. present: names of the checkpoint's tensors.
+    """
 
     def __init__(
         self,
@@ -117,19 +107,19 @@ class WeightPlan:
         self.present = present
         self.world = world
         self.placement = placement
-        self.num_moe = 0
+        self.num_moe = 0  # MoE layers planned so far
         self.params: list[Param] = []
         self.pieces: list[Piece] = []
-        self.elsewhere: set[str] = set()  # tensors that other ranks take
+        self.elsewhere: set[str] = set()  # tensors that other ranks load
 
     def spell(self, theirs: str, name: str) -> str:
-        """Return the checkpoint's name of a layer's tensor: the first spelling that is present, or
-        the usual one.
+        """Return the checkpoint's name of a layer's tensor: the first present, or the usual one.
 
-        A GGUF file's tensors are called what blocks ask for (loader/gguf_config.py).
+        theirs: prefix of the layer. name: the name that blocks use, which GGUF tensors have, too
+        (loader/gguf_config.py).
         """
-        spellings = [theirs + spelling for spelling in (*self.names.spelled.get(name, ()), name)]
-        return next((found for found in spellings if found in self.present), spellings[0])
+        candidates = [theirs + spelling for spelling in (*self.names.spelled.get(name, ()), name)]
+        return next((found for found in candidates if found in self.present), candidates[0])
 
     def add(
         self,
@@ -140,13 +130,11 @@ class WeightPlan:
         sharded: bool = False,
         fp32: bool = False,
     ) -> None:
-        """Add a parameter that is one tensor of the checkpoint. sharded: this rank takes its share
-        of the rows.
-        """
+        """Add a parameter that is one tensor. sharded: this rank loads its share of the rows."""
         self.stack(param, [(source, shape[0], self.rows(shape[0], sharded))], *shape[1:], fp32=fp32)
 
     def rows(self, total: int, sharded: bool = True) -> slice:
-        """Return the rows of a tensor that this rank takes: its share of them, or all."""
+        """Return the rows of a tensor that this rank loads: its share if sharded, otherwise all."""
         return share(total, self.world.tp_size, self.world.tp_rank) if sharded else slice(0, total)
 
     def stack(
@@ -157,35 +145,33 @@ class WeightPlan:
         widened: bool = False,
         fp32: bool = False,
     ) -> None:
-        """Add a parameter made of several tensors along the first dimension.
+        """Add a parameter made of several tensors, concatenated along the first dimension.
 
-        sources: (name, rows, the rows to take) of each tensor. tail: the other sizes. widened,
-        fp32: see `Param`.
+        sources: (name, number of rows, rows to load) of each tensor. tail: the other dimensions.
+        widened, fp32: see `Param`.
         """
-        one = len(sources) > 1 and len({source for source, _, _ in sources}) == 1
-        start = above = 0
+        # If all sources have the same name, they are stacked in one tensor.
+        is_one_tensor = len(sources) > 1 and len({source for source, _, _ in sources}) == 1
+        start = 0  # of a source in the parameter
+        offset = 0  # of a source in its tensor
         for source, count, rows in sources:
             end = start + rows.stop - rows.start
-            total = sum(count for _, count, _ in sources) if one else count
+            total = sum(count for _, count, _ in sources) if is_one_tensor else count
             shape = (total, *tail)
-            take = (slice(above + rows.start, above + rows.stop),)
-            boxed = source.endswith(self.names.boxed)
-            self.pieces.append(
-                Piece(
-                    source,
-                    (1, *shape) if boxed else shape,
-                    param,
-                    (slice(start, end),),
-                    (0, *take) if boxed else take,
-                )
-            )
+            take: Index = (slice(offset + rows.start, offset + rows.stop),)
+            if source.endswith(self.names.boxed):
+                shape = (1, *shape)
+                take = (0, *take)
+            self.pieces.append(Piece(source, shape, param, at=(slice(start, end),), take=take))
             start = end
-            above = above + count if one else 0
+            offset = offset + count if is_one_tensor else 0
         self.params.append(Param(param, (start, *tail), widened, fp32))
 
     def block(self, ours: str, theirs: str, module: str = "") -> "BlockPlan":
-        """Return the plan of one block of a layer. module: its name there, in front of all that it
-        asks for.
+        """Return a plan for one block of a layer.
+
+        ours, theirs: prefixes of parameters and of tensors. module: prefix of the block's tensors
+        within the layer, such as "self_attn.".
         """
         return BlockPlan(self, ours, theirs, module)
 
@@ -195,9 +181,7 @@ class WeightPlan:
         self.pieces += plan.pieces
 
     def finish(self, ignored: Collection[str] = ()) -> LoadPlan:
-        """Return the load plan. ignored: tensors that may be present beside those of
-        `Names.ignored`.
-        """
+        """Return the load plan. ignored: names of more tensors that are not used."""
         names = self.names
         unneeded = {
             name
@@ -212,8 +196,7 @@ class WeightPlan:
 
 
 class BlockPlan(NamedTuple):
-    """A `WeightPlan` in the names of one block: parameters begin with `ours`, tensors with
-    `theirs`, and blocks ask for them as `module` + ..."""
+    """A view of a `WeightPlan` in which names are relative to one block; see `WeightPlan.block`."""
 
     plan: WeightPlan
     ours: str
@@ -242,5 +225,5 @@ class BlockPlan(NamedTuple):
         self.plan.stack(self.ours + param, sources, *tail, **options)
 
     def share(self, name: str, rows: int) -> tuple[str, int, slice]:
-        """Return this rank's share of a tensor's rows, for `stack`."""
+        """Return this rank's share of a tensor's rows, as a source for `stack`."""
         return name, rows, self.plan.rows(rows)

@@ -1,6 +1,4 @@
-"""Which files make up a model, and what is refused: missing shards, duplicates, false indexes,
-pickles.
-"""
+"""A model's files, and what is rejected: missing shards, duplicates, bad indexes, pickles."""
 
 from __future__ import annotations
 
@@ -76,7 +74,10 @@ def test_an_index_that_has_a_tensor_in_another_file(tmp_path: Path) -> None:
 
 
 def test_an_index_may_name_a_tensor_that_no_file_has(tmp_path: Path) -> None:
-    """As quantisers leave it of a tied head. What a model needs is missed by its plan."""
+    """Quantizers leave such an entry for a tied head.
+
+    If the model needs the tensor, the load plan reports that it is missing.
+    """
     shard(tmp_path, A, "x")
     index(tmp_path, {"x": A, "lm_head.weight": A})
     checkpoint = open_checkpoint(tmp_path)
@@ -123,7 +124,7 @@ def test_a_bad_index_is_refused(weight_map: Any, tmp_path: Path) -> None:
 def test_pickled_weights_are_never_opened(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
     with pytest.raises(
-        CheckpointError, match=r"can run code .* save_pretrained writes safetensors"
+        CheckpointError, match=r"can run code .* save_pretrained, which writes safetensors"
     ):
         open_checkpoint(tmp_path)
 

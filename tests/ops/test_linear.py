@@ -59,8 +59,11 @@ def test_rows_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernels", CHOICES)
 def test_columns_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: int) -> None:
-    """What tensor parallelism relies on: a share of the columns, down to one, has the bits of the
-    whole product, though another kernel or padding may serve its size."""
+    """Tensor parallelism relies on it.
+
+    A slice of the columns, down to one, has the bits of the whole product, though its size may need
+    another kernel or padding.
+    """
     ops = ops_of(dtype, kernels)
     generator = torch.Generator().manual_seed(3)
     for k, n in ((32, 64), (96, 301), (200, 48), (520, 256), (1024, 96), (2048, 40)):
@@ -213,7 +216,8 @@ def test_heads_that_native_attention_does_not_know() -> None:
     spec = make_spec(head_dim=12, vocab_size=8, hidden_size=8)
     assert not pick_ops("cpu", torch.float32, obstacle=spec.obstacle).native
     with pytest.raises(
-        ConfigError, match="Native attention does not know heads of width 12; choose kernels: auto"
+        ConfigError,
+        match="Native attention does not support heads of width 12; choose kernels: auto",
     ):
         pick_ops("cpu", torch.float32, "native", obstacle=spec.obstacle)
 

@@ -1,6 +1,4 @@
-"""When the Triton kernels serve, and what is said when they cannot. Their results: tests/kernels,
-tests/models.
-"""
+"""When the Triton kernels are used, and the reasons if they cannot be. Results: tests/kernels."""
 
 from __future__ import annotations
 
@@ -50,7 +48,9 @@ def test_on_cuda_triton_serves_where_it_can(monkeypatch: pytest.MonkeyPatch) -> 
     assert not pick_ops("cuda", torch.bfloat16, "torch").triton
     odd = make_spec(head_dim=60, vocab_size=8, hidden_size=8).obstacle
     assert not pick_ops("cuda", torch.bfloat16, obstacle=odd).triton
-    with pytest.raises(ConfigError, match="does not know heads of width 60; choose kernels: auto"):
+    with pytest.raises(
+        ConfigError, match="does not support heads of width 60; choose kernels: auto"
+    ):
         pick_ops("cuda", torch.bfloat16, "triton", obstacle=odd)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not pick_ops("cuda", torch.bfloat16).exact
@@ -61,7 +61,7 @@ def test_on_cuda_triton_serves_where_it_can(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_part_of_a_larger_weight_is_copied() -> None:
-    """Else all of it would stay in memory."""
+    """Otherwise the whole weight would stay in memory."""
     large = torch.randn(8, 16)
     part = pack_exact(large[:4], None)
     assert part._weight_NK.untyped_storage().nbytes() == 4 * 16 * 4  # type: ignore[attr-defined]
