@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(shape.head_dim, shape.eps)
 
     def project(self, x_td: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, all [T, heads, head_dim]."""
+        """Return queries, keys and values, all [T, heads, head_dim]."""
         d = self.shape.head_dim
         q = self.q_norm(linear(x_td, self.q_proj).view(-1, self.shape.heads, d))
         k = self.k_norm(linear(x_td, self.k_proj).view(-1, self.shape.kv_heads, d))
@@ -191,7 +191,7 @@ class DemoModel(nn.Module):
         self.sin = sin.to(dtype)
 
     def hidden(self, ids: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Final hidden states of the flat tokens `ids`, and the mean load-balancing loss."""
+        """Return the final hidden states of the flat tokens `ids`, and the mean balancing loss."""
         positions = torch.cat([torch.arange(length).repeat(rows) for rows, length in groups])
         cos = self.cos[positions].unsqueeze(1)
         sin = self.sin[positions].unsqueeze(1)
@@ -203,7 +203,7 @@ class DemoModel(nn.Module):
         return self.norm(x), balance
 
     def loss(self, ids: Tensor, labels: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Mean cross entropy where a label is not negative, and the load-balancing loss."""
+        """Return the mean cross entropy over non-negative labels, and the balancing loss."""
         x, balance = self.hidden(ids, groups)
         keep = (labels >= 0).nonzero().squeeze(1)
         loss: Tensor = ChunkedLoss.apply(x.index_select(0, keep), self.embed, labels[keep])  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ _SYSTEM = """You are a helpful assistant.|You are moeserve's demo model.
 
 @dataclass(frozen=True)
 class Turn:
-    """One message. The role `text` is plain text without a chat around it."""
+    """One message. The role `text` is plain text outside of a chat."""
 
     role: str
     text: str
@@ -78,7 +78,7 @@ def document(rng: random.Random) -> Document:
 
 
 def documents(seed: int, count: int) -> Iterator[Document]:
-    """`count` documents; the same seed gives the same documents."""
+    """Yield `count` documents, the same ones for the same seed."""
     rng = random.Random(seed)
     for _ in range(count):
         yield document(rng)

@@ -1,4 +1,4 @@
-"""Who and what a story is about: characters, a thing, a place, a sight."""
+"""The ingredients of a story: characters, a thing, a place, a sight."""
 
 import random
 import re
@@ -20,7 +20,7 @@ class Character:
 
     @property
     def noun(self) -> str:
-        """`brave fox`, without article or name."""
+        """The noun with its adjective, such as `brave fox`, without article or name."""
         return f"{self.adjective} {self.kind}" if self.adjective else self.kind
 
     @property
@@ -39,7 +39,7 @@ class Cast:
     place: str
     sight: str
     skill: str
-    # What a request names, in its own order; filled by the request writer.
+    # The ingredients that the request mentions; set by requests.py.
     named: set[str] = field(default_factory=set)
 
     @property
@@ -84,7 +84,7 @@ def cast(rng: random.Random) -> Cast:
 
 
 def slots(rng: random.Random, cast: Cast) -> Slots:
-    """The template slots of one story; a named character is called by name more often than not."""
+    """Return a story's template slots; a named character is mostly called by its name."""
 
     def called(who: Character) -> str:
         if who.name and rng.random() < 0.7:
@@ -108,7 +108,7 @@ def slots(rng: random.Random, cast: Cast) -> Slots:
         "fkind": friend.kind,
         "thing": cast.thing,
         "athing": cast.a_thing,
-        # Where it has been introduced, a place is "the bakery", no longer "a bakery".
+        # After its first mention a place is "the bakery", not "a bakery".
         "place": re.sub("^an? ", "the ", cast.place),
         "inplace": f"{cast.preposition} {cast.place}",
         "sight": cast.sight,

@@ -1,4 +1,4 @@
-"""Conversations: what people say next after a story, and chats of several turns."""
+"""Conversations: follow-ups after a story, and chats of several turns."""
 
 import random
 from dataclasses import replace
@@ -16,7 +16,7 @@ _SMALL_TALK = ("hello", "hello", "thanks", "praise", "bye", "cando", "whoami", "
 
 
 def title(story: Story) -> str:
-    """`The Fox and the Lantern`, from what the story really uses."""
+    """Return a title such as `The Fox and the Lantern`, from what the story mentions."""
     hero = story.cast.hero
     need = story.plot.need
     first = f"The {hero.kind}"
@@ -33,7 +33,7 @@ def title(story: Story) -> str:
 
 
 def question_about(rng: random.Random, story: Story) -> Exchange:
-    """A question whose answer stands in the story."""
+    """Return a question that the story answers, and the answer."""
     hero = story.cast.hero
     c = story.cast
     options: list[tuple[str, str]] = [
@@ -81,7 +81,7 @@ def question_about(rng: random.Random, story: Story) -> Exchange:
 
 
 def _same_with(rng: random.Random, story: Story, story_cast_change: str) -> tuple[str, Story]:
-    """The same plot with one ingredient changed."""
+    """Return a request for the same plot with one ingredient changed, and the story."""
     c = replace(story.cast, named=set())
     if story_cast_change == "thing" and "thing" in story.plot.need:
         c.thing = cast(rng).thing
@@ -106,7 +106,7 @@ def _same_with(rng: random.Random, story: Story, story_cast_change: str) -> tupl
 
 
 def _another(rng: random.Random, story: Story) -> tuple[str, Story]:
-    """A fresh story after an old one, or the old one at another length."""
+    """Return a request for a new story, or for the old one at another length, and the story."""
     roll = rng.random()
     if roll < 0.4:
         said = render(
@@ -165,7 +165,7 @@ def outside_exchange(rng: random.Random) -> Exchange:
 
 
 def conversation(rng: random.Random, turns: int) -> list[Exchange]:
-    """A chat that wanders between stories, facts and small talk, and ends with thanks at times."""
+    """Return a chat that moves between stories, facts and small talk; some end with thanks."""
     exchanges: list[Exchange] = []
     story: Story | None = None
     if rng.random() < 0.2:

@@ -48,7 +48,7 @@ def facts() -> tuple[Fact, ...]:
 
 
 def _unescape(text: str) -> str:
-    """Newlines and literal braces, which the template language cannot spell."""
+    """Insert newlines and literal braces, which templates cannot express."""
     return text.replace("\\n", "\n").replace("\\l", "{").replace("\\r", "}")
 
 
@@ -60,14 +60,14 @@ def _about(rng: random.Random, name: str, forms: list[str]) -> str:
 
 
 def _answer(rng: random.Random, fact: Fact, question: str) -> str:
-    """An answer; only a yes-or-no question gets a yes."""
+    """Return an answer; only yes-or-no questions get a yes."""
     closed = question.lower().startswith(("is ", "are ", "do ", "does ", "can ", "will "))
     fit = [a for a in fact.answers if not a.startswith("Yes")] if not closed else fact.answers
     return rng.choice(fit or fact.answers)
 
 
 def ask(rng: random.Random, fact: Fact) -> tuple[str, str]:
-    """One question about the fact, and an answer to it."""
+    """Return a question about the fact, and an answer."""
     roll = rng.random()
     if fact.names and fact.whys and roll < 0.2:
         question = _about(rng, rng.choice(fact.names), _WHY)

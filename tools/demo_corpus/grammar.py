@@ -1,4 +1,4 @@
-"""A small template language: `{a|b}` picks one, `<slot>` fills in, `a~ ` becomes a or an."""
+"""A small template language: `{a|b}` picks one, `<slot>` is filled, `a~ ` becomes a or an."""
 
 import random
 import re
@@ -9,9 +9,9 @@ Slots = dict[str, str | Callable[[], str]]
 _SLOT = re.compile(r"<([A-Za-z_]+)>")
 _CHOICE = re.compile(r"\{([^{}]*)\}")
 _ARTICLE = re.compile(r"\b([Aa])~ (\W?)(\w+)")
-# The project's name is written small, even at the start of a sentence.
+# The project's name is lowercase, even at the start of a sentence.
 _SENTENCE = re.compile(r"(^|[.!?] |\.\" |\n)(?!moeserve)([a-z])")
-# Spelled with a vowel, spoken with a consonant, and the other way round.
+# Spelled with a vowel but spoken with a consonant, and vice versa.
 _A_WORDS = ("uni", "use", "one", "eu")
 _AN_WORDS = ("hour", "honest", "heir")
 
@@ -32,7 +32,7 @@ def choose(rng: random.Random, text: str) -> str:
 
 
 def fill(text: str, slots: Slots) -> str:
-    """Replace every `<slot>`; a slot written with a capital gives a capital."""
+    """Replace every `<slot>`; a capitalized slot gives a capitalized value."""
 
     def value(match: re.Match[str]) -> str:
         key = match.group(1)
@@ -44,7 +44,7 @@ def fill(text: str, slots: Slots) -> str:
 
 
 def finish(text: str) -> str:
-    """Articles, capitals at the start of sentences, and single spaces."""
+    """Fix articles, capitals at the start of sentences, and double spaces."""
 
     def with_article(match: re.Match[str]) -> str:
         first, quote, word = match.groups()

@@ -1,4 +1,4 @@
-"""How people ask for a story, and the cast and plot that answer them."""
+"""Requests for stories, and the cast and plot that fit them."""
 
 import random
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class Request:
 
 
 def noisy(rng: random.Random, prompt: str) -> str:
-    """People forget capitals and punctuation, and some of them say please."""
+    """Drop capitals and punctuation as people do, and add a please at times."""
     if rng.random() < 0.08 and not prompt.lower().startswith("please"):
         prompt = prompt.rstrip(".?!") + rng.choice([", please", " please", ", please."])
     roll = rng.random()
@@ -48,7 +48,7 @@ def noisy(rng: random.Random, prompt: str) -> str:
 
 
 def mention(rng: random.Random, who: Character) -> tuple[str, Character]:
-    """Words for a character in a request, and the character with only what those words fix."""
+    """Return words for a character in a request, and a character with only what they fix."""
     kind = who.kind
     if rng.random() < 0.1:
         kind = words.invented(rng)
@@ -68,7 +68,7 @@ def mention(rng: random.Random, who: Character) -> tuple[str, Character]:
         return kind, replace(who, adjective=None)
     if roll < 0.66:
         return f"the {kind}", replace(who, adjective=None)
-    # A plain kind leaves the adjective to the story, which mostly does without one.
+    # If the request has only a kind, the story chooses an adjective, and mostly has none.
     adjective = who.adjective if rng.random() < 0.3 else None
     return f"{article(kind)} {kind}", replace(who, adjective=adjective)
 
@@ -89,7 +89,7 @@ def _mention_thing(rng: random.Random, c: Cast) -> str:
 
 
 def _fitting(rng: random.Random, named: set[str]) -> Plot:
-    """A plot that uses what the request names, mostly; some requests leave it to an extra line."""
+    """Return a plot that mostly uses what the request names; extra lines may cover the rest."""
     wanted = {need for need in ("thing", "friend", "sight") if need in named}
     fit = [plot for plot in plots() if wanted <= plot.need]
     if fit and rng.random() < 0.93:
@@ -117,7 +117,7 @@ _COMBINATIONS: list[tuple[int, tuple[str, ...]]] = [
 
 
 def _parts(rng: random.Random, c: Cast, plot: Plot) -> list[str]:
-    """Words for each thing that the request names; the cast is made to fit them."""
+    """Return words for each thing that the request names; the cast is changed to fit them."""
     parts: list[str] = []
     if "hero" in c.named:
         said, c.hero = mention(rng, c.hero)
@@ -135,7 +135,7 @@ def _parts(rng: random.Random, c: Cast, plot: Plot) -> list[str]:
 
 
 def _joined(rng: random.Random, c: Cast, parts: list[str]) -> str:
-    """The parts, joined as people join them."""
+    """Join the parts as people do."""
     if c.named == {"hero", "friend"} and rng.random() < 0.3:
         link = rng.choice(["who meets", "who helps", "meeting", "and his friend,", "who visits"])
         return f"{parts[0]} {link} {parts[1]}"
@@ -150,7 +150,7 @@ def _joined(rng: random.Random, c: Cast, parts: list[str]) -> str:
 
 
 def _subject(rng: random.Random, c: Cast, plot: Plot) -> str:
-    """What the request says after "about"."""
+    """Return the part of the request after "about"."""
     text = _joined(rng, c, _parts(rng, c, plot))
     if "place" in c.named:
         where = f"{c.preposition} {c.place}"
@@ -163,7 +163,7 @@ def _subject(rng: random.Random, c: Cast, plot: Plot) -> str:
 
 
 def request(rng: random.Random) -> Request:
-    """A prompt for a story, and the story's ingredients."""
+    """Return a request for a story, and the story's ingredients."""
     weights = [weight for weight, _ in _COMBINATIONS]
     c = cast(rng)
     c.named = set(rng.choices(_COMBINATIONS, weights)[0][1])
@@ -183,7 +183,7 @@ def request(rng: random.Random) -> Request:
 
 
 def lower_first(text: str, c: Cast) -> str:
-    """Undo the capital that rendering put on `Who`, wherever it landed."""
+    """Undo the capital that rendering gave to `Who`, wherever it is now."""
     return (
         text.replace(" Who ", " who ").replace(" Whose ", " whose ").replace(" Who's ", " who's ")
     )

@@ -76,7 +76,7 @@ def _ending(rng: random.Random, length: int) -> list[str]:
 
 
 def _extras(cast: Cast, plot: Plot) -> list[str]:
-    """Sentences for what the request names but the plot does not use."""
+    """Return sentences for what the request names but the plot does not use."""
     parts = []
     if "thing" in cast.named and "thing" not in plot.need:
         parts.append(
@@ -111,7 +111,7 @@ def _sentences(rng: random.Random, cast: Cast, plot: Plot, length: int) -> list[
 
 
 def tell(rng: random.Random, cast: Cast, plot: Plot, length: int = MEDIUM) -> Story:
-    """Write the story; longer ones come in paragraphs."""
+    """Write the story; longer ones have paragraphs."""
     fill: Slots = slots(rng, cast)
     moral = render(rng, plot.moral, fill)
     moral = moral[0].lower() + moral[1:]

@@ -1,4 +1,4 @@
-"""Chats with tools: the system turn lists them, the assistant calls one, and says what it gave.
+"""Chats with tools: the system turn lists them, and the assistant calls one and reports its result.
 
 The texts are those that the chat template (`tools/demo_export.py`) makes of such requests.
 """
@@ -18,7 +18,7 @@ from .grammar import blocks, choose, fill, finish, render
 from .outside import ask_outside
 from .requests import noisy
 
-# stands for a slot until the question has its noise, which must not touch what is to be copied
+# Stands for a slot while noise is added to a question, because values must stay exact.
 _MARK = 0xE000
 _NUMBERS = ("a", "b", "number", "degrees")
 _SUMS = {"add", "multiply", "calculate"}
@@ -39,7 +39,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool of a chat. params: the name and the JSON type of the parameter of each slot."""
+    """A tool of a chat; `params` has the name and JSON type of each slot's parameter."""
 
     kind: Kind
     function: dict[str, Any]
@@ -53,13 +53,13 @@ def _sections() -> dict[str, list[tuple[str, str]]]:
 
 @cache
 def words_of(key: str) -> list[str]:
-    """Returns the words of a list of the file."""
+    """Return the words of a list in the file."""
     return [words.plain(word) for word in dict(_sections()["words"])[key].split()]
 
 
 @cache
 def kinds() -> tuple[Kind, ...]:
-    """Returns the kinds of tools of the file."""
+    """Return the kinds of tools in the file."""
     return tuple(
         _kind(title, entries) for title, entries in _sections().items() if title != "words"
     )
@@ -76,7 +76,7 @@ def _kind(title: str, entries: list[tuple[str, str]]) -> Kind:
 
 
 def _made_up(rng: random.Random) -> Kind:
-    """A kind of tool that nobody knows, so that the names have to be read."""
+    """Return an invented kind of tool, so that the model must read the names."""
     noun = words.invented(rng) if rng.random() < 0.5 else words.plain(rng.choice(words.THINGS))
     slot = rng.choice(["city", "person", "thing"])
     name = rng.choice(
@@ -115,7 +115,7 @@ def _name(rng: random.Random, noun: str) -> str:
 
 
 def tool(rng: random.Random, kind: Kind) -> Tool:
-    """A tool as clients describe it."""
+    """Return a tool as clients describe it."""
     noun = rng.choice([name for text in kind.texts["names"] for name in text.split("; ")])
     params: dict[str, tuple[str, str]] = {}
     properties: dict[str, Any] = {}
@@ -148,25 +148,25 @@ def tool(rng: random.Random, kind: Kind) -> Tool:
 
 
 def tool_list(functions: list[dict[str, Any]]) -> str:
-    """The tools in the system turn."""
+    """Return the list of tools for the system turn."""
     return "\n".join(
         ["<tools>", *(json.dumps(f, ensure_ascii=False) for f in functions), "</tools>"]
     )
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """The assistant's call."""
+    """Return the assistant's call."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def result_text(result: str) -> str:
-    """What a tool gave, in a user turn."""
+    """Return a tool's result as a user turn."""
     return f"<tool_response>\n{result}\n</tool_response>"
 
 
 def _proper(rng: random.Random, known: list[str], share: float) -> str:
-    """A proper name, of the list or invented."""
+    """Return a proper name, from the list or invented."""
     if rng.random() < share:
         return rng.choice(known)
     name = words.invented(rng).capitalize()
@@ -238,9 +238,7 @@ def _topic(rng: random.Random) -> str:
 
 
 def _value(rng: random.Random, slot: str) -> str:
-    """Something that may stand in a slot of a question or a result: made, or a word of the list of
-    this name.
-    """
+    """Return a value for a slot: generated, or a word of the list with the slot's name."""
     make = _MAKERS.get(slot)
     return make(rng) if make else rng.choice(words_of(_LISTS.get(slot, slot)))
 
@@ -270,8 +268,9 @@ _LISTS |= {"code": "codes", "code_b": "codes", "switch": "switches", "unit": "un
 
 
 def _ask(rng: random.Random, text: str, values: dict[str, str]) -> str:
-    """A question with its values; at times all of it is in small letters, and then so are the
-    values.
+    """Return a question with its values filled in.
+
+    At times it is in lowercase, and then so are the values.
     """
     marks = {slot: chr(_MARK + n) for n, slot in enumerate(values) if f"<{slot}>" in text}
     plain = fill(text, dict(marks))
@@ -288,15 +287,16 @@ def _ask(rng: random.Random, text: str, values: dict[str, str]) -> str:
 
 
 def _typed(value: str, of: str) -> Any:
-    """A value as the JSON of its type."""
+    """Convert a value to its JSON type."""
     return value if of == "string" else json.loads(value)
 
 
 def ask_tool(
     rng: random.Random, used: Tool, key: str = "q"
 ) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """A question, the arguments of the call that it needs, and the values in it. key: the
-    question's entries.
+    """Return a question, the arguments of the call that it needs, and the values in it.
+
+    `key` selects the templates of the question.
     """
     values = {slot: _value(rng, slot) for slot in used.params if slot != "unit"}
     text = finish(choose(rng, rng.choice(used.kind.texts[key])))
@@ -312,7 +312,7 @@ def ask_tool(
 
 
 def outcome(rng: random.Random, used: Tool, values: dict[str, str]) -> tuple[str, str]:
-    """What the tool gave, and what the assistant says about it."""
+    """Return the tool's result, and what the assistant says about it."""
     texts = used.kind.texts
     roll = rng.random()
     if roll < 0.06:
@@ -331,7 +331,7 @@ def outcome(rng: random.Random, used: Tool, values: dict[str, str]) -> tuple[str
             found[slot] = _value(rng, slot)
             number = slot in _NUMBERS and rng.random() < 0.9
             fields[rng.choice(keys.split("|"))] = json.loads(found[slot]) if number else found[slot]
-        if rng.random() < 0.12:  # what was asked comes back, or something that nobody asked for
+        if rng.random() < 0.12:  # the result repeats the request, or something else
             asked = {
                 name: values[slot] for slot, (name, _) in used.params.items() if slot in values
             }
@@ -356,7 +356,7 @@ def _slots(text: str) -> list[str]:
 
 
 def tool_choice(rng: random.Random) -> list[Tool]:
-    """The tools of a chat, of different kinds; none at times."""
+    """Return the tools of a chat, all of different kinds; at times none."""
     count = rng.choices([0, 1, 2, 3], [6, 38, 34, 22])[0]
     weather, *others = kinds()
     picked = [weather] if count and rng.random() < 0.55 else []
@@ -370,7 +370,7 @@ def tool_choice(rng: random.Random) -> list[Tool]:
 
 
 def declined(rng: random.Random, listed: list[Tool]) -> tuple[str, str]:
-    """A question that none of the tools can answer, and the polite refusal."""
+    """Return a question that none of the tools can answer, and a polite refusal."""
     titles = {used.kind.title for used in listed}
     question, reply = ask_outside(rng)
     if "search" not in titles and rng.random() < 0.7:
@@ -384,8 +384,9 @@ def declined(rng: random.Random, listed: list[Tool]) -> tuple[str, str]:
 
 
 def _calls(rng: random.Random, used: Tool, key: str) -> Exchange:
-    """The turns of a question that needs the tool, and with them the sentence that says what it
-    gave, in most chats.
+    """Return the turns of a question that needs the tool.
+
+    In most chats the assistant's sentence about the result follows.
     """
     question, arguments, values = ask_tool(rng, used, key)
     name = used.function["name"]
@@ -413,8 +414,9 @@ def _calls(rng: random.Random, used: Tool, key: str) -> Exchange:
 
 
 def tool_chat(rng: random.Random, system: str) -> Exchange:
-    """The turns of a chat with a list of tools, which some of its questions need. system: other
-    text for its turn.
+    """Return the turns of a chat with a list of tools, which some of its questions need.
+
+    `system` is further text of the system turn.
     """
     listed = tool_choice(rng)
     last = None
@@ -443,7 +445,7 @@ def tool_chat(rng: random.Random, system: str) -> Exchange:
 
 
 def ordinary(rng: random.Random) -> tuple[str, str]:
-    """A question that needs no tool."""
+    """Return a question that needs no tool, and its answer."""
     roll = rng.random()
     if roll < 0.2:
         return story_exchange(rng)[0]

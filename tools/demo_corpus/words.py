@@ -1,4 +1,4 @@
-"""The nouns, adjectives and names that stories are made of, and invented ones to copy."""
+"""Nouns, adjectives and names for stories, and invented ones to copy."""
 
 import random
 from pathlib import Path
@@ -30,13 +30,13 @@ _CODAS = ["", "", "n", "r", "l", "m", "t", "x", "nd", "rk", "ck", "sh", "ll"]
 
 
 def places() -> list[tuple[str, str]]:
-    """(preposition, place) pairs, as in ("by", "the sea")."""
+    """Return (preposition, place) pairs, such as ("by", "the sea")."""
     pairs = [plain(word).split("|") for word in words_of("places")]
     return [(preposition, place) for preposition, place in pairs]
 
 
 def invented(rng: random.Random) -> str:
-    """A word that no list holds, so that the model learns to copy from the prompt."""
+    """Return a word that is in no list, so that the model learns to copy from the prompt."""
     count = rng.choice([2, 2, 3])
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(count)) + rng.choice(
         _CODAS
