@@ -1,4 +1,4 @@
-"""Activations of gated MLPs, for the elementwise kernel and the expert products.
+"""Activations of gated MLPs, for the elementwise kernel and the grouped GEMMs of experts.
 
 M tokens, I inner width.
 """
@@ -14,12 +14,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from moeserve.ops.rules import Activation
 
-# A kernel's constant: kind, alpha, limits of gate, of act(gate) and of up's magnitude, and what is
-# added to up.
+# An activation as a kernel constant, a tuple of:
+#   kind
+#   alpha: act(gate) = gate * sigmoid(alpha * gate)
+#   upper limit of gate
+#   upper limit of act(gate)
+#   limit of the magnitude of up
+#   constant added to up
 Act = tuple[str, float, float, float, float, float]
 SWIGLU_ACT: Act = ("swiglu", 1.0, math.inf, math.inf, math.inf, 0.0)
-UP_FIRST_ACT: Act = ("up first", *SWIGLU_ACT[1:])  # the same where up lies in the place of gate
-ACT_BLOCK = 1024  # outputs of one program
+UP_FIRST_ACT: Act = ("up first", *SWIGLU_ACT[1:])  # SwiGLU with gate and up swapped
+ACT_BLOCK = 1024  # outputs per program
 
 
 @lru_cache

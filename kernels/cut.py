@@ -1,12 +1,16 @@
-"""Top-k and top-p by search, without sorting: how far from its likeliest token a row may draw.
+"""Top-k and top-p filters without sorting: a binary search for the cutoff.
 
-A token's distance is (the row's largest logit - its own) / temperature; exp(-distance) is its
-weight. Distances are not negative, so they order as their bits do, and both filters keep what is no
-farther than some key: top-k the last key that fewer than k tokens lie before, top-p the last one
-before which lies less than top_p of the weight. Such a key is found two bits at a time. Weights are
-summed as integers, so the order of a sum does not matter. Equal logits stay or go together.
+A token's distance is (largest logit of the row - its logit) / temperature, and its weight is
+exp(-distance). Both filters keep the tokens up to some distance, the cutoff:
 
-S rows, V vocabulary, C candidates: tokens that are near enough to matter, gathered first.
+- Top-k keeps up to the largest distance that fewer than k tokens are below.
+- Top-p keeps up to the largest distance below which lies less than top_p of the total weight.
+
+Distances are not negative, so they are ordered like their bits (the key). The search determines the
+key of the cutoff two bits at a time. Weights are summed as integers, so the order of summation does
+not matter. Tokens with equal logits are kept or dropped together.
+
+S rows, V vocabulary, C candidates: the tokens that are close enough to matter, gathered first.
 """
 
 import torch
@@ -14,23 +18,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROOM = 16_384  # candidates of a row; the search reads rows with more of them whole
-GATHERED = 2048  # tokens of a program that gathers
-SEARCHED = 4096  # of a step of the search
-ONE = tl.constexpr(2.0**40)  # the likeliest token's weight, as an integer
+ROOM = 16_384  # candidates per row; if there are more, the search reads the whole row
+GATHERED = 2048  # tokens per program of `gather_kernel`
+SEARCHED = 4096  # tokens per iteration of `cut_kernel`
+ONE = tl.constexpr(2.0**40)  # the weight of the most likely token, as an integer
 NO_KEY = tl.constexpr(2**32 - 1)
 INFINITE_KEY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
 def distance(x, peak, temperature):
-    """Return how far logits lie below the row's peak, in units of the temperature."""
+    """Return (peak - x) / temperature. peak: the row's largest logit."""
     return tl.abs(tl.div_rn(peak - x, temperature))
 
 
 @triton.jit
 def key_of(x, peak, temperature, farthest):
-    """Return (the distance's bits, or NO_KEY beyond the farthest; the weight) of each logit."""
+    """Return (bits of the distance, weight) of each logit; NO_KEY beyond `farthest`."""
     d = distance(x, peak, temperature)
     weight = (tl.exp(-d) * ONE).to(tl.int64)
     return tl.where(d <= farthest, d.to(tl.uint32, bitcast=True), NO_KEY), weight
@@ -38,7 +42,7 @@ def key_of(x, peak, temperature, farthest):
 
 @triton.jit
 def kth_distance(d, k):
-    """Return the k-th smallest of distances in registers."""
+    """Return the k-th smallest distance of a block."""
     keys = d.to(tl.int32, bitcast=True)
     found = tl.full((), 0, tl.int32)
     for i in range(31):
@@ -49,11 +53,11 @@ def kth_distance(d, k):
 
 @triton.jit
 def near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles, width):
-    """Return a distance within which everything lies that top-k or top-p can keep.
+    """Return an upper bound of the cutoff, so that few tokens have to be gathered.
 
-    Each of the k best tiles has a token within the k-th best tile's distance. And if top-k is off,
-    the tokens lighter than (1 - top_p) / 2V of the whole are together too light to be needed; the
-    tiles' best are part of the whole.
+    With top-k: each of the k best tiles has a token within the distance of the k-th best tile.
+    Without top-k: tokens with less than (1 - top_p) / 2V of the total weight are together too light
+    to be kept by top-p. The peaks of the tiles give a lower bound of the total weight.
     """
     near = tl.full((), float("inf"), tl.float32)
     d = distance(tile_peaks, peak, temperature)
@@ -73,8 +77,9 @@ def gather_kernel(
     weight_ptr,
     stride, width, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK tokens of a row. Appends those that are near enough, in any order, and
-    adds up all weight.
+    """One program appends the candidates among BLOCK tokens of a row, and adds up their weight.
+
+    Candidates are in no particular order.
     """
     row = tl.program_id(0).to(tl.int64)
     near = tl.load(near_ptr + row)
@@ -108,7 +113,7 @@ def sums_before(
     BY_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return how many of n tokens, or how much of their weight, lie before each of three keys."""
+    """Return the number, or the weight, of tokens below each of three keys."""
     sum1 = tl.zeros((BLOCK,), tl.int64)
     sum2 = tl.zeros((BLOCK,), tl.int64)
     sum3 = tl.zeros((BLOCK,), tl.int64)
@@ -128,7 +133,7 @@ def sums_before(
 def last_key(
     x_ptr, n, peak, temperature, farthest, limit, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the last key before which less than `limit` lies."""
+    """Return the largest key below which is less than `limit`."""
     found = tl.full((), 0, tl.uint32)
     step = tl.full((), 1 << 30, tl.uint32)
     for _ in range(16):
@@ -149,7 +154,7 @@ def last_key(
 def kept_key(
     x_ptr, n, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK: tl.constexpr
 ):
-    """Return the last key that top-k keeps, and then top-p of the weight that is left."""
+    """Return the key of the cutoff: first of top-k, then of top-p on the remaining weight."""
     found = tl.full((), NO_KEY, tl.uint32)
     if top_k < width:
         found = last_key(x_ptr, n, peak, temperature, farthest, top_k.to(tl.int64), False, BLOCK)
@@ -171,7 +176,7 @@ def cut_kernel(
     count_ptr, weight_ptr,
     farthest_ptr, stride, width, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row. Brings its farthest distance nearer."""
+    """One program lowers `farthest` of one row to its cutoff."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(near_ptr + row) < 0:
         return
@@ -200,12 +205,13 @@ def cut(
     near_S: Tensor,
     farthest_S: Tensor,
 ) -> None:
-    """Lower farthest_S to the distance of the last token that top-k and top-p leave of those
-    within it.
+    """Lower `farthest_S` to the cutoffs of top-k and top-p, in place.
 
-    near_S: from `near_enough`; negative in rows that have neither, which stay as they are.
-    distances [0, 1, 1, 3], top_k 2, top_p 1, farthest inf -> 1; top_k off, top_p 0.5 -> 0 (of
-    weights 1, .37, .37, .05)
+    near_S: from `near_enough`; negative in rows without top-k and top-p, which do not change.
+    farthest_S: the largest distance that other filters keep.
+
+    Examples with distances [0, 1, 1, 3] and farthest inf: top_k 2, top_p 1 -> 1; top_k off, top_p
+    0.5 -> 0 (the weights are 1, .37, .37, .05).
     """
     rows, width = logits_SV.shape
     candidates_SC = logits_SV.new_empty((rows, ROOM))

@@ -1,10 +1,13 @@
-"""DeepGEMM's products of e4m3 blocks (github.com/deepseek-ai/DeepGEMM) in place of those of
-grouped_fp8.py: a package of its own, imported where it is asked about, whose bits are not those of
-the kernels here.
+"""Adapter of DeepGEMM (github.com/deepseek-ai/DeepGEMM), which can replace grouped_fp8.py.
 
-N rows or (token, k) pairs sorted by expert; M places for them, in tiles of 128 of one expert, as
-its contiguous layout has them; rows in slots stay where they are, as its masked layout has them. e
-local experts, C rows that each has room for, D model width, I expert width, F = 2 I.
+DeepGEMM is an optional package, imported on first use. Its results differ in some bits from those
+of the kernels here.
+
+Rows sorted by expert are moved to its contiguous layout, where each tile of 128 rows belongs to one
+expert. Rows in slots stay where they are, because its masked layout has slots, too.
+
+Sizes: N rows or (token, k) pairs sorted by expert, M rows of the contiguous layout, e local
+experts, C rows allocated for each, D model width, I expert width, F = 2 I.
 """
 
 import importlib
@@ -22,24 +25,23 @@ from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled
 
 TILE = 128
-HOPPER = (9, 0)  # on others its scales have another form
+HOPPER = (9, 0)  # compute capability; on others, scales have another format
 PRODUCT = "m_grouped_fp8_gemm_nt_contiguous"
 MASKED = "m_grouped_fp8_gemm_nt_masked"
 NOT_MEASURED = (
     "deep_gemm was not measured to be faster on this card; `moeserve tune --weights fp8` finds out"
 )
-WINS: Config = {
-    "deep_gemm": 1
-}  # in tables, beside the parameters of grouped_fp8.py, for which it lost
-CONFIG: Config = {**WINS, "block_m": TILE}  # with which the products here are DeepGEMM's
+# Config tables have this entry, beside the parameters of grouped_fp8.py, if DeepGEMM was faster.
+WINS: Config = {"deep_gemm": 1}
+CONFIG: Config = {**WINS, "block_m": TILE}  # launch parameters that select DeepGEMM
 
 
 @cache
 def obstacle(device: torch.device) -> str | None:
-    """Return why it cannot serve on a device; None if it can."""
+    """Return why DeepGEMM cannot be used on a device, None if it can."""
     try:
         package = importlib.import_module("deep_gemm")
-    except Exception as error:  # it looks for CUDA and compiles at once
+    except Exception as error:  # the import itself looks for CUDA and compiles
         return f"deep_gemm cannot be imported: {type(error).__name__}: {error}"
     found = getattr(package, "__version__", "of unknown version")
     for name in (PRODUCT, MASKED):
@@ -47,15 +49,17 @@ def obstacle(device: torch.device) -> str | None:
             return f"deep_gemm {found} has no {name}; a newer one has"
     rows = getattr(package, "get_mk_alignment_for_contiguous_layout", lambda: TILE)()
     if TILE % rows:
-        return f"deep_gemm {found} wants tiles of {rows} rows, here they have {TILE}"
+        return f"deep_gemm {found} needs tiles of {rows} rows, but here they have {TILE}"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
-        return f"deep_gemm serves here on Hopper alone, and not on {device}"
+        return f"deep_gemm is supported on Hopper only, not on {device}"
     return None
 
 
 def chosen(config: Config, rows: float = 1) -> Config:
-    """Return the parameters of a launch, DeepGEMM's own among them where it was measured to be
-    faster. rows: of an expert, with an even load."""
+    """Return the launch parameters, with those of DeepGEMM if it was measured to be faster.
+
+    rows: rows per expert if the load is even.
+    """
     return (
         {**config, **CONFIG, "expected_m": max(1, math.ceil(rows))}
         if config.get("deep_gemm")
@@ -64,7 +68,7 @@ def chosen(config: Config, rows: float = 1) -> Config:
 
 
 def is_faster(device: torch.device, experts: int, width: int, dim: int) -> bool:
-    """Return whether `moeserve tune` found it so for any number of rows."""
+    """Return whether `moeserve tune` measured DeepGEMM to be faster for any number of rows."""
     shape = grouped_fp8.shape_of(experts, width, dim)
     return any(
         config.get("deep_gemm") for config in known("grouped_fp8", facts_of(device).name, shape)
@@ -72,7 +76,10 @@ def is_faster(device: torch.device, experts: int, width: int, dim: int) -> bool:
 
 
 def _places(to: Alignment) -> tuple[Tensor, Tensor]:
-    """Return the sorted row at each place, 0 where none is, and whether there is one."""
+    """Return the sorted row of each row of the contiguous layout, and whether there is one.
+
+    Where there is none, the row is 0.
+    """
     assert to.block_m == TILE, to.block_m
     rows_ZB = to.row_Z[:, None].long() + torch.arange(TILE, device=to.row_Z.device)
     there_ZB = (to.expert_Z >= 0)[:, None] & (
@@ -82,8 +89,9 @@ def _places(to: Alignment) -> tuple[Tensor, Tensor]:
 
 
 def _in_slots(to: Alignment) -> bool:
-    """Whether rows lie in slots of whole tiles: the masked product would write others over the next
-    expert's rows.
+    """Return whether rows are in slots of whole tiles.
+
+    With other slots, the masked GEMM would overwrite the next expert's rows.
     """
     return to.room > 0 and to.room % TILE == 0
 
@@ -91,8 +99,9 @@ def _in_slots(to: Alignment) -> bool:
 def _product(
     x: Scaled, w: Scaled, to: Alignment, config: Config, out: Tensor | None = None
 ) -> Tensor:
-    """Return bf16 [M, outputs], for slots [e * C, outputs], maybe in `out`; what belongs to no row
-    is undefined.
+    """Return x w^T in bf16: [M, outputs], or [e * C, outputs] in slots, in `out` if it is bf16.
+
+    Results without a row are undefined.
     """
     if out is None or out.dtype != torch.bfloat16:
         out = w.scales.new_empty((len(x.values), w.shape[1]), dtype=torch.bfloat16)
@@ -115,8 +124,9 @@ def gate_up(
     x: Scaled, w13: Scaled, to: Alignment, config: Config, top_k: int = 1, act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
 ) -> Scaled:  # fmt: skip
-    """Does `grouped_fp8.gate_up_fp8`; by DeepGEMM, if the parameters say so: then results are [M,
-    I], in its places.
+    """Compute `grouped_fp8.gate_up_fp8`, by DeepGEMM if `config` selects it.
+
+    DeepGEMM's results are [M, I], in its contiguous layout, or in slots.
     """
     if not config.get("deep_gemm"):
         return grouped_fp8.gate_up_fp8(x, w13, to, config, top_k, act, bias_eF)
@@ -134,7 +144,7 @@ def gate_up(
 def down(
     h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor, bias_eD: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Does `grouped_fp8.down_fp8` with what `gate_up` returned."""
+    """Compute `grouped_fp8.down_fp8` with the result of `gate_up`."""
     if not config.get("deep_gemm"):
         return grouped_fp8.down_fp8(h, w2, to, config, out, bias_eD)
     assert bias_eD is None, "DeepGEMM adds no biases"

@@ -1,18 +1,26 @@
-"""Rows to their experts and results back, between ranks that see each other's memory: all rows are
-pulled.
+"""All-to-all between GPUs that map each other's memory (CUDA IPC): dispatch and combine.
 
-Every rank has a region of device memory that all others have mapped, laid out alike: flags, and per
-turn the ids that were sent to it, the places where its rows ended up, its rows x and its experts'
-results y. bases_R holds the regions' addresses as this process sees them; `..._at` are bytes from a
-region's start. Ids and places are small and pushed, so that whoever needs them finds them at home;
-rows are large and pulled, straight to where they belong.
+Every rank has a region of device memory that all other ranks map. All regions have the same layout:
+flags for the barrier, and for each buffer of the double buffering
 
-state [2], int64: the last meeting's number, and whether one failed; after that nothing is moved any
-more. It is on the device and only kernels change it, so a graph that was recorded can be replayed.
+- ids: the routing choices of all ranks, which their senders wrote here;
+- places: where the rows of this rank's pairs are among the receivers' rows;
+- x: this rank's activations, to be read by others;
+- y: the outputs of this rank's experts, to be read by others.
 
-R ranks, T tokens of this rank, M most tokens of any rank, K experts per token, pair t * K + k, e
-local experts, P rows received, D model width, W words of 32 bits of a row; rows are multiples of 16
-bytes and begin at such.
+Ids and places are small and are pushed (written to the rank that needs them). Activations and
+outputs are large and are pulled (read from the rank that has them), directly to their destination.
+
+Arguments of the functions here:
+
+- bases_R: the addresses of all regions in this process.
+- x_at, ids_at, places_at, y_at: offsets in a region, in bytes.
+- state: int64 [2] on the device, the number of the last barrier and whether a barrier failed. After
+  a failure nothing is transferred any more. Only kernels change it, so CUDA graphs can be replayed.
+
+Sizes: R ranks, T tokens of this rank, M most tokens of any rank, K experts per token, pair
+t * K + k, e local experts, P rows received, D model width, W 32-bit words of a row. Rows begin at
+multiples of 16 bytes.
 """
 
 import torch
@@ -21,21 +29,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-POLLS = 64  # between two looks at the host's word and the clock: both are reads over the bus
+POLLS = 64  # polls between two reads of `control` and the clock, which are slow
 PAIRS = 1024  # ids that a program sends at a time
-TILE = 8192  # words that a program copies at a time: 64 bytes of each of 512 threads are under way
-# outputs that a program adds up at a time: 8 of a thread, so that all K rows of them are under way
-SUMS = 1024
-# places in `control`: the host's word to give up, the kernel's that it did, and why
-TOLD = 0
-FAILED = 1
-WRONG = 2
-CALLS = 1024  # what a flag tells beside the number of a meeting
+TILE = 8192  # words that a program copies at a time, so that 512 threads load 64 bytes each
+SUMS = 1024  # outputs that a program adds at a time: 8 per thread, so that all K loads overlap
+# Indices in `control`, which is pinned host memory.
+TOLD = 0  # the host sets it to 1 to abort a barrier
+FAILED = 1  # a barrier sets it to 1 if it fails
+WRONG = 2  # from here on, the state of each rank at the failure, see `meet`
+CALLS = 1024  # a flag is (number of the barrier) * CALLS + (id of the call)
 
 
 @triton.jit
 def _at(base, offset, like_ptr):
-    """Return the address of a region's part. Regions and parts begin at multiples of 256 bytes."""
+    """Return an address in a region. Regions and their parts begin at multiples of 256 bytes."""
     return tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
 
 
@@ -44,9 +51,7 @@ def meet_kernel(
     bases_ptr, state_ptr, control_ptr, rank, num_ranks, call, timeout_ns,
     RANKS: tl.constexpr, CALLS: tl.constexpr, POLLS: tl.constexpr,
 ):  # fmt: skip
-    """One program of one warp, a thread per rank: says to all that this rank is here, and waits
-    until all have.
-    """
+    """One program with a thread per rank sets this rank's flags and waits for the others."""
     if tl.load(state_ptr + 1) != 0:
         return
     ranks = tl.arange(0, RANKS)
@@ -55,8 +60,7 @@ def meet_kernel(
     theirs = tl.load(bases_ptr + ranks, mask=there, other=0).to(state_ptr.dtype) + rank
     ours = tl.load(bases_ptr + rank).to(state_ptr.dtype) + ranks
     says = tl.zeros((RANKS,), tl.int64) + number * CALLS + call
-    # Release: what this rank's earlier kernels wrote, here and at peers, is there for who has
-    # acquired the number.
+    # Release: a rank that acquires the flag sees what this rank's earlier kernels have written.
     tl.atomic_xchg(theirs, says, mask=there, sem="release", scope="sys")
     begun = globaltimer()
     seen = tl.zeros((RANKS,), tl.int64)
@@ -73,11 +77,10 @@ def meet_kernel(
             enough = (tl.load(control_ptr, volatile=True) != 0) | (
                 globaltimer() - begun > timeout_ns
             )
-            # One answer for all threads, each of which has looked at a clock of its own.
+            # Threads read the clock at different times, so agree on one answer.
             gave_up = tl.max(tl.zeros((RANKS,), tl.int32) + enough.to(tl.int32), 0) > 0
-    tl.store(
-        state_ptr, number
-    )  # behind the sums, for which all threads have come: each has read the last number
+    # All threads have read the old number by now, because the sums above synchronize them.
+    tl.store(state_ptr, number)
     wrong = tl.where(
         seen // CALLS < number, 1, tl.where((seen // CALLS == number) & (seen != says), 2, 0)
     )
@@ -90,7 +93,7 @@ def meet_kernel(
 
 @triton.jit
 def _copy(from_ptrs, to_ptrs, columns, live, words):
-    """Rows of a tile, as many columns of each; `live` rows only."""
+    """Copy a tile: the columns below `words` of the live rows."""
     mask = live[:, None] & (columns < words)[None, :]
     tl.store(
         to_ptrs[:, None] + columns[None, :],
@@ -105,7 +108,7 @@ def publish_kernel(
     x_at, ids_at, words,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some of the tiles of x, and some of the pieces of ids for some of the ranks."""
+    """Each program copies some tiles of x, and sends some pieces of ids."""
     if tl.load(state_ptr + 1) != 0:
         return
     program = tl.program_id(0)
@@ -134,9 +137,7 @@ def gather_kernel(
     places_at, words,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some of the tiles of the received rows; it tells the rows' owners where they
-    are.
-    """
+    """Each program pulls some tiles of received rows, and sends their places to the rows' ranks."""
     total = tl.load(ends_ptr + num_local - 1)
     total = tl.where(tl.load(state_ptr + 1) == 0, total, 0)
     words = tl.multiple_of(words, 4)
@@ -163,8 +164,9 @@ def collect_kernel(
     y_at, out_stride,
     width, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some of the tiles of outputs, added up as in `combine_kernel`. known: experts
-    of all ranks.
+    """Each program computes some tiles of the outputs, with sums as in `align.combine_kernel`.
+
+    known: the number of experts of all ranks.
     """
     if tl.load(state_ptr + 1) != 0:
         return
@@ -186,7 +188,7 @@ def collect_kernel(
             readable = is_there[:, None] & (columns < width)[None, :]
             value = tl.load(y[:, None] + columns[None, :], mask=readable, other=0.0).to(tl.float32)
             term = value * tl.load(weights_ptr + pairs, mask=is_there, other=0.0)[:, None]
-            total = term if k == 0 else total + term  # 0 + -0 would lose the sign
+            total = term if k == 0 else total + term  # not 0 + term: that would turn -0 into 0
         to_ptrs = out_ptr + rows[:, None] * out_stride + columns[None, :]
         tl.store(to_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -199,14 +201,14 @@ def _tile(words: int) -> dict[str, int]:
 def meet(
     bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int
 ) -> None:
-    """Wait on the device until every rank's stream is here for as many times as this one's, and in
-    the same call.
+    """Run a barrier on the device: wait until the streams of all ranks have reached it.
 
-    Gives up when the host says so (control[TOLD], pinned) or after timeout_s, and where ranks are
-    in different calls (call % CALLS). Then control[FAILED] is 1 and control[WRONG + r] says of each
-    rank whether it had not come (1), or in another call (2); and nothing moves from now on. state
-    [6, 0], call 5, flags of the own region [7, 7, 8] * CALLS + [5, 5, 9] -> state [7, 0]: rank 2
-    was first and has gone on to the next.
+    The barrier fails after `timeout_s`, if the host sets control[TOLD], or if ranks are in
+    different calls (call % CALLS). Then control[FAILED] becomes 1, control[WRONG + r] becomes 1 for
+    a rank that has not arrived and 2 for a rank in another call, and all later calls do nothing.
+
+    Example: state [6, 0], call 5, flags of the own region [7, 7, 8] * CALLS + [5, 5, 9] -> state
+    [7, 0]. Rank 2 has already reached the next barrier.
     """
     num_ranks = len(bases_R)
     assert len(control) == WRONG + num_ranks, (control.shape, num_ranks)
@@ -222,13 +224,16 @@ def publish(
     num_local: int,
     x_at: int, ids_at: int, programs: int,
 ) -> None:  # fmt: skip
-    """Copy tokens to the own region, and ids [T, K] to row `rank` of every region's [R, M, K].
+    """Start a dispatch: copy activations to the own region, and send the ids to all ranks.
 
-    Each rank gets the ids shifted to its own experts. Rows from T on are filled with -1. x: int32
-    words; num_local: experts per rank.
+    The ids [T, K] are written to row `rank` of the ids [R, M, K] in every region, relative to the
+    first expert of that region's rank. Rows from T on are filled with -1.
 
-    Rank 0 of two with 2 experts each, ids [[1, 2]], M 2 -> to rank 0 [[1, 2], [-1, -1]], to rank 1
-    [[-1, 0], [-1, -1]]
+    x_TW: activations as int32 words.
+    num_local: experts per rank.
+
+    Example: rank 0 of two with 2 experts each, ids [[1, 2]], M 2 -> to rank 0 [[1, 2], [-1, -1]],
+    to rank 1 [[-1, 0], [-1, -1]]
     """
     (tokens, words), top_k = x_TW.shape, ids_TK.shape[1]
     assert tokens == len(ids_TK) <= most_tokens, (x_TW.shape, ids_TK.shape, most_tokens)
@@ -247,11 +252,15 @@ def gather(
     x_at: int,
     places_at: int, out_PW: Tensor, programs: int,
 ) -> None:  # fmt: skip
-    """Pull the row of each sorted pair, of `align` over [R, M, K], to its place in `out`; rows
-    from the last end on stay as they are. Each owner gets the places of its pairs.
+    """Finish a dispatch: pull the activation of each sorted pair to `out`.
 
-    Two ranks, M 1, K 2, order [3, 0], one expert with end 2 -> out [rank 1's row, rank 0's row];
-    rank 1's place of pair 1 is 0, rank 0's of pair 0 is 1
+    Rows of `out` after the last end do not change. The rank of each activation gets the places of
+    its pairs in `out`.
+
+    order_N, ends_e: from `align` over the ids [R, M, K].
+
+    Example: two ranks, M 1, K 2, order [3, 0], one expert with end 2 -> out [row of rank 1, row of
+    rank 0]; the place of rank 1's pair 1 is 0, the place of rank 0's pair 0 is 1
     """
     assert out_PW.is_contiguous(), out_PW.stride()
     assert out_PW.shape[0] >= order_N.shape[0], (out_PW.shape, order_N.shape)
@@ -267,12 +276,14 @@ def collect(
     places_at: int,
     y_at: int, out_TD: Tensor, programs: int,
 ) -> None:  # fmt: skip
-    """The weighted sum over k = 0..K-1 of results where they lie: expert p's on rank p //
-    num_local, row `place` of y. In fp32, products and sums rounded one after the other, one
-    rounding at the end. Ids that are no expert add zero.
+    """Combine: write the weighted sum over k = 0..K-1 of the experts' outputs to `out_TD`.
 
-    Slots [[2, 0]] of two ranks with 2 each, places [[1, 0]], y of rank 0 [[4]], of rank 1 [[5],
-    [6]], weights [[0.5, 2]] -> [[0.5 * 6 + 2 * 4]] = [[11]]
+    The output of expert p is read from rank p // num_local, at the row of y that `gather` has
+    reported. Products and sums are rounded to fp32 one after the other, then the result is rounded
+    once. Ids without an expert add zero.
+
+    Example: ids [[2, 0]], two ranks with 2 experts each, places [[1, 0]], y of rank 0 [[4]], of
+    rank 1 [[5], [6]], weights [[0.5, 2]] -> [[0.5 * 6 + 2 * 4]] = [[11]]
     """
     tokens, top_k = ids_TK.shape
     width = out_TD.shape[1]

@@ -1,10 +1,11 @@
-"""FlashAttention-3 (github.com/Dao-AILab/flash-attention, hopper/) in place of paged_attention.py:
-a package of its own, imported where it is asked about, whose bits are not those of the kernels
-here. It reads the same paged cache.
+"""Adapter of FlashAttention-3 (github.com/Dao-AILab/flash-attention, hopper/).
 
-T tokens, R rows, N blocks per row, H heads, d width of queries and keys, v of values. In latent
-attention, whose values are the first v elements of the keys, it takes queries in two parts: those
-that meet the values, and the others.
+It can replace paged_attention.py and reads the same paged cache. FlashAttention-3 is an optional
+package, imported on first use. Its results differ in some bits from those of the kernels here.
+
+T tokens, R rows, N blocks per row, H heads, d width of queries and keys, v width of values. In
+latent attention, values are the first v elements of the keys. There it takes queries in two parts:
+the first v elements (`qv`), and the others.
 """
 
 import importlib
@@ -26,38 +27,32 @@ NEEDED = (
     "softmax_scale",
     "causal", "window_size", "attention_chunk", "softcap", "num_splits",
 )  # fmt: skip
-HOPPER = (9, 0)
-# queries of one head of keys that one of its programs takes; parts of a context
-ROWS = 128
-MOST_SPLITS = 128
-WINS: Config = {
-    "fa3": 1
-}  # in tables, beside the parameters of paged_attention.py, for which it lost
+HOPPER = (9, 0)  # compute capability
+ROWS = 128  # query rows of one KV head that one of its programs computes
+MOST_SPLITS = 128  # limit of the splits of a context
+# Config tables have this entry, beside the parameters of paged_attention.py, if FA3 was faster.
+WINS: Config = {"fa3": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class FlashMetadata:
-    """The attention metadata of one step, for all layers of one KV group.
-
-    lengths_R: of contexts, new tokens included. new_tokens: the most of one row. splits: the most
-    parts that it cuts a context into. padding_T: which tokens no row owns; None: none.
-    """
+    """The attention metadata of one step, for all layers of one KV group."""
 
     shape: AttentionShape
     blocks_RN: Tensor
-    lengths_R: Tensor
+    lengths_R: Tensor  # context lengths, new tokens included
     offsets_R1: Tensor
-    new_tokens: int
-    splits: int
-    padding_T: Tensor | None
+    new_tokens: int  # the most of one row
+    splits: int  # the most splits of a context
+    padding_T: Tensor | None  # whether a token is padding; None if no token is
 
 
 @cache
 def obstacle(device: torch.device) -> str | None:
-    """Return why it cannot serve on a device; None if it can."""
+    """Return why FlashAttention-3 cannot be used on a device, None if it can."""
     try:
         function = getattr(importlib.import_module(PACKAGE), FUNCTION, None)
-    except Exception as error:  # it loads what was compiled for one torch and one CUDA
+    except Exception as error:  # it may be compiled for another version of torch or CUDA
         return f"{PACKAGE} cannot be imported: {type(error).__name__}: {error}"
     missing = [
         name
@@ -70,31 +65,32 @@ def obstacle(device: torch.device) -> str | None:
             "install FlashAttention 3.0.0 or newer"
         )
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
-        return f"it serves on Hopper alone, and not on {device}"
+        return f"FlashAttention-3 is supported on Hopper only, not on {device}"
     return None
 
 
 def misfit(dim: int, v_dim: int, *, sinks: bool = False, latent: bool = False) -> str:
-    """Return why it cannot attend with such heads; empty if it can.
+    """Return why heads of these widths are not supported, empty if they are.
 
-    128, 128 -> empty; 192, 128 -> empty; 576, 512, latent -> empty; 512, 512 -> heads of width 512
+    128, 128 -> empty; 192, 128 -> empty; 576, 512, latent -> empty; 512, 512 -> not supported
     """
     if sinks:
-        return "it knows no sinks"
+        return "FlashAttention-3 does not support attention sinks"
     fits = dim == v_dim <= 256 or (128 < dim <= 192 and 96 < v_dim <= 128)
     if latent:
         fits = 256 <= v_dim <= 512 and 0 < dim - v_dim <= 64
     if fits and not dim % 8 and not v_dim % 8:
         return ""
-    return f"it knows no {'latents' if latent else 'heads'} of width {dim}" + f" and {v_dim}" * (
-        dim != v_dim
-    )
+    kind = "latents" if latent else "heads"
+    widths = f"{dim}" if dim == v_dim else f"{dim} and {v_dim}"
+    return f"FlashAttention-3 does not support {kind} of width {widths}"
 
 
 def wins(device: torch.device, shape: AttentionShape, new_tokens: int) -> bool:
-    """Return whether `moeserve tune` found it faster in steps whose longest row has so many new
-    tokens. It measures no blocks of one token, as what is chosen has, nor long rows where the
-    kernels here have one size of programs for all.
+    """Return whether `moeserve tune` measured it to be faster if the longest row has `new_tokens`.
+
+    There are no measurements for blocks of one token (sparse attention), nor for long rows if the
+    kernels here have a single program size.
     """
     few, many = tile_rows(shape, invariant=False)
     is_few = new_tokens <= few // shape.group
@@ -115,11 +111,13 @@ def plan_attention(
     tokens: int,
     padded: bool = False,
 ) -> FlashMetadata:
-    """Compute a step's attention metadata on the device; the first arguments are those of
-    `plan_attention` in paged_attention.py.
+    """Compute a step's attention metadata on the device.
 
-    tokens: rows of queries, of which the last may be padding if `padded`. A context is cut into no
-    more parts than keep the device busy, or than there is work space for.
+    A context gets no more splits than keep the device busy, and no more than fit into MOST_SPACE.
+
+    The first arguments are those of `paged_attention.plan_attention`.
+    tokens: the number of queries, padding included.
+    padded: whether the last queries may be padding.
     """
     programs = shape.kv_heads * -(-bounds.new_tokens * shape.heads // (shape.kv_heads * ROWS))
     room = MOST_SPACE // (tokens * shape.heads * shape.v_dim)
@@ -141,8 +139,8 @@ def attention(
     sinks_H: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the paged cache as `attention` of paged_attention.py does, without sinks."""
-    assert sinks_H is None, "fa3 knows no sinks"
+    """Attend to the paged cache like `paged_attention.attention`. Sinks are not supported."""
+    assert sinks_H is None, "fa3 does not support sinks"
     v_d = plan.shape.v_dim
     window = plan.shape.window
     q = q_THd

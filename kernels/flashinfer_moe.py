@@ -1,6 +1,7 @@
-"""FlashInfer's fused experts (github.com/flashinfer-ai/flashinfer) in place of products and sum of
-ours: a package of its own, imported where it is asked about, whose bits are not those of the
-kernels here.
+"""Adapter of FlashInfer's fused MoE (github.com/flashinfer-ai/flashinfer).
+
+It can replace the grouped GEMMs and the combine of this package. FlashInfer is an optional package,
+imported on first use. Its results differ in some bits from those of the kernels here.
 
 T tokens, K experts per token, e local experts, D model width, I expert width, F = 2 I.
 """
@@ -18,14 +19,13 @@ from moeserve.kernels.configs import Config, facts_of, known
 from moeserve.kernels.grouped_fp8 import Scaled
 
 FUNCTION = "cutlass_fused_moe"
-OPTIONS = {"output", "use_deepseek_fp8_block_scale", "use_fused_finalize"}  # that a call here has
-HOPPER = (9, 0)
-ALIGNED = 8  # elements of 16 bits that fill the 16 bytes which widths must be multiples of
+OPTIONS = {"output", "use_deepseek_fp8_block_scale", "use_fused_finalize"}  # required arguments
+HOPPER = (9, 0)  # compute capability
+ALIGNED = 8  # widths must be multiples of 8 elements of 16 bits (16 bytes)
 NOT_MEASURED = "flashinfer was not measured to be faster on this card; `moeserve tune` finds out"
-WINS: Config = {
-    "flashinfer": 1
-}  # in tables, beside the parameters of grouped_gemm.py, for which it lost
-CONFIG: Config = {**WINS, "block_m": 128}  # with which it always runs
+# Config tables have this entry, beside the parameters of grouped_gemm.py, if FlashInfer was faster.
+WINS: Config = {"flashinfer": 1}
+CONFIG: Config = {**WINS, "block_m": 128}  # launch parameters that select FlashInfer
 
 
 def _function() -> Any:
@@ -34,26 +34,24 @@ def _function() -> Any:
 
 @cache
 def obstacle(device: torch.device, blocks: bool) -> str | None:
-    """Return the reason why FlashInfer cannot run on a device, or None.
+    """Return why FlashInfer cannot be used on a device, None if it can.
 
-    blocks: whether the weights are in e4m3 blocks.
+    blocks: whether the weights are e4m3 with block scales.
     """
     try:
         missing = OPTIONS - inspect.signature(_function()).parameters.keys()
-    except Exception as error:  # it looks for CUDA at once
+    except Exception as error:  # the import itself looks for CUDA
         return f"flashinfer cannot be imported: {type(error).__name__}: {error}"
     if missing:
         return f"{FUNCTION} of this flashinfer takes no {', '.join(sorted(missing))}; 0.7.2 does"
     card = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if card < HOPPER or (blocks and card != HOPPER):
-        return (
-            f"flashinfer serves here on Hopper{'' if blocks else ' or newer'}, and not on {device}"
-        )
+        return f"flashinfer is supported on Hopper{'' if blocks else ' or newer'}, not on {device}"
     return None
 
 
 def is_faster(device: torch.device, experts: int, width: int, dim: int, dtype: torch.dtype) -> bool:
-    """Return whether `moeserve tune` found it so for any number of rows."""
+    """Return whether `moeserve tune` measured FlashInfer to be faster for any number of rows."""
     shape = grouped_gemm.shape_of(experts, width, dim, dtype)
     return any(
         config.get("flashinfer") for config in known("grouped_gemm", facts_of(device).name, shape)
@@ -61,7 +59,7 @@ def is_faster(device: torch.device, experts: int, width: int, dim: int, dtype: t
 
 
 def swapped(w13: Any) -> Any:
-    """Return up rows, then gate rows, as it has them, of gate rows, then up rows [e, F, ...]."""
+    """Swap gate and up weights [e, F, ...], because FlashInfer expects the up weights first."""
     if isinstance(w13, Scaled):
         return Scaled(
             swapped(w13.values.view(torch.uint8)).view(w13.values.dtype), swapped(w13.scales)
@@ -72,11 +70,11 @@ def swapped(w13: Any) -> Any:
 def fused_moe(
     x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w31: Any, w2: Any, out: Tensor | None = None
 ) -> Tensor:
-    """Return the weighted sums [T, D] of what the experts make of each row, by SwiGLU; ids outside
-    0..e-1 go nowhere.
+    """Return the weighted sums [T, D] of the experts' outputs, with SwiGLU.
 
-    It sums by a kernel of its own, in fp32 in the order of choices: the fused sum adds in 16 bits
-    in any order. It does not look at strides.
+    Ids outside 0..e-1 add nothing. The sum is computed by FlashInfer's separate kernel, in fp32 and
+    in routing order, because its fused sum adds 16-bit numbers in any order. FlashInfer ignores
+    strides, so inputs are made contiguous.
     """
     out = torch.empty_like(x_TD) if out is None else out
     blocks = isinstance(w2, Scaled)

@@ -1,10 +1,13 @@
-"""A step's inputs, computed on the device from the request tables and a few words per row; and the
-tables' changes: many small writes to one array, packed on the host, one copy, one launch.
+"""Input preparation on the device, in the manner of vLLM's model runner.
 
-T tokens and T' places for them, R rows and R', N tokens that are sampled at and N', G KV groups, B
-blocks per row. What is left of the places is padding: tokens 0 at position 0 whose K/V go to KV
-slot 0 of the null block, rows without tokens. V values, W pieces: values that lie side by side, at
-most PIECE of them.
+`fill_step` computes a step's inputs from the request tables and a few words per row. `pack` and
+`write` apply changes to the tables: many small writes are packed on the host, then need one copy
+and one launch.
+
+Sizes: T tokens, R rows (requests), N tokens to sample at, G KV groups, B blocks per row. T', R' and
+N' are the sizes of the arrays, whose remaining entries are padding: token 0 at position 0, whose
+keys and values go to KV slot 0 of the null block, and rows without tokens. V values to write, W
+pieces: up to PIECE adjacent values.
 """
 
 from dataclasses import dataclass
@@ -17,8 +20,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK = 1024  # entries that a program writes of each array
-PIECE = 1024  # values that a program writes
+BLOCK = 1024  # entries of each array per program of `step_kernel`
+PIECE = 1024  # values per program of `write_kernel`
 I32 = NDArray[np.int32]
 
 
@@ -26,7 +29,7 @@ I32 = NDArray[np.int32]
 class StepArrays:
     """The inputs of a forward pass on the device: integers of any width.
 
-    They have the same address in every step if the arrays are slices of larger ones.
+    If they are slices of larger arrays, they have the same addresses in every step.
     """
 
     ids_T: Tensor
@@ -41,7 +44,7 @@ class StepArrays:
     def empty(
         cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device
     ) -> "StepArrays":
-        """Uninitialised arrays of these sizes."""
+        """Allocate uninitialized arrays."""
         i32, i64 = (
             partial(torch.empty, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)
         )
@@ -61,13 +64,13 @@ class StepWords:
     rows: int
     tokens: int
     samples: int
-    most: int  # tokens of a row
+    most: int  # the most tokens of a row
 
     @classmethod
     def of(
         cls, slots_R: I32, starts_R: I32, offsets_R1: I32, sample_N: NDArray[np.int64]
     ) -> "StepWords":
-        """Pack rows and the tokens that are sampled at.
+        """Pack the rows and the indices of the tokens to sample at.
 
         slots [4, 2], starts [0, 9], offsets [0, 3, 4], sample [3] -> words [4, 2, 0, 9, 0, 3, 4, 3]
         """
@@ -83,7 +86,7 @@ def put_tokens(
     group,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store id, position and KV slot of a row's new tokens number `index`."""
+    """Store ids, positions and KV slots of the new tokens with numbers `index` of a row."""
     inside = index < count
     position = start + index
     block = tl.load(blocks_row_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
@@ -140,8 +143,9 @@ def step_kernel(
     rows, tokens, samples, all_rows, all_tokens, all_samples, num_blocks,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK tokens and BLOCK table entries of one row in one group; the row after the
-    last: the rest.
+    """One program writes BLOCK tokens and BLOCK block-table entries of one row in one group.
+
+    The programs after the last row write padding tokens and the arrays with one entry per row.
     """
     row = tl.program_id(0)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -174,13 +178,15 @@ def step_kernel(
 def fill_step(
     table: Tensor, blocks: Tensor, block_size: int, step: StepWords, words: Tensor, out: StepArrays
 ) -> None:
-    """Write all of `out` in one launch. table: int32 [slots, width], the tokens of each slot's
-    request; blocks: int32 [G, slots, at least B], its block tables; words: step.words on the
-    device.
+    """Write all of `out` in one launch.
 
-    slot 2 holds tokens [5, 6, 7], blocks [4, 9], block_size 2; its row starts at 1 and has 2
-    tokens; T' = 3, R' = 2 -> ids [6, 7, 0], positions [1, 2, 0], slot mapping [9, 18, 0], blocks
-    [[4, 9], [0, 0]], offsets [0, 2, 2], starts [1, 0]
+    table: int32 [slots, width], the tokens of each slot's request.
+    blocks: int32 [G, slots, at least B], the block tables of each slot's request.
+    words: `step.words` on the device.
+
+    Example: slot 2 has tokens [5, 6, 7], blocks [4, 9] and block_size 2. Its row starts at position
+    1 and has 2 tokens. T' = 3, R' = 2 -> ids [6, 7, 0], positions [1, 2, 0], slot mapping
+    [9, 18, 0], blocks [[4, 9], [0, 0]], offsets [0, 2, 2], starts [1, 0]
     """
     all_tokens = len(out.ids_T)
     all_samples = len(out.sample_N)
@@ -214,8 +220,10 @@ def fill_step(
 
 @triton.jit(do_not_specialize=["pieces"])
 def write_kernel(arena_ptr, words_ptr, pieces, PIECE: tl.constexpr):
-    """One program: one piece. words: the pieces' places, their starts among the values (and the
-    end), the values.
+    """One program writes one piece.
+
+    words: the destination of each piece, the index of its first value (and the number of values),
+        then the values.
     """
     piece = tl.program_id(0)
     place = tl.load(words_ptr + piece).to(tl.int64)
@@ -234,10 +242,12 @@ def write_kernel(arena_ptr, words_ptr, pieces, PIECE: tl.constexpr):
 def pack(
     offsets_V: NDArray[np.int64], values_V: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], int]:
-    """Write as words for `write`, and the number of their pieces. No offset may be there twice.
+    """Pack values and their offsets as words for `write`. Return (words, number of pieces).
 
-    offsets [5, 6, 9], values [1, 2, 3] -> [5, 9, 0, 2, 3, 1, 2, 3] and 2: two values from 5 on, one
-    at 9
+    Offsets must be unique.
+
+    offsets [5, 6, 9], values [1, 2, 3] -> [5, 9, 0, 2, 3, 1, 2, 3] and 2 pieces: two values at 5,
+    one at 9
     """
     assert len(offsets_V) == len(values_V), (len(offsets_V), len(values_V))
     num_values = len(offsets_V)
@@ -253,7 +263,7 @@ def pack(
 
 
 def write(arena: Tensor, words: Tensor, pieces: int) -> None:
-    """Put what `pack` packed into the arena; both int32 on the device.
+    """Write packed values to the arena. Both tensors are int32 on the device.
 
     arena of zeros [0, 0, 0, 0], words [1, 3, 0, 2, 3, 7, 8, 9], 2 pieces -> [0, 7, 8, 9]
     """

@@ -1,6 +1,6 @@
-"""Dense products whose bits do not depend on the number of rows.
+"""Batch-invariant dense GEMMs: a row's bits do not depend on the number of rows.
 
-M rows, N outputs, K inputs. T tokens, H heads that have a product each.
+M rows, N outputs, K inputs. T tokens, H heads with one weight matrix each.
 """
 
 from functools import lru_cache
@@ -20,8 +20,9 @@ def linear_kernel(
     EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of BLOCK_M rows of one head, whose weights follow those of the
-    head before it.
+    """One program computes BLOCK_N outputs of BLOCK_M rows of one head.
+
+    The weights of the heads are contiguous.
     """
     head = tl.program_id(1)
     x_ptr += head.to(tl.int64) * x_head
@@ -51,10 +52,10 @@ def linear_kernel(
 
 @lru_cache(4096)
 def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device: str) -> Config:
-    """Launch parameters for so many rows; the result is the same for any. width: N, inner: K.
+    """Return the launch parameters, which do not affect the result. width: N, inner: K.
 
-    1 row -> tiles of 16 rows and 64 outputs, so that a small matrix still is enough programs for
-    the device.
+    1 row -> tiles of 16 rows and 64 outputs, so that even a small matrix has enough programs to
+    fill the device.
     """
     block_m = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
     block_n = 64 if block_m < 128 else 128 if num_rows <= 512 or width <= 128 else 256
@@ -70,7 +71,7 @@ def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device:
 
 
 def shape_of(width: int, inner: int, dtype: torch.dtype) -> str:
-    """The shape's name in tables of configurations."""
+    """Return the shape's key in the config tables."""
     return f"N{width} K{inner} {str(dtype).removeprefix('torch.')}"
 
 
@@ -81,8 +82,12 @@ def linear(
     out_MN: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """x w^T + bias: sums over K in fp32, in one order for any number of rows, the bias last; one
-    rounding. config: default that of `launch_of`.
+    """Return x w^T + bias.
+
+    Sums over K are fp32, in one order for any number of rows. The bias is added last, then the
+    result is rounded once.
+
+    config: launch parameters, by default those of `launch_of`.
 
     x [[1, 2]], w [[3, 4], [5, 6]], bias [0, 1] -> [[11, 18]]
     """
@@ -94,8 +99,9 @@ def linear(
 def heads_linear(
     x_THK: Tensor, w_HNK: Tensor, out: Tensor | None = None, config: Config | None = None
 ) -> Tensor:
-    """y[t, h] = w[h] x[t, h], with the sums of `linear`. Tokens and heads of x and of the result
-    may be any distance apart.
+    """Return y[t, h] = w[h] x[t, h], with sums like `linear`.
+
+    Tokens and heads of x and of the result may have any strides.
 
     x [[[1, 2], [1, 2]]], w [[[3, 4]], [[5, 6]]] -> [[[11], [17]]]
     """
@@ -126,8 +132,12 @@ def _multiply(
     out_head: int,
     config: Config | None,
 ) -> None:
-    """Write the products of all heads: x_MK and out_MN are the first one's rows, the next one's
-    lie x_head and out_head elements further on. w_PK: all heads' outputs."""
+    """Write the products of all heads.
+
+    x_MK, out_MN: the rows of the first head. Those of the next head are `x_head` and `out_head`
+        elements further on.
+    w_PK: the weights of all heads.
+    """
     (rows, inner), width = x_MK.shape, w_PK.shape[0] // heads
     assert inner == w_PK.shape[1], (x_MK.shape, w_PK.shape)
     assert out_MN.shape == (rows, width), (out_MN.shape, rows, width)

@@ -1,9 +1,9 @@
-"""Logprobs of the chosen token and of the likeliest ones, and the chosen one's rank, without an
-array of all logprobs.
+"""Logprobs and rank of the sampled token, and the top logprobs, without computing all logprobs.
 
-P rows, V vocabulary, B tiles of TILE tokens, n likeliest ones. A tile that comes after another in
-the order of their best tokens has none that is better than that one's best: so n tiles hold the n
-likeliest tokens.
+The n best tiles, ordered by their best tokens, contain the n most likely tokens. So only n tiles
+are searched.
+
+P rows, V vocabulary, B tiles of TILE tokens, n top tokens.
 """
 
 import torch
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 128
-TILES = 16  # of one program
-PLACES = 32  # for likeliest tokens: at least so many, so that few kernels serve all requests
+TILES = 16  # tiles per program
+PLACES = 32  # least width of the block of top tokens, so that few kernels are compiled
 LOW = tl.constexpr(0x7FFFFFFF)
-REMOVED = tl.constexpr(-(2**63))
+REMOVED = tl.constexpr(-(2**63))  # the key of an entry that was taken or does not exist
 
 
 @triton.jit
@@ -24,8 +24,11 @@ def tiles_kernel(
     num_tiles, num_parts,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One program: the peaks of TILES tiles of a row, and over all of them: peak, sum of
-    exponentials, and how many tokens are at least as likely as the chosen one."""
+    """One program reads TILES tiles of a row (a part).
+
+    It stores the peak of each tile. For the part, it stores the peak, the sum of exponentials and
+    the number of tokens that are at least as likely as the chosen one.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tile = part * TILES + tl.arange(0, TILES)
@@ -47,8 +50,9 @@ def tiles_kernel(
 
 @triton.jit
 def key_of(x, index):
-    """Return integers in the order of (x, -index): a float's bits order as an integer, once
-    negative ones flip.
+    """Return unique int64 keys that are ordered like (x, -index).
+
+    A float's bits are ordered like an integer if the bits of negative floats are flipped.
     """
     bits = x.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & LOW)).to(tl.int64) << 32) | (index ^ LOW).to(tl.int64)
@@ -56,9 +60,7 @@ def key_of(x, index):
 
 @triton.jit
 def first_of(keys, n, PLACES: tl.constexpr):
-    """Return the indices of the n largest of keys [rows, columns], in order; -1 elsewhere and
-    where keys run out.
-    """
+    """Return the indices of the n largest keys [rows, columns] in order, padded with -1."""
     place = tl.arange(0, PLACES)
     found = tl.full((PLACES,), -1, tl.int32)
     for i in range(n):
@@ -76,7 +78,7 @@ def rows_kernel(
     stride, width, num_tiles, num_parts, n,
     TILE: tl.constexpr, TILE_BLOCK: tl.constexpr, PART_BLOCK: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row's results."""
+    """One program computes the results of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PART_BLOCK)
     has_part = part < num_parts
@@ -112,12 +114,16 @@ def rows_kernel(
 
 
 def logprobs(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (ids, logprobs, rank): the chosen token and the n likeliest in order, equal ones by
-    id, int64 [P, 1 + n]; their logprobs, float32; how many tokens are at least as likely as the
-    chosen one, int64 [P]. n is cut to V.
+    """Return (ids, logprobs, rank) of each row.
 
-    logits [[0, 0.693, 0.693, 0]], chosen [3], n 2 -> ids [[3, 1, 2]], values [[-1.792, -1.099,
-    -1.099]], rank [4]
+    - ids int64 [P, 1 + n]: the chosen token, then the n most likely ones in order; ties by id.
+    - logprobs float32 [P, 1 + n]: of these tokens.
+    - rank int64 [P]: the number of tokens that are at least as likely as the chosen one.
+
+    n is limited to V.
+
+    Example: logits [[0, 0.693, 0.693, 0]], chosen [3], n 2 -> ids [[3, 1, 2]], logprobs [[-1.792,
+    -1.099, -1.099]], rank [4]
     """
     rows, width = logits_PV.shape
     assert logits_PV.stride(1) == 1, logits_PV.stride()

@@ -1,8 +1,9 @@
-"""Repetition, frequency and presence penalties, counted in the token table itself.
+"""Repetition, frequency and presence penalties, computed from the token table.
 
-P rows with penalties, V vocabulary, L longest history, W rows of the work space. A row of the work
-space counts how often each token occurs in its request; it is zeros before and after, since
-applying a penalty takes the count away.
+A row of the workspace counts how often each token occurs in a request. It is zero before and after,
+because applying a penalty resets the count.
+
+P rows with penalties, V vocabulary, L longest history, W rows of the workspace.
 """
 
 from dataclasses import dataclass
@@ -12,19 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # tokens of history of one program
-IN_PROMPT = tl.constexpr(1 << 30)
+BLOCK = 1024  # tokens of history per program
+IN_PROMPT = tl.constexpr(1 << 30)  # flag of a count: the token is in the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
     """The rows with penalties, on the device."""
 
-    row_P: Tensor  # int32: of the logits
-    slot_P: Tensor  # int32: of the token table
-    known_P: Tensor  # int32: tokens of the request
-    num_prompt_P: Tensor  # int32: how many of them are its prompt
-    repetition_P: Tensor  # float32
+    row_P: Tensor  # int32: row of the logits
+    slot_P: Tensor  # int32: slot of the token table
+    known_P: Tensor  # int32: number of tokens of the request
+    num_prompt_P: Tensor  # int32: number of these that are its prompt
+    repetition_P: Tensor  # float32, like the next two
     frequency_P: Tensor
     presence_P: Tensor
 
@@ -41,9 +42,7 @@ def history_block(
     width,
     BLOCK: tl.constexpr,
 ):
-    """Return (positions, tokens, which of them exist, their counters' addresses) of a block of one
-    row's history.
-    """
+    """Load a block of one row's history: (positions, tokens, mask, addresses of their counts)."""
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_known = place < tl.load(known_ptr + first + work)
     slot = tl.load(slot_ptr + first + work).to(tl.int64)
@@ -63,7 +62,7 @@ def count_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """One program: counts BLOCK tokens of one row's history."""
+    """One program counts BLOCK tokens of one row's history."""
     work = tl.program_id(0).to(tl.int64)
     place, _, is_known, counted = history_block(
         table_ptr, slot_ptr, known_ptr, counts_ptr, work, first, table_stride, width, BLOCK
@@ -79,8 +78,9 @@ def penalty_kernel(
     presence_ptr, counts_ptr,
     first, stride, table_stride, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: takes the counts of BLOCK tokens of one row's history; taking one changes the
-    token's logit.
+    """One program applies the penalties of BLOCK tokens of one row's history.
+
+    It resets each count atomically; the occurrence that sees a count changes the token's logit.
     """
     work = tl.program_id(0).to(tl.int64)
     _, token, is_known, counted = history_block(
@@ -99,21 +99,25 @@ def penalty_kernel(
 
 
 def new_counts(rows: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Return work space for `rows` rows at a time."""
+    """Allocate the workspace for `rows` rows at a time."""
     return torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
 
 
 def penalise(
     logits_SV: Tensor, table: Tensor, rows: PenaltyRows, longest: int, counts_WV: Tensor
 ) -> None:
-    """Apply penalties to logits in place. table: int32 [slots, width], the tokens of each slot's
-    request. longest: the most tokens of a row. counts_WV: from `new_counts`; its W rows are used at
-    a time.
+    """Apply penalties to logits in place.
 
-    Repetition divides positive and multiplies negative logits of every token in the history;
-    frequency is subtracted once per occurrence in the answer, presence once if there is any. logits
-    [4, 4, -4, 4], prompt [0, 2], answer [1, 1], repetition 2, frequency 0.5, presence 0.25 -> [2,
-    0.75, -8, 4]
+    The repetition penalty divides positive and multiplies negative logits of every token in the
+    history. The frequency penalty is subtracted once per occurrence in the output, the presence
+    penalty once if there is any.
+
+    table: int32 [slots, width], the tokens of each slot's request.
+    longest: the most tokens of a request.
+    counts_WV: from `new_counts`; W rows are processed at a time.
+
+    Example: logits [4, 4, -4, 4], prompt [0, 2], output [1, 1], repetition 2, frequency 0.5,
+    presence 0.25 -> [2, 0.75, -8, 4]
     """
     width = logits_SV.shape[1]
     assert counts_WV.shape[1] == width, (counts_WV.shape, logits_SV.shape)

@@ -1,8 +1,7 @@
-"""QK-norm, rotary embedding and KV write: all that lies between attention's projection and
-attention itself.
+"""QK-norm, rotary embedding and KV cache write: all steps between QKV projection and attention.
 
-T tokens (padded rows included), H heads and G KV heads of this rank, d width of queries and keys, v
-of values.
+T tokens (padding included), H heads and G KV heads of this rank, d width of queries and keys, v
+width of values.
 """
 
 import math
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
     from moeserve.ops.elementwise import HeadRule
     from moeserve.ops.inputs import LayerCache, RopeCacheInputs
 
-SCALE_BYTES = 4  # behind an int8 head in its entry: its fp32 scale
+SCALE_BYTES = 4  # the fp32 scale that follows the int8 values of a head in its entry
 
 
 @triton.jit
 def _clipped(x, CLIP: tl.constexpr):
-    """Within +-CLIP; NaN stays."""
+    """Clip x to +-CLIP. NaN stays NaN."""
     if CLIP is not None:
         x = tl.where(x > CLIP, CLIP, tl.where(x < -CLIP, -CLIP, x))
     return x
@@ -30,7 +29,7 @@ def _clipped(x, CLIP: tl.constexpr):
 
 @triton.jit
 def normalised(x, eps, D: tl.constexpr):
-    """Heads [B, d] over the root of their mean square."""
+    """Return heads [B, d] divided by their root mean square."""
     return x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
 
 
@@ -39,13 +38,14 @@ def rotated(
     at, inside, weights, cos, sin, swapped, eps,
     D: tl.constexpr, CLIP: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Heads [B, d] at their addresses: normalised, clipped, and each pair (i, i + d/2) turned; or
-    normalised last. All in fp32."""
+    """Load heads [B, d], normalize them (NORM), clip them and rotate each pair (i, i + d/2).
+
+    NORM_LAST: normalize after the rotation. All in fp32.
+    """
     columns = tl.arange(0, cos.shape[0])
     x = tl.load(at + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(at + swapped[None, :], mask=inside, other=0.0).to(
-        tl.float32
-    )  # the same lines, now in cache
+    # These loads hit the cache, because they read the same lines.
+    other = tl.load(at + swapped[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM and not NORM_LAST:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = x * inverse * tl.load(weights + columns[None, :], mask=inside, other=0.0)
@@ -58,25 +58,24 @@ def rotated(
 
 @triton.jit
 def _store_entries(y, cache_ptr, scales_ptr, entries, inside, D: tl.constexpr, ENTRY: tl.constexpr):
-    """Store heads [B, d] to the KV entries [B], rounded; int8 in multiples of each head's largest
-    magnitude / 127.
+    """Store heads [B, d] to the KV entries [B], rounded.
+
+    For int8, the scale of a head is its largest magnitude / 127.
     """
     to = cache_ptr + entries[:, None] * ENTRY + tl.arange(0, y.shape[1])[None, :]
     if scales_ptr is None:
         tl.store(to, y.to(cache_ptr.dtype.element_ty), mask=inside)
     else:
-        bits = tl.max(
-            y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1
-        )  # as whole numbers, NaN lies above infinity
+        # The maximum of the bits as integers: NaN is above infinity, so it is not lost.
+        bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
         most = bits.to(tl.float32, bitcast=True)
         scale = tl.where(most < float("inf"), tl.div_rn(most, 127.0), float("nan"))
         share = tl.where(
             (scale > 0)[:, None], tl.div_rn(y, tl.where(scale > 0, scale, 1.0)[:, None]), 0.0
         )
-        whole = (
-            share + 12582912.0 - 12582912.0
-        )  # 1.5 * 2^23: sums of this size are whole numbers, ties to even
-        whole = tl.minimum(tl.maximum(whole, -127.0), 127.0)  # a denormal scale is no exact share
+        # Round to the nearest integer, ties to even: floats near 1.5 * 2^23 are integers.
+        whole = share + 12582912.0 - 12582912.0
+        whole = tl.minimum(tl.maximum(whole, -127.0), 127.0)  # a denormal scale is inexact
         tl.store(to, whole.to(tl.int8), mask=inside)
         tl.store(
             scales_ptr + entries * (ENTRY // 4) + D // 4,
@@ -95,13 +94,15 @@ def qk_norm_rope_cache_kernel(
     CLIP: tl.constexpr, NORM_LAST: tl.constexpr, NORM_VALUES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_H query heads of a token, or as its last ones BLOCK_G keys and values.
-    PAST: bytes of an entry behind its elements."""
+    """One program computes BLOCK_H query heads of a token; the last ones BLOCK_G keys and values.
+
+    PAST: bytes of an entry after its elements.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     real = token < num_real
     swapped = tl.where(columns < D // 2, columns + D // 2, columns - D // 2)
-    present = columns < tl.where(real, D, 0)  # padding is not read: its queries are zero
+    present = columns < tl.where(real, D, 0)  # padding is not read, so its queries become zero
     cos = tl.load(cos_ptr + token * D + columns, mask=present, other=0.0)
     sin = tl.load(sin_ptr + token * D + columns, mask=present, other=0.0)
     NORM: tl.constexpr = weights_ptr is not None
@@ -149,13 +150,16 @@ def qk_norm_rope_cache(
     cache: "LayerCache",
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """Write keys and values to their KV slots (block * block size + offset); returns the scaled
-    queries [T, H, d].
+    """Write keys and values to their KV slots, and return the scaled queries [T, H, d].
 
-    qkv_TN: [T, (H + G) * d + G * v], queries first, values last; tokens may be further apart. Slots
-    below 0 are padding as well. normed_THd: fp32 [T, H + G, d], queries and keys in place of qkv's.
-    All in fp32 until one rounding. one head of width 2, scale 2: q [1, 0], k [1, 0], turned by 90
-    degrees -> q [0, 2], k [0, 1]
+    A KV slot is block * block size + offset; slots below 0 are padding. Everything is fp32 until
+    one rounding.
+
+    qkv_TN: [T, (H + G) * d + G * v], queries first, values last. Tokens may have any stride.
+    normed_THd: fp32 [T, H + G, d], queries and keys to use instead of those in `qkv_TN`.
+
+    Example: one head of width 2, scale 2, rotation by 90 degrees; q [1, 0], k [1, 0] -> q [0, 2],
+    k [0, 1]
     """
     (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
     (tokens, width), heads, kv_heads, d = (

@@ -1,10 +1,14 @@
-"""Causal convolutions and gated linear recurrences over paged states; moeserve/ops/recurrence.py
-specifies them.
+"""Causal convolutions and gated linear recurrences (gated delta rule) over paged states.
 
-T tokens (padded rows included), R rows (requests), N blocks per row, C channels, K inputs of a
-convolution, G heads of queries and keys, H of values, d and v their widths, D widths of decays: 1
-or d. No tile is planned on the host: a token's tile follows from its position, which programs know
-from R + 1 offsets and R first positions, so that both may be recorded in graphs.
+moeserve/ops/recurrence.py is the specification. A sequence is divided into tiles of tokens. The
+cache has the state at the beginning of each tile (its border), and the inputs of the tile's tokens,
+from which the state at any later token is computed. Tiles are not planned on the host: programs
+compute a token's position, and so its tile, from offsets and first positions on the device. So
+both kernels can be recorded in CUDA graphs.
+
+Sizes: T tokens (padding included), R rows (requests), N blocks per row, C channels, K inputs of a
+convolution, G heads of queries and keys, H heads of values, d and v their widths, D number of
+decays per head: 1 or d.
 """
 
 from dataclasses import dataclass
@@ -14,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 4096  # of a program's part of a state: 32 of a thread's registers
-LEAST = 16  # the side of a product's operand, at least
-CHANNELS = 1024  # of a program of the convolution
+ELEMENTS = 4096  # state elements per program, which take 32 registers per thread
+LEAST = 16  # smallest dimension of an operand of `tl.dot`
+CHANNELS = 1024  # per program of the convolution
 WARPS = 4
 
 
@@ -24,15 +28,14 @@ WARPS = 4
 class TileMetadata:
     """The rows of one step, for all recurrent layers of one KV group.
 
-    Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1 (int32), from position starts_R[i] on; its
-    block table is padded with 0. tile: tokens; a block is a whole number of tiles.
+    Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, which begin at position starts_R[i].
     """
 
-    blocks_RN: Tensor
-    starts_R: Tensor
-    offsets_R1: Tensor
-    block_size: int
-    tile: int
+    blocks_RN: Tensor  # block tables, padded with 0
+    starts_R: Tensor  # int32
+    offsets_R1: Tensor  # int32
+    block_size: int  # tokens; a multiple of `tile`
+    tile: int  # tokens
 
     def __post_init__(self) -> None:
         assert self.block_size % self.tile == 0, self
@@ -43,7 +46,7 @@ class TileMetadata:
         )
 
     def check(self, caches: tuple[Tensor, ...], *shapes: tuple[int, ...]) -> None:
-        """Asserts that each cache has this shape behind its blocks, and is fp32."""
+        """Assert that each cache is fp32 and has this shape after the block dimension."""
         for cache, shape in zip(caches, shapes, strict=True):
             assert cache.shape[1:] == shape, (cache.shape, shape)
             assert (cache.dtype, cache.is_contiguous()) == (torch.float32, True), (
@@ -60,8 +63,9 @@ def causal_conv_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_C channels of one token, whose inputs come from the step or from what is
-    cached before it.
+    """One program computes BLOCK_C channels of one token.
+
+    The inputs are new tokens of the step, or cached ones before it.
     """
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     token = tl.program_id(0).to(tl.int64)
@@ -123,12 +127,15 @@ def causal_conv(
     caches: tuple[Tensor, ...],
     plan: TileMetadata,
 ) -> Tensor:
-    """Return y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], fp32, or SiLU of
-    it; 0 where no row owns the token. Inputs before a request's first token are 0. Rows of x may be
-    strided.
+    """Return y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c] in fp32.
 
-    caches: fp32 inputs of a tile's tokens [blocks, block size, 1, C], and those of the K - 1 tokens
-    before its border [blocks, tiles, K - 1, C]. x [1, 2, 3], weight [10, 1], bias 5 -> [6, 17, 28]
+    silu: apply SiLU to the result. Inputs before a request's first token are 0. Padding tokens
+    become 0. Rows of x may be strided.
+
+    caches: fp32, updated in place: the inputs of the tokens [blocks, block size, 1, C], and the
+        inputs of the K - 1 tokens before each tile [blocks, tiles, K - 1, C].
+
+    Example: x [1, 2, 3], weight [10, 1], bias 5 -> [6, 17, 28]
     """
     (tokens, channels), num_inputs, size = x_TC.shape, weight_CK.shape[1], plan.block_size
     plan.check(caches, (size, 1, channels), (size // plan.tile, num_inputs - 1, channels))
@@ -162,7 +169,7 @@ def _cached_rows(
     DECAYS: tl.constexpr,
     V: tl.constexpr,
 ):
-    """k [TILE, d], s [TILE, D] and u^T [v, TILE] of a tile's tokens, zeros where there are none."""
+    """Load k [TILE, d], s [TILE, D] and u^T [v, TILE] of a tile's tokens; missing ones are zero."""
     k = tl.load(k_ptrs[:, None] + d, mask=there[:, None] & (d < D), other=0.0)
     s = tl.load(s_ptrs[:, None] + decays, mask=there[:, None] & (decays < DECAYS), other=0.0)
     u = tl.load(
@@ -173,9 +180,7 @@ def _cached_rows(
 
 @triton.jit
 def _read(x_t, grown, weights, state, u):
-    """What a token's query, or key, reads: from the border's state, and from the tile's earlier
-    tokens.
-    """
+    """Return what a query or key reads from the border's state and the tile's earlier tokens."""
     return tl.sum(state * (x_t * grown), 1) + tl.sum(u * tl.sum(x_t * weights, 1)[None, :], 1)
 
 
@@ -188,9 +193,11 @@ def recurrence_kernel(
     DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_V values of one head of one row, token by token; the state S^T [v, d] and
-    what is kept of the open tile's tokens, k [TILE, d], u^T [v, TILE] and s [TILE, D], stay in
-    registers."""
+    """One program computes BLOCK_V values of one head of one row, token by token.
+
+    The state S^T [v, d] at the border, and k [TILE, d], u^T [v, TILE] and s [TILE, D] of the
+    present tile's tokens stay in registers.
+    """
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // PARTS
@@ -205,9 +212,8 @@ def recurrence_kernel(
     decays = tl.arange(0, BLOCK_S)[None, :]
     rows = tl.arange(0, TILE)
     values = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    held = (
-        tl.maximum(start - 1, 0) // TILE
-    )  # the tile of the last token before: this one's, or the one before it
+    # The tile of the last cached token: the tile of the first new token, or the one before it.
+    held = tl.maximum(start - 1, 0) // TILE
     inside_v = values < V
     at_state = head * D * V + d * V + values[:, None]
     count = tl.where(start < end, start - held * TILE, 0)
@@ -245,7 +251,7 @@ def recurrence_kernel(
                 other=0.0,
             )
             grown = tl.exp(last)
-            weights = tl.exp(last - s) * k  # zeros where the tile's later tokens will be
+            weights = tl.exp(last - s) * k  # zero for later tokens of the tile, whose k is zero
             if beta_ptr is not None:
                 u_t = tl.load(beta_ptr + token * beta_stride + head) * (
                     u_t - _read(k_t, grown, weights, state, u)
@@ -272,10 +278,11 @@ def recurrence_kernel(
 
 
 def block_sizes(dim: int, v_dim: int, decays: int) -> dict[str, int]:
-    """The padded widths of a program's part of a state. They depend on what the model fixes, as
-    bits depend on them.
+    """Return the padded block sizes of a program's part of the state.
 
-    128, 128, 1 -> 32 of the values, all keys
+    They depend only on the model, because the result's bits depend on them.
+
+    128, 128, 1 -> BLOCK_V 32, BLOCK_D 128
     """
     block_d = max(LEAST, triton.next_power_of_2(dim))
     block_v = max(LEAST, min(triton.next_power_of_2(v_dim), ELEMENTS // block_d))
@@ -291,12 +298,15 @@ def recurrence(
     caches: tuple[Tensor, ...],
     plan: TileMetadata,
 ) -> Tensor:
-    """Return o [T, H, v] of the gated recurrence (beta None) or of the gated delta rule; 0 where
-    no row owns the token. All are fp32; tokens may be strided.
+    """Return o [T, H, v] of the gated delta rule, or of the gated recurrence if beta_TH is None.
 
-    caches: borders' states [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G,
-    d], u [.., H, v] and sums of decays since the border [.., H, D]. d 1, v 1, q and k 1, v [3, 5],
-    log decay ln 0.5, no beta -> [3, 0.5 * 3 + 5] = [3, 6.5]
+    All tensors are fp32. Tokens may be strided. Padding tokens become 0.
+
+    caches: updated in place: the states at borders [blocks, tiles, H, d * v], and for each token
+        k [blocks, block size, G, d], u [.., H, v] and the sum of log decays since the border
+        [.., H, D].
+
+    Example: d 1, v 1, q and k 1, v [3, 5], log decay ln 0.5, no beta -> [3, 0.5 * 3 + 5] = [3, 6.5]
     """
     (_, keys, dim), (tokens, heads, v_dim), decays = (
         q_TGd.shape,

@@ -1,5 +1,4 @@
-"""Routing: scores of all experts, the best K of them, and their weights, for every family of
-models.
+"""Routing (top-k gating) for all model families: expert scores, the K best experts, their weights.
 
 T tokens, E experts, K experts per token, G groups of S = E / G experts.
 """
@@ -19,8 +18,9 @@ LOWEST = tl.constexpr(-(1 << 62))  # below the key of any score
 
 @triton.jit
 def _keys(scores, ids):
-    """Unique integers in the order of (score, -id): a float's bits order as an integer, once
-    negative ones flip.
+    """Return unique integers that are ordered like (score, -id).
+
+    A float's bits are ordered like an integer if the bits of negative floats are flipped.
     """
     bits = (scores + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16) - ids
@@ -46,7 +46,7 @@ def _scores(logits, inside, SCORE: tl.constexpr):
 def _keep_groups(
     keys, num_groups, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """The keys of the best groups' experts; LOWEST elsewhere."""
+    """Keep the keys of the experts in the best groups, and set all others to LOWEST."""
     best = tl.max(keys, 1)
     scores = _score_of(best)
     if GROUP_TOP == 2:
@@ -63,8 +63,10 @@ def _keep_groups(
 
 @triton.jit
 def _weight(score, first, scores, keys, band, SCORE: tl.constexpr):
-    """The weight of the next choice before any sum. first: the best score. sparsemixer: the share
-    of a score in the exponentials of those that are left and not far below it."""
+    """Return the weight of the next expert before normalization. first: the best score.
+
+    sparsemixer: the softmax of the score over the remaining experts that are not far below it.
+    """
     weight = score
     if SCORE == "softmax_selected":
         weight = tl.exp(score - first)
@@ -79,7 +81,7 @@ def _weight(score, first, scores, keys, band, SCORE: tl.constexpr):
 
 @triton.jit
 def _divided(weights_K, total, epsilon, floor, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """The weights over their sum, where the rule says so."""
+    """Divide the weights by their sum, if the rule says so."""
     if SCORE == "softmax_selected":
         weights_K = tl.div_rn(weights_K, total)
     elif RENORMALIZE:
@@ -98,8 +100,11 @@ def route_kernel(
     GROUP_TOP: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token. GROUPS x SIZE: a tile with room for all experts; CHOICES: for K of
-    them. KEEP: groups, 0 for all of them. band: of sparsemixer."""
+    """One program routes one token.
+
+    GROUPS x SIZE: padded shape of all experts. CHOICES: K, padded. KEEP: number of groups to keep,
+    0 for all. band: relative distance of "far" in sparsemixer.
+    """
     token = tl.program_id(0).to(tl.int64)
     choices = tl.arange(0, CHOICES)
     ids_K = tl.full((CHOICES,), -1, tl.int32)
@@ -149,14 +154,16 @@ def route(
     expert_scale_E: Tensor | None = None,
     num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]),
-    best first.
+    """Return the top-k experts of each token, best first: (ids int32 [T, K], weights fp32 [T, K]).
 
-    bias_E: fp32, of the choice. expert_scale_E: fp32, of the weights of each expert. Scores in
-    fp32; equal scores go to the lowest expert id; sums run in the order 0, 1, ... K-1. From row
-    num_tokens on (a number, or int32 [1] on the device, which a graph reads anew) ids are -1,
-    weights 0, and logits are not read. logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights
-    [0.6, 0.2]
+    Scores are fp32. Ties go to the lowest expert id. Weights are summed in the order 0, 1, ... K-1.
+
+    bias_E: fp32, added to the scores for the selection only.
+    expert_scale_E: fp32, multiplied to the weights of each expert.
+    num_tokens: rows from here on are padding: their ids are -1, their weights 0, and their logits
+        are not read. A number, or int32 [1] on the device, which CUDA graphs read at each replay.
+
+    Example: logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2]
     """
     (tokens, experts), groups = logits_TE.shape, rule.groups
     size = experts // groups
@@ -173,7 +180,7 @@ def route(
     ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=logits_TE.device)
     weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=logits_TE.device)
     keep = rule.kept_groups if rule.kept_groups < groups else 0
-    if rule.score == "sparsemixer":  # knows neither bias nor groups
+    if rule.score == "sparsemixer":  # supports neither bias nor groups
         bias_E = None
         keep = 0
     live = num_tokens if isinstance(num_tokens, Tensor) else None

@@ -1,5 +1,4 @@
-"""Kernels of single rows: RMS norms, alone and fused with the addition before them, and the
-embedding.
+"""RMS norm, alone and fused with the residual addition before it, and the embedding lookup.
 
 T tokens, D width, V vocabulary.
 """
@@ -10,15 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_WIDTH = 16_384
-ELEMENTS = 2048  # of a program, where rows are shorter than that
-PER_WARP = 512
-EMBEDDING_BLOCK = 2048  # elements of one program
+ELEMENTS = 2048  # elements per program if rows are shorter than that
+PER_WARP = 512  # elements
+EMBEDDING_BLOCK = 2048  # elements per program
 
 
 @triton.jit
 def normed(x, weight, eps, width):
-    """x / sqrt(mean(x^2) + eps) * weight in fp32; every row is summed in one tree, that of the
-    tile's shape.
+    """Return x / sqrt(mean(x^2) + eps) * weight in fp32.
+
+    The order of a row's sum depends only on the shape of the tile.
     """
     return x * tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None] * weight[None, :]
 
@@ -27,7 +27,7 @@ def normed(x, weight, eps, width):
 def rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, x_stride, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: ROWS whole rows."""
+    """One program normalizes ROWS whole rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -48,7 +48,7 @@ def add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, rows, width, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS whole rows, both of x and of residual overwritten."""
+    """One program adds and normalizes ROWS whole rows, and overwrites x and residual."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -57,9 +57,8 @@ def add_rms_norm_kernel(
     residual_at = residual_ptr + row[:, None] * residual_stride + column[None, :]
     x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-    total = (x + residual).to(
-        x_ptr.dtype.element_ty
-    )  # what the next layer adds to is what this one norms
+    # Round the sum first, so that the norm's input is the residual that the next layer reads.
+    total = (x + residual).to(x_ptr.dtype.element_ty)
     tl.store(residual_at, total, mask=inside)
     tl.store(
         x_at,
@@ -69,11 +68,13 @@ def add_rms_norm_kernel(
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once; weight
-    fp32, rows may be strided. A row's bits depend on D and the dtype alone, as long as rows start
-    at multiples of 16 bytes (or never do).
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [3, 4] (weight 1, eps 0) -> [0.8485, 1.1314]
+    It is computed in fp32 and rounded once. The weight is fp32; rows may be strided. A row's bits
+    depend only on D and the dtype, as long as either all rows start at multiples of 16 bytes or
+    none does.
+
+    x [3, 4], weight 1, eps 0 -> [0.8485, 1.1314]
     """
     rows, width = x_TD.shape
     _check(x_TD, weight_D)
@@ -89,19 +90,18 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), the sum rounded before its norm: written over x and
-    residual.
+    """Write rms_norm(x + residual) to x and x + residual to residual, and return both.
 
-    x [2, 4], residual [1, 0] (weight 1, eps 0) -> x [0.8485, 1.1314], residual [3, 4]
+    The sum is rounded before the norm.
+
+    x [2, 4], residual [1, 0], weight 1, eps 0 -> x [0.8485, 1.1314], residual [3, 4]
     """
     rows, width = x_TD.shape
     _check(x_TD, weight_D)
     _check(residual_TD, weight_D)
     assert residual_TD.dtype is x_TD.dtype, (x_TD.dtype, residual_TD.dtype)
     assert residual_TD.shape == x_TD.shape, (x_TD.shape, residual_TD.shape)
-    assert x_TD.data_ptr() != residual_TD.data_ptr() or not rows, (
-        "the sum and its norm need a place each"
-    )
+    assert x_TD.data_ptr() != residual_TD.data_ptr() or not rows, "x and residual must not overlap"
     if rows:
         tile, grid, num_warps = _launch(rows, width)
         strides = x_TD.stride(0), residual_TD.stride(0)
@@ -134,7 +134,7 @@ def _check(x_TD: Tensor, weight_D: Tensor) -> None:
 
 @triton.jit
 def embedding_kernel(ids_ptr, table_ptr, out_ptr, table_stride, width, scale, BLOCK: tl.constexpr):
-    """One program: BLOCK elements of one row."""
+    """One program copies BLOCK elements of one row."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -147,7 +147,7 @@ def embedding_kernel(ids_ptr, table_ptr, out_ptr, table_stride, width, scale, BL
 
 
 def embedding(ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tensor:
-    """table[ids] * scale, rounded once; every id must be one of the table's rows.
+    """Return table[ids] * scale, rounded once. Every id must be a row of the table.
 
     table [[1, 2], [3, 4]], ids [1, 0], scale 2 -> [[6, 8], [2, 4]]
     """

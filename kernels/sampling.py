@@ -1,14 +1,15 @@
-"""Chooses tokens from logits: the likeliest, or one drawn among those that min-p, top-k and top-p
-leave.
+"""Sampling: greedy, or random among the tokens that min-p, top-k and top-p keep.
 
-A draw is a race: each token arrives after an exponential time divided by its probability, and the
-first one wins (Maddison et al., 2014, "A* Sampling"); Gumbel noise is the negated logarithm of such
-a time, and here are logarithms. Distances as in cut.py. Rows never meet, and a row is divided among
-programs by V alone, so its token depends on nothing but the row. S rows, V vocabulary, B tiles of
-TILE tokens, P parts of RACED tokens.
+Random sampling uses the Gumbel-max trick in the form of a race: each token arrives after an
+exponential time divided by its probability, and the first one wins (Maddison et al., 2014, "A*
+Sampling"). The kernels compute logarithms of these times, which are negated Gumbel noise minus the
+logits. Distances are those of cut.py. The partition of a row into programs depends only on V, and
+rows do not interact, so a row's token depends on nothing but the row.
 
-Masks of grammars come before: C masked rows, W words of 32 tokens; runner/sampling/reference.py
-specifies them.
+`apply_bitmask` applies grammar masks before. runner/sampling/reference.py is the specification.
+
+Sizes: S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens; C masked rows, W words
+of 32 tokens.
 """
 
 from dataclasses import dataclass
@@ -21,29 +22,32 @@ from torch import Tensor
 from moeserve.kernels.cut import cut, distance, near_enough
 
 TILE = 512
-TILES = 4  # of one program
-RACED = 2048  # tokens of one program
-MASKED = 4096  # likewise
-FINE, NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+TILES = 4  # tiles per program of `tile_peaks_kernel`
+RACED = 2048  # tokens per program of `race_kernel`
+MASKED = 4096  # tokens per program of `bitmask_kernel`
+# Status of a row.
+FINE = tl.constexpr(0)
+NOT_FINITE = tl.constexpr(1)
+NOTHING_ALLOWED = tl.constexpr(2)
 NO_ID = tl.constexpr(2**31 - 1)
-# bounds of log_time
+# Bounds of `log_time`.
 EARLIEST = -22.2
 LATEST = 2.8
-HOPELESS = LATEST - EARLIEST  # a token that far behind the likeliest never arrives before it
-SCALE = tl.constexpr(2.0**-31 * (1 - 2.0**-23))  # maps 31 bits into (0, 1), see log_time
-SMALL = tl.constexpr(1 / 16)
+HOPELESS = LATEST - EARLIEST  # a token at this distance never arrives before the most likely one
+SCALE = tl.constexpr(2.0**-31 * (1 - 2.0**-23))  # maps 31 bits into (0, 1), see `log_time`
+SMALL = tl.constexpr(1 / 16)  # below this, `log_time` uses a series
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """The sampling parameters of each row, on the device."""
 
-    temperature_S: Tensor  # float32; 0: the likeliest token, whatever the other parameters are
-    log_min_p_S: Tensor  # float32; -inf: off
-    top_k_S: Tensor  # int32, at least 1; V or more: off
-    top_p_S: Tensor  # float32; 1: off
-    low_S: Tensor  # int32, as high_S: a key made of seed and position
-    high_S: Tensor
+    temperature_S: Tensor  # float32; 0 for greedy sampling, whatever the other parameters are
+    log_min_p_S: Tensor  # float32; -inf for off
+    top_k_S: Tensor  # int32, at least 1; V or more for off
+    top_p_S: Tensor  # float32; 1 for off
+    low_S: Tensor  # int32, lower half of a random key made from seed and position
+    high_S: Tensor  # int32, upper half
 
 
 @triton.jit
@@ -57,8 +61,9 @@ def tile_peaks_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program: the largest logit of each of TILES tiles of a row, and the first token with it.
-    NaN: infinity.
+    """One program finds the largest logit of each of TILES tiles, and the first token with it.
+
+    NaN counts as infinity.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
@@ -79,10 +84,10 @@ def row_kernel(
     tokens_ptr, status_ptr, peaks_ptr, farthest_ptr, near_ptr, num_tiles, width,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row's peak, likeliest token and status, and how far from the peak to look for
-    others.
+    """One program computes a row's peak, most likely token, status, and bounds of the distance.
 
-    farthest is negative where nothing is drawn, near where top-k and top-p are off.
+    farthest: the cutoff of min-p; negative if the row is not sampled at random.
+    near: a bound of the cutoff of top-k and top-p; negative if both are off.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK)
@@ -115,9 +120,7 @@ def row_kernel(
 
 @triton.jit
 def mixed(ids):
-    """Return a hash of token ids, uint32: murmur3's finaliser after a product with 2^32 / golden
-    ratio.
-    """
+    """Return a uint32 hash of token ids: murmur3's finalizer of id * 2^32 / golden ratio."""
     x = (ids + 1).to(tl.uint32) * 0x9E3779B1
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -126,17 +129,18 @@ def mixed(ids):
 
 @triton.jit
 def log_time(ids, low, high):
-    """Return the log of tokens' times if all had weight 1. low, high: uint32, a row's key (seed
-    and position).
+    """Return the logarithms of the tokens' arrival times if all had weight 1.
 
-    The hash's 31 bits become a number from 2^-32, where float32 is densest and winners are, to just
-    below 1.
+    31 bits of a hash become a uniform number u from 2^-32 to just below 1. Winners have small u,
+    where float32 is most precise.
+
+    low, high: uint32, the row's random key.
     """
     x = (mixed(ids) ^ low) * 0x85EBCA6B
     x = (x ^ (x >> 16) ^ high) * 0xC2B2AE35
     x = (x ^ (x >> 15)) * 0x7FEB352D
     u = ((x >> 1).to(tl.int32).to(tl.float32) + 0.5) * SCALE
-    # -log(1 - u): near 0 by its series, since 1 - u has lost u's digits there.
+    # -log(1 - u). For small u use the series, because 1 - u would lose digits of u.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
     return tl.log(tl.where(u < SMALL, series, -tl.log(1 - u)))
 
@@ -146,7 +150,7 @@ def race_kernel(
     logits_ptr, peaks_ptr, temperature_ptr, farthest_ptr, low_ptr, high_ptr, times_ptr, ids_ptr,
     stride, width, num_parts, HOPELESS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: which of BLOCK tokens of a row arrives first, and the logarithm of its time."""
+    """One program finds the first to arrive of BLOCK tokens of a row, and its time (logarithm)."""
     row = tl.program_id(0).to(tl.int64)
     farthest = tl.load(farthest_ptr + row)
     if farthest < 0:
@@ -172,7 +176,7 @@ def race_kernel(
 
 @triton.jit
 def winner_kernel(times_ptr, ids_ptr, farthest_ptr, tokens_ptr, num_parts, BLOCK: tl.constexpr):
-    """One program: the winner of a row whose token is drawn."""
+    """One program stores the winner of a row, if the row is sampled at random."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(farthest_ptr + row) < 0:
         return
@@ -190,13 +194,17 @@ def sample(
     draws: bool = True,
     cuts: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return a token of each row, int32, and its status, uint8: FINE, NOT_FINITE or
-    NOTHING_ALLOWED (with token 0).
+    """Sample a token of each row. Return (tokens int32 [S], status uint8 [S]).
 
-    raw_peaks_S: the rows' largest logits before any rule changed them, NaN if there is one; None:
-    nothing did. draws: whether any row has a temperature; cuts: whether any of those has top-k or
-    top-p. Equal logits are kept or dropped together; the lowest id wins where two arrive together.
-    logits [[0, 2, 2], [1, -inf, -inf]], temperature 0 -> tokens [1, 0], status [0, 0]
+    The status is FINE, NOT_FINITE or NOTHING_ALLOWED; the token is 0 unless it is FINE. Tokens with
+    equal logits are kept or dropped together. The lowest id wins a tie.
+
+    raw_peaks_S: each row's largest logit before penalties and masks, NaN if any logit is; None if
+        nothing has changed the logits.
+    draws: whether any row has a temperature above 0.
+    cuts: whether any of those has top-k or top-p.
+
+    Example: logits [[0, 2, 2], [1, -inf, -inf]], temperature 0 -> tokens [1, 0], status [0, 0]
     """
     num_rows, width = logits_SV.shape
     assert logits_SV.stride(1) == 1, logits_SV.stride()
@@ -257,7 +265,7 @@ def sample(
 
 @triton.jit(do_not_specialize=["stride"])
 def bitmask_kernel(x_ptr, rows_ptr, bits_ptr, stride, width, words, BLOCK: tl.constexpr):
-    """One program: BLOCK tokens of one row."""
+    """One program masks BLOCK tokens of one row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(bits_ptr + row * words + token // 32, mask=token < width, other=-1)

@@ -1,6 +1,6 @@
 """The selective scan of Mamba over paged states; moeserve/ops/selective_scan.py specifies it.
 
-T tokens (padded rows included), C channels, N numbers of a channel's state.
+T tokens (padding included), C channels, N state elements per channel.
 """
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from moeserve.kernels.recurrence import TileMetadata
 
-CHANNELS = 32  # of a program, with any number of ranks, since sums over n may depend on it
+CHANNELS = (
+    32  # per program; the same for all numbers of ranks, because sums over n may depend on it
+)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -21,9 +23,11 @@ def selective_scan_kernel(
     C: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_C channels of one row, token by token; their states stay in registers. The
-    scan begins at the border of the tile of the last token before the step: one loop, so that what
-    is cached is computed alike again."""
+    """One program computes BLOCK_C channels of one row, token by token, with states in registers.
+
+    The scan begins at the border of the tile of the last cached token. One loop handles cached and
+    new tokens, so that recomputed states have the same bits.
+    """
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + row)
@@ -64,7 +68,7 @@ def selective_scan_kernel(
         state = tl.fma(tl.exp(dt[None, :] * a), state, b[:, None] * dt[None, :] * x[None, :])
         if position >= start:
             c = tl.load(c_ptr + token * c_stride + n, mask=inside_n, other=0.0)
-            # What is beyond n is not always 0: an infinite step has no product with 0.
+            # States beyond N may be NaN (infinity times 0), so mask them.
             y = tl.sum(tl.where(inside_n[:, None], c[:, None] * state, 0.0), 0) + skip * x
             tl.store(out_ptr + token * C + columns, y, mask=inside)
             if block > 0:
@@ -84,12 +88,15 @@ def selective_scan(
     caches: tuple[Tensor, ...],
     plan: TileMetadata,
 ) -> Tensor:
-    """Return y [T, C] of the scan; 0 where no row owns the token. All are fp32; tokens may be
-    strided.
+    """Return y [T, C] of the scan. Padding tokens become 0.
 
-    caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block
-    size, 1, C] and B [.., 1, N]. C 1, N 1, x [3, 5], dt 1, a ln 0.5, b and c 1, skip 10 -> [3 + 30,
-    0.5 * 3 + 5 + 50] = [33, 56.5]
+    All tensors are fp32. Tokens may be strided.
+
+    caches: updated in place: the states at borders [blocks, tiles, N, C], and for each token x and
+        dt [blocks, block size, 1, C] and B [.., 1, N].
+
+    Example: C 1, N 1, x [3, 5], dt 1, a ln 0.5, b and c 1, skip 10 -> [3 + 30, 0.5 * 3 + 5 + 50] =
+    [33, 56.5]
     """
     (tokens, channels), numbers, size = x_TC.shape, len(a_NC), plan.block_size
     plan.check(

@@ -1,10 +1,11 @@
-"""Searches for launch parameters: measures those that the model of kernels/cost.py thinks fastest,
-and then changes one at a time.
+"""Autotuning for `moeserve tune`: search the fastest launch parameters of each kernel.
 
-What a kernel computes does not depend on them; a candidate whose bits differ from the defaults' is
-dropped all the same. How deep a step over K is, on which bits do depend, is no parameter, nor how
-many warps share the positions that attention adds up. M rows, T tokens, E experts, K of them per
-token, D model width, I expert width.
+The search measures the configs that cost.py predicts to be fastest. Then it changes one parameter
+at a time (coordinate descent). Launch parameters must not change results: a config whose bits
+differ from those of the defaults is dropped. Parameters that do change bits are not tuned: the
+depth of a step over K, and the number of warps that share the positions of attention.
+
+Sizes: M rows, T tokens, E experts, K experts per token, D model width, I expert width.
 """
 
 import itertools
@@ -40,15 +41,13 @@ from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
 from moeserve.kernels.paged_attention import AttentionShape
 
 Choices = Mapping[str, Sequence[int]]
-Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
-Key = tuple[
-    str, int, int, int, int
-]  # a product, and the parameters for which its kernel is compiled anew
-KERNEL = ("block_n", "warps", "stages")  # those that each product has
+Timer = Callable[[Callable[[], object]], float]  # returns the milliseconds of a call
+Key = tuple[str, int, int, int, int]  # a product, block_m, and the parameters of KERNEL
+KERNEL = ("block_n", "warps", "stages")  # parameters of each product that need a compilation
 
-PASSES = 2  # over all parameters, without a model: the best value of one may depend on a later one
-TRIES = 10  # of those that the model thinks fastest
-TIE = 0.005  # of the predicted time, for each parameter that is not the default's
+PASSES = 2  # over all parameters, because the best value of one may depend on a later one
+TRIES = 10  # configs to measure among those that are predicted to be fastest
+TIE = 0.005  # share that is added to a predicted time for each parameter that is not the default
 BLOCKS = (64, 128, 256)
 WARPS = (4, 8)
 STAGES = (2, 3, 4, 5, 6)
@@ -66,61 +65,58 @@ LINEAR: Choices = {
     "tma": (0, 1),
 }  # fmt: skip
 ATTENTION: Choices = {
-    "num_stages": (2, 3, 5, 7),
+    "num_stages": (2, 3, 5, 7),  # 4 and 6 are equivalent to 3 and 5
     "programs": (4, 8, 32),
-}  # 4 and 6 stages are as 3 and 5
+}
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
-CONTEXT = 4096
-ROWS = 64
-PREFILL = 2048
-IMPOSSIBLE = (
-    OutOfResources,
-    PTXASError,
-    CompilationError,
-    RuntimeError,
-)  # the last: a pass of the compiler
+CONTEXT = 4096  # of attention
+ROWS = 64  # of decode
+PREFILL = 2048  # tokens
+# Raised for configs that cannot run. RuntimeError: a pass of the compiler failed.
+IMPOSSIBLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One entry of a table. run: the kernel over random data with these parameters, anew at each
-    call. products: what it launches last, by what their parameters' names begin with; empty:
-    unknown to the model. rival: further parameters with which kernels of others run, whose bits
-    differ."""
+    """One entry of a config table that is to be tuned."""
 
     family: str
     shape: str
     size: int
     default: Config
-    choices: Choices
-    run: Callable[[Config], Tensor]
+    choices: Choices  # values to try for each parameter
+    run: Callable[[Config], Tensor]  # run the kernel on random data, the same at each call
+    # The GEMMs that `run` launches last, by the prefix of their parameters' names. Empty if cost.py
+    # cannot predict the kernel.
     products: Mapping[str, cost.Product] = field(default_factory=dict)
-    rival: Config | None = None
+    rival: Config | None = None  # parameters that select an optional package; its bits may differ
 
 
-Maker = Callable[..., Iterator[Job]]  # of the jobs of a shape on a `device`
+Maker = Callable[..., Iterator[Job]]  # makes the jobs of a shape on a `device`
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """wrong: candidates that gave other bits than the defaults."""
+    """The result of a search."""
 
     config: Config
     default_ms: float
     best_ms: float
     tried: int
-    wrong: Sequence[Config]
+    wrong: Sequence[Config]  # configs that gave other bits than the defaults
 
 
 def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = PASSES) -> Found:
-    """Return the fastest parameters among the defaults, `first`, and what a descent from the best
-    of them along one parameter at a time finds."""
+    """Search the fastest config by coordinate descent.
+
+    The descent begins at the fastest of the defaults and `first`.
+    """
     wanted = job.run(job.default).clone()
     times: dict[tuple[int, ...], float] = {}
     wrong: list[Config] = []
 
     def measured(config: Config) -> float:
-        """Return the configuration's time; infinity where it cannot run or gives other bits."""
+        # Infinity if the config cannot run or gives other bits.
         key = tuple(config[name] for name in job.choices)
         if key not in times:
             times[key] = math.inf
@@ -154,9 +150,7 @@ def _key(name: str, config: Config) -> Key:
 
 
 def variants(job: Job) -> list[Config]:
-    """Return configurations in which every product's kernel occurs with all its parameters but
-    group and tma.
-    """
+    """Return configs that together use every variant of the kernels that needs a compilation."""
     found = {}
     for block_m, *values in itertools.product(job.choices["block_m"], BLOCKS, WARPS, STAGES):
         wanted = {
@@ -171,8 +165,10 @@ def variants(job: Job) -> list[Config]:
 
 
 def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
-    """Return facts about the kernels of a shape's products with these parameters, after
-    `cost.compile_only`; none if they cannot be compiled."""
+    """Compile the kernels of a shape's products, and return facts about them; {} if that fails.
+
+    Call `cost.compile_only` before.
+    """
     job = next(make(device=torch.device("meta")))
     try:
         found = cost.compiled_by(lambda: job.run(config), len(job.products))
@@ -182,8 +178,10 @@ def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
 
 
 def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[Config]:
-    """Return the few configurations that the model thinks fastest. No two are alike in all
-    parameters but one, as such take nearly the same time."""
+    """Return up to TRIES configs that are predicted to be fastest.
+
+    Any two differ in more than one parameter, because others take nearly the same time.
+    """
     names = [name for name in job.choices if name != "tma"]
     every = ({**job.default, **dict(zip(names, values, strict=True))}
              for values in itertools.product(*(job.choices[name] for name in names)))  # fmt: skip
@@ -200,8 +198,11 @@ def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[C
 def predictor(
     job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card
 ) -> Callable[[Config], float]:
-    """Return what predicts a configuration's seconds, a little more the less it is like the
-    defaults; infinity for kernels without facts."""
+    """Return a function that predicts the seconds of a config.
+
+    Each parameter that is not the default adds TIE, to break ties. Kernels without facts take
+    infinitely long.
+    """
 
     @cache
     def seconds(key: Key, group: int) -> float:
@@ -229,9 +230,11 @@ def grouped_jobs(
     device: torch.device,
     kind: str = "plain",
 ) -> Iterator[Job]:
-    """Yield both products of a layer of experts by number of tokens; rows go to random experts.
-    kind: of the weights, plain, fp8 (in blocks, with rows in e4m3), int8 (a scale for each output),
-    int4 (one for each 128 inputs) or fp4 (MXFP4: one for each 32)."""
+    """Yield a job for each number of tokens: both products of an MoE layer with random routing.
+
+    kind: the format of the weights: plain, fp8 (block scales, activations in e4m3), int8 (one scale
+        per output), int4 (one scale per 128 inputs) or fp4 (MXFP4, one scale per 32 inputs).
+    """
     make = {"plain": _plain, "fp8": _fp8}.get(kind, partial(_narrow, kind))
     products = make(experts, width, dim, dtype, device)
     for tokens in TOKENS:
@@ -239,9 +242,9 @@ def grouped_jobs(
         ids = torch.rand(tokens, experts, device=device).topk(top_k).indices.int()
 
         def _run(config: Config, x: Tensor = x, ids: Tensor = ids) -> Tensor:
-            if config.get(
-                "flashinfer"
-            ):  # with the sum, which the time of ours does not have: it must win by more
+            if config.get("flashinfer"):
+                # This includes the combine, which is not in our time, so FlashInfer must win by
+                # more.
                 return flashinfer_moe.fused_moe(
                     x, ids, torch.ones(ids.shape, device=device), *products.weights
                 )
@@ -266,18 +269,16 @@ def grouped_jobs(
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """launch: default parameters, from the number of rows, `about` and the device's name. run: the
-    products, from rows, alignment, parameters and choices per row. up: the first of them, without
-    rows. weights: as flashinfer_moe.py takes them, but for their order."""
+    """Both products of an MoE layer in one weight format."""
 
     family: str
-    launch: Callable[..., Config]
+    launch: Callable[..., Config]  # default config; called with rows, *about, name of the device
     about: Sequence[Any]
     shape: str
     choices: Choices
-    run: Callable[[Tensor, Alignment, Config, int], Tensor]
-    up: cost.Product
-    weights: tuple[Tensor, ...] = ()
+    run: Callable[[Tensor, Alignment, Config, int], Tensor]  # called with the last one as top_k
+    up: cost.Product  # gate and up, without rows
+    weights: tuple[Tensor, ...] = ()  # for FlashInfer, whose order of gate and up does not matter
 
 
 def _plain(
@@ -357,7 +358,7 @@ def _narrow(
 
 
 def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    """Yield a linear layer for each number of rows."""
+    """Yield a job for each number of rows of a linear layer."""
     w = random(width, inner, dtype=dtype, device=device)
     for rows in TOKENS:
         x = random(rows, inner, dtype=dtype, device=device)
@@ -381,7 +382,7 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
 
 
 def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]:
-    """Yield decode and prefill, one entry for each size of their programs."""
+    """Yield a job for each program size of decode and prefill."""
     per_row = -(-CONTEXT // shape.block_size)
     seen = set()
     cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads)
@@ -425,5 +426,8 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return normal random numbers whose products with rows of normal numbers are normal, too."""
+    """Return normal random numbers, scaled by 1 / sqrt(last dimension).
+
+    So a GEMM of them with standard normal numbers has standard normal outputs.
+    """
     return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)

@@ -1,4 +1,4 @@
-// An attention block in one call, with the bits of separate ones.
+// An attention block in one call. It computes the same bits as separate calls of its parts.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 
 namespace moeserve {
 
-/// Of one head in a cache: int8 ones have a scale.
+/// Bytes of one head's entry in the KV cache: int8 entries have a scale.
 inline int64_t entry_bytes(Type type, size_t dim) {
     return static_cast<int64_t>(type == Type::int8 ? dim + sizeof(float) : dim * bytes_of(type));
 }
 
-/// Projection, QK-norm, RoPE and KV write, attention and, if it is given, the product behind it.
+/// QKV projection, QK-norm, RoPE and KV write, attention and, if `out` is given, the output projection.
 class AttentionBlock {
   public:
     AttentionBlock(Type type, const Matrix& qkv, const std::optional<Matrix>& out, size_t heads, size_t kv_heads,
@@ -75,7 +75,7 @@ class AttentionBlock {
   private:
     Matrix qkv_;
     std::optional<Matrix> out_;
-    QkNormRopeCacheArgs rule_{};  // what is the same in every step
+    QkNormRopeCacheArgs rule_{};  // arguments that are the same in every step
     Address sinks_;
     float soft_cap_;
 };

@@ -1,4 +1,5 @@
-// The Python face of csrc/, one file per part. Tensors come as addresses: their owners check shapes, dtypes, contiguity.
+// The Python bindings of csrc/, one file per part. Tensors are passed as addresses. The Python callers check shapes, dtypes
+// and contiguity.
 #pragma once
 
 #include <pybind11/pybind11.h>

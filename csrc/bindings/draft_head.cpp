@@ -1,5 +1,5 @@
-// A head for multi-token prediction: all guesses behind a step in one call, with the bits of separate ones, on a thread of
-// its own beside the interpreter. moeserve/runner/speculation/native_head.py is the only caller.
+// An MTP head: computes all draft tokens after a step in one call, on a thread of its own without the GIL. The bits are
+// those of separate calls. moeserve/runner/speculation/native_head.py is the only caller.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace moeserve {
 namespace {
 
-/// The layer, and what is around it. Norms are addresses of fp32 weights.
+/// The decoder layer of the head, and its other weights. Norms are addresses of fp32 weights.
 struct HeadWeights {
     Type type;
     float eps;
@@ -27,10 +27,10 @@ struct HeadWeights {
     Activation activation;
     Matrix logits;
     Address cos, sin;  // fp32 [positions, dim / 2]
-    bool rotates;      // or all tokens have the first angles
+    bool rotates;      // otherwise all tokens use the first angles
 };
 
-/// Where tokens, blocks and parameters of requests lie, by slot; where keys and values do.
+/// Addresses of the requests' tokens, block tables and parameters (by slot), and of the KV cache.
 struct HeadTables {
     Address tokens;
     int64_t width;
@@ -43,13 +43,14 @@ struct HeadTables {
     uint16_t random;
 };
 
-/// Row r is tokens offsets[r] .. offsets[r + 1] - 1 of the request in slots[r], at positions starts[r], starts[r] + 1, ...
+/// The rows of a step. Row r has tokens offsets[r] .. offsets[r + 1] - 1 of the request in slots[r], at positions
+/// starts[r], starts[r] + 1, ...
 struct Rows {
     std::vector<int32_t> slots, starts, offsets;
 
     size_t tokens() const { return static_cast<size_t>(offsets.back()); }
 
-    /// each(token, its slot, its position)
+    /// Calls each(token, its slot, its position).
     template <class Each>
     void for_tokens(const Each& each) const {
         for (size_t r = 0; r < slots.size(); ++r) {
@@ -60,7 +61,7 @@ struct Rows {
     }
 };
 
-/// A step whose tokens are sampled. last: of each row that samples, the token before its last known one.
+/// A step after sampling. last: for each row that samples, the index of the token before its last known one.
 struct HeadStep {
     Rows rows;
     std::vector<int64_t> last;
@@ -73,7 +74,7 @@ class DraftHead {
     DraftHead(const HeadWeights& weights, const HeadTables& tables)
         : weights_(weights), tables_(tables), width_(weights.merge.packing.columns), row_(width_ * bytes_of(weights.type)) {}
 
-    /// Reads a step's tokens and returns its drafts, num_drafts for each row that samples.
+    /// Processes a step's tokens and returns its drafts, num_drafts for each row that samples.
     std::vector<int32_t> guess(const HeadStep& step) const {
         const size_t count = step.last.size(), drafting = step.num_drafts ? count : 0;
         const size_t scores = weights_.logits.packing.columns * (sizeof(float) + bytes_of(weights_.type));
@@ -99,7 +100,8 @@ class DraftHead {
     }
 
   private:
-    /// Drafts of rows of one token each, whose requests have `known` tokens. Positions end where a request's do.
+    /// Computes the next drafts of rows with one token each. `known`: tokens of the requests. Positions are limited to those
+    /// of the request.
     std::vector<int32_t> drafts(Rows& rows, const std::vector<int64_t>& known, size_t num_drafts, Address hidden,
                                 Address scores) const {
         const size_t count = known.size();
@@ -117,7 +119,7 @@ class DraftHead {
         return found;
     }
 
-    /// Hidden states of tokens behind the last norm, in `out`, which may be `hidden`: those of the tokens before.
+    /// Computes hidden states after the last norm. `hidden`: those of the previous tokens. `out` may be `hidden`.
     void pass(const Rows& rows, const std::vector<int32_t>& ids, Address hidden, size_t stride, Address out) const {
         const size_t count = ids.size(), angles = count * static_cast<size_t>(tables_.shape.dim) * sizeof(float);
         const Arrays arrays({count * row_, count * row_, 2 * count * row_, count * row_, angles, angles,
@@ -174,7 +176,7 @@ class DraftHead {
         over_rows(kernels()->rms_norm, args, rows, width_);
     }
 
-    /// Sets ids to what the sampler would choose; to 0 where fp32 logarithms could decide between two tokens.
+    /// Sets ids to the tokens that the sampler would choose, or to 0 if the choice depends on rounding of fp32 logarithms.
     void draw(const std::vector<int64_t>& slots, const std::vector<int64_t>& positions, Address hidden, Address scores,
               std::vector<int32_t>& ids) const {
         const size_t rows = slots.size(), columns = weights_.logits.packing.columns;
@@ -200,7 +202,7 @@ class DraftHead {
     size_t width_, row_;  // elements and bytes of a hidden state
 };
 
-/// The head and its thread.
+/// The MTP head and its thread.
 class BackgroundHead {
   public:
     using Ints = py::array_t<int32_t, py::array::c_style>;
@@ -209,7 +211,7 @@ class BackgroundHead {
     BackgroundHead(const HeadWeights& weights, const HeadTables& tables, py::object keep)
         : keep_(std::move(keep)), head_(weights, tables) {}
 
-    /// Begins to read a step, whose hidden states' owner is `keep`; it must have one token or more.
+    /// Starts to process a step with at least one token. `keep` owns its hidden states.
     void start(const Ints& slots, const Ints& starts, const Ints& offsets, const Places& last,
                Address hidden, size_t stride, size_t num_drafts, py::object keep) {
         const auto list = [](const auto& array) { return std::vector(array.data(), array.data() + array.size()); };
@@ -220,7 +222,7 @@ class BackgroundHead {
             [this, step = HeadStep{rows, list(last), hidden, stride, num_drafts}] { drafts_ = head_.guess(step); });
     }
 
-    /// Waits for the step that was started last; returns its drafts, one row's after the other.
+    /// Waits for the step that was started last. Returns its drafts, row by row.
     Ints wait() {
         wait_for_it();
         hidden_ = py::none();
@@ -233,7 +235,7 @@ class BackgroundHead {
         background_.wait();
     }
 
-    py::object keep_, hidden_;  // owners of all memory that the thread reads; it ends before they may
+    py::object keep_, hidden_;  // own all memory that the thread reads, so they must outlive it
     DraftHead head_;
     std::vector<int32_t> drafts_;
     Background background_;

@@ -1,4 +1,4 @@
-// A latent attention block in one call, with the bits of separate ones. moeserve/ops/native_latent.py is the only caller.
+// A latent attention block in one call, with the bits of separate calls. moeserve/ops/native_latent.py is the only caller.
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -12,8 +12,8 @@ namespace py = pybind11;
 namespace moeserve {
 namespace {
 
-/// Queries (through a narrow product and its norm, if `narrow` is there), latents, their norm, RoPE and cache write,
-/// attention to latents between the heads' products, and, if it is given, the product behind it.
+/// Computes, in this order: the query projection (through a low-rank one and its norm, if `narrow` is given), latents and
+/// their norm, RoPE and cache write, absorbed attention between the heads' projections and, if given, the output projection.
 class LatentBlock {
   public:
     LatentBlock(Type type, const std::optional<Matrix>& narrow, Address narrow_norm, const Matrix& queries,
@@ -93,7 +93,7 @@ class LatentBlock {
     HeadMatrices up_, down_;
     std::optional<Matrix> out_;
     Address narrow_norm_;
-    LatentRopeCacheArgs rule_{};  // what is the same in every step
+    LatentRopeCacheArgs rule_{};  // arguments that are the same in every step
 };
 
 }  // namespace

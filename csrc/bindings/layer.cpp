@@ -1,4 +1,4 @@
-// A decoder layer's two halves in one call each (latent attention is in latent.cpp).
+// The two halves of a decoder layer, in one call each (latent attention is in latent.cpp).
 // moeserve/ops/native_layer.py is the only caller.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -19,12 +19,12 @@ namespace {
 
 using Counts = py::array_t<int64_t, py::array::c_style>;
 
-constexpr size_t kMostGuesses = 32;  // (token, expert) pairs: steps of more want most experts anyway
+constexpr size_t kMostGuesses = 32;  // (token, expert) pairs; steps with more pairs use most experts anyway
 
-/// Router, experts and the weighted sum of a layer whose rows stay here. counts: rows of each expert.
+/// Router, experts and combine of an MoE layer without expert parallelism. counts: rows of each expert.
 ///
-/// type: of rows; logits: the router's own, fp32 if it computes in fp32. on_input: one expert's weight multiplies its rows
-/// before it sees them. bias, expert_scale: as `RouteArgs` has them.
+/// type: dtype of activations. logits: dtype of the router's logits, fp32 if it computes in fp32. on_input: the weight of
+/// a token's only expert multiplies the expert's input instead of its output. bias, expert_scale: see `RouteArgs`.
 class ExpertsBlock {
   public:
     ExpertsBlock(Type type, const Matrix& router, Type logits, size_t top_k, const RouteRule& rule, bool on_input,
@@ -56,7 +56,7 @@ class ExpertsBlock {
         const RouteArgs route = choose(x, rows, arrays[0], arrays[1], arrays[2]);
         const Element element = type_ == Type::fp32 ? Element::fp32 : type_ == Type::bf16 ? Element::bf16 : Element::fp16;
         int64_t *order = at<int64_t>(arrays[3]), *place = at<int64_t>(arrays[4]);
-        if (on_input_) {  // a sum of one row each
+        if (on_input_) {  // weigh the inputs: sums of one row each
             std::iota(place, place + rows, int64_t{0});
             sum_pairs(element, rows, 1, width, at<void>(x), place, route.weights, at<void>(arrays[7]));
             std::fill_n(route.weights, rows, 1.0f);
@@ -71,12 +71,12 @@ class ExpertsBlock {
         sum_pairs(element, rows, top_k, width, at<void>(arrays[6]), place, route.weights, at<void>(y));
     }
 
-    /// While this block's experts compute, those are read from disk that `next`, the next block with experts, would choose
-    /// for the same rows: a layer changes the residual stream little.
+    /// Prefetch: while this block's experts compute, read from disk the experts that `next`, the next MoE block, would
+    /// choose for the same rows. This works because a layer changes the residual stream only a little.
     void expect(const ExpertsBlock* next) { next_ = next; }
 
   private:
-    /// Chooses experts; returns where ids and weights are.
+    /// Chooses experts. Returns the arguments with the addresses of ids and weights.
     RouteArgs choose(Address x, size_t rows, Address logits, Address ids, Address weights) const {
         linear(type_, router_.packing, router_.weights, router_.bias, x, router_.packing.depth, rows, logits, logits_);
         RouteArgs route = route_;
@@ -96,7 +96,7 @@ class ExpertsBlock {
 
     Type type_, logits_;
     Matrix router_;
-    RouteArgs route_{};  // what is the same in every step
+    RouteArgs route_{};  // arguments that are the same in every step
     bool on_input_;
     Activation activation_;
     const ExpertsBlock* next_ = nullptr;

@@ -1,5 +1,5 @@
-// What calls have in common that join the steps of half a decoder layer: between small calls, the interpreter takes
-// longer than they do.
+// Common parts of the calls that fuse half a decoder layer. They are fused because the interpreter takes longer between
+// small calls than the calls themselves.
 #pragma once
 
 #include <initializer_list>
@@ -13,7 +13,7 @@ namespace moeserve {
 
 inline size_t bytes_of(Type type) { return type == Type::fp32 ? 4 : 2; }
 
-/// Arrays of so many bytes in the calling thread's memory, until it asks again.
+/// Arrays of these sizes in the calling thread's scratch memory, valid until it uses the same name again.
 class Arrays {
   public:
     explicit Arrays(std::initializer_list<size_t> sizes, Scratch name = Scratch::layer) {
@@ -31,7 +31,7 @@ class Arrays {
     uint8_t* memory_;
 };
 
-/// A packed matrix and where it lies; bias 0: none.
+/// A packed matrix with its address. bias: 0 for none.
 struct Matrix {
     Packing packing;
     Address weights, bias;
@@ -41,14 +41,14 @@ struct Matrix {
     }
 };
 
-/// Packed matrices of heads, side by side.
+/// Packed matrices of all heads, contiguous.
 struct HeadMatrices {
     Packing packing;
     Address weights;
     size_t heads;
 };
 
-/// down(act(gate) * up), or down(act(up)): an MLP that every row passes.
+/// Computes a dense MLP: down(act(gate) * up), or down(act(up)).
 void gated_mlp(Type type, const Matrix& gate_up, const Matrix& down, const Activation& activation, Address x,
                size_t stride, size_t rows, Address y);
 

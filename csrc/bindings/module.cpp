@@ -1,4 +1,4 @@
-// The Python face of csrc/. Tensors come as addresses: their owners check shapes, dtypes and contiguity.
+// The Python module. Tensors are passed as addresses; the Python callers check shapes, dtypes and contiguity.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -68,10 +68,10 @@ void bind_shm(py::module_& m) {
     py::class_<Exchange>(m, "Exchange")
         .def(py::init<std::shared_ptr<Channel>, Shape>(), py::arg("channel"), py::arg("shape"))
         .def_static("region_bytes", &Exchange::region_bytes, py::arg("num_ranks"), py::arg("shape"))
-        .def_readonly_static("TURNS", &Exchange::kTurns)
+        .def_readonly_static("TURNS", &Exchange::kBuffers)
         .def_property_readonly("y_capacity", &Exchange::y_capacity)
-        .def("y_offset", &Exchange::y_offset, py::arg("turn"))
-        .def("arrived_ns", &Exchange::arrived_ns, py::arg("turn"))
+        .def("y_offset", &Exchange::y_offset, py::arg("buffer"))
+        .def("arrived_ns", &Exchange::arrived_ns, py::arg("buffer"))
         .def(
             "dispatch",
             [](Exchange& self, Address ids, size_t tokens, size_t top_k, Address x) {
@@ -80,27 +80,27 @@ void bind_shm(py::module_& m) {
             Unlocked(), py::arg("ids"), py::arg("tokens"), py::arg("top_k"), py::arg("x"))
         .def(
             "await_rows",
-            [](Exchange& self, int turn, double timeout_s, Counts counts_and_ends, Address out, size_t room) {
+            [](Exchange& self, int buffer, double timeout_s, Counts counts_and_ends, Address out, size_t room) {
                 if (static_cast<size_t>(counts_and_ends.size()) != 2 * self.num_experts()) {
                     throw std::invalid_argument("expected one count and one end per expert");
                 }
                 int64_t* counts = counts_and_ends.mutable_data();
                 py::gil_scoped_release unlocked;
-                const size_t rows = self.await_rows(turn, timeout_s, counts, counts + self.num_experts());
-                if (rows <= room) self.take_rows(turn, at<void>(out));
+                const size_t rows = self.await_rows(buffer, timeout_s, counts, counts + self.num_experts());
+                if (rows <= room) self.take_rows(buffer, at<void>(out));
                 return rows;
             },
-            py::arg("turn"), py::arg("timeout_s"), py::arg("counts_and_ends").noconvert(), py::arg("out"), py::arg("room"))
+            py::arg("buffer"), py::arg("timeout_s"), py::arg("counts_and_ends").noconvert(), py::arg("out"), py::arg("room"))
         .def(
-            "take_rows", [](const Exchange& self, int turn, Address out) { self.take_rows(turn, at<void>(out)); },
-            Unlocked(), py::arg("turn"), py::arg("out"))
-        .def("combine", &Exchange::combine, Unlocked(), py::arg("turn"))
+            "take_rows", [](const Exchange& self, int buffer, Address out) { self.take_rows(buffer, at<void>(out)); },
+            Unlocked(), py::arg("buffer"), py::arg("out"))
+        .def("combine", &Exchange::combine, Unlocked(), py::arg("buffer"))
         .def(
             "await_sums",
-            [](Exchange& self, int turn, double timeout_s, Address weights, Element element, size_t dim, Address out) {
-                self.await_sums(turn, timeout_s, at<float>(weights), element, dim, at<void>(out));
+            [](Exchange& self, int buffer, double timeout_s, Address weights, Element element, size_t dim, Address out) {
+                self.await_sums(buffer, timeout_s, at<float>(weights), element, dim, at<void>(out));
             },
-            Unlocked(), py::arg("turn"), py::arg("timeout_s"), py::arg("weights"), py::arg("element"), py::arg("dim"),
+            Unlocked(), py::arg("buffer"), py::arg("timeout_s"), py::arg("weights"), py::arg("element"), py::arg("dim"),
             py::arg("out"))
         .def("leave", &Exchange::leave);
     py::class_<Gather>(m, "Gather")

@@ -1,4 +1,4 @@
-// The thread pool, and which instruction set's kernels serve.
+// The thread pool, and the choice of the instruction set.
 #include "pool/pool.hpp"
 
 #include <pybind11/stl.h>

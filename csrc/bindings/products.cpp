@@ -1,5 +1,5 @@
-// Matrix products with packed weights. moeserve/ops/native_layer.py, moe/experts/native.py and loader/packed_cache.py are
-// the only callers.
+// GEMMs with packed weights. moeserve/ops/native_layer.py, moe/experts/native.py and loader/packed_cache.py are the only
+// callers.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -26,15 +26,16 @@ namespace {
 
 using Counts = py::array_t<int64_t, py::array::c_style>;
 
-constexpr size_t kMostRows = 192;               // of a part: a whole number of tiles for every instruction set
-constexpr size_t kPartBytes = 384 << 10;        // of a part's rows: they are to stay in a core's L2 cache
-constexpr size_t kMostCompressed = 1 << 20;      // inputs, whose places an Escape has bits for
-constexpr size_t kTilesStep = 6;                // parts are a multiple of this, where there are several
-constexpr size_t kSummed = 2 << 20;              // bytes of a part that has a checksum of its own: a large page
-constexpr size_t kTakes = 64;                   // times that a worker asks for tasks, about: few enough to keep it busy
+constexpr size_t kMostRows = 192;            // rows of a part; a multiple of the tiles of every instruction set
+constexpr size_t kPartBytes = 384 << 10;     // bytes of a part's rows, so that they stay in a core's L2 cache
+constexpr size_t kMostCompressed = 1 << 20;  // limit of inputs, because an Escape has only so many bits for a place
+constexpr size_t kTilesStep = 6;             // rows of a part are a multiple of this if there are several parts
+constexpr size_t kSummed = 2 << 20;          // bytes of a part with its own checksum: a huge page
+constexpr size_t kTakes = 64;                // about how often a worker takes tasks
 
-/// The most rows of a part for which dot products of pairs take no more time than multiply-adds. On Intel's cores a dot
-/// product takes two cycles of one of two ports that do a multiply-add each in one, which few rows hide behind memory.
+/// The most rows of a part for which dot products of pairs are not slower than multiply-adds. On Intel's cores a dot
+/// product takes two cycles on one port, while two ports do a multiply-add per cycle each. With few rows, memory is the
+/// bottleneck, so this does not matter.
 size_t dot_rows() {
     if (!kernels()->pairs) return 0;
 #if defined(__x86_64__)
@@ -49,7 +50,7 @@ size_t most_rows(Type type, const Packing& packing) {
     return std::clamp(kPartBytes / row / 12 * 12, size_t{12}, kMostRows);
 }
 
-/// Rows [first, first + count) of an expert in nearly equal parts of at most `most` rows.
+/// Splits rows [first, first + count) of an expert into nearly equal parts of at most `most` rows.
 void divide(size_t expert, size_t first, size_t count, size_t most, std::vector<Part>& parts) {
     const size_t number = (count + most - 1) / most;
     const size_t each = number > 1 ? (count + number - 1) / number + kTilesStep - 1 : count;
@@ -57,8 +58,8 @@ void divide(size_t expert, size_t first, size_t count, size_t most, std::vector<
     for (size_t begin = 0; begin < count; begin += step) parts.push_back({expert, first + begin, std::min(step, count - begin)});
 }
 
-/// Computes a product over all parts on the threads of the pool. Threads take tasks as they finish: bytes and rows of
-/// tasks differ, and so does what else a core does.
+/// Computes a GEMM over all parts on the threads of the pool. Threads take tasks as they finish, because tasks differ in
+/// bytes and rows, and cores may be busy otherwise.
 void multiply(ProductArgs args, const std::vector<Part>& parts) {
     args.parts = parts.data();
     for (const Part& part : parts) args.most_rows = std::max(args.most_rows, part.count);
@@ -93,7 +94,7 @@ ProductArgs product_args(Type type, const Packing& packing, const uint8_t* weigh
 
 }  // namespace
 
-/// y [rows, columns] = x [rows, depth] times one packed matrix. bias: fp32, filled up to whole blocks, or null.
+/// Computes y [rows, columns] = x [rows, depth] times one packed matrix. bias: fp32, padded to whole blocks, or null.
 void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
             Address y, Type y_type) {
     ProductArgs args = product_args(type, packing, at<uint8_t>(weights));
@@ -108,7 +109,8 @@ void linear(Type type, const Packing& packing, Address weights, Address bias, Ad
     multiply(args, parts);
 }
 
-/// y[t, h] = W[h] x[t, h] for heads' packed matrices side by side. Strides are from token to token, steps from head to head.
+/// Computes y[t, h] = W[h] x[t, h] with contiguous packed matrices. Strides are from token to token, steps from head to
+/// head.
 void head_products(Type type, const Packing& packing, Address weights, size_t heads, Address x, size_t x_stride,
                    size_t x_step, size_t rows, Address y, size_t y_stride, size_t y_step) {
     ProductArgs args = product_args(type, packing, at<uint8_t>(weights));
@@ -124,9 +126,10 @@ void head_products(Type type, const Packing& packing, Address weights, size_t he
     multiply(args, parts);
 }
 
-/// Experts over rows in the order of their physical experts. An expert is gate and up in alternating blocks (each as
-/// `gate_up` says), or up alone where the activation has no gates, then `down`, then, if biased, the biases of all these
-/// blocks. cached: where experts are instead of `weights`, or null. expected: those of the layer behind it to read next.
+/// Computes experts over rows that are sorted by physical expert. An expert's weights are: gate and up in alternating
+/// blocks (packed like `gate_up`), or up alone if the activation has no gate; then `down`; then, if biased, the biases of
+/// all these blocks. cached: the cache that has the experts instead of `weights`, or null. expected: experts of the next
+/// layer to prefetch.
 void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
              const Activation& activation, bool biased, const std::vector<size_t>& counts, Address x, size_t x_stride,
              Address y, size_t y_stride, const CachedLayer* cached, const std::vector<size_t>& expected) {
@@ -174,8 +177,8 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
 
 namespace {
 
-/// Packs a matrix, block n to `to` + n * step. all_threads: shares the work with the pool, whose other callers then wait.
-/// Returns what `pack` does.
+/// Packs a matrix, block n to `to` + n * step. Returns the result of `pack`. all_threads: use the pool, so that its other
+/// callers wait.
 bool pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, bool all_threads) {
     struct Job {
         const Packing& packing;
@@ -193,7 +196,7 @@ bool pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t 
     return job.fits;
 }
 
-/// The checksum of the checksums of parts, which the pool shares: the same for any number of threads.
+/// The checksum of the checksums of all parts, computed by the pool. It is the same for any number of threads.
 uint64_t checksum_all(Address address, size_t bytes) {
     struct Job {
         const uint8_t* bytes;
@@ -210,16 +213,16 @@ uint64_t checksum_all(Address address, size_t bytes) {
     return checksum(reinterpret_cast<const uint8_t*>(job.sums.data()), job.sums.size() * sizeof(uint64_t));
 }
 
-/// Asks for large pages where the kernel gives them only on demand: decoding reads weights faster with fewer of them.
+/// Asks for huge pages, if the kernel gives them only on demand, because decoding reads weights faster with them.
 void advise_huge_pages([[maybe_unused]] Address address, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
     constexpr uintptr_t kPage = 4096;
     const uintptr_t begin = (address + kPage - 1) / kPage * kPage, end = (address + bytes) / kPage * kPage;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only advice: may be refused
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // may be refused
 #endif
 }
 
-/// Throws std::invalid_argument for what integers cannot do.
+/// Throws std::invalid_argument if integer GEMMs do not support these arguments.
 void check_ints(const Packing& p) {
     const IntForm& form = p.ints;
     const auto expect = [](bool right, const char* otherwise) {

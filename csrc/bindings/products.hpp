@@ -1,4 +1,4 @@
-// The products as functions, for calls that do more than one (layer.cpp).
+// The GEMMs as functions, for the fused calls (layer.cpp).
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ void linear(Type type, const Packing& packing, Address weights, Address bias, Ad
 void head_products(Type type, const Packing& packing, Address weights, size_t heads, Address x, size_t x_stride,
                    size_t x_step, size_t rows, Address y, size_t y_stride, size_t y_step);
 
-/// A layer whose experts lie in a file.
+/// An MoE layer whose experts are in a file.
 struct CachedLayer {
     std::shared_ptr<ExpertCache> cache;
     size_t layer;

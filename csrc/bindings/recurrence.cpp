@@ -1,4 +1,5 @@
-// Recurrent layers: a plan of tiles per step, run by every layer. moeserve/ops/native_recurrence.py is the only caller.
+// Recurrent layers. A step has one plan of tiles, which every layer uses. moeserve/ops/native_recurrence.py is the only
+// caller.
 #include <stdexcept>
 
 #include "bindings/tile_plan.hpp"

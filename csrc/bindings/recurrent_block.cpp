@@ -11,9 +11,10 @@ namespace py = pybind11;
 namespace moeserve {
 namespace {
 
-/// Projection, convolution, gates of time, the recurrence, output gate and norm and, if it is given, the product behind
-/// them. With the product `gates` it is a gated delta net: columns are queries, keys, values and output gates, and beta and
-/// dt of `gates`. Without it is Mamba-2: output gates, x, B, C and dt, with keys B, queries C and values dt * x.
+/// Projection, convolution, decays, recurrence, output gate and norm and, if given, the output projection.
+/// With `gates` it is a gated delta net: the projection's columns are queries, keys, values and output gates, those of
+/// `gates` are beta and dt. Without `gates` it is Mamba-2: the columns are output gates, x, B, C and dt, with keys B,
+/// queries C and values dt * x.
 class RecurrentBlock {
   public:
     RecurrentBlock(Type type, const Matrix& inputs, const std::optional<Matrix>& gates, const std::optional<Matrix>& out,
@@ -78,7 +79,7 @@ class RecurrentBlock {
   private:
     size_t width() const { return heads_ * v_; }
 
-    /// Queries and keys of length 1, decays and betas.
+    /// Normalizes queries and keys to length 1, and computes decays and betas.
     void prepare_delta(const Arrays& arrays, size_t rows, RecurrenceArgs& args) const {
         const size_t part = groups_ * d_, convolved = width() + 2 * part;
         const float* convolution = at<float>(arrays[2]);
@@ -103,7 +104,7 @@ class RecurrentBlock {
         args.decay_stride = args.beta_stride = heads_;
     }
 
-    /// Decays and steps of time, which multiply the values.
+    /// Computes decays and time steps, and multiplies the values by the time steps.
     void prepare_mamba(const Arrays& arrays, size_t rows, size_t columns, RecurrenceArgs& args) const {
         const size_t part = groups_ * d_, convolved = width() + 2 * part;
         const float* convolution = at<float>(arrays[2]);
@@ -142,7 +143,7 @@ class RecurrentBlock {
     Address conv_, conv_bias_, unit_[2];
     float unit_eps_;
     Address skip_;
-    DecayArgs decays_{};  // of these two what is the same in every step
+    DecayArgs decays_{};  // arguments that are the same in every step, like the next member
     GatedNormArgs norm_{};
 };
 

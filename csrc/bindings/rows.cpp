@@ -1,4 +1,4 @@
-// Kernels on rows: everything elementwise or row-wise. moeserve/ops/native_rows.py is their only caller.
+// Elementwise and row-wise kernels. moeserve/ops/native_rows.py is the only caller.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// Work on rows as functions, for calls that do more than one kind (layer.cpp).
+// The row kernels as functions, for the fused calls (layer.cpp).
 #pragma once
 
 #include <cstddef>
@@ -11,10 +11,10 @@
 
 namespace moeserve {
 
-constexpr size_t kWorthSharing = 1 << 17;  // elements: about 25 us, not less than it may take to wake the others
+constexpr size_t kWorthSharing = 1 << 17;  // elements; they take about 25 us, which waking other threads may take as well
 
-/// Calls rows(begin, end) for [0, count), `width` elements each, on the pool's threads if there are enough of them. Small
-/// calls keep the interpreter's lock if they have it: getting it back may take longer than they do.
+/// Calls rows(begin, end) for [0, count), with `width` elements each, on the pool's threads if that is worth it. Small
+/// calls do not release the GIL, because acquiring it again may take longer than the call.
 template <class Rows>
 void over_rows(size_t count, size_t width, const Rows& rows) {
     if (count * width < kWorthSharing) return rows(size_t{0}, count);
@@ -31,10 +31,10 @@ void over_rows(void (*kernel)(const Args&, size_t, size_t), const Args& args, si
     over_rows(count, width, [&](size_t begin, size_t end) { kernel(args, begin, end); });
 }
 
-/// Throws std::invalid_argument where a token cannot choose so many experts by this rule.
+/// Throws std::invalid_argument if the rule cannot choose `top_k` of `experts` experts.
 void check_route(const RouteRule& rule, size_t experts, size_t top_k);
 
-/// out[t] = sum over k of weights[t * top_k + k] * y[place[t * top_k + k]], in order; place -1 adds zero.
+/// Computes out[t] = sum over k, in order, of weights[t * top_k + k] * y[place[t * top_k + k]]. place -1 adds zero.
 void sum_pairs(Element element, size_t tokens, size_t top_k, size_t dim, const void* y, const int64_t* place,
                const float* weights, void* out);
 

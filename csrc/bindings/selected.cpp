@@ -1,4 +1,4 @@
-// The choice of tokens of sparse attention. moeserve/ops/native_latent.py is the only caller.
+// The token selection of sparse attention. moeserve/ops/native_latent.py is the only caller.
 #include <algorithm>
 #include <stdexcept>
 
@@ -11,8 +11,8 @@
 namespace moeserve {
 namespace {
 
-/// Chooses for queries of one request, the first of which sees `first` tokens before its own. at_once: queries that share
-/// the reading of keys; `scores` has room for theirs.
+/// Selects tokens for the queries of one request. The first query sees `first` tokens before its own. at_once: number of
+/// queries that share the loads of keys, for which `scores` has room.
 void index_select(Type type, Address keys, size_t dim, Address slots, size_t first, size_t queries, size_t heads, Address q,
                   Address weights, size_t top_k, size_t at_once, Address scores, Address out) {
     if (top_k > first + 1 || !at_once) throw std::invalid_argument("cannot choose more tokens than there are");

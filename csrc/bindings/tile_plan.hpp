@@ -1,4 +1,4 @@
-// The tiles of a step's tokens, and the kernels of recurrent layers over all of them.
+// The tiles of a step's tokens, and calls of the recurrent kernels over all of them.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -50,7 +50,7 @@ class TilePlan {
     std::vector<size_t> runs_{0};
 };
 
-/// Computes all pieces of a call, on the pool's threads if so many elements are worth it, and zeroes rows behind its tokens.
+/// Computes all pieces of a call, on the pool's threads if `elements` are worth it, and zeroes the padding rows.
 template <class Args>
 void compute(void (*kernel)(void*, size_t, size_t, int), Args& args, const TilePlan& plan, size_t num_rows, size_t width,
              size_t elements) {
@@ -65,7 +65,7 @@ void compute(void (*kernel)(void*, size_t, size_t, int), Args& args, const TileP
     threads->share(args.pieces(), 1, {kernel, &args});
 }
 
-/// The recurrence. Where there are fewer heads than would keep all threads busy, some share the values of one.
+/// Computes the recurrence. If there are too few heads to keep all threads busy, several share the values of a head.
 inline void recur(RecurrenceArgs& args, const TilePlan& plan, size_t num_rows) {
     const size_t wanted = 2 * pool()->size(), there = std::max<size_t>(args.plan.num_runs * args.heads, 1);
     const size_t parts = pool()->size() == 1 ? 1 : std::max<size_t>((wanted + there - 1) / there, 1);

@@ -1,5 +1,5 @@
 #pragma once
-// Masks of tokens as bits.
+// Token bitmasks of grammars.
 #include <cstddef>
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// A checksum as fast as memory can be read, for weights that come back from a disk.
+// A checksum that is as fast as memory can be read, for weights in the packed cache on disk.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,8 @@
 
 namespace moeserve {
 
-/// Damage within one aligned word of 8 bytes always changes it, any other damage all but certainly. Not against forgery.
+/// Any change within one aligned 8-byte word changes the checksum for certain, other changes almost certainly. It is not
+/// cryptographic.
 uint64_t checksum(const uint8_t* bytes, size_t size);
 
 }  // namespace moeserve

@@ -1,15 +1,14 @@
 #pragma once
-// Where (token, k) pairs go: sorted by physical expert, stably, so that rows of one expert keep the order of
-// tokens.
+// Sort (token, k) pairs by physical expert. The sort is stable, so the rows of an expert stay in token order.
 #include <cstddef>
 #include <cstdint>
 
 namespace moeserve {
 
-/// Checks that every id is -1 (goes nowhere) or one of `num_experts`. Throws std::out_of_range naming the first that is not.
+/// Checks that every id is -1 (no expert) or below `num_experts`. Throws std::out_of_range that names the first other id.
 void check_ids(const int32_t* ids, size_t num_pairs, uint32_t num_experts);
 
-/// first[e]: how many pairs go to experts before e, so that first[num_experts] counts those that go anywhere.
+/// Sorts pairs. first[e]: number of pairs of experts before e; first[num_experts]: number of pairs with an expert.
 /// order[j]: the pair at place j. ids must have passed `check_ids`.
 ///
 /// ids 1 0 -1 1, 2 experts -> first 0 1 3, order 1 0 3

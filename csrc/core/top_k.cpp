@@ -8,7 +8,7 @@
 namespace moeserve {
 namespace {
 
-/// Orders as the score does.
+/// An integer that is ordered like the score.
 uint32_t key_of(float score) {
     if (std::isnan(score)) score = std::numeric_limits<float>::infinity();
     score += 0.0f;  // no -0
@@ -21,8 +21,8 @@ uint32_t key_of(float score) {
 
 void take_largest(const float* scores, size_t count, size_t top_k, const int64_t* values, int64_t* out) {
     constexpr uint32_t kDigits = 2047;
-    uint32_t last = 0, known = 0;  // the least key that is taken: those of its bits that are known
-    size_t equal = top_k;          // how many of the keys with these bits are taken
+    uint32_t last = 0, known = 0;  // known bits of the smallest selected key, and a mask of these bits
+    size_t equal = top_k;          // how many keys with these bits are selected
     for (int shift : {21, 10, 0}) {
         uint32_t counts[kDigits + 1] = {};
         for (size_t i = 0; i < count; ++i) {

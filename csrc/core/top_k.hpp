@@ -1,4 +1,4 @@
-// The largest of many scores.
+// Select the largest of many scores.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace moeserve {
 
-/// out[n] = values[i] for the `top_k` largest scores[i], in ascending order of i; of equal ones the earliest. NaN counts as
-/// infinity. There are `count` scores, not fewer than top_k.
+/// Writes values[i] of the `top_k` largest scores[i] to out, in ascending order of i. Ties go to the earliest; NaN counts
+/// as infinity. There are `count` scores, at least top_k.
 void take_largest(const float* scores, size_t count, size_t top_k, const int64_t* values, int64_t* out);
 
 }  // namespace moeserve

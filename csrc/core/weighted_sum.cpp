@@ -25,8 +25,8 @@ INLINE To bits(const From& from) {
     return to;
 }
 
-// Each element type loads and stores 2 W elements as two vectors. 16-bit ones are split into even and odd elements, as
-// they lie in 32-bit words: shifts and masks do that, where widening in order would shuffle.
+// Each element type loads and stores 2 W elements as two vectors. 16-bit elements are split into even and odd ones of
+// 32-bit words, which takes only shifts and masks. Widening them in order would need shuffles.
 
 template <int W>
 struct Fp32 {
@@ -69,7 +69,7 @@ struct Fp16 {
 
     static INLINE f32 widened(const u32& half) {
         const u32 magnitude = (half & 0x7fffu) << 13;
-        const f32 scaled = bits<f32>(magnitude) * 0x1p112f;  // moves the exponent's bias; exact for denormals too
+        const f32 scaled = bits<f32>(magnitude) * 0x1p112f;  // corrects the exponent bias; exact even for denormals
         const u32 finite = bits<u32>(scaled), special = magnitude | 0x7f800000u;
         return bits<f32>(static_cast<u32>((magnitude >= (0x7c00u << 13) ? special : finite) | (half & 0x8000u) << 16));
     }
@@ -84,7 +84,7 @@ struct Fp16 {
     static INLINE u32 rounded(const f32& from) {  // in the lower half
         const u32 b = bits<u32>(from), u = b & 0x7fffffffu;
         const u32 normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
-        // Below 2^-14: adding a half aligns the last bit that fp16 keeps with the last of fp32, which rounds.
+        // Below 2^-14: adding 0.5 aligns the last bit of the fp16 denormal with the last bit of fp32, so it is rounded.
         const f32 shifted = bits<f32>(u) + 0.5f;
         const u32 denormal = bits<u32>(shifted) - 0x3f000000u;
         const u32 infinite = u32{} + 0x7c00u, nan = u32{} + 0x7e00u;
@@ -98,7 +98,7 @@ struct Fp16 {
     }
 };
 
-/// One token's rows, from byte `at` on.
+/// One token's rows from byte `at`.
 struct Rows {
     const void* const* rows;
     const float* weights;
@@ -107,7 +107,7 @@ struct Rows {
     INLINE const char* row(size_t k) const { return static_cast<const char*>(rows[k]) + at; }
 };
 
-/// N times two vectors, which stay in registers while all rows are added.
+/// Sums N times two vectors, which stay in registers while all rows are added.
 template <class E, int W, int N>
 INLINE void sum_block(const Rows& from, char* out) {
     constexpr size_t step = 2 * W * E::size;
@@ -125,7 +125,7 @@ INLINE void sum_block(const Rows& from, char* out) {
     for (int n = 0; n < N; ++n) E::store(total + 2 * n, out + from.at + n * step);
 }
 
-/// What is left of a row that is no whole block, `bytes` of it.
+/// Sums the last `bytes` of a row, less than a block.
 template <class E, int W>
 INLINE void sum_tail(const Rows& from, size_t bytes, char* out) {
     char block[2 * W * E::size] = {};

@@ -1,4 +1,4 @@
-// One thread that works on one thing at a time while its owner does another.
+// A thread that runs one task at a time in the background.
 #pragma once
 
 #include <condition_variable>
@@ -11,13 +11,13 @@ namespace moeserve {
 
 class Background {
   public:
-    /// Ends the thread once its work is done.
+    /// Ends the thread after its present task.
     ~Background();
 
-    /// Begins `work` when the thread is done with what it was given before, whose error is lost.
+    /// Starts `work` after the previous task, whose error, if any, is dropped.
     void start(std::function<void()> work);
 
-    /// Returns when there is no work, or throws its error.
+    /// Waits for the present task. Throws its error.
     void wait();
 
   private:
@@ -25,10 +25,10 @@ class Background {
 
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::function<void()> work_;  // empty: there is none
+    std::function<void()> work_;  // the present task; empty for none
     std::exception_ptr error_;
     bool ends_ = false;
-    std::thread thread_;  // once there was work
+    std::thread thread_;  // started with the first task
 };
 
 }  // namespace moeserve

@@ -19,10 +19,10 @@
 namespace moeserve {
 namespace {
 
-constexpr size_t kPage = 4096;        // of memory and of any disk's blocks: reads past the system's cache need whole ones
-constexpr size_t kPart = 1 << 20;     // bytes of one read
-constexpr size_t kReaders = 4;        // reads at a time: fewer leave a disk idle
-constexpr size_t kAhead = 2 * kReaders;  // experts on their way at most: what is computed with meanwhile makes room for others
+constexpr size_t kPage = 4096;           // memory page and disk block: direct reads must be aligned to it
+constexpr size_t kPart = 1 << 20;        // bytes of one read
+constexpr size_t kReaders = 4;           // reads at the same time: fewer leave a disk idle
+constexpr size_t kAhead = 2 * kReaders;  // most experts being read at once: the others wait for slots that become free
 constexpr size_t kHuge = 2 << 20;
 constexpr double kLargest = 1e200;
 
@@ -37,7 +37,7 @@ int open_again(int descriptor, int flags) {
 ExpertCache::ExpertCache(int descriptor, std::string name) : name_(std::move(name)) {
     plain_ = open_again(descriptor, 0);
     if (plain_ < 0) throw std::runtime_error(name_ + ": " + std::strerror(errno));
-    if (O_DIRECT) direct_ = open_again(descriptor, O_DIRECT);  // not all file systems can
+    if (O_DIRECT) direct_ = open_again(descriptor, O_DIRECT);  // some file systems do not support it
 }
 
 ExpertCache::~ExpertCache() {
@@ -59,7 +59,7 @@ size_t ExpertCache::add(size_t offset, size_t num_experts, size_t expert_bytes) 
     }
     layers_.push_back({experts_.size(), num_experts, expert_bytes});
     for (size_t i = 0; i < num_experts; ++i) experts_.push_back({layers_.size() - 1, offset + i * expert_bytes});
-    slot_bytes_ = std::max(slot_bytes_, up(expert_bytes + kPage - kUnit, kPage));  // may begin anywhere in a page
+    slot_bytes_ = std::max(slot_bytes_, up(expert_bytes + kPage - kUnit, kPage));  // an expert may begin anywhere in a page
     return layers_.size() - 1;
 }
 
@@ -71,9 +71,9 @@ void ExpertCache::open(size_t bytes) {
     if (memory == MAP_FAILED) throw std::bad_alloc();
     memory_ = static_cast<uint8_t*>(memory);
 #if defined(MADV_HUGEPAGE)
-    madvise(memory, size, MADV_HUGEPAGE);  // only advice
+    madvise(memory, size, MADV_HUGEPAGE);  // may be refused
 #endif
-    std::memset(memory, 0, size);  // so that whoever measures what is free sees it taken
+    std::memset(memory, 0, size);  // allocates all pages, so that the memory no longer counts as free
     slots_.resize(count);
     for (size_t i = count; i-- > 0;) empty_.push_back(i);
     for (size_t i = 0; i < kReaders; ++i) readers_.emplace_back([this] { live(); });
@@ -149,19 +149,19 @@ ExpertCache::Stats ExpertCache::take_stats() {
     return std::exchange(stats_, {});
 }
 
-/// Begins to read what a layer is likely to want.
+/// Prefetches the experts that a layer is likely to use.
 void ExpertCache::expect(const Layer& layer, const std::vector<size_t>& experts) {
     for (const size_t expert : experts) {
         if (expert < layer.count && experts_[layer.first + expert].slot < 0) begin_read(layer.first + expert, false);
     }
 }
 
-/// Settles what was expected, and is not read yet, of a layer whose step is there: what it wants comes next, and what nobody
-/// has begun with is dropped.
+/// Handles the unfinished prefetches of a layer when its step begins: those that it uses get high priority, those that it
+/// does not use are dropped unless their reads have begun.
 void ExpertCache::settle(const Layer& layer, const std::vector<size_t>& counts) {
     for (const Read& part : std::exchange(expected_, {})) {
         Slot& slot = slots_[part.slot];
-        const size_t expert = slot.expert - layer.first;  // of another layer: not below its count
+        const size_t expert = slot.expert - layer.first;  // at least layer.count if it belongs to another layer
         if (expert < layer.count && counts[expert]) {
             wanted_.push_back(part);
         } else if (expert >= layer.count || slot.begun) {
@@ -173,7 +173,7 @@ void ExpertCache::settle(const Layer& layer, const std::vector<size_t>& counts) 
     }
 }
 
-/// Gives an expert a slot and queues its parts; false if there is none for it now.
+/// Allocates a slot for an expert and queues its reads. Returns false if no slot is free.
 bool ExpertCache::begin_read(size_t expert, bool wanted) {
     const size_t place = free_slot();
     if (place == kNone) return false;
@@ -190,7 +190,7 @@ bool ExpertCache::begin_read(size_t expert, bool wanted) {
     return true;
 }
 
-/// Takes an empty slot, or that of the expert with the least score that no step needs now; kNone without any.
+/// Returns an empty slot, or evicts the expert with the lowest score that is not pinned. Returns kNone if there is none.
 size_t ExpertCache::free_slot() {
     if (!empty_.empty()) {
         const size_t slot = empty_.back();
@@ -201,7 +201,7 @@ size_t ExpertCache::free_slot() {
     return evictable_.extract(evictable_.begin()).value().second;
 }
 
-/// Lets a slot whose expert is in memory, and that no step needs now, make room for others.
+/// Allows the expert in a slot to be evicted. It must be in memory and not pinned.
 void ExpertCache::allow_eviction(size_t slot) { evictable_.emplace(experts_[slots_[slot].expert].score, slot); }
 
 ExpertCache::Held ExpertCache::held(size_t expert) const {

@@ -26,11 +26,11 @@ void breathe() {
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
-    asm volatile("isb");  // a pause of about the same length; `yield` does nothing on most of these CPUs
+    asm volatile("isb");  // pauses about as long as x86's; `yield` does nothing on most of these CPUs
 #endif
 }
 
-/// Sleeps while `word` is `value`; may return for no reason.
+/// Sleeps while `word` is `value`. May wake up spuriously.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value) {
 #if defined(__linux__)
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -47,7 +47,7 @@ void wake_all(std::atomic<uint32_t>& word) {
 #endif
 }
 
-/// Whether `done()` became true within the time.
+/// Spins until `done()` or the time limit. Returns whether `done()`.
 template <class Done>
 bool spin(int64_t limit_ns, const Done& done) {
     if (done()) return true;
@@ -68,7 +68,7 @@ void pin_to([[maybe_unused]] int cpu) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(static_cast<size_t>(cpu), &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // where it is refused, the thread runs anywhere
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // if this is refused, the thread is not pinned
 #endif
 }
 
@@ -107,17 +107,17 @@ void Pool::run(const Job& job) {
         parts_[w].left.store(grains * w / workers << 32 | grains * (w + 1) / workers, std::memory_order_relaxed);
     }
     taking_part_.store(kOpen, std::memory_order_release);
-    round_.fetch_add(1);  // sequentially consistent, as is reading `asleep_`: no worker falls asleep unseen
+    round_.fetch_add(1);  // sequentially consistent, like the load of `asleep_`, so that no sleeping worker is missed
     if (asleep_.load() != 0) wake_all(round_);
     take_part(0);
-    taking_part_.fetch_and(~kOpen, std::memory_order_acq_rel);  // who comes now is not waited for
+    taking_part_.fetch_and(~kOpen, std::memory_order_acq_rel);  // workers can no longer join
     if (spin(spin_ns_, [this] { return taking_part_.load(std::memory_order_acquire) == 0; })) return;
     caller_asleep_ = true;
     for (uint32_t number; (number = taking_part_.load()) != 0;) wait_while(taking_part_, number);
     caller_asleep_ = false;
 }
 
-/// Whether there is a job that its caller still works on; it waits for this worker then.
+/// Joins the job if it is open. Returns whether it was; then the caller waits for this worker.
 bool Pool::join() {
     uint32_t number = taking_part_.load(std::memory_order_relaxed);
     while (number & kOpen) {
@@ -128,7 +128,7 @@ bool Pool::join() {
 
 void Pool::take_part(int worker) {
     constexpr uint64_t kFirst = uint64_t{1} << 32;
-    for (size_t i = 0; i < parts_.size(); ++i) {  // its own part from the front, the others' from the back
+    for (size_t i = 0; i < parts_.size(); ++i) {  // from the front of its own part, then from the back of the others'
         std::atomic<uint64_t>& part = parts_[(static_cast<size_t>(worker) + i) % parts_.size()].left;
         uint64_t left = part.load(std::memory_order_relaxed);
         while (left >> 32 < static_cast<uint32_t>(left)) {

@@ -1,4 +1,4 @@
-// Memory that a thread uses over and over.
+// Thread-local scratch memory that is reused.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,8 @@ namespace moeserve {
 
 enum class Scratch : int { product, hidden, layer, recurrence, drafts, guesses, count };
 
-/// At least `bytes` bytes of the calling thread's own, aligned to 64; they stay until it asks for more under this name.
+/// Returns at least `bytes` bytes of the calling thread, aligned to 64. They are valid until it asks for more under this
+/// name.
 uint8_t* scratch(Scratch name, size_t bytes);
 
 }  // namespace moeserve

@@ -24,7 +24,7 @@ const char* name(Call call) {
     return "?";
 }
 
-/// Who looks takes a core from who works, unless there is one to spare.
+/// Spin only if there are more cores than ranks. Otherwise a spinning rank takes a core from a working one.
 int64_t look_ns(size_t num_ranks) { return static_cast<long>(num_ranks) < sysconf(_SC_NPROCESSORS_ONLN) ? kLookNs : 0; }
 
 void relax() {
@@ -60,7 +60,7 @@ Channel::Channel(int index, std::vector<int> ranks, int ubatch, const std::vecto
             regions_[member] = self ? own : std::make_shared<Region>(regions.at(member), own->bytes());
             if (!self) peers_[member].socket = sockets.at(member);
         }
-    } catch (...) {  // a region closes its own descriptor; nobody else closes these
+    } catch (...) {  // regions close their own descriptors, but these have no owner
         for (int socket : sockets) close(socket);
         for (++member; member < static_cast<int>(regions.size()); ++member) close(regions[member]);
         throw;
@@ -89,7 +89,7 @@ void Channel::nudge() {
         int me = index_ + 1;
         std::atomic<int>& sleeps_for = board(member).sleeps_for;
         if (member == index_ || sleeps_for.load() != me || !sleeps_for.compare_exchange_strong(me, 0)) continue;
-        // A peer that cannot be told is gone; the wait for its own call says so.
+        // If this fails, the peer is gone, and the wait for its next call will report that.
         (void)send(peers_[member].socket, &kBell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     }
 }
@@ -137,7 +137,7 @@ void Channel::listen(Peer& peer) {
         for (ssize_t i = 0; i < count; ++i) {
             if (bells[i] == kGoodbye) peer.parted = true;
         }
-        if (count < static_cast<ssize_t>(sizeof bells)) return;  // EOF, if it comes, wakes the next poll
+        if (count < static_cast<ssize_t>(sizeof bells)) return;  // an EOF would wake the next poll
     }
 }
 
@@ -155,7 +155,7 @@ void Channel::diverged(int member, const std::string& theirs, const std::string&
 void Channel::sleep(int member, uint64_t number, int64_t deadline_ns) {
     std::atomic<int>& sleeps_for = board(index_).sleeps_for;
     sleeps_for.store(member + 1);
-    if (!rang(member, number)) {  // otherwise it may not have seen that somebody sleeps
+    if (!rang(member, number)) {  // otherwise it may have rung before it could see `sleeps_for`
         std::vector<pollfd> fds;
         for (const Peer& peer : peers_) fds.push_back({peer.gone ? -1 : peer.socket, POLLIN, 0});
         const int64_t left_ns = std::max<int64_t>(0, deadline_ns - now_ns());

@@ -1,5 +1,6 @@
 #pragma once
-// Ranks of one host that call in step: shared memory to read, one-byte doorbells for who sleeps, EOF when one dies.
+// Synchronization of the ranks of one host: flags in shared memory, a one-byte message on a socket to wake a
+// rank that sleeps, and EOF on the socket when a rank dies.
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace moeserve {
 
 enum class Call : uint8_t { dispatch, combine, gather };
 
-/// Ranks are gone, silent or at another call. `missing`: those that did not answer.
+/// Thrown if ranks are dead, silent or in another call. `missing`: the ranks that did not answer.
 struct Lost : std::runtime_error {
     Lost(const std::string& what, std::vector<int> missing_) : std::runtime_error(what), missing(std::move(missing_)) {}
     std::vector<int> missing;
@@ -22,58 +23,58 @@ struct Lost : std::runtime_error {
 
 int64_t now_ns();  // CLOCK_MONOTONIC, the same for all processes of a host
 
-/// One micro-batch's connections. Every member rings the same calls in the same order; a rank that rings another one is told
-/// apart at the first wait. Used by one thread at a time, except `leave`.
+/// The connections of one micro-batch to all members of a group. All members must ring the same calls in the same
+/// order; the first wait detects a rank that rang another call. Use by one thread at a time, except `leave`.
 class Channel {
 public:
-    /// ranks: the members' names in messages, by index. sockets[i], regions[i]: the connection to member i and the memory
-    /// that it sent, taken over; ignored at `index`, which is this rank.
+    /// index: this rank's index among the members. ranks: the members' ranks, for messages. sockets[i], regions[i]:
+    /// descriptors of the connection to member i and of its memory, owned from now on; ignored at `index`.
     Channel(int index, std::vector<int> ranks, int ubatch, const std::vector<int>& sockets,
             std::shared_ptr<Region> own, const std::vector<int>& regions);
     ~Channel();
     Channel(const Channel&) = delete;
     Channel& operator=(const Channel&) = delete;
 
-    /// Where a region's memory begins for those who use the channel.
+    /// Offset of the users' memory in a region. The channel's own data comes before.
     static constexpr size_t kHead = 4096;
 
     int index() const { return index_; }
-    uint64_t calls() const { return calls_; }  // rung so far
+    uint64_t calls() const { return calls_; }  // number of calls that this rank has rung
     int size() const { return static_cast<int>(peers_.size()); }
     std::byte* memory(int member) const { return regions_[member]->data() + kHead; }
     size_t bytes() const { return regions_[index_]->bytes() - kHead; }
 
-    /// Wakes who sleeps for this rank, some microseconds before it rings: waking up takes longer than that.
+    /// Wakes members that sleep while they wait for this rank. Call it some microseconds before `ring`, because waking
+    /// up takes time.
     void nudge();
 
-    /// Tells all others that this rank's part of `call` lies ready. Returns the call's number. Throws Lost after `leave`.
+    /// Signals all others that this rank's data of `call` is ready. Returns the call's number. Throws Lost after `leave`.
     uint64_t ring(Call call);
 
-    /// Waits until all others rang call number `number`: looks for a few microseconds, then sleeps. Throws Lost naming
-    /// those that are gone (at once) or silent (after timeout_s), or when this rank leaves, or when a rank rang for
-    /// something else.
+    /// Waits until all others rang call number `number`: spins for a few microseconds, then sleeps. Throws Lost if ranks
+    /// are dead (at once) or silent (after timeout_s), if this rank leaves, or if a rank rang another call.
     void wait(uint64_t number, double timeout_s);
 
-    /// Throws Lost, because `member` described its call differently.
+    /// Throws Lost: `member` is in another call.
     [[noreturn]] void diverged(int member, const std::string& theirs, const std::string& ours) const;
 
-    /// Says goodbye and wakes whoever waits; any thread, any number of times.
+    /// Leaves the group and interrupts a wait. Any thread may call it, any number of times.
     void leave();
 
 private:
-    static constexpr uint64_t kRemembered = 64;  // a rank is at most a few calls ahead of another
+    static constexpr uint64_t kRemembered = 64;  // enough, because a rank is at most a few calls ahead of another
 
-    /// At the start of each region, written by its owner; `sleeps_for` is cleared by who rings the doorbell.
+    /// The beginning of each region. Its owner writes it, but the member that wakes the owner resets `sleeps_for`.
     struct Board {
-        alignas(64) std::atomic<uint64_t> rung;  // calls that the owner rang
-        std::array<Call, kRemembered> calls;     // the last of them
-        alignas(64) std::atomic<int> sleeps_for;  // member + 1, or 0
+        alignas(64) std::atomic<uint64_t> rung;   // number of calls that the owner rang
+        std::array<Call, kRemembered> calls;      // the last of these calls
+        alignas(64) std::atomic<int> sleeps_for;  // member for which the owner waits asleep, plus 1; 0 for none
     };
 
     struct Peer {
         int socket = -1;
-        bool gone = false;
-        bool parted = false;  // it said goodbye
+        bool gone = false;    // the connection is closed
+        bool parted = false;  // it left the group in order
     };
 
     Board& board(int member) const { return *reinterpret_cast<Board*>(regions_[member]->data()); }
@@ -89,7 +90,7 @@ private:
     const int ubatch_;
     std::vector<Peer> peers_;
     std::vector<std::shared_ptr<Region>> regions_;
-    const int64_t look_ns_;  // how long to look before going to sleep
+    const int64_t look_ns_;  // how long to spin before sleeping
     uint64_t calls_ = 0;
     std::atomic<bool> left_{false};
 };

@@ -10,12 +10,12 @@
 namespace moeserve {
 namespace {
 
-constexpr size_t kNudgeBytes = 256 << 10;  // take about as long to copy as a sleeping peer takes to wake up
+constexpr size_t kNudgeBytes = 256 << 10;  // copying this many bytes takes about as long as a peer takes to wake up
 
 size_t aligned(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 struct Head {
-    uint64_t call;  // number of the dispatch that this turn is for
+    uint64_t call;  // number of the dispatch that this buffer belongs to
     int64_t dispatched_ns, combined_ns;
 };
 
@@ -37,25 +37,27 @@ Places places(size_t num_ranks, const Shape& shape) {
 
 }  // namespace
 
-/// first[g]: how many of the rank's pairs go to global experts before g. tokens[j]: token of the pair at sorted place j.
-/// start[r * experts_per_rank + e]: row of this rank's y where source r's rows for local expert e begin.
+/// One rank's buffer in memory.
+/// first[g]: number of the rank's pairs with global experts before g.
+/// tokens[j]: token of the pair at sorted place j.
+/// start[r * experts_per_rank + e]: row of this rank's y where the rows of source rank r for local expert e begin.
 struct Exchange::View {
     Head* head;
     uint32_t *first, *tokens, *start;
     std::byte *x, *y;
 };
 
-size_t Exchange::region_bytes(size_t num_ranks, const Shape& shape) { return Channel::kHead + kTurns * places(num_ranks, shape).end; }
+size_t Exchange::region_bytes(size_t num_ranks, const Shape& shape) { return Channel::kHead + kBuffers * places(num_ranks, shape).end; }
 
 Exchange::Exchange(std::shared_ptr<Channel> channel, const Shape& shape)
     : channel_(std::move(channel)), shape_(shape), zeros_(shape.y_row_bytes) {
     const Places at = places(channel_->size(), shape);
-    first_at_ = at.first, tokens_at_ = at.tokens, start_at_ = at.start, x_at_ = at.x, y_at_ = at.y, turn_bytes_ = at.end;
-    if (channel_->bytes() < kTurns * turn_bytes_) throw std::logic_error("the region is smaller than two turns");
+    first_at_ = at.first, tokens_at_ = at.tokens, start_at_ = at.start, x_at_ = at.x, y_at_ = at.y, buffer_bytes_ = at.end;
+    if (channel_->bytes() < kBuffers * buffer_bytes_) throw std::logic_error("the region is smaller than two buffers");
 }
 
-Exchange::View Exchange::view(int member, int turn) const {
-    std::byte* at = channel_->memory(member) + turn * turn_bytes_;
+Exchange::View Exchange::view(int member, int buffer) const {
+    std::byte* at = channel_->memory(member) + buffer * buffer_bytes_;
     return {reinterpret_cast<Head*>(at),
             reinterpret_cast<uint32_t*>(at + first_at_),
             reinterpret_cast<uint32_t*>(at + tokens_at_),
@@ -64,8 +66,8 @@ Exchange::View Exchange::view(int member, int turn) const {
             at + y_at_};
 }
 
-Exchange::Turn& Exchange::expect(int turn, Stage stage, const char* what) {
-    Turn& found = turns_.at(turn);
+Exchange::Buffer& Exchange::expect(int buffer, Stage stage, const char* what) {
+    Buffer& found = buffers_.at(buffer);
     if (found.stage == Stage::broken) throw Lost("this dispatch failed before; ranks of its group are gone", {});
     if (found.stage != stage) throw std::logic_error(std::string(what) + " comes out of order for its dispatch");
     return found;
@@ -81,10 +83,10 @@ int Exchange::dispatch(const int32_t* ids, size_t tokens, size_t top_k, const vo
                                 std::to_string(shape_.top_k));
     }
     check_ids(ids, tokens * top_k, num_experts);
-    const auto free = std::find_if(turns_.begin(), turns_.end(), [](const Turn& t) { return t.stage == Stage::free; });
-    if (free == turns_.end()) throw std::logic_error("two dispatches of this micro-batch are in flight; combine one first");
-    const int turn = static_cast<int>(free - turns_.begin());
-    const View own = view(channel_->index(), turn);
+    const auto free = std::find_if(buffers_.begin(), buffers_.end(), [](const Buffer& t) { return t.stage == Stage::free; });
+    if (free == buffers_.end()) throw std::logic_error("two dispatches of this micro-batch are in flight; combine one first");
+    const int buffer = static_cast<int>(free - buffers_.begin());
+    const View own = view(channel_->index(), buffer);
 
     const size_t x_bytes = tokens * shape_.x_row_bytes, last = std::min(x_bytes, kNudgeBytes);
     if (x_bytes > last) std::memcpy(own.x, x, x_bytes - last);
@@ -98,19 +100,19 @@ int Exchange::dispatch(const int32_t* ids, size_t tokens, size_t top_k, const vo
     own.head->dispatched_ns = now_ns();
     free->call = channel_->ring(Call::dispatch);
     free->stage = Stage::sent;
-    return turn;
+    return buffer;
 }
 
-size_t Exchange::await_rows(int turn, double timeout_s, int64_t* counts, int64_t* ends) {
-    Turn& mine = expect(turn, Stage::sent, "the wait for rows");
-    mine.stage = Stage::broken;  // until all went well
+size_t Exchange::await_rows(int buffer, double timeout_s, int64_t* counts, int64_t* ends) {
+    Buffer& mine = expect(buffer, Stage::sent, "the wait for rows");
+    mine.stage = Stage::broken;  // unless all goes well
     channel_->wait(mine.call, timeout_s);
     const int num_ranks = channel_->size();
     const size_t experts = shape_.experts_per_rank, begin = channel_->index() * experts;
-    const View own = view(channel_->index(), turn);
+    const View own = view(channel_->index(), buffer);
     mine.arrived_ns = 0;
     for (int source = 0; source < num_ranks; ++source) {
-        const Head& head = *view(source, turn).head;
+        const Head& head = *view(source, buffer).head;
         if (head.call != mine.call) {
             channel_->diverged(source, "dispatch " + std::to_string(head.call), "dispatch " + std::to_string(mine.call));
         }
@@ -120,7 +122,7 @@ size_t Exchange::await_rows(int turn, double timeout_s, int64_t* counts, int64_t
     for (size_t expert = 0; expert < experts; ++expert) {
         const uint32_t before = row;
         for (int source = 0; source < num_ranks; ++source) {
-            const uint32_t* first = view(source, turn).first + begin + expert;
+            const uint32_t* first = view(source, buffer).first + begin + expert;
             own.start[source * experts + expert] = row;
             row += first[1] - first[0];
         }
@@ -133,51 +135,51 @@ size_t Exchange::await_rows(int turn, double timeout_s, int64_t* counts, int64_t
     return row;
 }
 
-void Exchange::take_rows(int turn, void* out) const {
+void Exchange::take_rows(int buffer, void* out) const {
     const size_t experts = shape_.experts_per_rank, begin = channel_->index() * experts;
     std::byte* to = static_cast<std::byte*>(out);
     for (size_t expert = begin; expert < begin + experts; ++expert) {
         for (int source = 0; source < channel_->size(); ++source) {
-            const View from = view(source, turn);
+            const View from = view(source, buffer);
             const uint32_t first = from.first[expert], count = from.first[expert + 1] - first;
             to = gather_rows(to, from.x, from.tokens + first, count, shape_.x_row_bytes);
         }
     }
 }
 
-void Exchange::combine(int turn) {
-    Turn& mine = expect(turn, Stage::received, "combine");
-    view(channel_->index(), turn).head->combined_ns = now_ns();
+void Exchange::combine(int buffer) {
+    Buffer& mine = expect(buffer, Stage::received, "combine");
+    view(channel_->index(), buffer).head->combined_ns = now_ns();
     mine.call = channel_->ring(Call::combine);
     mine.stage = Stage::combined;
 }
 
-void Exchange::await_sums(int turn, double timeout_s, const float* weights, Element element, size_t dim, void* out) {
-    Turn& mine = expect(turn, Stage::combined, "the wait for sums");
+void Exchange::await_sums(int buffer, double timeout_s, const float* weights, Element element, size_t dim, void* out) {
+    Buffer& mine = expect(buffer, Stage::combined, "the wait for sums");
     if (dim * element_bytes(element) != shape_.y_row_bytes) throw std::logic_error("rows of y have another size");
     mine.stage = Stage::broken;
     channel_->wait(mine.call, timeout_s);
     mine.arrived_ns = 0;
     for (int source = 0; source < channel_->size(); ++source) {
         if (source == channel_->index()) continue;
-        mine.arrived_ns = std::max(mine.arrived_ns, view(source, turn).head->combined_ns);
+        mine.arrived_ns = std::max(mine.arrived_ns, view(source, buffer).head->combined_ns);
     }
-    if (view(channel_->index(), turn).first[channel_->size() * shape_.experts_per_rank] == 0) {
+    if (view(channel_->index(), buffer).first[channel_->size() * shape_.experts_per_rank] == 0) {
         std::fill_n(static_cast<std::byte*>(out), mine.tokens * shape_.y_row_bytes, std::byte{0});
     } else {
-        find_rows(turn, rows_);
+        find_rows(buffer, rows_);
         weighted_sum(rows_.data(), weights, mine.tokens, mine.top_k, dim, element, out, best_isa());
     }
     mine.stage = Stage::free;
 }
 
-void Exchange::find_rows(int turn, std::vector<const void*>& rows) const {
-    const Turn& mine = turns_[turn];
-    const View own = view(channel_->index(), turn);
+void Exchange::find_rows(int buffer, std::vector<const void*>& rows) const {
+    const Buffer& mine = buffers_[buffer];
+    const View own = view(channel_->index(), buffer);
     const size_t experts = shape_.experts_per_rank;
     rows.assign(mine.tokens * mine.top_k, zeros_.data());
     for (int owner = 0; owner < channel_->size(); ++owner) {
-        const View from = view(owner, turn);
+        const View from = view(owner, buffer);
         for (size_t expert = 0; expert < experts; ++expert) {
             const uint32_t* first = own.first + owner * experts + expert;
             const std::byte* y = from.y + size_t{from.start[channel_->index() * experts + expert]} * shape_.y_row_bytes;

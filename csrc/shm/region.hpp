@@ -1,18 +1,19 @@
 #pragma once
-// Memory that a rank owns and its peers map.
+// Shared memory that one rank owns and its peers map.
 #include <cstddef>
 
 namespace moeserve {
 
-/// Anonymous shared memory behind a file descriptor. Its pages exist only once they are written, so a region may be as
+/// Anonymous shared memory with a file descriptor. Pages are allocated when they are first written, so a region may be as
 /// large as the worst case.
 class Region {
 public:
-    /// Makes one; the size is sealed, so no peer can cut it off under a reader. Throws std::system_error.
+    /// Creates a region. Its size is sealed, so that no peer can truncate it while another reads. Throws
+    /// std::system_error.
     explicit Region(size_t bytes);
 
-    /// Maps one that a peer sent, and takes over `fd`. Throws std::runtime_error when it is smaller than `bytes`, or
-    /// could become so.
+    /// Maps a peer's region, and owns `fd` from now on. Throws std::runtime_error if it is smaller than `bytes` or its
+    /// size is not sealed.
     Region(int fd, size_t bytes);
 
     ~Region();

@@ -74,7 +74,7 @@ def test_simulate_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path
             ["plan", "demo", "--gpus", "H100", "--rates", "1", "--output", "0"],
             "--output must be at least 1",
         ),
-        (["plan", "demo", "--gpus", "TPU", "--rates", "1"], "is not known"),
+        (["plan", "demo", "--gpus", "TPU", "--rates", "1"], "unknown device"),
         (
             ["plan", "demo", "--gpus", "9999999x8xH100", "--rates", "1"],
             "must be 1 to 1024 machines",

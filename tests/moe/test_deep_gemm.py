@@ -189,7 +189,7 @@ def test_rows_of_both_layouts(
 
 
 def slotted(x_eCD: Tensor) -> tuple[Tensor, Tensor]:
-    """As DeepEP's kernels leave rows in fp8: scales lie across."""
+    """Return fp8 rows as DeepEP's kernels do, with transposed scales."""
     values, scales = (
         part.unflatten(0, x_eCD.shape[:2]) for part in quantise_reference(x_eCD.flatten(0, 1))
     )
@@ -266,8 +266,10 @@ def test_one_expert_and_rows_in_groups(package: Any, which: int, room: int) -> N
 
 
 def test_rounding_twice() -> None:
-    """Where no product takes rows in fp8 they are bfloat16, and where it rounds, in fp8 again: the
-    same bits if scales are powers of two."""
+    """Rows are bf16 where no product takes fp8, and are rounded again where one does.
+
+    The bits stay the same if scales are powers of two.
+    """
     w = weights("fp8 in blocks")
     triton = TritonExperts()
     packed = triton.pack(w)
@@ -338,13 +340,13 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "e4m3 blocks of 128 x 128" in str(why(blocks=False))
     assert "--determinism fast" in str(why(exact=True))
     assert "moeserve tune --weights fp8" in str(why(asked=False))
-    assert "Hopper alone, and not on cpu" in str(why(device=torch.device("cpu")))
+    assert "Hopper only, not on cpu" in str(why(device=torch.device("cpu")))
     package.get_mk_alignment_for_contiguous_layout = lambda: 240
-    assert "wants tiles of 240 rows" in str(why())
+    assert "needs tiles of 240 rows" in str(why())
     package.get_mk_alignment_for_contiguous_layout = lambda: 64
     assert why() is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "Hopper alone" in str(why())
+    assert "Hopper only" in str(why())
     old = SimpleNamespace(**dict.fromkeys(RELEASES["deep_gemm 1.0.0"]), __version__="1.0.0")
     monkeypatch.setitem(sys.modules, "deep_gemm", old)
     assert f"deep_gemm 1.0.0 has no {deep_gemm.PRODUCT}; a newer one has" in str(why())
@@ -353,7 +355,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_plan_says_why_not() -> None:
-    """Nobody has it here; asked for by name it is not replaced in silence."""
+    """The package is missing here; if requested by name it is not silently replaced."""
     needs = MoENeeds(
         hidden_size=D, expert_size=I, dtype="float32", device=DEVICE.type, max_tokens=8
     )

@@ -145,7 +145,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def experts(asked: bool = True, blocks: bool = False, **changes: Any) -> FlashInferExperts:
-    """As on a card that it serves."""
+    """Return the experts as on a supported card."""
     ours = FlashInferExperts(DEVICE, asked, blocks, False, SIZES, HALF, **changes)
     ours.caps = replace(ours.caps, obstacle=None)
     return ours
@@ -197,7 +197,7 @@ def test_a_layer_in_one_call(package: Any, tokens: int, padding: int, rule: Rout
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("counts", [[3, 0, 17, 1], [0] * 4, [0, 0, 0, 1], [20, 0, 0, 0]], ids=str)
 def test_rows_sorted_by_expert(package: Any, counts: list[int], on_device: bool) -> None:
-    """As they come from other ranks, with some behind the last that belong to nobody."""
+    """Rows come from other ranks, and some after the last belong to no expert."""
     w = plain()
     total = sum(counts)
     x = rows(total + 3)
@@ -269,7 +269,7 @@ def test_weights_in_blocks(package: Any) -> None:
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_an_expert_moves_in_one_piece(package: Any, blocks: bool) -> None:
-    """Put, taken and stacked experts are those that were packed together, up rows first."""
+    """put, take and stack equal packing the weights together, with up rows first."""
     ours = experts(blocks=blocks)
     a, b = (weights("fp8 in blocks", seed) if blocks else plain(seed=seed) for seed in (0, 7))
     whole = ours.pack(a)
@@ -338,12 +338,12 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "SwiGLU alone" in why(swiglu=False)
     assert "--determinism fast" in why(exact=True)
     assert "`moeserve tune` finds out" in why(asked=False)
-    assert "Hopper or newer, and not on cpu" in why(device=torch.device("cpu"))
+    assert "Hopper or newer, not on cpu" in why(device=torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert why() == "None"
-    assert "on Hopper, and not on cuda" in why(blocks=True)
+    assert "on Hopper, not on cuda" in why(blocks=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert "Hopper or newer, and not on cuda" in why()
+    assert "Hopper or newer, not on cuda" in why()
     package.cutlass_fused_moe.__signature__ = signature_of("flashinfer 0.5.3")
     assert "takes no use_fused_finalize; 0.7.2 does" in why()
     del package.cutlass_fused_moe

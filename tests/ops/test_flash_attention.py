@@ -159,7 +159,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def as_on_hopper(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the device here were one."""
+    """Make the device look like a Hopper GPU."""
     monkeypatch.setattr(flash_attention, "obstacle", lambda device: None)
 
 
@@ -187,7 +187,7 @@ def test_attention(
     heads: int, kv_heads: int, dim: int, v_dim: int, size: int, window: int | None,
     chunk: int | None, soft_cap: float, dtype: torch.dtype, package: Any,
 ) -> None:  # fmt: skip
-    """Prefill and decode, alone and mixed, beside the definition; two padded tokens behind."""
+    """Prefill and decode, alone and mixed, against the reference, with two tokens of padding."""
     shape = AttentionShape(heads, kv_heads, dim, v_dim, size, dtype, window, chunk)
     for starts, news in (([600, 0, 100, 130], [1, 0, 20, 2]), ([70, 7], [1, 1]), ([0], [90])):
         step = Step(shape, starts, news)
@@ -212,8 +212,9 @@ def test_attention(
 
 
 def test_parts_of_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as keep the device busy where the longest row is alone, but no more than there is
-    work space for.
+    """Contexts are split to keep the device busy if the longest row is alone.
+
+    There are no more parts than the workspace has room for.
     """
     monkeypatch.setattr(flash_attention, "facts_of", lambda device: H100)
 
@@ -237,7 +238,7 @@ def test_parts_of_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_asks_the_device(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a step can be recorded, padded as it is then."""
+    """So a step can be recorded, with the padding of that time."""
     asked: list[str] = []
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -269,11 +270,14 @@ def test_which_heads_fit() -> None:
     for sizes in ((576, 512), (320, 256)):
         assert not misfit(*sizes, latent=True)
         assert misfit(*sizes)
-    assert misfit(512, 512) == "it knows no heads of width 512"
-    assert misfit(60, 60) == "it knows no heads of width 60"
-    assert misfit(24, 16) == "it knows no heads of width 24 and 16"
-    assert misfit(40, 32, latent=True) == "it knows no latents of width 40 and 32"
-    assert misfit(128, 128, sinks=True) == "it knows no sinks"
+    assert misfit(512, 512) == "FlashAttention-3 does not support heads of width 512"
+    assert misfit(60, 60) == "FlashAttention-3 does not support heads of width 60"
+    assert misfit(24, 16) == "FlashAttention-3 does not support heads of width 24 and 16"
+    assert (
+        misfit(40, 32, latent=True)
+        == "FlashAttention-3 does not support latents of width 40 and 32"
+    )
+    assert misfit(128, 128, sinks=True) == "FlashAttention-3 does not support attention sinks"
 
 
 def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +289,9 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why() == "None"
-    assert why(torch.device("cpu")) == "it serves on Hopper alone, and not on cpu"
+    assert why(torch.device("cpu")) == "FlashAttention-3 is supported on Hopper only, not on cpu"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "Hopper alone" in why()
+    assert "Hopper only" in why()
     for parameters, missing in zip(OLD.values(), ("qv", "attention_chunk"), strict=True):
         old = SimpleNamespace(**{flash_attention.FUNCTION: recorded(parameters)})
         monkeypatch.setitem(sys.modules, flash_attention.PACKAGE, old)
@@ -316,7 +320,11 @@ def test_a_table_that_cannot_have_it_says_so(
         (triton_ops(torch.float32), {}, "float16, not in torch.float32"),
         (fast, {"cache": CacheConfig(kv_cache_dtype="int8")}, "reads no cache in int8"),
         (fast, {"cache": CacheConfig(block_size=64)}, "behind a context's end in blocks of 64"),
-        (fast, {"misfit": "it knows no sinks"}, "it knows no sinks"),
+        (
+            fast,
+            {"misfit": "FlashAttention-3 does not support attention sinks"},
+            "FlashAttention-3 does not support attention sinks",
+        ),
     ):
         with pytest.raises(
             ConfigError, match=f"attention_backend=fa3: .*{said}.*choose attention_backend: auto"
@@ -330,8 +338,10 @@ def test_a_table_that_cannot_have_it_says_so(
 
 
 def test_it_runs_where_it_was_measured_to_be_faster(as_on_hopper: None, tmp_path: Path) -> None:
-    """By the tokens of a step's longest row; and never for kernels whose bits must not depend on
-    the batch, which read the same table."""
+    """The choice is by the tokens of a step's longest row.
+
+    Batch-invariant kernels read the same table and must ignore it.
+    """
     configs.add_folder(tmp_path)
     shape = AttentionShape(4, 2, 64, 64, 16, torch.float16)
     latent = AttentionShape(128, 1, 576, 512, 16, torch.float16)
@@ -413,7 +423,7 @@ def runner_of(path: Path, **settings: Any) -> Driver:
 
 
 def serve(driver: Driver) -> list[Request]:
-    """A prompt in chunks, others beside it, and tokens one by one."""
+    """Run a prompt in chunks, others beside it, and single tokens."""
     rng = np.random.default_rng(3)
     a, b, c = requests = [Request(rng.integers(1, 200, n).tolist(), greedy()) for n in (22, 5, 4)]
     driver.add(a)
@@ -462,8 +472,12 @@ def test_a_whole_model(
 @pytest.mark.parametrize(
     ("family", "settings", "said"),
     [
-        ("gpt_oss", {"kernels": "triton"}, "it knows no sinks"),
-        ("deepseek_v2", {"kernels": "triton"}, "it knows no latents of width 40 and 32"),
+        ("gpt_oss", {"kernels": "triton"}, "FlashAttention-3 does not support attention sinks"),
+        (
+            "deepseek_v2",
+            {"kernels": "triton"},
+            "FlashAttention-3 does not support latents of width 40 and 32",
+        ),
         ("qwen3_moe", {"kernels": "triton", "kv_cache_dtype": "int8"}, "reads no cache in int8"),
         ("qwen3_moe", {"kernels": "triton", "determinism": "batch"}, "use --determinism fast"),
         ("qwen3_moe", {"kernels": "triton"}, "cannot be imported"),
