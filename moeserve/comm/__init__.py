@@ -1,1 +1,1 @@
-"""Ranks and how they agree on a step."""
+"""Communication between ranks: connections, collectives, shared memory, and the vote on steps."""

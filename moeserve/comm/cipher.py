@@ -1,10 +1,11 @@
-"""Encryption of one direction of a stream between machines: AES-256-GCM, and lengths that cannot be
-altered either.
+"""Encryption of one direction of a stream between machines, with AES-256-GCM.
 
-A message's nonce is its number in the stream. Both ends know it, so it does not travel, and what
-was altered, repeated, left out or put in does not open. The length before it, by which the other
-end knows how long to wait, has a code of its own: length * k + r modulo a prime (Carter and
-Wegman), k the same and r another one for each message.
+A message's nonce is its number in the stream. Both ends know it, so it is not sent. A message that
+was altered, repeated, removed or inserted cannot be decrypted.
+
+The length before each message must be authenticated separately, because the receiver needs it
+before the message. Its code is (length * k + r) modulo a prime (Carter and Wegman), with the same k
+and a new r for each message.
 """
 
 import hashlib
@@ -19,16 +20,17 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 NONCE_BYTES = 12
-SEALED_HEADER = struct.Struct("<IQ")  # bytes of the message behind it, and the code of that number
+SEALED_HEADER = struct.Struct("<IQ")  # length of the message that follows, and its code
 ALTERED = "a message that was altered on the way, or is not its own"
 _PRIME = (1 << 61) - 1
 _PAD = struct.Struct("<Q")
-_PADS_BYTES = 512 * _PAD.size  # made at once
+_PADS_BYTES = 512 * _PAD.size  # computed at a time
 
 
 class Cipher:
-    """Seals the messages of one direction at one end, or opens them at the other. key: 32 bytes, of
-    no other stream.
+    """Encrypts the messages of one direction at one end, or decrypts them at the other end.
+
+    key: 32 bytes, used for no other stream.
     """
 
     header_bytes = SEALED_HEADER.size
@@ -40,13 +42,14 @@ class Cipher:
         self._factor = next(self._pads)
 
     def seal(self, text: bytes) -> bytes:
-        """Return the next message as it travels: `SEALED_HEADER`, text, 16 bytes of tag."""
+        """Encrypt the next message. Return `SEALED_HEADER`, ciphertext and a tag of 16 bytes."""
         sealed = self._aead.encrypt(next(self._nonces), text, None)
         return SEALED_HEADER.pack(len(sealed), self._code(len(sealed))) + sealed
 
     def length(self, header: bytearray) -> int:
-        """Return how many bytes of the next message follow its header; once for each. Raises as
-        `open`.
+        """Return how many bytes of the next message follow its header.
+
+        Call this once per message. Raises ValueError if the length was altered.
         """
         num_bytes, code = SEALED_HEADER.unpack_from(header)
         if code != self._code(num_bytes):
@@ -54,9 +57,7 @@ class Cipher:
         return int(num_bytes)
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the text of the next message. Raises ValueError if it is not what the other end
-        sealed.
-        """
+        """Decrypt the next message. Raises ValueError if the other end did not send it."""
         try:
             return self._aead.decrypt(next(self._nonces), sealed, None)
         except InvalidTag:
@@ -67,6 +68,7 @@ class Cipher:
 
 
 def _pads(key: bytes) -> Iterator[int]:
+    """Yield pseudorandom 64-bit numbers, the keystream of AES-CTR."""
     stream = BlockCipher(AES(key), CTR(bytes(16))).encryptor()
     while True:
         for (pad,) in _PAD.iter_unpack(stream.update(bytes(_PADS_BYTES))):

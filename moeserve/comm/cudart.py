@@ -1,5 +1,5 @@
-"""Device memory that other processes may open, by the few calls of the CUDA runtime that torch does
-not offer.
+"""Device memory that other processes can map (CUDA IPC), through calls of the CUDA runtime that
+torch does not provide.
 """
 
 import ctypes
@@ -17,29 +17,31 @@ from moeserve.kernels.exchange import meet
 if TYPE_CHECKING:
     from moeserve._native import Region
 
-LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
-WHOLE = (
-    2 << 20
-)  # smaller allocations may share a block with others, which would be opened with them
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag
+# Allocations are multiples of this. Smaller ones may share a block with other memory, which would
+# be mapped, too.
+WHOLE = 2 << 20
 
 
 class IpcHandle(ctypes.Structure):
-    """cudaIpcMemHandle_t; calls take it by value."""
+    """cudaIpcMemHandle_t, which is passed by value."""
 
     _fields_ = (("bytes", ctypes.c_ubyte * 64),)
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A region that other processes may open. gpu: the UUID of its GPU."""
+    """The description of a region, with which other processes map it."""
 
     handle: bytes
-    gpu: str
+    gpu: str  # the UUID of its GPU
 
 
 class CudaMemory:
-    """Regions of device memory over CUDA IPC, between processes on one GPU or on GPUs that reach
-    each other. Errors are ConfigErrors with the CUDA runtime's own message and a remedy. Tests use
-    a stand-in of host memory."""
+    """Regions of device memory that are shared over CUDA IPC.
+
+    The processes must use one GPU, or GPUs with peer access. Errors of the CUDA runtime are raised
+    as ConfigError with a remedy. Tests replace this class by one with host memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,12 +49,11 @@ class CudaMemory:
         self._opened: list[int] = []
         major = (torch.version.cuda or "").partition(".")[0]
         try:
-            lib = ctypes.CDLL(f"libcudart.so.{major}")  # the same one that torch has loaded
+            lib = ctypes.CDLL(f"libcudart.so.{major}")  # the library that torch has loaded
         except OSError as error:
             raise ConfigError(
                 f"cuda_ipc needs the CUDA runtime that torch {torch.__version__} uses ({error});"
-                " install a wheel of "
-                "torch for CUDA, or put libcudart on LD_LIBRARY_PATH"
+                " install a wheel of torch for CUDA, or put libcudart on LD_LIBRARY_PATH"
             ) from None
         address = ctypes.c_void_p
         lib.cudaMalloc.argtypes = (ctypes.POINTER(address), ctypes.c_size_t)
@@ -68,8 +69,11 @@ class CudaMemory:
         self._lib = lib
 
     def allocate(self, num_bytes: int) -> "tuple[Tensor, Region]":
-        """Return this rank's region, uint8, zeroed when it was made and the same each time, and
-        what lets others open it. The memory lives as long as the process."""
+        """Return this rank's region as a uint8 tensor, and shared memory with its `Offer`.
+
+        The region is allocated and zeroed by the first call; later calls return the same one. It is
+        freed with the process.
+        """
         if self._region is None or self._region[0].nbytes != num_bytes:
             address = ctypes.c_void_p()
             handle = IpcHandle()
@@ -78,7 +82,7 @@ class CudaMemory:
                 f"{whole >> 20} MiB are asked for; lower --memory-utilization, or"
                 " --max-num-batched-tokens"
             )
-            torch.cuda.empty_cache()  # gives back what torch holds in reserve
+            torch.cuda.empty_cache()  # frees the memory that torch's allocator caches
             self._call(remedy, "cudaMalloc", ctypes.byref(address), whole)
             start = int(address.value or 0)
             self._call(remedy, "cudaMemset", start, 0, whole)
@@ -97,23 +101,23 @@ class CudaMemory:
         return self._region
 
     def open(self, rank: int, fd: int) -> int:
-        """Return the address of another rank's region, of which `fd` holds the offer. Raises
-        ConfigError when that GPU is out of reach."""
+        """Map another rank's region and return its address. fd: shared memory with its `Offer`.
+
+        Raises ConfigError if that GPU cannot be accessed.
+        """
         offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
         here = torch.cuda.current_device()
         there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
         if there is None:
             raise ConfigError(
                 f"cuda_ipc: GPU {offer.gpu} of rank {rank} is hidden from this rank; let all"
-                " ranks of a host see all "
-                "their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
+                " ranks of a host see all their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
             )
         if there != here and not torch.cuda.can_device_access_peer(here, there):
             raise ConfigError(
                 f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}):"
-                " neither NVLink nor PCIe "
-                "peer access; use --all2all deepep_v2, or GPUs that `nvidia-smi topo -p2p r`"
-                " shows as OK"
+                " neither NVLink nor PCIe peer access; use --all2all deepep_v2, or GPUs that"
+                " `nvidia-smi topo -p2p r` shows as OK"
             )
         address = ctypes.c_void_p()
         handle = IpcHandle.from_buffer_copy(offer.handle)
@@ -132,7 +136,7 @@ class CudaMemory:
             )
 
     def words(self, count: int) -> Tensor:
-        """Return int32 zeros whose changes host and device both see at once."""
+        """Return int32 zeros in pinned host memory, which host and device both read and write."""
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
     def meet(
@@ -144,13 +148,13 @@ class CudaMemory:
         timeout_s: float,
         call: int,
     ) -> None:
-        """Queues the kernel that waits for all ranks; see kernels/exchange.py."""
+        """Launch the kernel that waits for all ranks; see kernels/exchange.py."""
         meet(bases_R, state, rank, control, timeout_s, call)
 
     def _call(self, remedy: str, name: str, *arguments: Any) -> None:
         code = getattr(self._lib, name)(*arguments)
         if code:
-            self._lib.cudaGetLastError()  # else the next launch would report it again
+            self._lib.cudaGetLastError()  # clears it, so that the next launch does not report it
             words = self._lib.cudaGetErrorString(code).decode()
             raise ConfigError(f"{name}: {words} (CUDA error {code}); {remedy}")
 

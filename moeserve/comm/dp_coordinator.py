@@ -1,10 +1,11 @@
-"""The step vote between the engines of a group, over one stream from each follower to the leader,
-engine 0.
+"""The vote of data-parallel engines on each step: what to do, and how many tokens each has.
 
-Followers send their votes to the leader, which sends all of them back; each engine decides from
-them by itself. On one host the streams are Unix sockets in the members' directory, between hosts
-TCP, encrypted. All of it runs on the caller's event loop: a vote is one message and one wake-up,
-without a thread in between.
+Engine 0 is the leader, and each other engine (a follower) has one stream to it. Followers send
+their votes to the leader, which sends all votes back. Each engine computes the decision from them.
+
+On one host, the streams are Unix sockets in the members' directory; between hosts, they are
+encrypted TCP connections. All of it runs on the caller's event loop, so a vote takes one message
+and one wake-up, without another thread.
 """
 
 import asyncio
@@ -30,43 +31,39 @@ from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote, decide
 from moeserve.errors import ConfigError, PeerLost, StepSkew
 
 MAX_FRAME_BYTES = 1 << 20
-FOLLOWER_WAITS = (
-    1.25  # times the deadline: the leader knows better who is silent, and should report it first
-)
-FIRST_VOTE = (
-    10  # times the deadline: others may still read experts from disk before their first step
-)
+# A follower's deadline is longer by this factor, so that the leader, which knows who is silent,
+# reports it first.
+FOLLOWER_WAITS = 1.25
+# The first vote's deadline is longer by this factor, because engines may still load experts.
+FIRST_VOTE = 10
 
 
 class Votes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Leader to followers: the votes of all engines, in rank order."""
+    """The votes of all engines, in rank order. From the leader to followers."""
 
     votes: list[Vote]
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Leader to followers: an engine has voted in this step, which all the others have slept
-    through so far.
+    """Another engine has voted in this step, so parked engines must vote, too. From the leader to
+    followers.
     """
 
     step: int
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Either way, as the last message: the sender leaves. missing: ranks that are lost, as far as
-    it knows.
-    """
+    """The sender leaves. The last message of a stream, in both directions."""
 
     cause: str
-    missing: tuple[int, ...]
+    missing: tuple[int, ...]  # the lost ranks that the sender knows of
 
 
 async def open_coordinator(members: Members) -> DPCoordinator:
-    """Connect to the other engines. To be called by each engine's tp_rank 0, on the loop that will
-    vote.
+    """Connect to the other engines.
 
-    Raises PeerLost naming the engines that did not come, ConfigError when this machine does not let
-    us listen.
+    Each engine's tp_rank 0 calls this, on the event loop on which it will vote. Raises PeerLost
+    with the engines that did not connect, and ConfigError if this machine cannot listen.
     """
     if members.size == members.tp_size:
         return _Leader(members, {})
@@ -76,24 +73,22 @@ async def open_coordinator(members: Members) -> DPCoordinator:
 
 
 class _Coordinator:
-    """The shared part of leader and follower: one open vote, its deadline, the wake-up, and how the
-    group ends.
-    """
+    """The base of leader and follower: the open vote with its deadline, waking, and closing."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
         self.epoch = members.epoch
         self._loop = asyncio.get_running_loop()
-        self._step = 0  # of the next vote, or of the one that is open
-        self._open: asyncio.Future[Decision] | None = None
-        self._woken = asyncio.Event()  # also when the group is lost
-        self._timer: asyncio.TimerHandle | None = None
+        self._step = 0  # of the open vote, or else of the next one
+        self._open: asyncio.Future[Decision] | None = None  # the open vote's decision
+        self._woken = asyncio.Event()  # also set when the group is lost
+        self._timer: asyncio.TimerHandle | None = None  # of the open vote's deadline
         self._lost: asyncio.Future[PeerLost] = self._loop.create_future()
-        self._streams: dict[int, AsyncStream[Any]] = {}  # to other engines
+        self._streams: dict[int, AsyncStream[Any]] = {}  # by engine
 
     @property
     def woken(self) -> bool:
-        """Whether, after a PARK, another engine has voted in the next step and waits."""
+        """Whether, after a PARK, another engine has voted in the next step and waits for us."""
         return self._woken.is_set() and not self._lost.done()
 
     @property
@@ -102,11 +97,11 @@ class _Coordinator:
         return self._lost.result() if self._lost.done() else None
 
     async def broken(self) -> None:
-        """Return once the group is broken."""
+        """Wait until the group is broken."""
         await asyncio.shield(self._lost)
 
     async def decide(self, vote: Vote) -> Decision:
-        """Vote, and return the common decision of all. Raises PeerLost or StepSkew."""
+        """Vote, and return the decision of all engines. Raises PeerLost or StepSkew."""
         assert self._open is None, "one vote at a time"
         assert vote.epoch == self.epoch, (vote.epoch, self.epoch)
         self._raise_if_lost()
@@ -115,29 +110,28 @@ class _Coordinator:
         self._cast(vote)
         try:
             return await self._open
-        except (
-            asyncio.CancelledError
-        ):  # nobody will read the answer, and no later vote could match it
+        except asyncio.CancelledError:
+            # The other engines' votes are lost, so this engine cannot take part any more.
             self.close()
             raise
         finally:
             self._open = None
 
     async def wait_woken(self) -> None:
-        """Return once `woken` is true. Raises PeerLost."""
+        """Wait until `woken` is true. Raises PeerLost."""
         await self._woken.wait()
         self._raise_if_lost()
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Drop the connections; the other engines learn the cause and the ranks known to be
-        missing.
-        """
+        """Close the connections. The cause and the missing ranks are sent to the other engines."""
         self._end(PeerLost(cause or "this engine left the vote", missing))
 
     def _cast(self, vote: Vote) -> None:
+        """Submit this engine's vote."""
         raise NotImplementedError
 
     def _overdue(self) -> None:
+        """End the group, because the open vote's deadline has passed."""
         raise NotImplementedError
 
     def _raise_if_lost(self) -> None:
@@ -158,14 +152,15 @@ class _Coordinator:
             self._timer = self._loop.call_later(deadline_s, self._overdue)
 
     def _finish(self, votes: list[Vote]) -> Decision | None:
-        """Give the open vote its decision; None when there is none, or nobody waits for it any
-        more.
+        """Set the open vote's decision and return it.
+
+        Return None if the votes do not match, or if the vote was cancelled.
         """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         assert self._open is not None
-        if self._open.done():  # cancelled just now: `decide` is about to close
+        if self._open.done():  # it was cancelled, and `decide` will close the connections
             return None
         self._step += 1
         try:
@@ -177,7 +172,7 @@ class _Coordinator:
         return decision
 
     def _end(self, lost: PeerLost) -> None:
-        """End everything; the first cause counts."""
+        """Close the connections, and fail the open vote. Only the first call has an effect."""
         if self._lost.done():
             return
         self._lost.set_result(lost)
@@ -199,7 +194,7 @@ class _Coordinator:
 
 
 class _Leader(_Coordinator):
-    """Engine 0: collects the votes and sends all of them to its followers, if it has any."""
+    """Engine 0, which collects all votes and sends them to its followers, if it has any."""
 
     @classmethod
     async def open(cls, members: Members) -> "_Leader":
@@ -221,8 +216,8 @@ class _Leader(_Coordinator):
     def __init__(self, members: Members, followers: dict[Peer, KeyedSocket]) -> None:
         super().__init__(members)
         self._num_engines = len(followers) + 1
-        self._votes: dict[int, Vote] = {}  # of the open step
-        self._parked = False
+        self._votes: dict[int, Vote] = {}  # of the open step, by engine
+        self._parked = False  # the last decision was PARK, and no engine has voted since
         self._streams = {
             peer.rank: AsyncStream[Vote | Leaving](
                 link,
@@ -251,7 +246,7 @@ class _Leader(_Coordinator):
             self._distribute()
             return
         self._set_deadline()
-        if self._parked:  # all sleep but this one: nobody may be woken twice, or miss it
+        if self._parked:  # this is the first vote since: wake all other engines, once
             self._parked = False
             wake = frame(Wake(self._step))
             for other, stream in list(self._streams.items()):
@@ -280,7 +275,7 @@ class _Leader(_Coordinator):
 
 
 class _Follower(_Coordinator):
-    """Any other engine: sends its votes to the leader and gets all of them back."""
+    """Any other engine, which sends its votes to the leader and receives all votes from it."""
 
     @classmethod
     async def open(cls, members: Members) -> "_Follower":
@@ -314,7 +309,7 @@ class _Follower(_Coordinator):
         if isinstance(msg, Leaving):
             self._left(0, msg)
         elif isinstance(msg, Wake):
-            if msg.step >= self._step:  # an older one is stale
+            if msg.step >= self._step:  # otherwise it is stale
                 self._wake()
         elif self._voting:
             self._finish(msg.votes)
@@ -342,12 +337,15 @@ def _listen(members: Members) -> StreamListener:
         return StreamListener(address, members.token, members.epoch, followers)
     except OSError as error:
         cause = f"the step vote cannot listen at {address}: {error}"
-        # A port may have been taken since it was chosen; the next epoch has another one.
+        # Another process may have taken the port since it was chosen. The next epoch has another.
         raise (ConfigError(cause) if members.one_host else PeerLost(cause)) from None
 
 
 def _engines_lost(members: Members, engines: list[int], cause: str) -> PeerLost:
-    """[1, 3] -> "engines 1, 3 did not ..." and the ranks of these engines."""
+    """Return the error for lost engines, with their ranks.
+
+    [1, 3], "did not ..." -> "engines 1, 3 did not ..."
+    """
     names = f"engine{'s' if len(engines) > 1 else ''} {', '.join(map(str, engines))}"
     ranks = tuple(rank for rank in range(members.size) if rank // members.tp_size in engines)
     return PeerLost(f"{names} {cause}", ranks)

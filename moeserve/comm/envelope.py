@@ -1,4 +1,4 @@
-"""The form in which the messages of an exchange travel between two ranks."""
+"""The encoding of the messages that ranks send over a `Mesh`: plain, or encrypted (seal.py)."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ from torch import Tensor
 
 
 class Plain:
-    """Messages travel as they are. `SealedExchange` (comm/seal.py) encrypts them."""
+    """No encoding: messages are sent as they are."""
 
     def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Return the memory for the peer's next message, and a function that opens it into `into`.
+        """Return the memory for the peer's next message, and a function that decodes it to `into`.
 
         The function raises PermissionError if the message is not the one that the peer sent.
         """
         return into, lambda: None
 
     def outbox(self, peer: int, text: Tensor) -> Tensor:
-        """Return the next message to the peer in the form in which it travels."""
+        """Encode the next message to the peer."""
         return text
 
 

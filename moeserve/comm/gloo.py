@@ -1,12 +1,14 @@
-"""Messages between the ranks of one epoch by torch's Gloo, without any process-wide state.
+"""Point-to-point messages between the ranks of one epoch over torch's Gloo, without global state.
 
-A mesh has one `ProcessGroupGloo`, and one channel per micro-batch. Messages go from rank to rank
-instead of through collectives: at four ranks on two cores a small exchange takes a sixth of the
-time of `alltoall_base` (no hop through the group's worker threads), receivers need not know the
-sizes beforehand, and a failed one names its peer.
+A mesh has one `ProcessGroupGloo`, and one channel per micro-batch. It uses sends and receives
+instead of collectives, for three reasons:
+- A small exchange takes a sixth of the time of `alltoall_base` (four ranks on two cores), because
+  it does not go through the group's worker threads.
+- Receivers need not know sizes in advance.
+- If an exchange fails, the peer is known.
 
-Gloo's own `abort` wakes nobody. A receive that times out does: it closes every connection of its
-group, and thereby the peers' ends. `close` makes use of that.
+Gloo's `abort` does not wake waiting threads, but a receive that times out does: it closes all
+connections of its group, and so the peers' ends of them. `close` uses that.
 """
 
 import contextlib
@@ -30,19 +32,21 @@ from moeserve.errors import ConfigError, PeerLost
 if TYPE_CHECKING:
     from moeserve.comm.seal import Seal
 
-CONNECT_S = 10.0  # limit on connecting once all ranks are known to be here
-LOOK_S = 0.2  # how often a wait looks whether the mesh was closed
+CONNECT_S = 10.0  # limit on connecting after all ranks have registered in the store
+LOOK_S = 0.2  # how often a wait checks whether the mesh was closed
 NUM_TAGS = 1 << 16  # far more than are ever in flight
-ON_DEVICE = -1  # time of arrival of what travels on a device: nobody waits for it on the host
-BREAK_TAG = (1 << 31) - 1  # no message has it
+ON_DEVICE = -1  # arrival time of a transfer on a device, for which the host does not wait
+BREAK_TAG = (1 << 31) - 1  # a tag that no message has
 
 
 class Mesh:
-    """The connections between all ranks of an epoch. `close` may be called at any time, from any
-    thread.
+    """The connections between all ranks of an epoch.
 
-    name: keeps one user's keys apart from another's. terms: what all ranks must agree on, such as
-    sizes. sealed: messages between machines are encrypted.
+    `close` may be called at any time, from any thread.
+
+    name: a namespace for keys of the store and for encryption, different for each use of a mesh.
+    terms: settings that must be the same on all ranks, such as sizes; compared by `connect`.
+    sealed: whether messages between machines are encrypted.
     """
 
     def __init__(
@@ -55,13 +59,13 @@ class Mesh:
         sealed: bool = False,
     ) -> None:
         self.members = members
-        self.missing: tuple[int, ...] = ()  # known once a wait failed
+        self.missing: tuple[int, ...] = ()  # ranks that were found missing when a wait failed
         self.num_channels = num_channels
         self._terms = ", ".join(filter(None, (terms, members.terms, "encrypted" * sealed)))
         self.seal = _seal(members, f"{members.epoch}/{name}") if sealed else None
         self._store: MembersStore | None = None
         self._closed = threading.Event()
-        self.lock = threading.Lock()  # of what `close` removes
+        self.lock = threading.Lock()  # guards the attributes that `close` resets
         self._channels: list[Channel] = []
         self._group: Any | None = None
 
@@ -72,16 +76,18 @@ class Mesh:
 
     @property
     def store(self) -> MembersStore:
-        """The store by which the ranks connected, for further connections. Raises PeerLost after
-        `close`.
+        """The store over which the ranks exchanged addresses, for further connections.
+
+        Raises PeerLost after `close`.
         """
         if self._store is None or self.closed:
             raise self.lost()
         return self._store
 
     def connect(self) -> None:
-        """Connect to the other ranks. Raises PeerLost naming those that did not come, ConfigError
-        for other terms.
+        """Connect to the other ranks.
+
+        Raises PeerLost with the ranks that did not join, and ConfigError if terms differ.
         """
         members = self.members
         if members.size == 1:
@@ -102,9 +108,8 @@ class Mesh:
             self._group = group = dist.ProcessGroupGloo(
                 prefixed, members.rank, members.size, options
             )
-            group.set_timeout(
-                timedelta(seconds=members.deadline_s)
-            )  # of sends and collectives, from here on
+            # From here on, the timeout is that of sends and collectives.
+            group.set_timeout(timedelta(seconds=members.deadline_s))
         except (RuntimeError, PeerLost) as error:
             lost = self.lost(
                 f"a rank left while all were connecting: {error}", getattr(error, "missing", ())
@@ -118,8 +123,9 @@ class Mesh:
 
     @property
     def group(self) -> Any:
-        """The process group, whose connections carry the messages of all channels. Raises PeerLost
-        after `close`.
+        """The process group, which carries the messages of all channels.
+
+        Raises PeerLost after `close`.
         """
         if (group := self._group) is None:
             raise self.lost()
@@ -132,24 +138,26 @@ class Mesh:
         return self._channels[ubatch]
 
     def envelope(self, channel: int, exchange: int) -> Plain:
-        """Return how the messages of an exchange travel."""
+        """Return the encoding of an exchange's messages: plain or encrypted."""
         return PLAIN if self.seal is None else self.seal.envelope(channel, exchange)
 
     def close(self) -> None:
-        """Close every connection: waits here and at the peers fail."""
+        """Close all connections. Waits on this rank and on its peers fail."""
         self._closed.set()
         with self.lock:
             channels = self._channels
             self._channels = []
             group: Any = self._group
             self._group = None
-            if self._store is not None:  # not dropped: torch's threads may still ask it
+            if self._store is not None:  # kept, because torch's threads may still use it
                 self._store.close()
-        others = (
+        peers = (
             [] if group is None else [rank for rank in range(group.size()) if rank != group.rank()]
         )
-        for peer in others:  # a connection that is gone fails at once, without closing the others
-            with contextlib.suppress(RuntimeError):  # the time-out is the purpose
+        # A receive that times out closes all connections. One from a peer that is already gone
+        # fails without that, so try all peers.
+        for peer in peers:
+            with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(
                     timedelta(milliseconds=1)
                 )
@@ -157,14 +165,15 @@ class Mesh:
             channel.close()
 
     def leave(self) -> None:
-        """Close every connection, and wait where that takes time."""
+        """Close all connections, and wait until that is complete."""
         self.close()
 
     def lost(
         self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()
     ) -> PeerLost:
-        """Return the error of a call that cannot succeed any more. The first ranks found missing
-        stay the cause.
+        """Return the error for a call that cannot succeed any more.
+
+        missing: ranks that are missing. The first ones that were found are reported from then on.
         """
         if missing and not self.missing and not self.closed:
             self.missing = missing
@@ -173,7 +182,10 @@ class Mesh:
         )
 
     def _await_ranks(self, store: MembersStore) -> None:
-        """Wait until every rank is here and compares their terms, before Gloo's own time-out."""
+        """Wait until all ranks have registered in the store, and compare their terms.
+
+        This is done before Gloo connects, because Gloo would not report which rank is missing.
+        """
         keys = [f"rank/{rank}" for rank in range(self.members.size)]
         store.set(keys[self.members.rank], self._terms.encode())
         try:
@@ -190,20 +202,20 @@ class Mesh:
 
 
 class Channel:
-    """The messages of one micro-batch, used by one thread at a time. All ranks post the same
-    exchanges in the same order.
+    """The messages of one micro-batch. Used by one thread at a time.
 
-    The messages of all channels between two ranks share a connection: what is sent first has the
-    whole link to itself and arrives first. With two connections the rows that are needed first
-    would arrive later than they can.
+    All ranks must post the same exchanges in the same order.
+
+    All channels between two ranks share one connection, so messages arrive in the order in which
+    they were sent. With a connection each, the two micro-batches would share the bandwidth, and the
+    rows that are needed first would arrive later.
     """
 
     def __init__(self, mesh: Mesh, index: int) -> None:
         self.mesh = mesh
         self._index = index
         self._num_exchanges = 0
-        # What was sent, until it is known to have arrived: tag, works, tensors to keep alive, what
-        # releases them.
+        # Sends that may not have arrived yet: (tag, works, tensors to keep alive, `release`).
         self.sends: list[tuple[int, list[Any], list[Tensor], Callable[[], None]]] = []
         self._watch: SimpleQueue[Exchange | None] | None = None
 
@@ -213,11 +225,13 @@ class Channel:
         send: Mapping[int, Tensor],
         release: Callable[[], None] = lambda: None,
     ) -> "Exchange":
-        """Start an exchange of contiguous uint8 tensors by peer, none empty. A message may be
-        shorter than the tensor that receives it.
+        """Start an exchange of one message with each peer.
 
-        The tensors to send belong to the channel until it calls `release`, in the wait of a later
-        exchange. Raises PeerLost.
+        receive, send: a contiguous uint8 tensor by peer, none empty. A message may be shorter than
+            the tensor that receives it.
+        release: called when the sent tensors may be reused, in the wait of a later exchange.
+
+        Raises PeerLost.
         """
         exchange = self.expect(receive.items())
         exchange.send(send, release)
@@ -225,11 +239,13 @@ class Channel:
         return exchange
 
     def expect(self, receive: Iterable[tuple[int, Tensor]]) -> "Exchange":
-        """Start an exchange by its receives: nothing travels before the receiver has provided the
-        memory. A peer may send several messages, which fill the tensors in the order given here.
-        Raises PeerLost."""
+        """Start an exchange by posting its receives; `Exchange.send` sends later.
+
+        Gloo transfers a message only when its receive is posted, so posting early saves time. A
+        peer may send several messages; they fill its tensors in the order given. Raises PeerLost.
+        """
         mesh = self.mesh
-        self._num_exchanges = self._num_exchanges + 1
+        self._num_exchanges += 1
         tag = self._num_exchanges % NUM_TAGS
         envelope = mesh.envelope(self._index, self._num_exchanges)
         peer = -1
@@ -245,12 +261,13 @@ class Channel:
         return Exchange(self, tag, envelope, receives)
 
     def number(self, tag: int) -> int:
-        """Return an exchange's tag among those of all channels."""
+        """Return the Gloo tag of an exchange, which is different for each channel."""
         return tag * self.mesh.num_channels + self._index
 
     def finish(self, tag: int) -> None:
-        """Release what was sent before exchange `tag`: a peer that answered this one has received
-        all before it.
+        """Release the tensors that were sent before exchange `tag`.
+
+        Peers have received those, because each peer has now sent its messages of exchange `tag`.
         """
         sends = self.sends
         self.sends = []
@@ -264,16 +281,19 @@ class Channel:
             release()
 
     def close(self) -> None:
-        """End the receiving thread and drop sent tensors, once the connections are closed."""
+        """End the receiving thread and free sent tensors, after the connections are closed."""
         if self._watch is not None:
             self._watch.put(None)
-        self.sends = []  # they keep the group alive, and with it the store's port
+        self.sends = []  # their works keep the process group alive, and so the store's port
 
     def watch(self, exchange: "Exchange") -> None:
-        """Has a thread receive the exchange: its time of arrival is then exact though nobody waits
-        yet, and a wait can be given up. Gloo does not wake a receive whose message had begun to
-        arrive when its sender died; that thread then hangs until the deadline."""
-        with self.mesh.lock:  # an exchange that `close` does not find would never be received
+        """Receive the exchange in a background thread.
+
+        So the arrival time is exact even if nothing waits yet, and a wait can be cancelled. Gloo
+        does not wake a receive whose message was arriving when its sender died; only the thread
+        then hangs until the deadline.
+        """
+        with self.mesh.lock:  # an exchange that is queued after `close` would never be received
             if not self.mesh.closed:
                 if self._watch is None:
                     self._watch = SimpleQueue()
@@ -283,32 +303,30 @@ class Channel:
                 self._watch.put(exchange)
 
 
-_Receive = tuple[int, dist.Work, Callable[[], None]]  # peer, what receives, what then delivers
+# A posted receive: (peer, Gloo's work, function that decrypts the message).
+_Receive = tuple[int, dist.Work, Callable[[], None]]
 
 
 class Exchange:
-    """One exchange under way. arrived_ns: when its last message was here, by the monotonic clock; 0
-    before.
-    """
+    """An exchange of messages that is in progress."""
 
     def __init__(
         self, channel: Channel, tag: int, envelope: Plain, receives: list[_Receive]
     ) -> None:
-        self.arrived_ns = 0
+        self.arrived_ns = 0  # when the last message arrived, by the monotonic clock; 0 before
         self._watched = False
-        self._underway = threading.Lock()  # held until all is here; an Event takes 15 us more
+        # Locked until all messages have arrived. (A threading.Event takes 15 us more.)
+        self._underway = threading.Lock()
         self._underway.acquire()
         self._channel = channel
         self._tag = tag
         self._envelope = envelope
         self._receives = receives
-        self._awaited = -1  # the peer whose message is next
+        self._awaited = -1  # the peer whose message is received next
         self._error: PeerLost | None = None
 
     def send(self, tensors: Mapping[int, Tensor], release: Callable[[], None]) -> None:
-        """Send this rank's messages of the exchange, or some of them, as in `Channel.post`. Raises
-        PeerLost.
-        """
+        """Send all or some of this rank's messages, as in `Channel.post`. Raises PeerLost."""
         channel = self._channel
         mesh = self._channel.mesh
         peer = -1
@@ -325,13 +343,16 @@ class Exchange:
         channel.sends.append((self._tag, works, sent, release))
 
     def watch(self) -> None:
-        """To be called once everything is sent: begins to receive in the background."""
+        """Begin to receive in the background. Call this after everything is sent."""
         self._watched = True
         self._channel.watch(self)
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Return when every message is here. Raises PeerLost naming the first rank whose message
-        did not come within `limit_s` seconds (default: the members' deadline)."""
+        """Wait until all messages have arrived.
+
+        Raises PeerLost with the first rank whose message did not arrive within `limit_s` seconds
+        (default: the members' deadline).
+        """
         mesh = self._channel.mesh
         limit = mesh.members.deadline_s if limit_s is None else limit_s
         until = time.monotonic() + limit
@@ -355,7 +376,7 @@ class Exchange:
             raise mesh.lost(_brief(error)) from None
 
     def receive(self) -> None:
-        """Receive all messages, in the background thread. Keeps the error for `wait`."""
+        """Receive all messages, in the background thread. An error is raised by `wait`."""
         mesh = self._channel.mesh
         limit_s = mesh.members.deadline_s
         until = time.monotonic() + limit_s
@@ -386,13 +407,16 @@ def _receive_all(queue: SimpleQueue[Exchange | None]) -> None:
 
 
 def _seal(members: Members, name: str) -> "Seal":
-    from moeserve.comm.seal import Seal  # 40 ms that most engines need not spend
+    from moeserve.comm.seal import Seal  # imported here, because it takes 40 ms and is rarely used
 
     return Seal(members, name)
 
 
 def _local_address(members: Members) -> str:
-    """Return this machine's address on the interface that leads to the store. Nothing is sent."""
+    """Return this machine's address on the interface that routes to the store's host.
+
+    Connecting a UDP socket determines the route without sending anything.
+    """
     address = to_address(members.store)
     host = "127.0.0.1" if isinstance(address, str) else address[0]
     family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -408,5 +432,5 @@ def _local_address(members: Members) -> str:
 
 
 def _brief(error: BaseException) -> str:
-    """Gloo's message without its source location and advice."""
+    """Return Gloo's error message without source location and advice."""
     return str(error).split("] ", 1)[-1].split(". This is")[0]

@@ -1,4 +1,4 @@
-"""The membership of one epoch, as one rank sees it: how every transport finds the others."""
+"""The membership of one epoch: the ranks of the group, and how to connect to them."""
 
 from dataclasses import dataclass
 
@@ -7,30 +7,29 @@ from moeserve.messages import Join
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The members of one epoch. Rank r is process r % tp_size of engine r // tp_size.
+    """The members of one epoch, as one rank sees them.
 
-    host_of[r]: the machine of rank r; equal names share memory. directory: private folder (mode
-    0700) of this epoch for Unix sockets and the like, the same for all ranks of a machine. store:
-    host:port at which rank 0 opens this epoch's store, or the path of a Unix socket for ranks of
-    one machine. vote: host:port at which rank 0 listens for the step vote, where there are several
-    machines. token: a secret that the members share. deadline_s: how long to wait for a member
-    before it counts as missing. terms: what must be the same on all ranks whose rows go by a mesh.
+    An epoch is the time from one change of the group to the next. Rank r is process r % tp_size of
+    engine r // tp_size.
     """
 
     epoch: int
     rank: int
     tp_size: int
-    host_of: tuple[str, ...]
+    host_of: tuple[str, ...]  # the machine of each rank; ranks with equal names share memory
+    # The private folder (mode 0700) of this epoch, for Unix sockets and similar. The same for all
+    # ranks of a machine.
     directory: str
+    # Where rank 0 opens the store: host:port, or the path of a Unix socket on a single machine.
     store: str
-    token: str
-    deadline_s: float = 60.0
-    vote: str = ""
-    terms: str = ""
+    token: str  # a secret that the members share
+    deadline_s: float = 60.0  # a member that does not answer for so long counts as missing
+    vote: str = ""  # host:port at which rank 0 listens for the step vote; "" on a single machine
+    terms: str = ""  # settings that must be the same on all ranks of a mesh
 
     @classmethod
     def of(cls, join: Join, tp_rank: int) -> "Members":
-        """Return the membership that a Join describes, for one rank of its engine."""
+        """Return the membership in a Join, for one rank of its engine."""
         return cls(
             epoch=join.epoch,
             rank=join.dp_rank * join.tp_size + tp_rank,

@@ -1,15 +1,16 @@
-"""Collectives between GPUs by torch's NCCL, one GPU per rank; messages of the host still go by
-Gloo.
+"""Collectives between GPUs over torch's NCCL, one GPU per rank. Host messages still use Gloo.
 
-NCCL neither names a rank that is missing nor wakes a host that waits for one of its kernels. So
-whatever can be asked beforehand (which ranks are here, how many rows will come) is asked over Gloo,
-with its deadlines. When a rank leaves, the communicator is aborted: its kernels end at once, and
-with them all waits for the device, with invalid results. `check` detects that. torch's own watchdog
-aborts the communicator too when a kernel waits longer than the deadline.
+NCCL does not report which rank is missing, and does not wake a host that waits for one of its
+kernels. So everything that can be exchanged in advance (which ranks have joined, how many rows to
+expect) is exchanged over Gloo, with its deadlines.
 
-CUDA graphs can record collectives. torch's watchdog does not know of those that are replayed, but
-of the next one that is not, behind them. And NCCL ends a communicator only after all graphs that
-use it: who leaves drops them first.
+When a rank leaves, the communicator is aborted. Its kernels, and all waits for the device, then end
+immediately, with invalid results. `check` detects that. torch's watchdog also aborts the
+communicator if a kernel waits longer than the deadline.
+
+CUDA graphs can record collectives. torch's watchdog does not see collectives that are replayed, but
+it sees the next one that is not. NCCL destroys a communicator only after all graphs that use it, so
+a rank that leaves must destroy its graphs first.
 """
 
 import contextlib
@@ -26,25 +27,25 @@ from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
 from moeserve.comm.store import dist
 
-# Does work on some stream, and returns a function that makes the current stream wait for that work.
+# Runs work on some stream, and returns a function that makes the current stream wait for it.
 Launch = Callable[[Callable[[], object]], Callable[[], object]]
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-ABORT_S = 2.0  # that `leave` waits for it: a step that is being launched still has its graphs
-ABORT = "2"  # torch's way to handle errors that ends the communicator, and not the process
+ABORT_S = 2.0  # how long `leave` waits: a step that is being launched still has its graphs
+ABORT = "2"  # on errors, torch aborts the communicator, but does not end the process
 
 
 def in_line(work: Callable[[], object]) -> Callable[[], object]:
-    """A `Launch` on the current stream, for work that is waited for at once."""
+    """Run work on the current stream: a `Launch` for work that is waited for immediately."""
     work()
     return lambda: None
 
 
 class DeviceMesh(Mesh):
-    """A mesh with collectives on tensors of this process's GPU; the host never waits for them.
+    """A mesh with collectives on GPU tensors, for which the host never waits.
 
-    All ranks launch collectives in the same order. launch: puts them on a stream. max_sms:
-    multiprocessors that NCCL takes at most, None: as many as it likes.
+    All ranks must launch collectives in the same order. launch: runs collectives on a stream.
+    max_sms: the most multiprocessors that NCCL may use; None: as many as it chooses.
     """
 
     def __init__(
@@ -64,9 +65,7 @@ class DeviceMesh(Mesh):
         self._aborting: threading.Thread | None = None
 
     def connect(self) -> None:
-        """Connect the hosts by Gloo and the GPUs by NCCL. Raises PeerLost and ConfigError as in
-        `Mesh`.
-        """
+        """Connect the hosts over Gloo and the GPUs over NCCL. Raises the same errors as `Mesh`."""
         super().connect()
         if self.members.size == 1:
             return
@@ -76,19 +75,25 @@ class DeviceMesh(Mesh):
         except RuntimeError as error:
             self.close()
             raise self.lost(f"NCCL did not connect the ranks: {error}") from None
-        if self.closed:  # before there was a group to abort
+        if self.closed:  # `close` was called before there was a communicator to abort
             self.close()
             raise self.lost()
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Callable[[], None]:
-        """Start to fill out [R * N, B] with every rank's [N, B]; see `_start`."""
+        """Start to gather every rank's `mine` [N, B] in `out` [R * N, B].
+
+        Return a function that makes the current stream wait for the result. Both raise PeerLost if
+        this rank has left or a peer is lost. The host does not wait, so the timeout is NCCL's,
+        which is set to the members' deadline.
+        """
         return self._start(lambda nccl: nccl._allgather_base(out, mine))
 
     def all_to_all(
         self, out: Tensor, mine: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int]
     ) -> Callable[[], None]:
-        """Send to_ranks[r] rows of `mine` to rank r, for all ranks in order, and receives
-        from_ranks[r] rows of rank r into `out`; see `_start`."""
+        """Start to send to_ranks[r] rows of `mine` to each rank r, in rank order, and to receive
+        from_ranks[r] rows from it into `out`. Return the same as `all_gather`.
+        """
         if self.members.size == 1:
             return self._waiting(self._launch(lambda: out.copy_(mine)))
         return self._start(
@@ -96,28 +101,26 @@ class DeviceMesh(Mesh):
         )
 
     def _start(self, collective: Callable[[Any], Any]) -> Callable[[], None]:
-        """Return a function that orders what comes next on the current stream behind the
-        collective. The host does not wait, so the deadline is NCCL's, which is the members'. Both
-        calls raise PeerLost when the group is gone."""
         nccl = self.check()
         try:
-            # NCCL's `wait` blocks the stream, not the host, whichever stream NCCL itself uses.
+            # NCCL's `wait` makes the current stream wait, not the host.
             return self._waiting(self._launch(lambda: collective(nccl).wait()))
         except RuntimeError as error:
             raise self.lost(f"NCCL: {error}") from None
 
     def _waiting(self, join: Callable[[], object]) -> Callable[[], None]:
         def wait() -> None:
-            """Make the current stream wait, unless the group is gone."""
             self.check()
             join()
 
         return wait
 
     def check(self) -> Any:
-        """Return NCCL's group. Raises PeerLost if what the device computed is invalid, because
-        this rank left or NCCL gave up on a peer. To be called once the host has waited for the
-        device."""
+        """Return NCCL's process group.
+
+        Raises PeerLost if results on the device are invalid, because this rank has left or NCCL has
+        aborted. Call this after the host has waited for the device.
+        """
         nccl = self._nccl
         if self.closed or (nccl is None and self.members.size > 1):
             raise self.lost()
@@ -127,8 +130,10 @@ class DeviceMesh(Mesh):
         return nccl
 
     def close(self) -> None:
-        """Close every connection and begins to abort NCCL's kernels: whoever notices a loss still
-        has its graphs.
+        """Close all connections, and start to abort NCCL's kernels.
+
+        Does not wait for the abort, because the caller may still have graphs that use the
+        communicator.
         """
         super().close()
         with self.lock:
@@ -139,7 +144,7 @@ class DeviceMesh(Mesh):
                 self._aborting.start()
 
     def leave(self) -> None:
-        """Close every connection, and wait until NCCL's kernels have ended, once."""
+        """Close all connections, and wait up to ABORT_S until NCCL's kernels have ended."""
         self.close()
         aborting = self._aborting
         self._aborting = None
@@ -147,7 +152,7 @@ class DeviceMesh(Mesh):
             aborting.join(ABORT_S)
 
     def _open(self, store: Any) -> Any:
-        os.environ.setdefault(HANDLING, ABORT)  # read by the group as it is made
+        os.environ.setdefault(HANDLING, ABORT)  # read by the constructor of the process group
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=self.members.deadline_s)
         if self._max_sms is not None:
@@ -155,19 +160,17 @@ class DeviceMesh(Mesh):
         return dist.ProcessGroupNCCL(store, self.members.rank, self.members.size, options)
 
     def _connect_devices(self, nccl: Any) -> None:
-        # Not later, in the first collective: nobody expects that one to take seconds.
+        # Connect now. Otherwise, the first collective would, which takes seconds.
         nccl.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _abort(nccl: Any) -> None:
-    with contextlib.suppress(
-        RuntimeError
-    ):  # raised when aborting took too long; nothing waits any more
+    with contextlib.suppress(RuntimeError):  # the abort took too long, and nothing waits for it
         nccl.abort()
 
 
 def why_not(num_ranks: int) -> str | None:
-    """Return why NCCL cannot serve so many ranks on this machine, None if it can."""
+    """Return why NCCL does not support so many ranks on this machine; None if it does."""
     if not dist.is_nccl_available():
         return "this build of torch has no NCCL; install one for CUDA"
     if (devices := torch.cuda.device_count()) < num_ranks:

@@ -1,11 +1,12 @@
-"""Encryption of the messages between ranks of different machines: AES-256-GCM.
+"""Encryption of the messages between ranks of different machines over a `Mesh`, with AES-256-GCM.
 
-Each direction between two ranks has a key of its own, derived (HKDF-SHA256) from the secret that
-the members of an epoch share. A message's nonce is its position: channel, exchange, number within
-the exchange. Both ends know it, so it does not travel, and no two messages of a key have the same.
-A message that was altered, repeated or moved does not open.
+Each direction between two ranks has its own key, which is derived (HKDF-SHA256) from the secret
+that the members of an epoch share. A message's nonce is its position: channel, exchange, and number
+within the exchange. Both ends know it, so it is not sent, and each nonce is used once per key. A
+message that was altered, repeated or moved cannot be decrypted.
 
-A sealed message: length of the text (8 bytes, authenticated), ciphertext, tag (16 bytes).
+Format of an encrypted message: length of the text (8 bytes, authenticated), ciphertext, tag (16
+bytes).
 """
 
 import struct
@@ -28,9 +29,7 @@ TAG_BYTES = 16
 
 
 class Seal:
-    """The keys of one rank of a mesh. name: keeps them apart from those of another mesh of the
-    epoch.
-    """
+    """The keys of one rank of a mesh. name: of the mesh, unique within the epoch."""
 
     def __init__(self, members: Members, name: str) -> None:
         me = members.rank
@@ -40,30 +39,29 @@ class Seal:
         self.back = {rank: _key(members.token, f"{name}: {rank} to {me}") for rank in remote}
 
     def envelope(self, channel: int, exchange: int) -> Plain:
-        """Return how the messages of an exchange travel."""
+        """Return the encoding of an exchange's messages."""
         return SealedExchange(self, channel, exchange)
 
 
 class SealedExchange(Plain):
-    """The messages of one exchange; those that stay on the machine travel as they are. Tensors are
-    uint8 [n].
+    """The encoding of one exchange's messages, which are uint8 [n].
+
+    Messages between ranks of the same machine are not encrypted.
     """
 
     def __init__(self, seal: Seal, channel: int, exchange: int) -> None:
         self._seal = seal
-        self._position = channel, exchange
+        self._position = (channel, exchange)
         self._expected: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()
 
     def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """See `Plain`."""
         if peer not in self._seal.back:
             return super().inbox(peer, into)
         sealed = torch.empty(HEAD_BYTES + into.numel() + TAG_BYTES, dtype=torch.uint8)
         return sealed, partial(self._open, peer, sealed, into, self._nonce(self._expected, peer))
 
     def outbox(self, peer: int, text: Tensor) -> Tensor:
-        """See `Plain`."""
         if peer not in self._seal.to:
             return text
         sealed = torch.empty(HEAD_BYTES + text.numel() + TAG_BYTES, dtype=torch.uint8)

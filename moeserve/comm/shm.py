@@ -1,7 +1,7 @@
-"""Shared memory between the ranks of one host: how they exchange it, and the tensor-parallel
-gathers on top of it.
+"""Shared memory between the ranks of one host: the exchange of its descriptors, and the gathers of
+tensor parallelism on top of it.
 
-T rows, N columns of one rank, D model width.
+T: rows. N: columns of one rank. D: model width.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from moeserve.ops.native import native
 if TYPE_CHECKING:
     from moeserve._native import Channel, Gather, Region
 
-LOOK_S = 0.02  # how often a rank that waits for others looks whether it was told to leave
+LOOK_S = 0.02  # how often a rank that waits for others checks whether `leave` was called
 MAX_FACTS_BYTES = 1 << 16
-GATHER_PART_BYTES = 16 << 20
+GATHER_PART_BYTES = 16 << 20  # shared memory of one rank and channel; larger gathers are split
 
 
 def module() -> ModuleType:
-    """Return `moeserve._native`. Raises ConfigError where it was not built."""
+    """Return `moeserve._native`. Raises ConfigError if it is not installed."""
     found = native()
     if found is None:
         raise ConfigError(
@@ -42,8 +42,9 @@ def module() -> ModuleType:
 
 
 class ShmGroup:
-    """Streams between `ranks`, one per pair and micro-batch, over which they exchange each rank's
-    memory.
+    """Connections between `ranks`, over which they pass each other descriptors of their memory.
+
+    There is one connection per pair of ranks and micro-batch.
     """
 
     def __init__(self, members: Members, ranks: Sequence[int], name: str, ubatches: int) -> None:
@@ -53,13 +54,14 @@ class ShmGroup:
         self._num_ubatches = ubatches
         self._lock = threading.Lock()
         self._left = threading.Event()
-        self._sockets: dict[Peer, socket.socket] = {}  # until channels own them
-        self._fds: dict[Peer, int] = {}  # the memory of that rank and micro-batch
+        self._sockets: dict[Peer, socket.socket] = {}  # those that no channel owns yet
+        self._fds: dict[Peer, int] = {}  # the descriptor of that rank's memory
         self._channels: list[Channel] = []
 
     def open_channels(self, region_bytes: int, facts: str) -> "list[tuple[Channel, Region]]":
-        """Return a channel and this rank's own region for each micro-batch. Raises what `connect`
-        raises.
+        """Connect, and return a channel and this rank's own region for each micro-batch.
+
+        Raises the same errors as `connect`.
         """
         regions = [module().Region(region_bytes) for _ in range(self._num_ubatches)]
         self.connect(regions, facts)
@@ -70,12 +72,14 @@ class ShmGroup:
             raise
 
     def connect(self, regions: "list[Region]", facts: str) -> dict[int, tuple[socket.socket, int]]:
-        """Return, for micro-batch 0, each other rank's socket and the descriptor of its region.
-        Both stay this group's. To be called in a thread without an event loop.
+        """Connect the ranks and exchange the descriptors of their regions.
 
-        Every rank listens, connects to all ranks before it and accepts all after it. Raises
-        PeerLost naming the ranks that did not come before the members' deadline, ConfigError when a
-        rank's facts differ.
+        Return each other rank's socket and the descriptor of its region for micro-batch 0. The
+        group closes both. Each rank listens, connects to all lower ranks and accepts all higher
+        ranks. Call this in a thread without an event loop.
+
+        facts: settings that must be the same on all ranks. Raises PeerLost with the ranks that did
+        not connect before the members' deadline, and ConfigError if facts differ.
         """
         until_s = time.monotonic() + self._members.deadline_s
         folder = os.open(self._members.directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -95,7 +99,7 @@ class ShmGroup:
             }
 
     def close(self) -> None:
-        """Leave, and closes everything that channels do not own."""
+        """Leave, and close all descriptors that no channel owns."""
         self.leave()
         with self._lock:
             for sock in self._sockets.values():
@@ -106,8 +110,9 @@ class ShmGroup:
             self._fds.clear()
 
     def leave(self) -> None:
-        """End all streams, from any thread and at any time: calls that wait, here or at a peer,
-        raise PeerLost.
+        """Shut down all connections. Waiting calls, on this rank and on its peers, raise PeerLost.
+
+        May be called from any thread, at any time.
         """
         self._left.set()
         with self._lock:
@@ -163,11 +168,11 @@ class ShmGroup:
             self._sockets |= sockets
 
     def _exchange(self, regions: "list[Region]", facts: str, until_s: float) -> None:
-        """Send the own facts and memory to all, then receives theirs."""
+        """Send this rank's facts and descriptors to all ranks, then receive theirs."""
         text = facts.encode()
         for peer, sock in self._sockets.items():
             sock.settimeout(max(LOOK_S, until_s - time.monotonic()))
-            with suppress(OSError):  # what is received says more
+            with suppress(OSError):  # the receive below reports the cause
                 socket.send_fds(sock, [HEADER.pack(len(text)) + text], [regions[peer.channel].fd])
         theirs: dict[int, str] = {}
         for peer, sock in self._sockets.items():
@@ -186,8 +191,8 @@ class ShmGroup:
                 raise ConfigError(f"ranks must be started alike; {has}")
 
     def _path(self, folder: int, rank: int) -> str:
-        # Through the descriptor: a Unix socket's path may have 107 bytes, and folders of tests are
-        # longer.
+        # By the folder's descriptor, because paths of Unix sockets are limited to 107 bytes, and
+        # folders of tests are longer.
         return f"/proc/self/fd/{folder}/{self._name}-{rank}.sock"
 
     def _check_time(self, until_s: float, missing: Iterable[int]) -> None:
@@ -221,7 +226,7 @@ class ShmGroup:
 
 
 def _receive_facts(sock: socket.socket) -> tuple[str, int]:
-    """Return a peer's facts and the descriptor of its memory. Raises OSError or ValueError."""
+    """Receive a peer's facts and the descriptor of its memory. Raises OSError or ValueError."""
     header, fds, _, _ = socket.recv_fds(sock, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if (
@@ -230,7 +235,8 @@ def _receive_facts(sock: socket.socket) -> tuple[str, int]:
             or (size := HEADER.unpack(header)[0]) > MAX_FACTS_BYTES
         ):
             raise ValueError("these are no facts")
-        body = b""  # exactly: what the rank sends behind it is for its channel
+        # Read no more than the facts, because what follows is for the channel.
+        body = b""
         while len(body) < size:
             part = sock.recv(size - len(body))
             if not part:
@@ -244,19 +250,18 @@ def _receive_facts(sock: socket.socket) -> tuple[str, int]:
 
 
 class ShmTensor(TensorParallel):
-    """`TensorParallel` among the processes of one engine, through shared memory."""
+    """`TensorParallel` between the processes of one engine, through shared memory."""
 
     _group: ShmGroup | None = None
     _gathers: "Sequence[Gather]" = ()
     _deadline_s = 0.0
 
     def leave(self) -> None:
-        """Drop all connections, from any thread."""
         group = self._group
         self._group = None
         if group is not None:
             group.leave()
-        self._gathers = ()  # memory goes when the last call that is inside ends
+        self._gathers = ()  # the memory is freed when the last call that uses it ends
 
     def _connect(self, members: Members) -> None:
         group = self._group = ShmGroup(members, members.tp_ranks, "tensor", self._num_channels)
@@ -269,7 +274,8 @@ class ShmTensor(TensorParallel):
 
     def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
         rows, columns = x_TN.shape
-        x_TN, out_TN = x_TN.contiguous(), x_TN.new_empty((rows, self.size * columns))
+        x_TN = x_TN.contiguous()
+        out_TN = x_TN.new_empty((rows, self.size * columns))
         row_bytes = columns * x_TN.element_size()
         self._gather(channel).columns(
             x_TN.data_ptr(), rows, row_bytes, out_TN.data_ptr(), self._deadline_s
@@ -277,7 +283,8 @@ class ShmTensor(TensorParallel):
         return out_TN
 
     def _rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
-        x_TD, out_TD = x_TD.contiguous(), x_TD.new_empty((sum(counts), x_TD.shape[1]))
+        x_TD = x_TD.contiguous()
+        out_TD = x_TD.new_empty((sum(counts), x_TD.shape[1]))
         row_bytes = x_TD.shape[1] * x_TD.element_size()
         self._gather(channel).rows(
             x_TD.data_ptr(), list(counts), row_bytes, out_TD.data_ptr(), self._deadline_s

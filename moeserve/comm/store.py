@@ -1,11 +1,14 @@
-"""torch's `Store` over authenticated streams: by it the ranks of an epoch tell each other their
-addresses.
+"""A torch `Store` over authenticated streams, with which the ranks of an epoch exchange addresses.
 
     rank r  -- Put -->  rank 0  -- Put -->  all others
 
-Every rank has all values, so that only `set` travels. There are what Gloo and NCCL call, and no
-more: both set a key once, and on one rank. Unlike torch's own TCPStore it lets in members only, is
-encrypted between machines, asks no DNS, and a rank that does not come is named on all the others.
+Every rank keeps a copy of all values, so only `set` sends a message. Only the methods that Gloo and
+NCCL call are implemented; both set each key once, on one rank.
+
+The differences from torch's TCPStore:
+- Only members can connect, and streams between machines are encrypted.
+- It does not use DNS.
+- If a rank does not connect, all others report its number.
 """
 
 import asyncio
@@ -39,17 +42,16 @@ dist: Any = torch.distributed  # its type hints lack most of what is used here
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Either way: a key that has a value now."""
+    """A new key and its value. Sent in both directions."""
 
     key: str
     value: bytes
 
 
 class MembersStore(dist.Store):  # type: ignore[misc]
-    """The store of an epoch at `members.store`, where rank 0 listens. Its streams live in a thread
-    until `close`.
+    """The store of an epoch. Rank 0 listens at `members.store`; a thread runs the streams.
 
-    Calls that wait raise PeerLost, naming the ranks that did not come or are gone.
+    Waiting calls raise PeerLost with the ranks that did not connect or are gone.
     """
 
     def __init__(self, members: Members) -> None:
@@ -58,26 +60,27 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         self._address = to_address(members.store)
         self._values: dict[str, bytes] = {}
         self._lost: PeerLost | None = None
-        self._changed = threading.Condition()  # of these two
+        self._changed = threading.Condition()  # guards `_values` and `_lost`
         self._streams: dict[int, AsyncStream[Put | Leaving]] = {}
         self._loop = asyncio.new_event_loop()
-        # Its errors end the store, in `_serve` itself: it may fail before the loop runs.
+        # `_serve` itself handles its errors by closing the store.
         self._serving = self._loop.create_task(self._serve())
         threading.Thread(target=self._run, name="store", daemon=True).start()
 
     def set(self, key: str, value: bytes) -> None:
-        """Tell all ranks, those that are still to come as well."""
-        self._keep(put := Put(key, value))
-        with suppress(RuntimeError):  # closed: waits say so
-            self._loop.call_soon_threadsafe(self._tell, put)
+        """Set a key's value on all ranks, including those that connect later."""
+        put = Put(key, value)
+        self._keep(put)
+        with suppress(RuntimeError):  # the store is closed, which waits report
+            self._loop.call_soon_threadsafe(self._send, put)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value once it has one."""
+        """Wait until a key has a value, and return it."""
         self.wait([key])
         return self._values[key]
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        """Return once all keys have values. limit: the members' deadline if None."""
+        """Wait until all keys have values. limit: the members' deadline if None."""
         limit_s = (
             FOLLOWER_WAITS * self._members.deadline_s if limit is None else limit.total_seconds()
         )
@@ -98,8 +101,9 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         return self
 
     def close(self, lost: PeerLost | None = None) -> None:
-        """Drop the connections, from any thread. The other ranks learn the cause; the first one
-        counts.
+        """Close the connections, from any thread, and send the cause to the other ranks.
+
+        Only the cause of the first call counts.
         """
         with self._changed:
             self._lost = self._lost or lost or PeerLost("this rank left the group")
@@ -107,7 +111,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         with suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._serving.cancel)
 
-    # In the thread.
+    # The methods below run in the thread.
 
     def _run(self) -> None:
         with closing(self._loop), suppress(asyncio.CancelledError):
@@ -117,7 +121,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         try:
             await (self._connect() if self._members.rank else self._accept())
             for key, value in list(self._values.items()):
-                self._tell(Put(key, value))
+                self._send(Put(key, value))
             await self._loop.create_future()  # until `close`
         except PeerLost as error:
             self.close(error)
@@ -128,7 +132,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             self.close(PeerLost(f"the store of this rank failed: {error!r}"))
         finally:
             lost = self._lost or PeerLost("this rank left the group")
-            self._tell(Leaving(str(lost), lost.missing))
+            self._send(Leaving(str(lost), lost.missing))
             streams = list(self._streams.values())
             for stream in streams:
                 stream.close()
@@ -166,22 +170,22 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         def died(cause: str) -> None:
             self.close(PeerLost(f"rank {rank} {cause}", (rank,)))
 
-        self._streams[rank] = AsyncStream(link, Put | Leaving, partial(self._heard, rank), died)
+        self._streams[rank] = AsyncStream(link, Put | Leaving, partial(self._receive, rank), died)
 
-    def _heard(self, rank: int, msg: Put | Leaving) -> None:
+    def _receive(self, rank: int, msg: Put | Leaving) -> None:
         if isinstance(msg, Leaving):
             self.close(PeerLost(f"rank {rank} left: {msg.cause}", msg.missing))
         else:
             self._keep(msg)
-            self._tell(msg, but=rank)
+            self._send(msg, except_rank=rank)
 
     def _keep(self, put: Put) -> None:
         with self._changed:
             self._values[put.key] = put.value
             self._changed.notify_all()
 
-    def _tell(self, msg: Put | Leaving, but: int = -1) -> None:
+    def _send(self, msg: Put | Leaving, except_rank: int = -1) -> None:
         data = frame(msg)
         for rank, stream in list(self._streams.items()):
-            if rank != but:
+            if rank != except_rank:
                 stream.send(data)

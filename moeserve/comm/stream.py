@@ -1,4 +1,6 @@
-"""An authenticated stream between two processes of a group: mutual proof, then framed messages.
+"""Authenticated streams of messages between two processes of a group.
+
+Both sides prove that they know the group's token:
 
     connector                  listener
     hello with a nonce    ->
@@ -6,13 +8,12 @@
     proof of the token    ->
                           <-   accepted
 
-The hello names the group's epoch, the sender's rank and, where two ranks share several streams, the
-channel. Messages are msgspec structs in msgpack, each behind its length.
+The hello contains the group's epoch, the sender's rank, and a channel, if two ranks have several
+streams. Messages are msgspec structs in msgpack, each preceded by its length.
 
-`connect` and `StreamListener` run on an event loop. Their links serve an event loop
-(`AsyncStream`), threads (`BlockingStream`), or, as bare sockets, other traffic between two ranks.
-Between machines, which is over TCP, an `AsyncStream` is encrypted (`comm/cipher.py`), by keys that
-follow from the token and both nonces.
+`connect` and `StreamListener` run on an event loop. The resulting sockets are used on an event loop
+(`AsyncStream`), by threads (`BlockingStream`), or directly for other traffic. An `AsyncStream` over
+TCP is encrypted (cipher.py), with keys that are derived from the token and both nonces.
 """
 
 from __future__ import annotations
@@ -44,45 +45,42 @@ Address = str | tuple[str, int]  # the path of a Unix socket, or host and port
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 128 << 20
-HEADER = struct.Struct("<I")  # bytes of the message behind it
+HEADER = struct.Struct("<I")  # the length of the message that follows
 _HELLO = struct.Struct("<8sQII16s")  # magic, epoch, rank, channel, nonce
 _MAGIC = b"moerank1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _ACCEPTED = b"\x01"
 _RETRY_S = 0.005
-_GREET_S = 5.0  # limit on a stranger that connects and sends nothing
-_SPARE_GREETINGS = 64  # strangers at a time, beside the expected peers
+_GREET_S = 5.0  # timeout of the handshake
+_SPARE_GREETINGS = 64  # concurrent handshakes in addition to those of the expected peers
 _ACCEPT_PAUSE_S = 0.5  # after an error such as too many open files
-MAX_BACKLOG_BYTES = 128 << 20  # unsent bytes of a stream, beyond which its peer counts as lost
-CLOSE_S = 2.0  # for the backlog of a closed stream to leave
+MAX_BACKLOG_BYTES = 128 << 20  # a peer that leaves more bytes of a stream unread counts as lost
+CLOSE_S = 2.0  # how long a closed stream may still send its backlog
 _READ_BYTES = 1 << 16
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Peer(NamedTuple):
-    """The connecting end of a stream: its rank, and the number of this stream among those that it
-    opens here.
-    """
+    """The connecting end of a stream."""
 
     rank: int
-    channel: int = 0
+    channel: int = 0  # different for each stream of the rank to the same listener
 
 
 class KeyedSocket(NamedTuple):
-    """A connection between ranks that know the token: a non-blocking socket, and the keys that this
-    end encrypts with and the other one does."""
+    """A connection to another rank, after the handshake."""
 
-    sock: socket.socket
-    keys: tuple[bytes, bytes]
+    sock: socket.socket  # non-blocking
+    keys: tuple[bytes, bytes]  # encryption keys of this end and of the other end
 
 
 class StreamListener:
     """Accepts one connection of each expected peer on the running loop, until `close`.
 
-    Each connection is greeted by a task of its own, so that a stranger holds nobody up. Where
-    strangers are too many, the oldest greeting ends. `complete` is set once every peer is in
-    `accepted`. Raises OSError for an address that cannot be used.
+    Each handshake runs in its own task, so that a slow stranger delays no peer. If there are too
+    many at a time, the oldest is cancelled. `complete` is set when all peers are in `accepted`.
+    Raises OSError if the address cannot be used.
     """
 
     def __init__(self, address: Address, token: str, epoch: int, expected: Iterable[Peer]) -> None:
@@ -91,9 +89,9 @@ class StreamListener:
         self.complete = asyncio.Event()
         self._token = token
         self._epoch = epoch
-        self._greetings: dict[asyncio.Task[bool], None] = {}  # in the order of their begin
+        self._greetings: dict[asyncio.Task[bool], None] = {}  # handshakes, oldest first
         self._max_greetings = len(self.missing) + _SPARE_GREETINGS
-        self._again: asyncio.TimerHandle | None = None  # to accept again after an error
+        self._again: asyncio.TimerHandle | None = None  # resumes after an error of `accept`
         self._loop = asyncio.get_running_loop()
         self._path = address if isinstance(address, str) else None
         self._socket = socket.socket(_family(address))
@@ -115,7 +113,7 @@ class StreamListener:
         self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Stop listening. Accepted links stay open."""
+        """Stop listening. Accepted connections stay open."""
         if self._again is not None:
             self._again.cancel()
         self._loop.remove_reader(self._socket)
@@ -133,10 +131,10 @@ class StreamListener:
     def _accept(self) -> None:
         try:
             sock, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the connection has ended already
+        except (BlockingIOError, ConnectionAbortedError):  # the connection is closed already
             return
         except OSError as error:
-            # The connection stays in the queue: without a pause the loop would only fail again.
+            # The connection stays in the queue, so an immediate retry would fail again.
             log.warning("cannot accept a connection to this rank: %s", error)
             self._loop.remove_reader(self._socket)
             self._again = self._loop.call_later(_ACCEPT_PAUSE_S, self._listen)
@@ -182,7 +180,7 @@ class StreamListener:
         return False
 
     async def _prove(self, sock: socket.socket) -> tuple[Peer, tuple[bytes, bytes]]:
-        """Return who it is, and the link's keys. Raises ValueError for a stranger."""
+        """Run the handshake, and return the peer and the keys. Raises ValueError for a stranger."""
         hello = await _receive(sock, _HELLO.size)
         magic, epoch, rank, channel, _ = _HELLO.unpack(hello)
         if magic != _MAGIC:
@@ -200,10 +198,10 @@ class StreamListener:
 
 
 async def connect(address: Address, token: str, epoch: int, me: Peer) -> KeyedSocket:
-    """Return a link once a listener at `address` has accepted us.
+    """Connect to the listener at `address`, and wait until it accepts this rank.
 
-    Tries until somebody listens there; the caller sets the deadline. Raises ConnectionError when
-    the listener is none of the group, or turned us away.
+    Retries until something listens there, so the caller must set a deadline. Raises ConnectionError
+    if the listener is not a member of the group, or rejects this rank.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -212,7 +210,7 @@ async def connect(address: Address, token: str, epoch: int, me: Peer) -> KeyedSo
             sock.setblocking(False)
             try:
                 await loop.sock_connect(sock, address)
-            except OSError:  # nobody listens, or the network is not up
+            except OSError:  # nothing listens there yet, or the network is down
                 sock.close()
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -241,7 +239,7 @@ async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> t
 
 
 def to_address(text: str) -> Address:
-    """Return the address of "host:port", "[host]:port", or the path of a Unix socket."""
+    """Parse "host:port", "[host]:port", or the path of a Unix socket."""
     if "/" in text:
         return text
     host, _, port = text.rpartition(":")
@@ -259,12 +257,10 @@ def _proof(token: str, side: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def _keys(token: str, hello: bytes, nonce: bytes) -> tuple[bytes, bytes]:
-    """Return what the connector encrypts with, and what the listener does: of this connection
-    alone.
-    """
-    return _proof(token, b"from connector", hello, nonce), _proof(
-        token, b"from listener", hello, nonce
-    )
+    """Return the connector's and the listener's encryption keys for this connection."""
+    connector = _proof(token, b"from connector", hello, nonce)
+    listener = _proof(token, b"from listener", hello, nonce)
+    return connector, listener
 
 
 def _tune(sock: socket.socket) -> None:
@@ -285,7 +281,7 @@ async def _receive(sock: socket.socket, count: int) -> bytes:
 
 
 def frame(msg: msgspec.Struct) -> bytes:
-    """Return a message as it travels. Raises ValueError for one that no peer would accept."""
+    """Encode a message with its header. Raises ValueError if it is too long."""
     body = _encode(msg)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(
@@ -296,8 +292,9 @@ def frame(msg: msgspec.Struct) -> bytes:
 
 
 class FrameSplitter(Generic[In]):
-    """Splits received bytes into messages of the union `receives`, of at most `max_bytes` each.
-    cipher: opens them.
+    """Splits received bytes into messages.
+
+    receives: the union of message types. max_bytes: the longest message. cipher: decrypts messages.
     """
 
     def __init__(
@@ -306,18 +303,18 @@ class FrameSplitter(Generic[In]):
         self._buffer = bytearray()
         self._cipher = cipher
         self._header_bytes = HEADER.size if cipher is None else cipher.header_bytes
-        self._num_bytes: int | None = None  # of the next message, once its header is there
+        self._num_bytes: int | None = None  # of the next message, once its header has arrived
         self._max_bytes = max_bytes
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
 
     def feed(self, data: bytes) -> None:
-        """Add what was received."""
+        """Add received bytes."""
         self._buffer += data
 
     def take(self) -> In | None:
-        """Remove the first message and return it, None if it is not whole yet.
+        """Remove the first message and return it; None if it is not complete yet.
 
-        Raises ValueError for anything else than a message.
+        Raises ValueError for invalid data.
         """
         buffer = self._buffer
         begin = self._header_bytes
@@ -350,10 +347,11 @@ class FrameSplitter(Generic[In]):
 
 
 class AsyncStream(Generic[In]):
-    """A stream that is used on the running loop. Over TCP it is encrypted.
+    """A stream on the running event loop. Over TCP, it is encrypted.
 
-    The loop calls `heard(message)` for each message of the union `receives`, and `lost(cause)` once
-    the stream is lost and closed.
+    receives: the union of message types.
+    heard: called with each received message.
+    lost: called with the cause when the peer is lost and the stream is closed.
     """
 
     def __init__(
@@ -368,16 +366,15 @@ class AsyncStream(Generic[In]):
         self._cipher: Cipher | None = None
         theirs: Cipher | None = None
         if self._sock.family != socket.AF_UNIX:
-            from moeserve.comm.cipher import (
-                Cipher,
-            )  # 40 ms that engines on one machine need not spend
+            # Imported here, because it takes 40 ms and a single machine does not need it.
+            from moeserve.comm.cipher import Cipher
 
             self._cipher, theirs = map(Cipher, link.keys)
         self._frames: FrameSplitter[In] = FrameSplitter(receives, max_bytes, theirs)
         self._heard = heard
         self._lost = lost
         self._is_open = True
-        self._backlog: deque[bytes] = deque()  # frames that the socket did not take yet
+        self._backlog: deque[bytes] = deque()  # frames that the socket has not accepted yet
         self._backlog_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._closed = asyncio.Event()
@@ -386,8 +383,8 @@ class AsyncStream(Generic[In]):
     def send(self, data: bytes) -> None:
         """Send a frame without waiting.
 
-        A peer may be slow, up to MAX_BACKLOG_BYTES; the deadlines of a protocol find one that never
-        reads.
+        Up to MAX_BACKLOG_BYTES are queued for a slow peer. A peer that never reads is detected by
+        the deadlines of the protocol above.
         """
         if not self._is_open:
             return
@@ -405,26 +402,28 @@ class AsyncStream(Generic[In]):
             self._break("does not read what it is sent")
 
     def _send_some(self, data: bytes) -> int:
-        """Return how many bytes the socket took, -1 if the peer is lost."""
+        """Send as much as the socket accepts. Return the number of bytes, or -1 if the peer is
+        lost.
+        """
         try:
             return self._sock.send(data)
         except BlockingIOError:
             return 0
         except OSError:
             if self._is_open:
-                self._read()  # its last message, if there is one, says more than our error
+                self._read()  # the peer's last message, if any, has the cause
             if self._is_open:
                 self._break("closed its connection")
             return -1
 
     def _write(self) -> None:
-        """Send the backlog as far as the socket takes it."""
+        """Send as much of the backlog as the socket accepts."""
         while self._backlog:
             data = self._backlog[0]
             sent = self._send_some(data)
             if sent < 0:
                 if not self._closed.is_set():
-                    self._finish()  # closed before: nobody reads the rest
+                    self._finish()  # `close` was called before, and the rest cannot be sent
                 return
             self._backlog_bytes -= sent
             if sent < len(data):
@@ -436,7 +435,7 @@ class AsyncStream(Generic[In]):
             self._finish()
 
     def close(self) -> None:
-        """Close the stream. Frames that were sent before still leave, within CLOSE_S."""
+        """Close the stream. Queued frames are still sent, for up to CLOSE_S."""
         if not self._is_open:
             return
         self._is_open = False
@@ -447,7 +446,7 @@ class AsyncStream(Generic[In]):
             self._finish()
 
     async def wait_closed(self) -> None:
-        """Return once the socket of a stream that was closed is closed."""
+        """Wait until the socket is closed. Call `close` first."""
         await self._closed.wait()
 
     def _finish(self) -> None:
@@ -459,7 +458,7 @@ class AsyncStream(Generic[In]):
             self._loop.remove_writer(self._sock)
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
-            while self._sock.recv(_READ_BYTES):  # unread bytes would turn the close into a reset
+            while self._sock.recv(_READ_BYTES):  # with unread bytes, close would send a reset
                 pass
         self._sock.close()
 
@@ -479,13 +478,13 @@ class AsyncStream(Generic[In]):
             while self._is_open and (msg := self._frames.take()) is not None:
                 self._heard(msg)
         except ValueError as error:
-            self._break(f"sent nonsense ({error})")
+            self._break(f"sent invalid data ({error})")
         except Exception as error:
             log.exception("a message of another rank could not be handled")
             self._break(f"sent a message that could not be handled ({error!r})")
 
     def _break(self, cause: str) -> None:
-        """End the stream because the peer is lost."""
+        """Close the stream, because the peer is lost."""
         self._is_open = False
         self._loop.remove_reader(self._sock)
         self._finish()
@@ -493,7 +492,7 @@ class AsyncStream(Generic[In]):
 
 
 class BlockingStream(Generic[In]):
-    """A stream that threads use: any of them sends, one receives."""
+    """A stream for threads: any thread may send, and one thread receives."""
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         sock.setblocking(True)
@@ -502,14 +501,15 @@ class BlockingStream(Generic[In]):
         self._lock = threading.Lock()
 
     def send(self, msg: msgspec.Struct) -> None:
-        """Block while the peer does not read. A peer that is gone is not an error here: `receive`
-        reports it.
+        """Send a message. Blocks while the peer does not read.
+
+        If the peer is gone, this does nothing; `receive` reports it.
         """
         with self._lock, suppress(OSError):
             self._sock.sendall(frame(msg))
 
     def receive(self) -> In | None:
-        """Return the next message; None once the peer, or `close`, has ended the stream."""
+        """Wait for the next message; None after the peer or `close` has ended the stream."""
         try:
             while (msg := self._frames.take()) is None:
                 data = self._sock.recv(_READ_BYTES)
@@ -520,11 +520,11 @@ class BlockingStream(Generic[In]):
         except OSError:
             return None
         except ValueError as error:
-            log.error("the other end of a stream between ranks sent nonsense: %s", error)
+            log.error("the other end of a stream between ranks sent invalid data: %s", error)
             return None
 
     def close(self) -> None:
-        """End the stream in both directions, and wake the thread that receives."""
+        """Close the stream, and wake the thread that receives."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -1,12 +1,12 @@
-"""Symmetric memory: a region of each rank of one host that all others have mapped, and how their
-streams meet there.
+"""Symmetric memory: each rank of a host has a region of device memory that all other ranks have
+mapped, and the ranks' streams synchronize over flags in it. Used by the backend cuda_ipc.
 
-A region is allocated once, offered again in every epoch, and lives as long as the process, so no
-rank writes to memory that is gone. Leftovers of an old epoch cannot be taken for something of a new
-one: before a rank joins again its device has finished, and flags hold numbers that grow from epoch
-to epoch.
+A region is allocated once, opened again by the peers in every epoch, and freed with the process, so
+no rank writes to freed memory. Values that an old epoch left in memory are never mistaken for new
+ones: a rank's device has finished before the rank joins again, and flags have numbers that increase
+from epoch to epoch.
 
-R ranks, B bytes.
+R: ranks. B: bytes.
 """
 
 import selectors
@@ -27,31 +27,31 @@ from moeserve.comm.shm import ShmGroup
 from moeserve.errors import PeerLost
 from moeserve.kernels.exchange import FAILED, TOLD, WRONG
 
-HEAD_BYTES = 4096  # of each micro-batch's part: a flag of 8 bytes per rank
-MEETINGS = (
-    38  # bits for the number of a meeting within its epoch, of the 53 that a flag has for numbers
-)
+HEAD_BYTES = 4096  # the head of each micro-batch's part: a flag of 8 bytes per rank
+# Of the 53 bits that a flag has for the number of a barrier, so many count within an epoch.
+BARRIER_BITS = 38
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One micro-batch's part of all regions, and its state; see kernels/exchange.py. own_B: this
-    rank's part. control: words that the host reads and writes, in any thread. meet(call): makes the
-    current stream wait until all ranks are in this call."""
+    """One micro-batch's part of all regions, and its state; see kernels/exchange.py."""
 
     rank: int
-    bases_R: Tensor
-    own_B: Tensor
-    state: Tensor
-    control: NDArray[np.int32]
-    meet: Callable[[int], None]
+    bases_R: Tensor  # the addresses of the part in all regions
+    own_B: Tensor  # this rank's part
+    state: Tensor  # on the device
+    control: NDArray[np.int32]  # words that the host also reads and writes, in any thread
+    # barrier(call): make the current stream wait until all ranks have reached this call.
+    barrier: Callable[[int], None]
 
 
 class Symmetric:
-    """All windows of this rank. A group that has failed stays failed until the next `join`: its
-    kernels move nothing and each wait ends at once. A group fails when a rank leaves, when a rank
-    ends (a thread watches the connections), or when a rank stays away for longer than the members'
-    deadline."""
+    """All windows of this rank.
+
+    A group fails if a rank leaves, if its process ends (a thread watches the connections), or if it
+    does not reach a barrier within the members' deadline. A failed group stays failed until the
+    next `join`: its kernels move nothing, and waits end immediately.
+    """
 
     def __init__(self, memory: CudaMemory) -> None:
         self._memory = memory
@@ -63,8 +63,11 @@ class Symmetric:
         self._gone: tuple[int, ...] = ()
 
     def join(self, members: Members, ubatches: int, ubatch_bytes: int, facts: str) -> list[Window]:
-        """Return a window for each micro-batch. facts: what must be the same on all ranks. Raises
-        PeerLost, or ConfigError when facts differ."""
+        """Connect the ranks, and return a window for each micro-batch.
+
+        facts: settings that must be the same on all ranks. Raises PeerLost, and ConfigError if
+        facts differ.
+        """
         assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
         self.leave()
         self._memory.close()
@@ -84,19 +87,30 @@ class Symmetric:
             for ubatch, own_B in enumerate(parts)
         ]
         links = {connection: rank for rank, (connection, _) in peers.items()}
-        watch = (links, self._windows, self._left, group)
-        watcher = threading.Thread(target=self._watch, args=watch, name="peers", daemon=True)
+        watcher = threading.Thread(
+            target=self._watch,
+            args=(links, self._windows, self._left, group),
+            name="peers",
+            daemon=True,
+        )
         watcher.start()
         self._watcher = watcher
         return self._windows
 
     def _window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
-        state = torch.tensor([members.epoch << MEETINGS, 0], device=self._memory.device)
+        state = torch.tensor([members.epoch << BARRIER_BITS, 0], device=self._memory.device)
         control = self._memory.words(WRONG + members.size)
-        meet_all = partial(
+        barrier = partial(
             self._memory.meet, bases_R, state, members.rank, control, members.deadline_s
         )
-        return Window(members.rank, bases_R, own_B, state, control.numpy(), meet_all)
+        return Window(
+            rank=members.rank,
+            bases_R=bases_R,
+            own_B=own_B,
+            state=state,
+            control=control.numpy(),
+            barrier=barrier,
+        )
 
     def _watch(
         self,
@@ -105,9 +119,7 @@ class Symmetric:
         left: threading.Event,
         group: ShmGroup,
     ) -> None:
-        """End this epoch when the first rank is gone. This rank stays connected until it leaves
-        itself.
-        """
+        """Fail the group when the first rank is gone. Stay connected until this rank leaves."""
         with selectors.DefaultSelector() as selector:
             for connection in links:
                 selector.register(connection, selectors.EVENT_READ)
@@ -116,25 +128,28 @@ class Symmetric:
                 self._gone = tuple(
                     sorted(rank for connection, rank in links.items() if connection in ready)
                 )
-                _tell(windows)
+                _fail(windows)
         left.wait()
         group.close()
 
     def leave(self) -> None:
-        """End all waits, here and at the peers, on devices and for other ranks to come. From any
-        thread, any time.
+        """End all waits, on this rank and on its peers, in kernels and in `join`.
+
+        May be called at any time, from any thread.
         """
-        _tell(self._windows)
+        _fail(self._windows)
         self._left.set()
         if self._group is not None:
             self._group.leave()
         if self._watcher is not None:
-            self._watcher.join()  # it ends at once, and not while the process does
+            self._watcher.join()  # ends immediately; joined so that it does not outlive the process
 
     def check(self) -> None:
-        """Raise PeerLost if kernels have given up since `join`: their results, and all after them,
-        are invalid. Raises RuntimeError if ranks made different calls, which is a bug. It reads
-        host memory only, so wait for an event behind the results in question first."""
+        """Raise PeerLost if kernels have failed since `join`, because all results since are
+        invalid. Raises RuntimeError if ranks made different calls, which is a bug.
+
+        This reads host memory only, so first wait for an event after the results in question.
+        """
         failed = [window for window in self._windows if window.control[FAILED]]
         if not failed:
             return
@@ -142,9 +157,9 @@ class Symmetric:
             raise PeerLost("this rank left its group")
         wrong_WR = np.stack([window.control[WRONG:] for window in failed])
         if (wrong_WR == 2).any():
-            strangers = (wrong_WR == 2).any(0).nonzero()[0].tolist()
+            others = (wrong_WR == 2).any(0).nonzero()[0].tolist()
             raise RuntimeError(
-                f"ranks {strangers} make other calls than this one, or for other numbers of tokens"
+                f"ranks {others} make other calls than this one, or for other numbers of tokens"
             )
         late = (wrong_WR == 1).any(0).nonzero()[0].tolist()
         missing = self._gone or tuple(late)
@@ -152,6 +167,7 @@ class Symmetric:
         raise PeerLost(f"ranks that {why}: {', '.join(map(str, missing))}", missing)
 
 
-def _tell(windows: list[Window]) -> None:
+def _fail(windows: list[Window]) -> None:
+    """Make kernels that wait in a barrier give up."""
     for window in windows:
         window.control[TOLD] = 1

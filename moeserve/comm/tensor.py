@@ -1,7 +1,8 @@
-"""Tensor parallelism without partial sums: ranks compute whole columns or rows and gather them. No
-sum is ever split, so the bits are those of one rank.
+"""Tensor parallelism by gathers: each rank computes whole columns or rows, and all gather them.
 
-T rows, N columns of one rank, D model width.
+There are no partial sums and no all-reduce, so results have the same bits as on one rank.
+
+T: rows. N: columns of one rank. D: model width.
 """
 
 import os
@@ -18,13 +19,15 @@ from moeserve.errors import PeerLost
 
 
 class TensorParallel:
-    """The ranks of one engine. With one rank, as here, every gather returns its argument;
-    subclasses connect several.
+    """The tensor-parallel ranks of one engine.
 
-    Between `join` and `leave` all ranks make the same calls in the same order on each channel (a
-    micro-batch's index), which one thread at a time uses. Before the first `join` a rank warms up
-    alone: shapes are right, the parts of other ranks are this rank's own or zero. After `leave`
-    every call raises PeerLost until the next `join`.
+    This class implements a single rank, whose gathers return their argument. Subclasses connect
+    several ranks.
+
+    Between `join` and `leave`, all ranks must make the same calls in the same order on each channel
+    (the index of a micro-batch). One thread at a time may use a channel. Before the first `join`, a
+    rank can warm up alone: results have the right shape, and copies of this rank's part or zeros
+    replace those of other ranks. After `leave`, all calls raise PeerLost until the next `join`.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, num_channels: int = 1) -> None:
@@ -36,23 +39,26 @@ class TensorParallel:
     @property
     def not_recorded(self) -> str | None:
         """Why no CUDA graph can record a gather; None if one can."""
-        return None if self.size == 1 else "the host gathers what tensor-parallel ranks compute"
+        return None if self.size == 1 else "tensor-parallel ranks gather on the host"
 
     def join(self, members: Members) -> None:
-        """Connect to the engine's other ranks. Blocks; raises PeerLost when they do not come."""
+        """Connect to the engine's other ranks. Blocks. Raises PeerLost if they do not connect."""
         assert (members.tp_rank, members.tp_size) == (self.rank, self.size), members
         self.leave()
         self._joined_once = True
         self._connect(members)
 
     def leave(self) -> None:
-        """Drop all connections, at any time, from any thread: calls that wait, here or at a peer,
-        raise PeerLost.
+        """Close all connections. Waiting calls, on this rank and on its peers, raise PeerLost.
+
+        May be called from any thread, at any time.
         """
 
     def gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
-        """Return every rank's columns in rank order, [T, size * N]. T and N are the same on all
-        ranks; nothing travels when either is 0. Raises PeerLost."""
+        """Return all ranks' columns in rank order, [T, size * N]. Raises PeerLost.
+
+        T and N must be the same on all ranks. Nothing is sent if either is 0.
+        """
         if self.size == 1:
             return x_TN
         if not self._joined_once or not x_TN.numel():
@@ -60,8 +66,10 @@ class TensorParallel:
         return self._columns(x_TN, channel)
 
     def gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
-        """Return every rank's rows in rank order, [sum(counts), D]; rank r has counts[r]. Nothing
-        travels when all counts are 0. Raises PeerLost."""
+        """Return all ranks' rows in rank order, [sum(counts), D]. Raises PeerLost.
+
+        counts: the number of rows of each rank. Nothing is sent if all are 0.
+        """
         assert counts[self.rank] == x_TD.shape[0], (counts, x_TD.shape)
         if self.size == 1:
             return x_TD
@@ -70,7 +78,7 @@ class TensorParallel:
         return self._rows(x_TD, counts, channel)
 
     def _connect(self, members: Members) -> None:
-        """Do nothing: one rank has nobody to connect to."""
+        """Connect to the other ranks; here, there are none."""
 
     def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
         raise NotImplementedError
@@ -83,13 +91,13 @@ ALONE = TensorParallel()
 
 
 def side_by_side(parts_RTN: Tensor) -> Tensor:
-    """Rearranges every rank's columns, [size, T, N], to [T, size * N]."""
+    """Concatenate the columns of all ranks: [size, T, N] -> [T, size * N]."""
     size, rows, columns = parts_RTN.shape
     return parts_RTN.transpose(0, 1).reshape(rows, size * columns)
 
 
 class GlooTensor(TensorParallel):
-    """`TensorParallel` by torch's Gloo: every rank sends its part to every other one."""
+    """`TensorParallel` over torch's Gloo. Every rank sends its part to every other rank."""
 
     _new_mesh: Callable[..., Mesh] = Mesh
     _mesh: Mesh | None = None
@@ -111,7 +119,6 @@ class GlooTensor(TensorParallel):
             raise self._of_group(error) from None
 
     def leave(self) -> None:
-        """Drop all connections, from any thread."""
         if self._mesh is not None:
             self._mesh.leave()
 
@@ -126,7 +133,7 @@ class GlooTensor(TensorParallel):
         return out_TD
 
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
-        """Fill parts[r] with rank r's `mine`; empty parts do not travel."""
+        """Fill parts[r] with `mine` of rank r. Empty parts are not sent."""
         assert self._mesh is not None
         others = [rank for rank in range(self.size) if rank != self.rank]
         parts[self.rank].copy_(mine)
@@ -141,28 +148,29 @@ class GlooTensor(TensorParallel):
             raise self._of_group(error) from None
 
     def _of_group(self, error: PeerLost) -> PeerLost:
-        """Return the same error with the numbers that ranks have in the whole group."""
+        """Return the error with the ranks' numbers in the whole group instead of the engine."""
         return PeerLost(
             f"tensor parallelism: {error}", tuple(self._first_rank + rank for rank in error.missing)
         )
 
 
 class DeviceTensor(GlooTensor):
-    """`TensorParallel` by NCCL, one GPU per rank, on the stream that computes; the host does not
-    wait.
+    """`TensorParallel` over NCCL, with one GPU per rank.
+
+    Gathers run on the compute stream, and the host does not wait for them.
     """
 
     _new_mesh = DeviceMesh
     not_recorded = None
 
     def check(self) -> None:
-        """Raise PeerLost if what the device computed is invalid; see `DeviceMesh.check`."""
+        """Raise PeerLost if results on the device are invalid; see `DeviceMesh.check`."""
         if isinstance(self._mesh, DeviceMesh):
             self._mesh.check()
 
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
-        """Send as many rows of every rank as the longest part has: all ranks know how many of them
-        count.
+        """Fill parts[r] with `mine` of rank r. All ranks send as many rows as the longest part has,
+        and receivers drop the padding.
         """
         assert isinstance(self._mesh, DeviceMesh)
         most = max(len(part) for part in parts)

@@ -1,23 +1,18 @@
-"""One process among those that serve one model."""
+"""The position of one process among all processes that serve a model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank among `size`: engines of tp_size processes each, an engine's ranks side by side.
-
-    ep: experts are sharded over all ranks; otherwise each rank has all of them. ranks_on_host: the
-    number of ranks that share this machine's cores and memory. host_rank: this rank's number among
-    those.
-    """
+    """One rank of `size`. The ranks of an engine (tp_size of them) are consecutive."""
 
     rank: int = 0
     size: int = 1
-    tp_size: int = 1
-    ep: bool = True
-    ranks_on_host: int = 1
-    host_rank: int = 0
+    tp_size: int = 1  # processes of one engine
+    ep: bool = True  # experts are sharded over all ranks; False: each rank has all of them
+    ranks_on_host: int = 1  # ranks that share this machine's cores and memory
+    host_rank: int = 0  # this rank's number among those
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -40,7 +35,7 @@ class World:
 
     @property
     def num_expert_ranks(self) -> int:
-        """The number of ranks that the experts are sharded over."""
+        """The number of ranks over which the experts are sharded."""
         return self.size if self.ep else 1
 
     @property
@@ -50,8 +45,9 @@ class World:
 
 
 def share(total: int, size: int, rank: int) -> slice:
-    """Return a rank's contiguous part of `total` rows or columns: ceil(total / size), the last
-    ranks fewer or none.
+    """Return a rank's contiguous part of `total` rows or columns.
+
+    Each rank has ceil(total / size) of them; the last ranks have fewer, or none.
 
     (5, 4, 2) -> slice(4, 5), (5, 4, 3) -> slice(5, 5)
     """

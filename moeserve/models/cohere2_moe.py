@@ -1,5 +1,5 @@
-"""Command A+ (Cohere2-MoE): attention and experts run in parallel on the same normed input. Three of
-four layers have a sliding window and a rotary embedding; the fourth has full attention without.
+"""Command A+ (Cohere2-MoE): attention and experts run in parallel on the same normed input. Three
+of four layers have a sliding window and a rotary embedding; the fourth has full attention without.
 
 Source: huggingface.co/CohereLabs/command-a-plus-05-2026.
 """

@@ -227,7 +227,7 @@ class Decoder:
         cache: LayerCache,
         context: RowContext,
     ) -> tuple[Tensor, Tensor]:
-        """Run the mixer, add its output to the residual stream, and apply the layer's second norm."""
+        """Run the mixer, add its output to the residual stream, and apply the second norm."""
         mixed = layer.mixer(x, prepared, cache, context)
         return self._add_up(mixed, residual, layer.attn_post_norm, layer.mlp_norm, None)
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose indexer selects the tokens for each query.
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention; an indexer selects the tokens for each query.
 GLM-5: the same blocks; a layer may reuse the selection of the layer before.
 
 Source: arXiv 2512.02556, 2602.15763. Reuse of selections: 2603.12201.

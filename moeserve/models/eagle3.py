@@ -226,7 +226,7 @@ class Eagle3(Decoder):
         return both, normed if self.norm_first else hidden_TD
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Return logits of the target's vocabulary, fp32 [S, V]: -inf for other than draft tokens."""
+        """Return logits, fp32 [S, V]; -inf for tokens outside the draft vocabulary."""
         logits_Sd = super().logits(hidden_SD[:, : self.spec.hidden_size].contiguous())
         if self.ids_d is None:
             return logits_Sd

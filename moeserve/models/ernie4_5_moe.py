@@ -1,5 +1,5 @@
-"""ERNIE-4.5 (21B-A3B, 300B-A47B): interleaved rotary embedding, shared experts, and a softmax router
-that adds a bias per expert for the choice.
+"""ERNIE-4.5 (21B-A3B, 300B-A47B): interleaved rotary embedding, shared experts, and a softmax
+router that adds a bias per expert for the choice.
 
 Source: ERNIE 4.5 Technical Report (Baidu, 2025).
 """

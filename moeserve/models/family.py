@@ -1,7 +1,7 @@
 """The parts of which the files of model families are made.
 
-`Family` describes one architecture: how its config.json becomes a ModelSpec, and how its checkpoints
-name tensors. The functions read keys of config.json that several families share.
+`Family` describes one architecture: how its config.json becomes a ModelSpec, and how its
+checkpoints name tensors. The functions read keys of config.json that several families share.
 """
 
 from collections.abc import Callable, Sequence

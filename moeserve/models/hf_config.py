@@ -1,6 +1,6 @@
 """Read config.json of a Hugging Face checkpoint into a ModelSpec, without torch and transformers.
 
-- A key that config.json omits has the default of the family's configuration class in transformers 5.
+- A key that config.json omits has the default of the family's config class in transformers 5.
 - The spellings of transformers 4 and 5 are supported.
 - A key that would change the model's results, and that is not supported, raises CheckpointError.
 
@@ -132,7 +132,7 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
 
 
 def _read(model_dir: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the path of config.json or params.json, and its values with the keys of config.json."""
+    """Return the path of config.json or params.json, and its values by keys of config.json."""
     name = config_name(model_dir)
     path = model_dir / name
     values = read_json(model_dir, name)

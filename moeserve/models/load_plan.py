@@ -1,4 +1,4 @@
-"""The load plan of a decoder: its parameters, and the copies from checkpoint tensors that fill them.
+"""The load plan of a decoder: its parameters, and the checkpoint tensors that are copied to them.
 
 Families differ only in their `Names`.
 """

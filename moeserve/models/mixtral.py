@@ -1,5 +1,5 @@
-"""Mixtral (8x7B, 8x22B): top-2 experts, with renormalized softmax weights. In checkpoints, w1 is the
-gate projection, w3 the up projection and w2 the down projection.
+"""Mixtral (8x7B, 8x22B): top-2 experts, with renormalized softmax weights. In checkpoints, w1 is
+the gate projection, w3 the up projection and w2 the down projection.
 
 Source: arXiv 2401.04088.
 """

@@ -1,5 +1,5 @@
-"""Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE: two experts per token, chosen by SparseMixer; layer norms
-with biases; LongRoPE.
+"""Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE: two experts per token, chosen by SparseMixer; layer
+norms with biases; LongRoPE.
 
 Source: arXiv 2409.12136, 2404.14219.
 """

@@ -1,9 +1,9 @@
 """Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): norms of each query and key head, and renormalized
 softmax weights of experts.
 
-Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). An MTP head is Qwen3-Next's with
-a dense layer; published checkpoints have none. Of Qwen3-VL-MoE, only the text model is supported,
-whose checkpoints have all experts of a layer in two transposed tensors.
+Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). The MTP head is Qwen3-Next's
+with a dense layer; published checkpoints have none. Of Qwen3-VL-MoE, only the text model is
+supported, whose checkpoints have all experts of a layer in two transposed tensors.
 
 Source: arXiv 2505.09388, 2511.21631.
 """

@@ -1,8 +1,8 @@
 """Qwen3-Next: three of four layers are gated delta nets; the fourth has attention with an output
 gate. Norm weights are stored minus 1.
 
-Qwen3.5-MoE: the same layers, with separate tensors for the inputs of gated delta nets. Only its text
-model is supported, for which the three axes of its rotary embedding are the same.
+Qwen3.5-MoE: the same layers, with separate tensors for the inputs of gated delta nets. Only its
+text model is supported, for which the three axes of its rotary embedding are the same.
 """
 
 from moeserve.blocks.attention import Attention

@@ -1,4 +1,4 @@
-"""The model families by architecture. Packages add theirs with the entry point "moeserve.models"."""
+"""The model families by architecture. Packages add theirs by entry points of "moeserve.models"."""
 
 from typing import Any
 

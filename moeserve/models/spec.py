@@ -1,4 +1,4 @@
-"""The description of a model as a list of layers, and properties that follow from it. Without torch.
+"""The description of a model as a list of layers, and properties that follow from it. No torch.
 
 config.json is read into a ModelSpec (hf_config.py). Weights are loaded (load_plan.py) and the model
 is built (build.py) from it.
@@ -176,7 +176,7 @@ class ModelSpec:
             )
 
     def obstacle(self, kernels: str) -> str:
-        """Return why a layer is unsupported by kernels "native", "triton" or "fa3"; "" if none is."""
+        """Return why kernels "native", "triton" or "fa3" do not support a layer; "" if they do."""
         return next(
             (why for layer in self.cached_layers if (why := layer.mixer.obstacle(kernels))), ""
         )

@@ -2,9 +2,9 @@
 
 It is computed from shapes alone, before the model is built.
 
-With tensor parallelism, a rank computes a part of the columns. The gathered columns are in memory up
-to three times in addition: as sent (the transport may keep them for a while), as received, and in
-order. With expert parallelism, a rank also receives rows of the other ranks, at most as many as
+With tensor parallelism, a rank computes a part of the columns. In addition, the gathered columns
+are in memory up to three times: as sent (the transport may keep them for a while), as received, and
+in order. With expert parallelism, a rank also receives rows of the other ranks, at most as many as
 moe/all2all/registry.py allows.
 """
 

@@ -153,7 +153,7 @@ async def test_every_flipped_bit_is_noticed_at_once() -> None:
             assert said == (
                 Text("a vote")
                 if bit < 0
-                else "sent nonsense (a message that was altered on the way, or is not its own)"
+                else "sent invalid data (a message that was altered on the way, or is not its own)"
             ), bit
 
 

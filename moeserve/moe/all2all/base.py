@@ -160,7 +160,7 @@ class Ticket:
 
 @runtime_checkable
 class Checked(Protocol):
-    """A backend whose `wait` only makes the device wait, so that errors of a transfer show later."""
+    """A backend whose `wait` only makes the device wait, so that its errors show later."""
 
     def check(self) -> None:
         """Raise PeerLost if a transfer has failed. Call this after the host has waited for the

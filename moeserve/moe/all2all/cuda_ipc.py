@@ -258,7 +258,7 @@ class CudaIpcAll2All:
             buffer.at.ids,
             programs,
         )
-        window.meet(most_tokens)
+        window.barrier(most_tokens)
         all_tokens = num_ranks * most_tokens
         ids_B = window.own_B[buffer.at.ids :][: 4 * all_tokens * top_k]
         ids_NK = ids_B.view(torch.int32).view(all_tokens, top_k)
@@ -305,7 +305,7 @@ class CudaIpcAll2All:
         return Transfer(join)
 
     def _sum(self, window: Window, buffer: _Buffer, routing: Routing, out_TD: Tensor) -> Tensor:
-        window.meet(0)
+        window.barrier(0)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         weights_TK = routing.weights_TK.float().contiguous()
         collect(

@@ -321,7 +321,7 @@ class Pool:
         return best
 
     def take_rows(self, num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a buffer, and a view of it as `num_rows` rows with the width and dtype of `like`."""
+        """Return a buffer, and `num_rows` rows in it with the width and dtype of `like`."""
         num_bytes = num_rows * like.shape[1] * like.itemsize
         buffer = self.take(num_bytes)
         return buffer, buffer[:num_bytes].view(like.dtype).view(num_rows, like.shape[1])
