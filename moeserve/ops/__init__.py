@@ -1,3 +1,1 @@
-"""One Python function per kernel, its plain-torch reference, and the one table that picks
-implementations at start.
-"""
+"""Kernels: a Python function for each, its reference in plain torch, and the table of all (Ops)."""

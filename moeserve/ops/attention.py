@@ -1,23 +1,22 @@
-"""Paged attention in plain torch: one function for prefill and decode whose bits depend on query
-and context alone.
+"""Paged attention in plain torch, for prefill and decode, with batch-invariant results.
 
-T tokens, R rows (requests), H heads, G KV heads, h = H / G, d and v widths of a key and of a value,
-L context padded to tiles. An item works on B query blocks of m queries at once, all with about the
-same context. q query rows of a KV head: B * G of them side by side.
+Shapes: T tokens, R rows (requests), H heads, G KV heads, h = H / G, d and v widths of a key and of
+a value, L context padded to tiles. A work item has B query blocks of m queries with about the same
+context length; q is the number of query rows per KV head.
 
-The order of every sum is fixed by position, not by what is computed together:
+The order of every sum depends on positions only, not on the batch:
 
-- A context consists of absolute cuts of CUT positions, counted from position 0, and a cut of
-  absolute tiles of TILE.
-- `attention_partial` returns (max, sum, values) of a cut: the largest score, the sum of
-  exp(score - max), and the values weighted by the same. Values are summed inside tiles, and tiles
-  are added in order. A position that a query does not see adds exact zeros, and so does a cut of
-  which it sees nothing: (-inf, 0, 0).
-- `merge_partials` adds the next cut to those before. The result is values / sum.
+- A context is divided into cuts of CUT positions, counted from position 0, and cuts into tiles of
+  TILE positions.
+- `attention_partial` computes (max, sum, values) of a cut: the largest score, the sum of
+  exp(score - max), and the values weighted by exp(score - max). Values are summed within tiles,
+  then tiles are added in order. A position that a query does not see adds exact zeros, and a cut
+  that it does not see is (-inf, 0, 0).
+- `merge_partials` merges a cut into the cuts before it. The result is values / sum.
 
-The native and the Triton kernels have the same two steps under the same names, with cuts of their
-own size. Cuts may be computed anywhere, as long as they are merged in order. The work space is
-bounded to about `SCORES` scores and `CONTEXT` cache elements, whatever the context lengths.
+The native and Triton kernels have the same two steps under the same names, with their own cut
+sizes. Cuts may be computed in any order, but must be merged in order of positions. The workspace is
+limited to about `SCORES` scores and `CONTEXT` cache elements, whatever the context lengths.
 """
 
 from dataclasses import dataclass
@@ -37,29 +36,27 @@ CUT = 512  # a multiple of TILE
 QUERY_BLOCK = 64
 SCORES = 1 << 20
 CONTEXT = 1 << 21
-UNBOUNDED = 1 << 40  # tokens in the window or chunk where there is none
+UNBOUNDED = 1 << 40  # tokens in the window or chunk if there is none
 LOWEST = torch.finfo(torch.float32).min
-DEPTH = 128  # torch cuts the sums of deeper fp32 products, elsewhere for few rows than for many
-SMALL_PRODUCT = (
-    4096  # torch computes bfloat16 products of fewer multiplications with another kernel
-)
+# torch splits the sums of fp32 products with more inputs, at places that depend on the row count.
+DEPTH = 128
+# torch computes bfloat16 products with fewer multiplications with another kernel.
+SMALL_PRODUCT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """B query blocks of m queries (short ones repeat their last query) over L positions each, from
-    a tile's start on.
+    """A work item: B query blocks of m queries, each over L positions from the start of a tile.
 
-    Scores from column `hidden_from` on are hidden where hidden_Bml says so.
+    Blocks with fewer than m queries repeat their last query.
     """
 
     size: tuple[int, int, int]  # B, m, L
-    tokens: Tensor  # [B * m]: of the queries, into T
-    # int64: the cache row [blocks * block_size * G] of each position's first head; 0 for unused
-    # ones
+    tokens: Tensor  # [B * m]: the token of each query
+    # int64: the cache row, of blocks * block_size * G, of each position's first head; 0: not used
     rows_BL: Tensor
-    hidden_from: int
-    hidden_Bml: Tensor
+    hidden_from: int  # queries see all columns before this one
+    hidden_Bml: Tensor  # whether a query does not see a column, from `hidden_from` on
     cuts: tuple[tuple[int, int], ...]  # the columns of each cut
 
 
@@ -76,7 +73,7 @@ class TorchAttentionMetadata:
 def plan_attention(
     group: GroupInputs, step: StepInputs, shape: HeadShape
 ) -> TorchAttentionMetadata:
-    """Pack the step's queries into items; see `PlanAttention`."""
+    """Group the queries of a step into work items; see `PlanAttention`."""
     offsets = step.offsets_R1.tolist()
     kv_width = shape.num_kv_heads * max(shape.dim, shape.v_dim)
     members: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
@@ -88,7 +85,7 @@ def plan_attention(
             first_tile = int(_first_seen(position, group)) // TILE
             tiles = _bucket(-(-(position + count) // TILE) - first_tile)
             m = 1 if count == 1 else -(-count // 8) * 8
-            # Blocks of an item have their cuts in the same columns.
+            # The cuts of all blocks of an item must be in the same columns.
             key = (m, tiles, first_tile % (CUT // TILE))
             members.setdefault(key, []).append((row, token, count, position))
     items = []
@@ -112,7 +109,7 @@ def plan_attention(
 
 
 def _first_seen(positions: NDArray[np.int64] | int, group: GroupInputs) -> NDArray[np.int64]:
-    """The first positions that queries at `positions` see."""
+    """Return the first position that the query at each of `positions` sees."""
     window = group.window or UNBOUNDED
     chunk = group.chunk or UNBOUNDED
     first: NDArray[np.int64] = np.maximum(
@@ -122,24 +119,20 @@ def _first_seen(positions: NDArray[np.int64] | int, group: GroupInputs) -> NDArr
 
 
 def padded_context(length: int) -> int:
-    """Return an upper bound of a context's positions with those that pad it: at most a quarter and
-    a tile.
-    """
+    """Return an upper bound of a context's length with padding, which is at most 25% and a tile."""
     return length + length // 4 + TILE
 
 
 def _bucket(tiles: int) -> int:
-    """Round up so that at most a quarter is padding and few sizes exist: 1..8, 10, 12, 14, 16, 20,
-    24, ...
-    """
+    """Round up to one of few sizes with at most 25% padding: 1..8, 10, 12, 14, 16, 20, 24, ..."""
     step = 1 << max(0, tiles.bit_length() - 3)
     return -(-tiles // step) * step
 
 
 def cuts_of(start: int, length: int) -> tuple[tuple[int, int], ...]:
-    """Return the cuts of `length` columns, the first of which is `start` positions into its cut.
+    """Return the columns (begin, end) of each cut. start: position of column 0 in its cut.
 
-    0, 1100 -> (0, 512), (512, 1024), (1024, 1100); 448, 200 -> (0, 64), (64, 200)
+    0, 1100 -> (0, 512), (512, 1024), (1024, 1100); 448, 200 -> (0, 64), (64, 200).
     """
     borders = [0, *range(CUT - start, length, CUT), length]
     return tuple(pairwise(borders))
@@ -153,7 +146,7 @@ def _item(
     group: GroupInputs,
     num_kv_heads: int,
 ) -> Item:
-    """members: row, first token, tokens and first position of B query blocks."""
+    """Build an item. members: row, first token, tokens and first position of B query blocks."""
     size = group.block_size
     device = group.blocks_RN.device
     rows_B, tokens_B, counts_B, starts_B = members
@@ -161,8 +154,7 @@ def _item(
     seen_Bm = starts_B[:, None] + steps_Bm  # the last position that each query may see
     first_Bm = _first_seen(seen_Bm, group)
     keys_BL = first_Bm[:, :1] // TILE * TILE + np.arange(length)
-    # Every query sees the columns before the earliest query's own tile, unless a window or chunk
-    # hides them.
+    # Without window or chunk, every query sees the columns before the earliest query's own tile.
     hidden_from = 0 if group.window or group.chunk else int(starts_B.min()) // TILE * TILE
     tail_B1l = keys_BL[:, None, hidden_from:]
     hidden_Bml = (tail_B1l > seen_Bm[:, :, None]) | (tail_B1l < first_Bm[:, :, None])
@@ -190,14 +182,16 @@ def attention(
     sinks_H: Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Attend to the paged cache; returns [T', H * v] of q's dtype, zero in rows beyond the
-    metadata's tokens.
+    """Return attention over the paged cache, [T', H * v] in q's dtype.
 
-    Queries come already scaled. sinks_H: fp32, one score per head that takes weight and gives no
-    value (gpt-oss). soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0 leaves
-    them. v_cache may be a view of k_cache. Products over bfloat16 run in bfloat16 with fp32 sums,
-    all others in fp32. Positions that no query sees read the first entry of the null block, which
-    is zeroed here: zero times a stale NaN is NaN.
+    q_THd: queries, already scaled. Rows beyond the plan's tokens are padding, and get zeros.
+    v_cache: may be a view of k_cache.
+    sinks_H: fp32, attention sinks: a score per head without a value (gpt-oss).
+    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0: unchanged.
+
+    Products with a bfloat16 cache run in bfloat16 with fp32 sums, all others in fp32. Unused
+    positions read the first entry of the null block. It is zeroed here, because their weight of 0
+    times a stale NaN would be NaN.
     """
     num_rows, num_heads, d = q_THd.shape
     num_kv_heads = k_cache.shape[2]
@@ -217,7 +211,7 @@ def attention(
     for item in plan.items:
         batch, m, length = item.size
         q_BmGhd = q_THd.index_select(0, item.tokens).view(batch, m, num_kv_heads, -1, d)
-        # A block whose scores exceed the bound alone is cut by heads.
+        # A block whose scores alone exceed the limit is split by KV heads.
         scores = batch * m * num_heads * min(length, CUT)
         heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // scores))
         parts = []
@@ -231,9 +225,8 @@ def attention(
         o_MHv = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(
             batch * m, num_heads, v_dim
         )
-        out.index_copy_(
-            0, item.tokens, o_MHv.to(out.dtype)
-        )  # a repeated query has the same result again
+        # Repeated queries write the same result again.
+        out.index_copy_(0, item.tokens, o_MHv.to(out.dtype))
     return out.view(num_rows, num_heads * v_dim)
 
 
@@ -246,15 +239,16 @@ def _attend(
     sinks_Gh: Tensor | None,
     soft_cap: float,
 ) -> Tensor:
-    """[B, m, G, h, v] in fp32 for one item and the KV heads given; k_rows and v_rows [entries,
-    entry width].
+    """Return the results of one item for some KV heads, fp32 [B, m, G, h, v].
+
+    k_rows, v_rows: the caches as [entries, entry width].
     """
     batch, m, kv_heads, h, d = q_BmGhd.shape
     narrow = min(d, v_rows.shape[1])
     compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
     num_queries = m * h
     q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, num_queries, d).to(compute)
-    # Rows are padded to a multiple of this, so that torch always takes one kernel.
+    # Queries are padded to a multiple of this, so that torch always chooses the same kernel.
     step = 8 if compute != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * narrow)).bit_length()
     if extra := -num_queries % step:
         q = torch.nn.functional.pad(q, (0, 0, 0, extra))
@@ -269,7 +263,7 @@ def _attend(
         part = attention_partial(q, k, v, hidden_Bml, h, soft_cap)
         total = part if total is None else merge_partials(total, part)
     assert total is not None
-    if sinks_Gh is not None:  # a cut of their own behind all others: one score without a value
+    if sinks_Gh is not None:  # an additional last cut, with one score and no value
         sinks = sinks_Gh.repeat(batch, m)
         largest = torch.nn.functional.pad(sinks, (0, extra))
         total = merge_partials(
@@ -280,7 +274,7 @@ def _attend(
 
 
 class Partial(NamedTuple):
-    """(max, sum, values) of attention to some cuts, fp32; see the module."""
+    """(max, sum, values) of attention to some cuts, fp32; see the module's docstring."""
 
     largest: Tensor  # [B * G, q]
     weight: Tensor  # [B * G, q]
@@ -292,8 +286,8 @@ def attention_partial(
 ) -> Partial:
     """Return the attention of queries [B * G, q, d] to one cut, keys [B * G, n, d].
 
-    hidden_Bml: which of the last l columns each of m queries does not see; h query heads of a KV
-    head follow each other. Query rows beyond m * h are padding.
+    hidden_Bml: whether each of m queries does not see each of the last l columns. The h query heads
+    of a KV head are adjacent rows. Rows beyond m * h are padding.
     """
     scores = _scores(q, k)
     if soft_cap:
@@ -315,7 +309,7 @@ def attention_partial(
 
 
 def merge_partials(total: Partial, part: Partial) -> Partial:
-    """Return the attention to the cuts before and the next one."""
+    """Merge the next cut into the cuts before it."""
     largest = torch.maximum(total.largest, part.largest)
     base = largest.clamp(min=LOWEST)
     old = exp(total.largest - base)
@@ -328,17 +322,15 @@ def merge_partials(total: Partial, part: Partial) -> Partial:
 
 
 def _pieces(scores: Tensor) -> tuple[Tensor, ...]:
-    """Return parts of a contiguous tensor of whole vectors, each too small for several threads.
+    """Split a contiguous tensor of whole SIMD vectors into parts for one thread each.
 
-    torch computes the last elements of a thread's part by another function.
+    torch computes the last elements of each thread's share with another function.
     """
     return torch.split(scores.view(-1), TORCH_GRAIN)
 
 
 def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
-    """The positions `span` of every context and head: a copy [B * G, length, d], of int8 heads in
-    fp32.
-    """
+    """Copy the positions `span` of each context, [B * G, length, d]; int8 entries become fp32."""
     index = index_BGL[:, :, slice(*span)]
     return from_entries(
         rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1])
@@ -346,11 +338,11 @@ def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """q [B * G, rows, d] times keys [B * G, L, d]: fp32 [B * G, rows, L].
+    """Return q [B * G, rows, d] times keys [B * G, L, d], fp32 [B * G, rows, L].
 
-    A bfloat16 product rounds its fp32 sums to 8 bits, too few for scores. A second product that
-    subtracts the first before rounding returns what was lost, at less cost than converting the keys
-    to fp32.
+    A bfloat16 product rounds its fp32 sums to 8 bits, too few for scores. A second product, which
+    subtracts the first one before it rounds, returns the error of the first. This costs less than
+    converting keys to fp32.
     """
     if q.dtype != torch.bfloat16:
         scores = torch.bmm(q[:, :, :DEPTH], k[:, :, :DEPTH].transpose(1, 2))
@@ -362,8 +354,9 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _tiles(probs: Tensor, v: Tensor) -> Tensor:
-    """probs [B * G, rows, L] times values [B * G, L, v], tile by tile: [B * G, tiles, rows, v] of
-    v's dtype.
+    """Return probs [B * G, rows, L] times values [B * G, L, v] per tile.
+
+    The result is [B * G, tiles, rows, v] in v's dtype.
     """
     heads, rows, length = probs.shape
     count = length // TILE

@@ -1,11 +1,12 @@
-"""Norms, rotary embedding, activations and look-ups: everything that is neither a matrix product
-nor attention.
+"""References in plain torch of norms, rope, activations, embedding and routing.
 
-T tokens (padded rows included), D width, H heads and G KV heads of this rank, d head width (v of
-values), I expert width. Sums run in fp32 inside one row. torch's vectorised loops compute the last
-few elements of a range with scalar code, which may round exp() otherwise; `row_pieces` keeps every
-row whole, so that a row's bits depend neither on its place in the batch nor on the number of
-threads.
+Shapes: T tokens (including padding), D width, H heads and G KV heads of this rank, d width of a
+head (v of values), I inner width of an expert.
+
+Results are batch-invariant. Sums are fp32, within one row. torch's vectorized loops compute the
+last few elements of each thread's range with scalar code, which may round exp() differently. So
+`row_pieces` splits work such that ranges have whole rows: then a row's bits depend neither on its
+index in the batch nor on the number of threads.
 """
 
 import math
@@ -19,44 +20,37 @@ from torch import Tensor
 from moeserve.ops.inputs import LayerCache, RopeCacheInputs, to_entries
 from moeserve.ops.rules import Activation, RouterRule
 
-TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
-LOWEST = -(1 << 62)  # below the key of any score
-# torch's vectorised loops work on this many elements at a time, or on half or a quarter of them
+TORCH_GRAIN = 32_768  # the least elements per thread in torch's elementwise loops
+LOWEST = -(1 << 62)  # less than the key of any score
+# Elements per iteration of torch's vectorized loops (or half or a quarter of them)
 LANES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRule:
-    """The treatment of the heads of one attention block.
-
-    scale: of the softmax. norms: fp32 weights [H + G, d] of a norm per head, queries first. clip:
-    the largest magnitude that normed heads and values may have; infinity for no limit. v_dim: of
-    values; None: d. norm_last: norms come after the rotation (Hunyuan). norm_values: values have an
-    RMS norm per head without weights (Gemma 4).
-    """
+    """The steps between qkv and attention: norms, clipping and scaling of heads."""
 
     num_heads: int
     num_kv_heads: int
-    scale: float
+    scale: float  # of the softmax
     eps: float
-    norms: Tensor | None = None
-    clip: float = math.inf
-    v_dim: int | None = None
-    norm_last: bool = False
-    norm_values: bool = False
+    norms: Tensor | None = None  # fp32 weights [H + G, d] of a norm per head, queries first
+    clip: float = math.inf  # the largest magnitude of normed heads and of values
+    v_dim: int | None = None  # width of values; None: d
+    norm_last: bool = False  # apply norms after the rotary embedding (Hunyuan)
+    norm_values: bool = False  # an RMS norm of each value head, without weights (Gemma 4)
 
 
 def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
-    """Yield parts of `rows` that torch, which splits a part evenly by elements over its threads,
-    splits between rows.
+    """Yield slices of rows that torch's threads divide between rows, never within one.
 
-    5 rows of 32,768 with 2 threads -> slice(0, 4), slice(4, 5)
+    torch divides the elements of a slice evenly among its threads. For example 5 rows of 32,768
+    elements with 2 threads -> slice(0, 4), slice(4, 5).
     """
     start = 0
     while start < rows:
-        size = (
-            rows - start if width <= TORCH_GRAIN else 1
-        )  # a row that is always split is split the same always
+        # A row with more than TORCH_GRAIN elements goes alone: it is always divided the same way.
+        size = rows - start if width <= TORCH_GRAIN else 1
         while size > 1 and size % min(threads, -(-size * width // TORCH_GRAIN)):
             size -= 1
         yield slice(start, start + size)
@@ -64,10 +58,10 @@ def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once to x's
-    dtype; weight fp32.
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-    x [3, 4] (weight 1, eps 0) -> [0.8485, 1.1314]
+    Computed in fp32, and rounded once to x's dtype. weight_D: fp32. For example x [3, 4] (weight 1,
+    eps 0) -> [0.8485, 1.1314].
     """
     return F.rms_norm(x_TD.float(), weight_D.shape, weight_D, eps).to(x_TD.dtype)
 
@@ -75,21 +69,16 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm
-    decoder.
-
-    Implementations may overwrite the arguments with the results.
-    """
+    """Return (rms_norm(x + residual), x + residual). Kernels may overwrite the arguments."""
     total_TD = x_TD + residual_TD
     return rms_norm(total_TD, weight_D, eps), total_TD
 
 
 def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) of each head by the token's angles, in fp32; cos and sin fp32
-    [T, 1, d].
+    """Apply a rotary embedding to the pairs (i, i + d/2) of each head, in fp32.
 
-    sin carries the sign: minus in the first half. Source: RoFormer (Su et al. 2021), in GPT-NeoX's
-    half layout. x [1, 0], angle 90 degrees -> [0, 1]
+    cos_Td, sin_Td: fp32 [T, 1, d]; sin is negated in the first half. For example x [1, 0], angle 90
+    degrees -> [0, 1]. Source: RoFormer (Su et al. 2021), in GPT-NeoX's half layout.
     """
     first, second = x_THd.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
@@ -97,18 +86,17 @@ def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
 
 
 def act_mul(gate_up_MI: Tensor, activation: Activation, threads: int) -> Tensor:
-    """act(first half) * (second half + up_shift) of the last dimension, or act of all of it; see
-    `Activation`.
+    """Return act(gate) * (up + up_shift) of [gate | up], or act(up); see `Activation`.
 
-    [1, 2], SwiGLU -> [1 / (1 + e^-1) * 2] = [1.4621]
+    For example [1, 2], SwiGLU -> [1 / (1 + e^-1) * 2] = [1.4621].
     """
     if activation.parts == 1:
         return relu2(gate_up_MI)
     gate, up = gate_up_MI.chunk(2, dim=-1)
     width = gate.shape[1]
     if extra := -width % LANES:
-        # No column may meet the scalar tail, which another division of the columns would put
-        # elsewhere.
+        # Padding keeps torch's scalar tail off all columns. Otherwise bits would depend on how
+        # columns are sharded.
         gate = F.pad(gate, (0, extra))
     if threads == 1 or gate.numel() <= TORCH_GRAIN:
         return _gated(gate, up, activation).contiguous()
@@ -121,18 +109,15 @@ def act_mul(gate_up_MI: Tensor, activation: Activation, threads: int) -> Tensor:
 
 
 def relu2(x_MI: Tensor) -> Tensor:
-    """max(x, 0) ** 2 in fp32, rounded once to x's dtype.
-
-    [-3, 2] -> [0, 4]
-    """
+    """Return max(x, 0) ** 2, computed in fp32 and rounded once to x's dtype: [-3, 2] -> [0, 4]."""
     return x_MI.float().relu().square().to(x_MI.dtype)
 
 
 def _gated(gate: Tensor, up: Tensor, rule: Activation) -> Tensor:
-    """act(gate) * up; columns of gate beyond those of up are padding. SwiGLU rounds twice, the
-    others once.
+    """Return act(gate) * up. Columns of gate beyond those of up are padding.
 
-    GELU's 0.5 (1 + tanh(u)) is sigmoid(2u), for u = sqrt(2 / pi) (x + 0.044715 x^3).
+    SwiGLU rounds twice, the others once. GELU's factor 0.5 (1 + tanh(u)) is sigmoid(2u), with
+    u = sqrt(2 / pi) (x + 0.044715 x^3).
     """
     width = up.shape[1]
     if rule.plain:
@@ -145,14 +130,15 @@ def _gated(gate: Tensor, up: Tensor, rule: Activation) -> Tensor:
 
 
 def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
-    """sigmoid of the first of LANES columns, fp32 [T, 1]; a single column would run in torch's
-    scalar code.
+    """Return the sigmoid of the first of LANES columns, fp32 [T, 1].
+
+    The other columns are padding, because torch computes a single column with scalar code.
     """
     return _sigmoid(logits_TL.float(), threads)[:, :1]
 
 
 def _sigmoid(x_TL: Tensor, threads: int) -> Tensor:
-    """sigmoid of rows of whole LANES."""
+    """Return the sigmoid of rows whose width is a multiple of LANES."""
     out = torch.empty_like(x_TL)
     for rows in row_pieces(x_TL.shape[0], x_TL.shape[1], threads):
         torch.sigmoid(x_TL[rows], out=out[rows])
@@ -160,30 +146,28 @@ def _sigmoid(x_TL: Tensor, threads: int) -> Tensor:
 
 
 def sigmoid(x_TN: Tensor) -> Tensor:
-    """sigmoid of fp32 rows."""
+    """Return the sigmoid of fp32 rows, batch-invariant."""
     return _whole_rows(torch.sigmoid, x_TN)
 
 
 def softplus(x_TN: Tensor) -> Tensor:
-    """log(1 + e^x) of fp32 rows; x itself above 20, as torch has it."""
+    """Return log(1 + e^x) of fp32 rows, batch-invariant; above 20 it is x, as in torch."""
     return _whole_rows(F.softplus, x_TN)
 
 
 def silu(x_TN: Tensor) -> Tensor:
-    """x * sigmoid(x) of fp32 rows."""
+    """Return x * sigmoid(x) of fp32 rows, batch-invariant."""
     return _whole_rows(F.silu, x_TN)
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x of fp32 elements of any shape, each element's bits independent of how many there are."""
+    """Return e^x of fp32 elements. An element's bits do not depend on the number of elements."""
     lanes = F.pad(x.flatten(), (0, -x.numel() % LANES)).view(-1, LANES)
     return _whole_rows(torch.exp, lanes).flatten()[: x.numel()].view(x.shape)
 
 
 def _whole_rows(function: Callable[[Tensor], Tensor], x_TN: Tensor) -> Tensor:
-    """Apply an elementwise function so that an element's bits do not depend on the number of
-    rows.
-    """
+    """Apply an elementwise function such that a row's bits do not depend on the number of rows."""
     width = x_TN.shape[1]
     padded = F.pad(x_TN, (0, -width % LANES))
     out = [
@@ -194,13 +178,13 @@ def _whole_rows(function: Callable[[Tensor], Tensor], x_TN: Tensor) -> Tensor:
 
 
 def sigmoid_mul(x_TN: Tensor, gates_TM: Tensor, threads: int) -> Tensor:
-    """x * sigmoid(gates) in fp32, rounded once to x's dtype; each of M gates is for N / M elements
-    side by side.
+    """Return x * sigmoid(gates), computed in fp32 and rounded once to x's dtype.
 
-    x [1, 2, 3, 4], gates [0, 100] -> [0.5, 1, 3, 4]
+    Each of M gates applies to N / M adjacent elements: x [1, 2, 3, 4], gates [0, 100] -> [0.5, 1,
+    3, 4].
     """
     rows, num_gates = gates_TM.shape
-    wide = F.pad(gates_TM.float(), (0, -num_gates % LANES))  # no column may meet the scalar tail
+    wide = F.pad(gates_TM.float(), (0, -num_gates % LANES))  # keeps the scalar tail off all columns
     gates = torch.empty_like(wide)
     for part in row_pieces(rows, wide.shape[1], threads):
         torch.sigmoid(wide[part], out=gates[part])
@@ -208,35 +192,31 @@ def sigmoid_mul(x_TN: Tensor, gates_TM: Tensor, threads: int) -> Tensor:
 
 
 def soft_cap(logits_SV: Tensor, cap: float, threads: int) -> Tensor:
-    """cap * tanh(logits / cap), fp32: no score is larger than cap (Gemma 2).
-
-    cap 30: 30 -> 22.8, 300 -> 30
-    """
+    """Return cap * tanh(logits / cap), fp32 (Gemma 2). With cap 30: 30 -> 22.8, 300 -> 30."""
     rows, width = logits_SV.shape
-    wide = F.pad(logits_SV / cap, (0, -width % LANES))  # no column may meet the scalar tail
+    wide = F.pad(logits_SV / cap, (0, -width % LANES))  # keeps the scalar tail off all columns
     for part in row_pieces(rows, wide.shape[1], threads):
         wide[part].tanh_()
     return wide[:, :width] * cap
 
 
 def plain_sigmoid_gate(logits_TL: Tensor) -> Tensor:
-    """sigmoid of the first column, fp32 [T, 1], for GPUs and generated code, which treat all
-    columns alike.
+    """Return the sigmoid of the first column, fp32 [T, 1], on GPUs and in compiled code.
+
+    These have no scalar tail.
     """
     return logits_TL[:, :1].float().sigmoid()
 
 
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """The rows `ids_T` of the embedding table."""
+    """Return the rows `ids_T` of the embedding table."""
     return weight_VD.index_select(0, ids_T)
 
 
 def write_kv(
     k_TGd: Tensor, v_TGv: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
 ) -> None:
-    """Write new keys and values to their KV slots (block * block_size + offset) of a layer's
-    cache.
-    """
+    """Write new keys and values to their slots (block * block_size + offset) of a layer's cache."""
     for x_TGd, cache in ((k_TGd, k_cache), (v_TGv, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(
             0, slot_mapping_T, to_entries(x_TGd, cache.dtype)
@@ -250,12 +230,14 @@ def qk_norm_rope_cache(
     cache: LayerCache,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """Norms, clips and rotates heads, writes keys and values to the KV cache, and returns scaled
-    queries [T, H, d].
+    """Apply norms, clipping and rope to heads, and write keys and values to the KV cache.
 
-    qkv_TN: [T, (H + G) * d + G * v], queries first, values last. cache: of keys, of values.
-    normed_THd: fp32 [T, H + G, d], contiguous: queries and keys in place of qkv's. All in fp32
-    until one rounding.
+    Returns scaled queries [T, H, d]. All steps are fp32, with one rounding at the end.
+
+    qkv_TN: [T, (H + G) * d + G * v], queries first, values last.
+    cache: of keys, and of values.
+    normed_THd: fp32 [T, H + G, d], contiguous: already normed queries and keys, which replace those
+        of qkv_TN.
     """
     (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
     heads = rule.num_heads
@@ -276,8 +258,7 @@ def qk_norm_rope_cache(
     rotated_THd = rotary(qk_THd, cos_T1d, sin_T1d)
     if rule.norms is not None and rule.norm_last:
         rotated_THd = torch.rms_norm(rotated_THd, (dim,), None, rule.eps).mul_(rule.norms)
-    # The softmax scale goes into the queries while they are still fp32: one rounding instead of
-    # two.
+    # Queries are scaled while they are fp32: one rounding instead of two.
     rotated_THd[:, :heads] *= rule.scale
     write_kv(rotated_THd[:real, heads:], v_TGv, k_cache, v_cache, slot_mapping_T)
     return rotated_THd[:, :heads].to(qkv_TN.dtype)
@@ -290,12 +271,11 @@ def route(
     bias_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]),
-    best first.
+    """Choose top_k experts for each token: (ids int32 [T, K], weights fp32 [T, K]), best first.
 
-    bias_E: fp32, of the choice. expert_scale_E: fp32, of the weights of each expert. Scores, groups
-    and sums in fp32; equal scores go to the lowest id. logits [0, ln 3, 0], top_k 2, softmax -> ids
-    [1, 0], weights [0.6, 0.2]
+    bias_E: fp32, added to scores for the choice. expert_scale_E: fp32, factors of the weights.
+    Scores, group scores and sums are fp32; of equal scores the lowest id is chosen. For example
+    logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2].
     """
     logits_TE = logits_TE.float()
     if rule.score == "sparsemixer":
@@ -311,7 +291,7 @@ def route(
             weights_TK = weights_TK.softmax(-1)
     if rule.renormalize:
         total_T1 = weights_TK[:, :1].clone()
-        for k in range(1, top_k):  # in this order, whatever torch's sums do
+        for k in range(1, top_k):  # a fixed order, unlike that of torch's sums
             total_T1 += weights_TK[:, k : k + 1]
         weights_TK = weights_TK / (total_T1 + rule.epsilon).clamp(min=rule.floor)
     if rule.scale != 1:
@@ -333,8 +313,9 @@ def _scores(logits_TE: Tensor, score: str) -> Tensor:
 
 
 def _keys(scores_TE: Tensor) -> Tensor:
-    """Unique integers in the order of (score, -id): a float's bits order as an integer, once
-    negative ones flip.
+    """Return unique integers in the order of (score, -id).
+
+    The bits of floats are ordered like integers, after those of negative floats are flipped.
     """
     bits = (scores_TE + 0.0).view(torch.int32).long()
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
@@ -342,7 +323,7 @@ def _keys(scores_TE: Tensor) -> Tensor:
 
 
 def _keep_groups(keys_TE: Tensor, rule: RouterRule) -> Tensor:
-    """The keys of the best groups' experts; below any score's elsewhere."""
+    """Return the keys, with LOWEST for the experts of all but the best groups."""
     keys_TGS = keys_TE.view(len(keys_TE), rule.groups, keys_TE.shape[1] // rule.groups)
     bits = ((keys_TGS.topk(rule.num_group_scores, dim=-1).values + 0xFFFF) >> 16).int()
     scores_TGn = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
@@ -352,10 +333,12 @@ def _keep_groups(keys_TE: Tensor, rule: RouterRule) -> Tensor:
 
 
 def _sparsemixer(logits_TE: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
-    """(ids, weights) of one choice after the other, by a softmax over what is left and not far
-    below the largest.
+    """Return (ids, weights) of Phi-3.5-MoE's router.
+
+    Experts are chosen one after the other. The weight of a choice is a softmax over the remaining
+    experts whose logits are near the largest.
     """
-    left_TE = logits_TE.clone()
+    remaining_TE = logits_TE.clone()
     keys_TE = _keys(logits_TE)
     ids = []
     weights = []
@@ -363,8 +346,8 @@ def _sparsemixer(logits_TE: Tensor, top_k: int, jitter: float) -> tuple[Tensor, 
         id_T1 = keys_TE.argmax(-1, keepdim=True)
         peak_T1 = logits_TE.gather(-1, id_T1)
         far_TE = (peak_T1 - logits_TE) / torch.maximum(logits_TE.abs(), peak_T1) > 2 * jitter
-        weights.append(left_TE.masked_fill(far_TE, -math.inf).softmax(-1).gather(-1, id_T1))
+        weights.append(remaining_TE.masked_fill(far_TE, -math.inf).softmax(-1).gather(-1, id_T1))
         ids.append(id_T1)
-        left_TE.scatter_(-1, id_T1, -math.inf)
+        remaining_TE.scatter_(-1, id_T1, -math.inf)
         keys_TE.scatter_(-1, id_T1, LOWEST)
     return torch.cat(ids, -1), torch.cat(weights, -1)

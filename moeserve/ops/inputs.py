@@ -1,12 +1,11 @@
-"""The inputs of a model in one step. A forward pass takes them as arguments and reads nothing else.
+"""The inputs of a model in one step. A forward pass depends on its arguments alone.
 
-T tokens of the step, R rows (requests), S rows that sample, N blocks per row (padded with block 0),
-G KV heads, d and v widths of a key and of a value.
+Shapes: T tokens of the step, R rows (requests), S tokens to sample from, N blocks per row (padded
+with block 0), G KV heads, d and v widths of a key and of a value.
 
-A KV entry holds the keys or values of one head at one position. An entry of a floating-point cache
-is d elements. An int8 entry is d whole numbers and the four bytes of their fp32 scale, so code that
-copies, moves or stores entries need not know of scales. The native kernels have the same layout
-(csrc/kernels/rotary.hpp).
+A KV entry has the key or value of one head at one position, d elements. An int8 entry also has the
+four bytes of its fp32 scale after the d integers, so code that copies or stores entries need not
+handle scales. The native kernels use the same layout (csrc/kernels/rotary.hpp).
 """
 
 from collections.abc import Callable
@@ -18,57 +17,54 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SCALE_BYTES = 4
+SCALE_BYTES = 4  # an fp32
 
 
-# The cache of one layer: the tensors that its mixer names, [num_blocks, block_size, heads, entry
-# width] each. Block 0 is the null block, which belongs to no request.
+# The cache of one layer: one tensor [num_blocks, block_size, heads, entry width] for each
+# `CacheTensor` of its mixer. Block 0 is the null block, which belongs to no request.
 LayerCache = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The heads of this rank that attention is planned for; queries are as wide as keys, results as
-    values.
+    """The attention heads of this rank.
 
-    Absorbed latent attention has one KV head, keys of rank + rope elements and values of rank.
+    Absorbed MLA has one KV head, keys of rank + rope_dim elements and values of rank elements.
     """
 
     num_heads: int
     num_kv_heads: int
-    dim: int
-    v_dim: int
+    dim: int  # width of queries and keys
+    v_dim: int  # width of values and results
 
 
 class RopeCacheInputs(NamedTuple):
-    """What the rotation and the KV write of a step's tokens read."""
+    """The inputs of rope and of the KV write."""
 
-    cos_T1d: Tensor  # as `rotary` of ops/elementwise.py takes them
+    cos_T1d: Tensor  # rotary angles, for `rotary` of ops/elementwise.py
     sin_T1d: Tensor
-    slot_mapping_T: Tensor  # of the first tokens; the rest is padding
+    slot_mapping_T: Tensor  # may be shorter than T: the other tokens are padding
 
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """The inputs of one KV group: where new keys and values go, and where those of earlier tokens
-    lie.
-    """
+    """The inputs of one KV group: the slots of new tokens, and the block tables of requests."""
 
     slot_mapping_T: Tensor  # int64: block * block_size + offset of each new token
     blocks_RN: Tensor  # int64: block table of each row, padded with 0
     block_size: int
-    window: int | None = None  # tokens that a query sees, itself included; None: all
-    chunk: int | None = (
-        None  # a query sees its own part of so many positions, counted from 0 (Llama-4); None: all
-    )
+    window: int | None = None  # tokens that a query sees, including itself; None: all
+    # A query sees the positions of its own chunk only; chunks have this many positions, counted
+    # from 0 (Llama-4). None: all.
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The positions that rotary embeddings read, int64 [A, T].
+    """The positions for rotary embeddings, int64 [A, T] with A axes.
 
-    Text has one row, A = 1: a token's index in its request. Media may have a row for each axis.
-    KV cache, causality and noise go by the index alone and never read these.
+    Text has one axis, a token's index in its request. Media may have more. KV cache, causality and
+    sampling noise use the index in the request, never these positions.
     """
 
     rows_AT: Tensor
@@ -80,7 +76,7 @@ class Positions:
 
     @property
     def text_T(self) -> Tensor:
-        """The only row; for rotary embeddings with one axis."""
+        """The positions [T], for rotary embeddings with one axis."""
         assert len(self.rows_AT) == 1, self.rows_AT.shape
         return self.rows_AT[0]
 
@@ -91,95 +87,94 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class EmbedPatch:
-    """Hidden states that enter the model beside token ids, one row for each token, [T, D].
+    """Hidden states [T, D] that a model takes in addition to token ids.
 
-    A drafter merges the target's hidden states into its embeddings (`Decoder.merge`).
+    A draft model merges the target's hidden states into its embeddings (`Decoder.merge`).
     """
 
     hidden_TD: Tensor
 
     def part(self, tokens: slice) -> "EmbedPatch":
-        """Return the rows of a range of the tokens."""
+        """Return the hidden states of a range of the tokens."""
         return EmbedPatch(self.hidden_TD[tokens])
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The tokens and rows of one step.
+    """The tokens of one step, by rows (requests).
 
-    Rows are contiguous in T: row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, at positions
-    starts_R[i], starts_R[i]+1, ... The host arrays serve loops and shapes without waiting for the
-    device. Where a graph is recorded, they are those of the largest step that will replay it.
+    Row i has the tokens offsets_R1[i] to offsets_R1[i + 1] - 1, at the positions starts_R[i],
+    starts_R[i] + 1, ... of its request. Host arrays are for loops and shapes, without a device
+    sync. While a CUDA graph is captured, they are those of the largest step that may replay it.
     """
 
     ids_T: Tensor  # int64
     positions: Positions
     groups: tuple[GroupInputs, ...]
-    sample_N: Tensor  # int64: which of the T tokens feed the LM head
+    sample_N: Tensor  # int64: indices of the tokens whose hidden states feed the LM head
     offsets_R1: NDArray[np.int32]  # host
     starts_R: NDArray[np.int32]  # host: first position of each row's new tokens
     rows_on_device: tuple[Tensor, Tensor]  # starts_R and offsets_R1, int32, for kernels
-    # int32 [1] on the device: tokens that rows own, the rest being padding. None: all of them.
+    # int32 [1] on the device: number of tokens, of which the rest is padding; None: all T
     live: Tensor | None = None
-    # Ends a graph before attention and begins another one behind it. Attention is planned and
-    # computed in between, for whichever step replays them. None: no graph is cut.
+    # Piecewise CUDA graphs: ends a graph before attention and begins another one after it, so that
+    # each step that replays them plans and computes its own attention. None: not captured so.
     cut: "Cut | None" = None
     embeds: EmbedPatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What a step says of the rows [T'] of its hidden states.
+    """Facts about the rows [T'] of hidden states that a layer computes.
 
-    Every linear layer gets it (ops/linear.py), so whatever differs from row to row belongs here.
+    Every linear layer gets it (ops/linear.py), so this is the place for anything that differs
+    between rows.
     """
 
-    num_tokens: int | Tensor  # the rest is padding; int32 [1] where only the device knows it
-    channel: int = 0  # of the gathers between ranks: the rows' micro-batch
+    num_tokens: int | Tensor  # the other rows are padding; int32 [1] if only the device knows it
+    channel: int = 0  # of transfers between ranks: the number of the micro-batch
 
     def part(self, rows: slice) -> "RowContext":
-        """Return the context of a range of the rows, none of which is padding."""
+        """Return the context of a range of the rows, without padding."""
         return RowContext(rows.stop - rows.start, self.channel)
 
     def select(self, rows_S: Tensor) -> "RowContext":
-        """Return the context of the rows with these indices, none of which is padding."""
+        """Return the context of the rows with these indices, without padding."""
         return RowContext(len(rows_S), self.channel)
 
 
-PlanRows = Callable[[StepInputs], Any]
-Attend = Callable[
-    [Tensor, Any, Tensor], Any
-]  # queries, the metadata of their rows, where the result goes
-Cut = Callable[[Tensor, PlanRows, Attend, int], Tensor]  # the integer: columns of the result
-# Makes the attention metadata of a step, for all layers of one KV group that have such heads.
+PlanRows = Callable[[StepInputs], Any]  # step -> attention metadata
+Attend = Callable[[Tensor, Any, Tensor], Any]  # (queries, metadata, output)
+# (queries, plan, attend, columns of the output) -> output
+Cut = Callable[[Tensor, PlanRows, Attend, int], Tensor]
+# Makes the attention metadata of a step, for all layers of a KV group with such heads.
 PlanAttention = Callable[[GroupInputs, StepInputs, HeadShape], Any]
 
 
 def entry_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the elements of `dtype` in one KV entry."""
+    """Return the number of elements of one KV entry."""
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
 def to_entries(x_TGd: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round heads to entries [T, G, entry_width]; int8 in multiples of the head's largest
-    magnitude / 127.
+    """Convert heads to KV entries [T, G, entry_width].
 
-    [0.5, -1.27] -> [50, -127] and 0.01. A head that is not finite becomes zeros with the scale NaN:
-    what attends to it is NaN, as without rounding.
+    int8 entries are quantized with a scale per head, its largest magnitude / 127. For example
+    [0.5, -1.27] -> [50, -127] and the scale 0.01. A head with NaN or infinity becomes zeros with
+    the scale NaN, so that attention to it is NaN, as it is without quantization.
     """
     if dtype != torch.int8:
         return x_TGd.to(dtype)
     x_TGd = x_TGd.float()
     largest_TG1 = x_TGd.abs().amax(-1, keepdim=True)
     scale_TG1 = torch.where(largest_TG1.isfinite(), largest_TG1 / 127, torch.nan)
-    whole_TGd = torch.where(scale_TG1 > 0, (x_TGd / scale_TG1).round().clamp(-127, 127), 0.0)
-    return torch.cat((whole_TGd.to(torch.int8), scale_TG1.view(torch.int8)), -1)
+    rounded_TGd = torch.where(scale_TG1 > 0, (x_TGd / scale_TG1).round().clamp(-127, 127), 0.0)
+    return torch.cat((rounded_TGd.to(torch.int8), scale_TG1.view(torch.int8)), -1)
 
 
 def from_entries(entries: Tensor) -> Tensor:
-    """Return int8 entries [..., d + 4] as fp32 [..., d], and entries of other types as they are."""
+    """Convert int8 entries [..., d + 4] to fp32 [..., d]; return other entries unchanged."""
     if entries.dtype != torch.int8:
         return entries
-    return entries[..., :-SCALE_BYTES] * entries[..., -SCALE_BYTES:].contiguous().view(
-        torch.float32
-    )
+    scales = entries[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return entries[..., :-SCALE_BYTES] * scales

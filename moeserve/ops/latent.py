@@ -1,14 +1,13 @@
-"""Multi-head latent attention in its absorbed form, in plain torch: what surrounds paged attention
-over latents.
+"""The steps of absorbed multi-head latent attention (MLA) around paged attention, in plain torch.
 
-T tokens (padded rows included), H heads of this rank, n width of a query without rotation, p of its
-rotated part, e = n + p, L rank of the latents, C = L + p width of a cache entry, N outputs and K
-inputs of a head's product.
+Shapes: T tokens (including padding), H heads of this rank, n width of a query without rope, p width
+of its part with rope, e = n + p, L rank of the latents, C = L + p width of a cache entry, N outputs
+and K inputs of a head's product.
 
-Keys and values of a head are products of a latent, so the products move to queries and results:
-scores are those of [W_UK^T q_nope | rotate(q_rope)] and the entries [latent | rotated key], which
-all heads share, and the weighted sum recentlynts is multiplied by W_UV. Between `latent_rope_cache`
-and the output product:
+The keys and values of a head are products of a latent with W_UK and W_UV. The absorbed form moves
+these products to queries and results: queries are [W_UK^T q_nope | rope(q_rope)], keys are the
+cache entries [latent | rope(key)], which all heads share, and the weighted sums of latents are
+multiplied by W_UV:
 
     q_THn = ops.latent_rope_cache(q_THe, kv_TC, rule, at, cache, q_THC)
     up(q_THn, out=q_THC[..., :L])                     # up = ops.pack_heads(W_UK [H, L, n])
@@ -32,34 +31,26 @@ from moeserve.ops.linear import PackLinear
 
 @dataclass(frozen=True, slots=True)
 class LatentRule:
-    """The treatment of queries and latents of one latent attention block.
-
-    nope_dim, rope_dim: the parts n and p of a query. scale: of the softmax. eps, norm_L: of the
-    norm recentlynts; the weight is fp32.
-    """
+    """The steps between projections and attention of an MLA layer."""
 
     num_heads: int
-    nope_dim: int
-    rope_dim: int
-    rank: int
-    scale: float
-    eps: float
-    norm_L: Tensor
+    nope_dim: int  # n
+    rope_dim: int  # p
+    rank: int  # L
+    scale: float  # of the softmax
+    eps: float  # of the norm of latents
+    norm_L: Tensor  # its weights, fp32
 
 
-# (x_THK, out=None) -> y_THN: y[t, h] = W[h] x[t, h], into `out` where it is given. Tokens and heads
-# of x and of `out` may be any distance apart. A row's bits depend on the row alone.
+# (x_THK, out=None) -> y_THN: y[t, h] = W[h] x[t, h], written to `out` if given. x and `out` may
+# have any strides between tokens and between heads. A row's bits depend on the row alone.
 HeadsLinear = Callable[..., Tensor]
-PackHeads = Callable[
-    [Any], HeadsLinear
-]  # weight [H, N, K] of any kind that `pack_linear` of the same table packs
+# Packs a weight [H, N, K] of any kind that the table's `pack_linear` packs.
+PackHeads = Callable[[Any], HeadsLinear]
 
 
 class PlainHeads:
-    """`HeadsLinear` of one linear layer each.
-
-    x [[[1, 2]]], weight [[[3, 4]]] -> [[[11]]]
-    """
+    """A `HeadsLinear` of one linear layer per head: x [[[1, 2]]], weight [[[3, 4]]] -> [[[11]]]."""
 
     __slots__ = ("_linears", "_width")
 
@@ -90,12 +81,14 @@ def latent_rope_cache(
     latent_cache: Tensor,
     q_THC: Tensor,
 ) -> Tensor:
-    """Normalise and rotates latents into the cache, and rotates and scales queries; returns [T, H,
-    n].
+    """Write normed latents and rotated keys to the cache, and rotate and scale queries.
 
-    kv_TC: latents, then the key part that is rotated. latent_cache [blocks, block size, 1, C],
-    contiguous. q_THC: [T, H, C], whose last p columns become the rotated parts of the queries; what
-    is returned goes through W_UK into the first L. All in fp32 until one rounding.
+    Returns the part of queries without rope, [T, H, n], whose product with W_UK the caller writes
+    to the first L columns of q_THC. All steps are fp32, with one rounding at the end.
+
+    kv_TC: latents, then keys for rope.
+    latent_cache: [blocks, block size, 1, C], contiguous.
+    q_THC: output; its last p columns become the part of queries with rope.
     """
     cos_T1p, sin_T1p, slot_mapping_T = at
     rank = rule.rank

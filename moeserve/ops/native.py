@@ -1,4 +1,4 @@
-"""The compiled extension of moeserve (csrc/), where it was built."""
+"""The compiled extension of moeserve (csrc/), if it was built."""
 
 import logging
 from functools import cache
@@ -10,15 +10,16 @@ log = logging.getLogger(__name__)
 
 @cache
 def native() -> ModuleType | None:
-    """Return the module `moeserve._native`, or None after a warning. Everything works without it,
-    slower.
+    """Return the module `moeserve._native`, or None with a warning.
+
+    Everything works without it, but slower.
     """
     try:
         return import_module("moeserve._native")
     except ImportError as error:
         log.warning(
-            "native code is not available (%s): slower paths serve; reinstall "
-            "moeserve with a C++20 compiler to get it",
+            "the native extension is not available (%s), so slower code is used; reinstall "
+            "moeserve with a C++20 compiler",
             error,
         )
         return None

@@ -1,4 +1,4 @@
-"""Chooses the kernels at start, by device, dtype and the probe's findings, and logs the choice."""
+"""Chooses the table of kernels at start, by device, dtype, and a probe of this machine."""
 
 import ctypes
 import importlib.util
@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-# oneDNN, which computes torch's products of bf16, sums in another order with AMX, by the number of
-# rows.
+# torch computes bf16 products with oneDNN. With AMX, its order of sums depends on the row count.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 
@@ -31,12 +30,12 @@ from moeserve.ops.probe import probe_attention, probe_linear, probe_native
 from moeserve.ops.table import Choice, Ops
 
 log = logging.getLogger(__name__)
-# of glibc's mallopt
+# Parameters of glibc's mallopt
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-LARGEST_IN_HEAP = 32 << 20  # glibc accepts no more
-KEPT_FREE = 256 << 20
-ON_TRITON = ("triton", "deep_gemm", "flashinfer")  # which demand Triton's kernels
+LARGEST_IN_HEAP = 32 << 20  # bytes; glibc's maximum
+KEPT_FREE = 256 << 20  # bytes
+ON_TRITON = ("triton", "deep_gemm", "flashinfer")  # settings that need the Triton table
 
 
 def pick_ops(
@@ -47,17 +46,18 @@ def pick_ops(
     obstacle: Callable[[str], str] = lambda kernels: "",
     exact: bool = False,
 ) -> Ops:
-    """Choose the kernels for this machine, after a probe that their bits do not depend on the
-    batch.
+    """Choose the kernels for this machine, after probing that they are batch-invariant.
 
-    On a CPU it also tells the C library to keep freed memory. Call it after the thread count is
-    set: native kernels compute with as many threads and leave torch one, because threads of two
-    pools would wait for each other.
+    kernels: auto chooses native kernels on CPUs and Triton's on other devices, with torch's as a
+        fallback. Other values choose a table without a fallback.
+    obstacle: returns why "native" or "triton" kernels do not support the model; empty if they do.
+    exact: require batch-invariant kernels (on CPUs they always are).
 
-    kernels: auto takes native ones on CPUs and Triton's elsewhere, else torch's; the other choices
-    demand one. obstacle: why "native" or "triton" kernels cannot compute the model, empty if they
-    can. exact: whether a row's bits may not depend on the batch (on CPUs they never do). Raises
-    ConfigError for a dtype that no kernel serves, or where the kernels demanded do not work.
+    Set torch's number of threads before: native kernels use as many threads, and torch then gets
+    only one, because two thread pools would wait for each other. On CPUs this also configures the
+    C library to keep freed memory.
+
+    Raises ConfigError for an unsupported dtype, or if the kernels that were chosen do not work.
     """
     device = torch.device(device)
     threads = torch.get_num_threads()
@@ -80,11 +80,10 @@ def pick_ops(
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to serve tensors up to 32 MiB from the heap and to keep up to 256 MiB of free
-    heap.
+    """Configure glibc to allocate tensors up to 32 MiB in the heap, and keep 256 MiB of it free.
 
-    By default glibc maps and unmaps each larger tensor: an RMS norm over 512 tokens then takes ten
-    times as long. Applies to the whole process; other C libraries have no such setting.
+    By default glibc maps and unmaps memory for each large tensor, and an RMS norm of 512 tokens
+    takes ten times as long. Applies to the whole process. Other C libraries have no such setting.
     """
     if sys.platform.startswith("linux") and (
         mallopt := getattr(ctypes.CDLL(None), "mallopt", None)
@@ -99,29 +98,30 @@ def _on_device(
     if kernels == "native":
         raise ConfigError(f"kernels: native is for CPUs; choose kernels: auto on {device.type}")
     obstacle = (
-        "torch was asked for" if kernels == "torch" else obstacle or _triton_obstacle(device, dtype)
+        "kernels: torch is set"
+        if kernels == "torch"
+        else obstacle or _triton_obstacle(device, dtype)
     )
     if not obstacle:
-        from moeserve.ops.triton_ops import triton_table  # slow to import: only where it serves
+        from moeserve.ops.triton_ops import triton_table  # slow to import: only if it is used
 
         return replace(triton_table(device, dtype, exact), asked=kernels)
     if kernels in ON_TRITON:
         raise ConfigError(f"{obstacle}; choose kernels: auto")
     if exact:
         raise ConfigError(
-            f"determinism=batch needs the Triton kernels on {device.type}: "
-            f"{obstacle}; use --determinism fast, or "
-            "--device cpu, which is always deterministic"
+            f"determinism=batch needs the Triton kernels on {device.type}: {obstacle}; use "
+            "--determinism fast, or --device cpu, which is always deterministic"
         )
     if kernels != "torch":
-        log.warning("%s; torch serves, slower", obstacle)
+        log.warning("%s; torch's kernels are used, which are slower", obstacle)
     return _table(device, dtype, 1, f"torch on {device.type}", 1, exact=False)
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why the Triton kernels cannot serve here; empty if they can."""
+    """Return why the Triton kernels cannot be used here; empty if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "there is no triton (pip install triton)"
+        return "triton is not installed (pip install triton)"
     if device.type != "cpu":
         return ""
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -135,7 +135,7 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _native_obstacle(dtype: torch.dtype) -> str:
-    """Return why the native kernels cannot serve; empty with the best instruction set in use."""
+    """Select the best instruction set that passes the probe. Returns why none does, or ""."""
     module: Any = native()
     if module is None or not module.supported_isas():
         return "there are no native kernels for this machine"
@@ -144,9 +144,9 @@ def _native_obstacle(dtype: torch.dtype) -> str:
         if not (wrong := probe_native(dtype)):
             return ""
         log.warning(
-            "the native kernels for %s do not serve: %s; please report this processor", isa, wrong
+            "the native kernels for %s are not used: %s; please report this processor", isa, wrong
         )
-    return "no native kernels compute rightly here"
+    return "no native kernels compute correctly on this machine"
 
 
 def _native(device: torch.device, dtype: torch.dtype) -> Ops:
@@ -187,16 +187,16 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
 
 
 def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
-    """torch's kernels with the least padding of rows whose products pass the probe."""
+    """Return torch's kernels, with the least padding of rows that passes the probe."""
     if obstacle:
-        log.info("torch computes: %s", obstacle)  # slower
+        log.info("torch's kernels are used, which are slower: %s", obstacle)
     how = f"torch ({obstacle})" if obstacle else "torch"
     threads = torch.get_num_threads()
     pads = (pad for pad in (1, 8, 16, 32) if probe_linear(partial(PlainLinear, pad=pad), dtype))
     if not (exact := bool(pad := next(pads, 0)) and probe_attention(dtype)):
         log.warning(
-            "bits of %s in %s depend on the number of rows on this machine: a request's tokens may "
-            "depend on what else is in the batch",
+            "bits of %s in %s depend on the number of rows on this machine: the tokens of a "
+            "request may depend on other requests in the batch",
             "attention" if pad else "products",
             dtype,
         )

@@ -1,9 +1,8 @@
-"""A few milliseconds at start that check, on this machine, the invariances that the reference
-kernels rely on.
+"""Checks at start, in a few milliseconds, that kernels are batch-invariant on this machine.
 
-A row's bits must not depend on how many other rows share the call, on its place among them, or on
-how far the context is padded. torch's libraries choose code by shape, so the invariances hold only
-where they were checked.
+A row's bits must not depend on the number of other rows in the call, on its index among them, or on
+the padding of the context. torch's libraries choose code by shape and processor, so this must be
+checked on each machine.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from moeserve.ops.native_layer import NativeLinear
 
 ROWS = 48
 SHAPES = ((64, 96), (256, 256), (512, 136))  # inputs, outputs
-DEEP = (2048, 96)  # long sums, each row alone: libraries that split K do it for few rows
+DEEP = (2048, 96)  # long sums, with each row alone: libraries may split K if there are few rows
 DEEP_ROWS = 256
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 24, 40)
 
@@ -37,7 +36,7 @@ def _values(*shape: int, seed: int) -> Tensor:
 
 
 def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
-    """Return whether rows of `pack`'s products keep their bits among any number of other rows."""
+    """Return whether the products of `pack` are batch-invariant."""
     for k, n in SHAPES:
         linear = pack(_values(n, k, seed=k).to(dtype), None)
         x = _values(ROWS, k, seed=n).to(dtype)
@@ -63,8 +62,9 @@ def host_step(
     offsets: Sequence[int],
     **seen: int | None,
 ) -> tuple[GroupInputs, StepInputs]:
-    """Return what attention on CPUs is planned by, with nothing else in it. seen: window or chunk
-    of the group.
+    """Return the inputs of `plan_attention` on CPUs. seen: window or chunk of the group.
+
+    Fields that planning does not use are empty.
     """
     nothing = torch.empty(0)
     starts_R = np.array(starts, np.int32)
@@ -82,9 +82,7 @@ def host_step(
 
 
 def probe_native(dtype: torch.dtype) -> str:
-    """Compare each native kernel with torch's and returns what is wrong on this machine; empty if
-    nothing is.
-    """
+    """Compare the native kernels with torch's. Returns what is wrong; empty if nothing is."""
     if not probe_linear(NativeLinear, dtype):
         return "the bits of products depend on the row count"
     close = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
@@ -117,7 +115,7 @@ def probe_native(dtype: torch.dtype) -> str:
 
 
 def probe_attention(dtype: torch.dtype) -> bool:
-    """Return whether the attention of one query has the same bits alone as inside a chunk."""
+    """Return whether attention of a query has the same bits alone as within a chunk."""
     return all(
         _probe_attention(shape, dtype)
         for shape in (HeadShape(4, 2, 64, 64), HeadShape(4, 1, 576, 512))
@@ -132,9 +130,7 @@ def _probe_attention(shape: HeadShape, dtype: torch.dtype) -> bool:
     blocks = torch.arange(tokens // size)[None]
 
     def run(start: int, end: int) -> Tensor:
-        """Attend with the queries of tokens start .. end - 1 to all keys up to theirs, which are
-        the values, too.
-        """
+        """Return the attention of the tokens start to end - 1. Values are parts of keys."""
         plan = plan_attention(*host_step(blocks, size, [start], [0, end - start]), shape)
         return attention(q[start:end], k, k[..., : shape.v_dim], plan)
 

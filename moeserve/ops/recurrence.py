@@ -1,28 +1,27 @@
-"""Causal convolutions and gated linear recurrences over paged states, in plain torch: the
-specification.
+"""Causal convolutions and gated linear recurrences over paged states: the reference in plain torch.
 
-T tokens (padded rows included), C channels, K inputs of a convolution, G heads of queries and keys,
-H of values (each head of queries and keys serves H / G of them side by side), d and v their widths,
-D widths of decays: 1 (one per head) or d.
+Shapes: T tokens (including padding), C channels, K kernel size of a convolution, G heads of queries
+and keys, H heads of values (H / G adjacent ones per head of queries), d and v their widths, D width
+of decays: 1 (one per head) or d.
 
 A recurrence has a state per head, S [d, v]. With the decay a_t = exp(log decay) of token t:
 
     S_t = diag(a_t) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t
     u_t = v_t, or, with beta (the delta rule), beta_t (v_t - (diag(a_t) S_{t-1})^T k_t)
 
-Positions are cut into tiles of TILE tokens. What is cached of a tile is the state at its border,
-S_0, and, of each of its tokens, k, u and the sum of log decays since the border, s. One expression
-gives a token's results, whichever tokens are computed together with it and whatever was computed
-before, or again:
+Positions are divided into tiles of TILE tokens. The cache has, for each tile, the state before it,
+S_0, and for each of its tokens k, u, and the sum s of log decays since the start of the tile. So
+one expression gives the results of a token, whichever tokens are in the same step, and even if a
+step runs again:
 
     u_t = beta_t (v_t - S_0^T (k_t exp(s_t)) - sum over r < t of ((k_t exp(s_t - s_r)) . k_r) u_r)
     o_t =               S_0^T (q_t exp(s_t)) + sum over r <= t of ((q_t exp(s_t - s_r)) . k_r) u_r
     next S_0 = diag(exp(s_n)) S_0 + sum over r of (k_r exp(s_n - s_r)) u_r^T    n: the last token
 
-with sums over r in ascending order, all in fp32. The first token of a tile finds the next S_0 from
-the tile before and writes it into its own block; nothing else is written twice, so that a step may
-run again. Tiles whose block is the null block leave nothing behind: their state goes on to the next
-tile of the same call.
+with sums over r in ascending order, all in fp32. The first token of a tile computes its S_0 from
+the tile before and writes it to its own block. Nothing else is written twice, so a step may run
+again. Tiles with the null block are not cached: their state goes to the next tile in the same call
+only.
 
 Sources: Gated DeltaNet (arXiv 2412.06464), Mamba-2 (2405.21060), Kimi Linear (2510.26692),
 Lightning Attention-2 (2401.04658).
@@ -44,19 +43,14 @@ Caches = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tokens of a step that lie in one tile of one request.
+    """The tokens of a step in one tile of one request."""
 
-    tokens: their rows in the step; the first of them is number `first` of its tile. block, place:
-    where the tile is cached, as its block and its number there; before: likewise the tile before,
-    None at the beginning of a request. carried: whether the tile before is the plan's previous one.
-    """
-
-    tokens: range
-    first: int
-    block: int
-    place: int
-    before: tuple[int, int] | None
-    carried: bool
+    tokens: range  # their rows in the step
+    first: int  # index of the first of them in the tile
+    block: int  # the block with the tile's cache
+    place: int  # index of the tile in its block
+    before: tuple[int, int] | None  # (block, place) of the tile before; None: first of a request
+    carried: bool  # the tile before is the previous one in the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +62,11 @@ class TilePlan:
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
-    """Cut the step's tokens at the borders of tiles. group: that of the layers with states."""
+    """Divide the tokens of a step into tiles. group: the KV group of the recurrent layers."""
     assert group.block_size % TILE == 0, group.block_size
     tiles: list[Tile] = []
     blocks = group.blocks_RN.tolist()
-    each = group.block_size // TILE
+    per_block = group.block_size // TILE
     for row, start in enumerate(step.starts_R.tolist()):
         token = int(step.offsets_R1[row])
         end = int(step.offsets_R1[row + 1])
@@ -81,16 +75,12 @@ def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
         while token < end:
             tile, first = divmod(position, TILE)
             count = min(TILE - first, end - token)
-            where = [(blocks[row][t // each], t % each) for t in (tile, tile - 1) if t >= 0]
-            tiles.append(
-                Tile(
-                    range(token, token + count),
-                    first,
-                    *where[0],
-                    where[1] if tile else None,
-                    carried,
-                )
-            )
+            block, place = blocks[row][tile // per_block], tile % per_block
+            before = None
+            if tile:
+                before = blocks[row][(tile - 1) // per_block], (tile - 1) % per_block
+            tokens = range(token, token + count)
+            tiles.append(Tile(tokens, first, block, place, before, carried))
             token = token + count
             position = position + count
             carried = True
@@ -105,11 +95,13 @@ def causal_conv(
     caches: Caches,
     plan: TilePlan,
 ) -> Tensor:
-    """Return y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], in fp32, or SiLU
-    of it; 0 where rows are padding. Inputs before the first token of a request are 0.
+    """Return y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], fp32, or its SiLU.
 
-    weight, bias: fp32. caches: inputs of a tile's tokens [blocks, block size, 1, C], and those of
-    the K - 1 tokens before its border [blocks, tiles, K - 1, C].
+    Inputs before the first token of a request are 0. Padding rows of the result are 0.
+
+    weight_CK, bias_C: fp32.
+    caches: inputs of a tile's tokens [blocks, block size, 1, C], and of the K - 1 tokens before the
+        tile [blocks, tiles, K - 1, C].
     """
     rows, borders = caches
     num_before = weight_CK.shape[1] - 1
@@ -153,10 +145,10 @@ def recurrence(
     caches: Caches,
     plan: TilePlan,
 ) -> Tensor:
-    """Return o [T, H, v] of the recurrence above; 0 where rows are padding. All are fp32.
+    """Return o [T, H, v] of the recurrence in the module's docstring. All tensors are fp32.
 
-    caches: S_0 [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G, d], u [..,
-    H, v], s [.., H, D].
+    Padding rows of the result are 0. caches: S_0 [blocks, tiles, H, d * v]; of a tile's tokens
+    k [blocks, block size, G, d], u [.., H, v], s [.., H, D].
     """
     states, *row_caches = caches
     heads = v_THv.shape[1]
@@ -196,7 +188,7 @@ def recurrence(
 
 
 class _Rows:
-    """k [G, d], u [H, v] and s [H, D] of the tokens of a tile so far."""
+    """The lists of k [G, d], u [H, v] and s [H, D] of a tile's tokens so far."""
 
     def __init__(self) -> None:
         self.k: list[Tensor] = []
@@ -223,19 +215,21 @@ def _one_token(
     state_Hdv: Tensor,
     rows: _Rows,
 ) -> Tensor:
-    """Return o [H, v] of a tile's next token, and adds the token to its rows. Shapes are those of
-    one token, so that bits depend on nothing else."""
-    serve = v_Hv.shape[0] // k_Gd.shape[0]
+    """Return o [H, v] of a tile's next token, and append the token to `rows`.
+
+    Tokens are computed one by one, so that bits do not depend on other tokens of the step.
+    """
+    repeats = v_Hv.shape[0] // k_Gd.shape[0]
     s_HD = rows.s[-1] + decay_HD if rows.s else decay_HD.clone()
-    q_Hd = q_Gd.repeat_interleave(serve, 0)
-    k_Hd = k_Gd.repeat_interleave(serve, 0)
+    q_Hd = q_Gd.repeat_interleave(repeats, 0)
+    k_Hd = k_Gd.repeat_interleave(repeats, 0)
     grown = elementwise.exp(torch.stack([s_HD, *(s_HD - earlier for earlier in rows.s)]))
     u_Hv = v_Hv
     o_Hv = ((q_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
     if beta_H is not None:
         u_Hv = u_Hv - ((k_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
     for i, (earlier_Gd, earlier_u) in enumerate(zip(rows.k, rows.u, strict=True), 1):
-        weights_Hd = grown[i] * earlier_Gd.repeat_interleave(serve, 0)
+        weights_Hd = grown[i] * earlier_Gd.repeat_interleave(repeats, 0)
         if beta_H is not None:
             u_Hv = u_Hv - (k_Hd * weights_Hd).sum(1, keepdim=True) * earlier_u
         o_Hv = o_Hv + (q_Hd * weights_Hd).sum(1, keepdim=True) * earlier_u
@@ -248,7 +242,7 @@ def _one_token(
 
 
 def _next_state(state_Hdv: Tensor, rows: _Rows) -> Tensor:
-    """Return the state behind all tokens of a full tile."""
+    """Return the state after all tokens of a full tile."""
     last = rows.s[-1]
     grown = elementwise.exp(torch.stack([last, *(last - s_HD for s_HD in rows.s)]))
     state_Hdv = state_Hdv * grown[0, :, :, None]

@@ -1,7 +1,7 @@
-"""The rules of MoE layers, from config.json to kernels: how a token chooses its experts, and what a
-gated MLP computes.
+"""The rules of MoE layers: how a router chooses experts, and which activation an MLP has.
 
-The reference (ops/elementwise.py), native and Triton kernels take the same objects. No torch here.
+The reference (ops/elementwise.py), native and Triton kernels take the same objects. Does not import
+torch.
 """
 
 import math
@@ -10,48 +10,41 @@ from typing import Literal
 
 from moeserve.errors import ConfigError
 
-TILE = 16  # tokens between the borders at which recurrent layers keep states (ops/recurrence.py)
+TILE = 16  # tokens between two cached states of a recurrent layer (ops/recurrence.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRule:
-    """The rule by which a token chooses its experts. Scores in fp32; ties go to the lowest expert
-    id.
+    """The rule by which a router chooses experts. Scores are fp32; ties go to the lowest id."""
 
-    score: `softmax` over all experts; `softmax_selected`, over the chosen logits alone (GraniteMoE,
-    gpt-oss); `sigmoid` (DeepSeek-V3); `sparsemixer`: each choice is a softmax over the logits near
-    it (Phi-3.5-MoE, Liu et al. 2024), and bias and groups play no part. bias: there is a bias per
-    expert, which is added to scores for the choice, never to weights. groups, kept_groups: experts
-    lie in so many groups of one size, of which only the best take part. group_score: a group's best
-    score with its bias (DeepSeek-V2), or the sum of its best two (V3). renormalize: the chosen
-    weights are divided by max(their sum + epsilon, floor). scale: multiplies the weights. on_input:
-    the weight multiplies the expert's input instead of its output (Llama-4). fp32: the router's
-    product runs in fp32, whatever the activations are. jitter: half the width of sparsemixer's
-    band, relative to the logits.
-    """
-
+    # softmax: over all experts
+    # softmax_selected: over the logits of the chosen experts (GraniteMoE, gpt-oss)
+    # sigmoid: DeepSeek-V3
+    # sparsemixer: each choice is a softmax over the logits near it (Phi-3.5-MoE, Liu et al. 2024);
+    #     bias and groups are not used
     score: Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"] = "softmax"
-    bias: bool = False
+    bias: bool = False  # a bias per expert on scores, for the choice only, not for weights
+    # Experts are in groups of equal size, and only the `kept_groups` best groups take part.
     groups: int = 1
     kept_groups: int = 1
+    # The score of a group: its best score, bias included (DeepSeek-V2), or the sum of its best two
+    # (V3)
     group_score: Literal["max", "top2"] = "top2"
-    renormalize: bool = False
+    renormalize: bool = False  # divide the weights by max(their sum + epsilon, floor)
     epsilon: float = 0.0
     floor: float = 0.0
-    scale: float = 1.0
-    on_input: bool = False
-    fp32: bool = False
-    jitter: float = 0.0
+    scale: float = 1.0  # factor of the weights
+    on_input: bool = False  # weights multiply the input of an expert, not its output (Llama-4)
+    fp32: bool = False  # the router's product runs in fp32, whatever the dtype of activations
+    jitter: float = 0.0  # half the width of sparsemixer's band, relative to the logits
 
     @property
     def num_group_scores(self) -> int:
-        """The number of scores that make up a group's."""
+        """The number of experts' scores that a group's score is the sum of."""
         return 2 if self.group_score == "top2" else 1
 
     def check(self, num_experts: int, top_k: int) -> None:
-        """Raises ConfigError where a token cannot choose `top_k` of `num_experts` experts by this
-        rule.
-        """
+        """Raise ConfigError if this rule cannot choose `top_k` of `num_experts` experts."""
         groups = self.groups
         kept = self.kept_groups
         if not 1 <= kept <= groups or num_experts % groups:
@@ -60,8 +53,8 @@ class RouterRule:
             )
         if kept < groups and num_experts // groups < self.num_group_scores:
             raise ConfigError(
-                f"groups of {num_experts // groups} experts have no best "
-                f"{self.num_group_scores} scores"
+                f"groups of {num_experts // groups} experts are too small for a group score of "
+                f"the best {self.num_group_scores}"
             )
         if not 1 <= top_k <= num_experts // groups * kept:
             raise ConfigError(
@@ -76,39 +69,38 @@ class RouterRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """The activation of an MLP, in fp32, rounded once where a kernel can: act(gate) * (up +
-    up_shift), or act(up).
+    """The activation of an MLP: act(gate) * (up + up_shift), or act(up) without gates.
 
-    kind: `silu`, gate * sigmoid(alpha * gate) (SwiGLU, Shazeer 2020), `gelu_tanh`, GELU by its tanh
-    approximation, or, without gates, `relu2`, max(up, 0) ** 2 (Primer, So et al. 2021; Nemotron).
-    limit: gate is at most, and up within plus or minus, this much (gpt-oss). limit_after: the limit
-    is on act(gate) instead of on gate (Step-3.5).
+    Computed in fp32, and rounded once if the kernel can.
     """
 
+    # silu: gate * sigmoid(alpha * gate) (SwiGLU, Shazeer 2020)
+    # gelu_tanh: GELU in its tanh approximation
+    # relu2: max(up, 0) ** 2, without gates (Primer, So et al. 2021; Nemotron)
     kind: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     alpha: float = 1.0
-    limit: float = math.inf
-    limit_after: bool = False
+    limit: float = math.inf  # upper bound of gate, and bound of the magnitude of up (gpt-oss)
+    limit_after: bool = False  # the upper bound applies to act(gate), not to gate (Step-3.5)
     up_shift: float = 0.0
 
     @property
     def parts(self) -> int:
-        """The products in front of the activation: gate and up, or up alone."""
+        """The number of products before the activation: 2 (gate and up) or 1 (up)."""
         return 1 if self.kind == "relu2" else 2
 
     @property
     def plain(self) -> bool:
-        """Whether this is silu(gate) * up, which kernels have a path of its own for."""
+        """Whether this is silu(gate) * up, for which kernels have a fast path."""
         return self == SWIGLU
 
     @property
     def gate_limit(self) -> float:
-        """The largest gate."""
+        """The upper bound of gate."""
         return math.inf if self.limit_after else self.limit
 
     @property
     def act_limit(self) -> float:
-        """The largest act(gate)."""
+        """The upper bound of act(gate)."""
         return self.limit if self.limit_after else math.inf
 
 

@@ -1,17 +1,19 @@
-"""The choice of the tokens that a query attends to, and attention to them (DeepSeek sparse
-attention).
+"""Selection of the tokens that a query attends to (DeepSeek sparse attention).
 
-T tokens (padded rows included), S of them select, J index heads, d their width, K tokens that are
-chosen, L context padded to tiles. A query selects if it sees more than K tokens. The score of an
-earlier token, or of its own, is
+Shapes: T tokens (including padding), S of which select, J index heads, d their width, K selected
+tokens, L context padded to tiles.
+
+A query selects if it sees more than K tokens. The score of a token is
 
     sum over heads j of weight_j * relu(q_j . k)
 
-in fp32, by the products of the table that serves; NaN counts as infinity. The K largest are chosen,
-of equal ones the earliest, so that the choice depends on query and context alone. A query attends
-to them in ascending order of their positions as if there were no others: it becomes a request of
-its own, whose K tokens lie in blocks of one. So `attention` of every table serves, and a query that
-sees K tokens would have the bits of one that does not select.
+in fp32, computed by the active table's products; NaN counts as infinity. The K tokens with the
+largest scores are selected, of equal ones the earliest, so the selection depends on query and
+context alone.
+
+For attention, each selecting query becomes a request of its own, whose context is its K tokens in
+ascending order of positions, in blocks of one token. So `attention` of every table can compute it,
+and a query that sees exactly K tokens has the same bits with and without selection.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
@@ -29,24 +31,23 @@ from moeserve.ops.attention import SCORES, TILE
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.latent import PackHeads
 
-QUERIES = 16  # at once, at most
-SPAN = 1024  # keys at once, at least where there are so many
+QUERIES = 16  # the most queries to score at once
+SPAN = 1024  # the least keys to score at once, if there are as many
 POSITION_BITS = 31
 
 
 @dataclass(frozen=True, eq=False)
 class SelectingRequest:
-    """Queries of one request that select. rows: among the S; first: the position of the first one.
-    blocks_N: the request's."""
+    """The selecting queries of one request."""
 
-    rows: range
-    first: int
-    blocks_N: Tensor
+    rows: range  # their indices among the S selecting queries
+    first: int  # position of the first query
+    blocks_N: Tensor  # block table of the request
     block_size: int
 
     @cached_property
     def slots_L(self) -> Tensor:
-        """The cache rows of all positions up to that of the last query."""
+        """The cache slots of all positions up to the last query's."""
         positions = torch.arange(self.first + len(self.rows), device=self.blocks_N.device)
         blocks_L = self.blocks_N.index_select(0, positions // self.block_size)
         return blocks_L * self.block_size + positions % self.block_size
@@ -54,28 +55,21 @@ class SelectingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The queries of a step that select, and those that do not.
-
-    blocks_RN: of the step. others: a step of those that do not select; None without any. context:
-    the most that a query sees. tokens_S, others_N: int64, their tokens in the step. rows_S,
-    positions_S: int64, of those that select.
-    """
+    """The queries of a step that select, and those that do not."""
 
     top_k: int
-    blocks_RN: Tensor
+    blocks_RN: Tensor  # block tables of the step
     requests: tuple[SelectingRequest, ...]
-    others: tuple[GroupInputs, StepInputs] | None
-    context: int
-    tokens_S: Tensor
-    rows_S: Tensor
-    positions_S: Tensor
-    others_N: Tensor
+    others: tuple[GroupInputs, StepInputs] | None  # a step of the other queries; None: none
+    context: int  # the most tokens that a query sees
+    tokens_S: Tensor  # int64: tokens of the selecting queries
+    rows_S: Tensor  # int64: their rows
+    positions_S: Tensor  # int64: their positions
+    others_N: Tensor  # int64: tokens of the other queries
 
 
 def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selection | None:
-    """Return which queries select; None if none does. group: that of the layers, which has no
-    window.
-    """
+    """Return the selecting queries of a step; None if there are none. group: of the layers."""
     assert group.window is None, group
     assert group.chunk is None, group
     offsets = step.offsets_R1.astype(np.int64)
@@ -118,15 +112,17 @@ def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selectio
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy to the device without a wait for it."""
+    """Copy an array to the device without a sync."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def select_always(group: GroupInputs, step: StepInputs, top_k: int) -> Selection:
-    """Return that all queries select, for a step that is recorded: rows and positions are looked
-    up on the device. A query that sees few tokens chooses all of them, and others behind, which
-    `chosen_as_requests` leaves out."""
+    """Return a selection by all queries, for CUDA graphs: rows and positions are on the device.
+
+    A query that sees fewer than K tokens selects all of them first, then later positions, which
+    `chosen_as_requests` omits.
+    """
     starts_R, offsets_R1 = step.rows_on_device
     tokens_T = torch.arange(len(step.ids_T), device=starts_R.device)
     rows_T = torch.searchsorted(offsets_R1[1:], tokens_T.int(), right=True).clamp(
@@ -142,10 +138,11 @@ def select_always(group: GroupInputs, step: StepInputs, top_k: int) -> Selection
 def chosen_as_requests(
     slots_SK: Tensor, group: GroupInputs, step: StepInputs, positions_S: Tensor | None = None
 ) -> tuple[GroupInputs, StepInputs]:
-    """Return a group and a step in which every selecting query is a request of its own, whose
-    tokens are the chosen ones. Its cache is that of the layer with blocks of one: cache.view(-1, 1,
-    *cache.shape[2:]). positions_S: of the queries, if some may see fewer than K tokens, which are
-    the first of those chosen."""
+    """Return a group and a step in which each selecting query is a request with its K tokens.
+
+    The cache is that of the layer in blocks of one token: cache.view(-1, 1, *cache.shape[2:]).
+    positions_S: of the queries, if some may see fewer than K tokens, which then come first.
+    """
     (count, top_k), device = slots_SK.shape, slots_SK.device
     last_S = (
         torch.full((count,), top_k - 1, device=device)
@@ -162,11 +159,10 @@ def chosen_as_requests(
 def index_select(
     q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection, pack_heads: PackHeads
 ) -> Tensor:
-    """Return the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], in
-    ascending order of their positions.
+    """Return the cache slots of the selected tokens, int64 [S, K], in order of positions.
 
-    cache: of keys [blocks, block size, 1, d]. weights: fp32. pack_heads: of the table that computes
-    the scores.
+    A slot is block * block_size + offset. weights_SJ: fp32. cache: of index keys [blocks, block
+    size, 1, d]. pack_heads: of the table that computes the scores.
     """
     k_rows = cache.view(-1, cache.shape[3])
     out_SK = torch.empty((len(q_SJd), selection.top_k), dtype=torch.int64, device=q_SJd.device)
@@ -185,9 +181,9 @@ def index_select(
 def index_scores(
     q_MJd: Tensor, weights_MJ: Tensor, k_rows: Tensor, slots_L: Tensor, pack_heads: PackHeads
 ) -> Tensor:
-    """Return the scores of the keys in these cache rows, fp32 [M, L].
+    """Return the scores of the keys in these cache slots, fp32 [M, L].
 
-    Both products have queries as weights and a row per key, so that a score's bits depend on its
+    Both products have the queries as weights and a row per key, so a score's bits depend on its
     query and key alone.
     """
     count, heads, dim = q_MJd.shape
@@ -205,11 +201,11 @@ def index_scores(
 
 
 def _best(scores_ML: Tensor, first: int, top_k: int) -> Tensor:
-    """Return the positions of each query's top_k largest scores, ascending. first: the position of
-    the first query, which sees no later one.
+    """Return the positions of each query's top_k largest scores, ascending.
 
-    A float's bits order as an integer, once negative ones flip; with the position below them all
-    are different.
+    first: position of the first query. A query sees no later position than its own. Scores are
+    compared as integers: the bits of floats (flipped if negative), then the negated position, which
+    makes them unique.
     """
     count, length = scores_ML.shape
     bits_ML = (scores_ML.masked_fill(scores_ML.isnan(), torch.inf) + 0.0).view(torch.int32).long()

@@ -1,16 +1,14 @@
-"""The selective scan of Mamba over paged states, in plain torch: the specification.
+"""The selective scan of Mamba over paged states: the reference in plain torch.
 
-T tokens (padded rows included), C channels, N numbers of a channel's state. With the step dt_t of
-token t, each channel has
+Shapes: T tokens (including padding), C channels, N state size of a channel. With the time step dt_t
+of token t, each channel has
 
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t        y_t = sum over n of C_t[n] h_t[n] + skip x_t
 
-A [N] of the channel, B_t and C_t [N] of the token. Tiles are those of ops/recurrence.py. What is
-cached of a tile is the state at its border and, of each of its tokens, x, dt and B: a token's
-result is that of the scan from the border over the tile's tokens, one after the other, whichever of
-them are computed together with it, and whichever again.
-
-All in fp32; sums over n in ascending order.
+with A [N] of the channel, and B_t and C_t [N] of the token. Tiles are those of ops/recurrence.py.
+The cache has, for each tile, the state before it, and for each of its tokens x, dt and B. A token's
+result is that of a scan over its tile, one token after the other, whichever tokens are in the same
+step. All in fp32; sums over n in ascending order.
 
 Source: Mamba (arXiv 2312.00752).
 """
@@ -33,9 +31,9 @@ def selective_scan(
     caches: Caches,
     plan: TilePlan,
 ) -> Tensor:
-    """Return y [T, C]; 0 where rows are padding. All are fp32.
+    """Return y [T, C]. All tensors are fp32. Padding rows of the result are 0.
 
-    caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block
+    caches: states before tiles [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block
     size, 1, C] and B [.., 1, N].
     """
     states, *row_caches = caches
@@ -75,7 +73,7 @@ def selective_scan(
 
 
 def _states(state_NC: Tensor, rows: list[Tensor], a_NC: Tensor) -> Tensor:
-    """Return the states [t, N, C] behind each of the tokens with these x, dt and B."""
+    """Return the states [t, N, C] after each token. rows: x, dt and B of the tokens."""
     x_tC, dt_tC, b_tN = rows
     decays_tNC = exp((dt_tC[:, None] * a_NC).flatten(0, 1)).view(-1, *a_NC.shape)
     states_tNC = b_tN[:, :, None] * dt_tC[:, None] * x_tC[:, None]

@@ -1,9 +1,8 @@
-"""torch.compile for what lies between attention and experts: one trace for all layers that are
-alike, kept on disk.
+"""torch.compile for the code between attention and experts, with a cache on disk.
 
-Products stay the vendor's; norms, activations and scalings are generated and joined. Attention,
-experts and the KV write stay as they are: they are better than what could be generated, and they
-break the graph.
+Equal layers share one compiled function. Norms, activations and scalings are fused by generated
+code. Products stay those of the vendor's library. Attention, experts and the KV write are excluded,
+because their kernels are better than generated code; they break the graph.
 """
 
 import logging
@@ -23,7 +22,7 @@ from moeserve.ops.table import Ops
 
 logger = logging.getLogger(__name__)
 opaque: Callable[[Any], Any] = torch.compiler.disable
-OPAQUE = (  # to any trace
+OPAQUE = (  # kernels that are excluded from compilation
     "qk_norm_rope_cache",
     "latent_rope_cache",
     "causal_conv",
@@ -31,33 +30,29 @@ OPAQUE = (  # to any trace
     "selective_scan",
     "attention",
 )
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it from the environment alone
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch can only be configured by this environment variable
 
 
 def traced(ops: Ops) -> Ops:
-    """Return the table with torch.compile for functions that model code marks, and plain torch for
-    small kernels.
+    """Return the table with torch.compile for `trace`, and plain torch for small kernels.
 
-    Not for tables whose bits must not depend on the batch: generated code promises nothing of the
-    kind.
+    Generated code is not batch-invariant, so this is not for tables that must be.
     """
-    assert not ops.native, "native kernels are joined already"
+    assert not ops.native, "native kernels are fused already"
     folder = os.environ.setdefault(FOLDER, str(cache_folder("compiled")))
     logger.info(
-        "compiling layers with torch %s; what was compiled is kept in %s", torch.__version__, folder
+        "compiling layers with torch %s; compiled code is cached in %s", torch.__version__, folder
     )
     return replace(
         ops,
         chosen=f"{ops.chosen}, norms and activations: torch.compile",
-        trace=partial(
-            torch.compile, dynamic=True
-        ),  # at the first call; sizes of steps are variables of the trace
-        opaque=cache(opaque),  # one for all layers: a trace is of the very function
+        trace=partial(torch.compile, dynamic=True),  # one compilation for all sizes of steps
+        opaque=cache(opaque),  # layers must get the same wrapper to share compiled code
         pack_linear=lambda weight, bias: _plain_or_opaque(ops.pack_linear(weight, bias)),
         pack_heads=lambda weight: _plain_or_opaque(ops.pack_heads(weight)),
         rms_norm=elementwise.rms_norm,
         add_rms_norm=elementwise.add_rms_norm,
-        act_mul=partial(elementwise.act_mul, threads=1),  # generated code treats all columns alike
+        act_mul=partial(elementwise.act_mul, threads=1),  # generated code has no scalar tail
         sigmoid_gate=elementwise.plain_sigmoid_gate,
         sigmoid=torch.sigmoid,
         softplus=F.softplus,
@@ -66,9 +61,7 @@ def traced(ops: Ops) -> Ops:
 
 
 def _plain_or_opaque(product: Any) -> Any:
-    """Only torch's own products can be traced."""
-    return (
-        product
-        if isinstance(product, PlainLinear)
-        else opaque(type(product).__call__.__get__(product))
-    )
+    """Return torch's own products unchanged, and exclude others from compilation."""
+    if isinstance(product, PlainLinear):
+        return product
+    return opaque(type(product).__call__.__get__(product))

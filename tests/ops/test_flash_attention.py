@@ -481,7 +481,7 @@ def test_a_whole_model(
         ("qwen3_moe", {"kernels": "triton", "kv_cache_dtype": "int8"}, "reads no cache in int8"),
         ("qwen3_moe", {"kernels": "triton", "determinism": "batch"}, "use --determinism fast"),
         ("qwen3_moe", {"kernels": "triton"}, "cannot be imported"),
-        ("qwen3_moe", {"kernels": "torch"}, "needs Triton's kernels, and here serve"),
+        ("qwen3_moe", {"kernels": "torch"}, "needs Triton kernels, but the kernels here are"),
     ],
 )
 def test_a_model_is_refused(

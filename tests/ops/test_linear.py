@@ -180,7 +180,7 @@ def test_warns_when_nothing_is_invariant(
     monkeypatch.setattr(pick, "native", lambda: None)
     monkeypatch.setattr(pick, "probe_linear", lambda pack, dtype: False)
     assert "not batch-invariant" in pick_ops("cpu", torch.float32).chosen
-    assert "may depend on what else is in the batch" in caplog.text
+    assert "may depend on other requests in the batch" in caplog.text
 
 
 def test_refuses_other_dtypes() -> None:
@@ -200,7 +200,7 @@ def test_native_kernels_that_compute_wrongly_do_not_serve(
     monkeypatch.setattr(pick, "probe_native", lambda dtype: "norms differ from torch's by up to 3")
     assert not pick_ops("cpu", torch.float32).native
     assert "norms differ from torch's by up to 3; please report this processor" in caplog.text
-    with pytest.raises(ConfigError, match="no native kernels compute rightly here"):
+    with pytest.raises(ConfigError, match="no native kernels compute correctly on this machine"):
         pick_ops("cpu", torch.float32, "native")
 
 

@@ -16,7 +16,7 @@ from moeserve.ops.rules import SWIGLU, Activation, RouterRule
         ({"groups": 3, "kept_groups": 1}, 16, 2, "keep 1 of 3 equal groups of 16 experts"),
         ({"groups": 4, "kept_groups": 5}, 16, 2, "keep 5 of 4 equal groups"),
         ({"groups": 4, "kept_groups": 0}, 16, 2, "keep 0 of 4 equal groups"),
-        ({"groups": 4, "kept_groups": 2}, 4, 2, "groups of 1 experts have no best 2 scores"),
+        ({"groups": 4, "kept_groups": 2}, 4, 2, "groups of 1 experts are too small"),
         (
             {"groups": 4, "kept_groups": 2},
             16,
