@@ -117,8 +117,8 @@ def test_without_the_module_one_line_says_so(
     assert [
         record.getMessage() for record in caplog.records if "compiler" in record.getMessage()
     ] == [
-        "the native extension is not available (no module moeserve._native), so slower code is used; "
-        "reinstall moeserve with a C++20 compiler"
+        "the native extension is not available (no module moeserve._native), so slower code is "
+        "used; reinstall moeserve with a C++20 compiler"
     ]
 
 
