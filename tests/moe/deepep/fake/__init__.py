@@ -1,5 +1,6 @@
-"""A stand-in for the package deep_ep: its signatures, its results and its traps, between threads
-and on the CPU.
+"""A stand-in for the package deep_ep: its signatures, its results and its pitfalls.
+
+Ranks are threads, on the CPU.
 """
 
 from tests.moe.deepep.fake import utils

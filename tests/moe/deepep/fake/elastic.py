@@ -251,8 +251,9 @@ class ElasticBuffer:
 
 
 class _Arrived:
-    """What one rank gets of all ranks' messages: tokens once per rank, and one row per (token,
-    expert) pair.
+    """One rank's part of all ranks' messages.
+
+    It has tokens once per rank, and one row per (token, expert) pair.
     """
 
     def __init__(self, messages: list[Any], rank: int, deterministic: bool) -> None:
@@ -282,7 +283,7 @@ class _Arrived:
         return self.ids.shape[1]
 
     def _worst(self) -> tuple[int, int]:
-        """Tokens and rows to make room for where nobody knows the counts."""
+        """Return the tokens and rows to allocate if the counts are unknown."""
         tokens = self.limit * len(self.messages)
         rows = tokens * min(self.top_k, self.slots) + (self.alignment - 1) * self.slots
         return tokens, -(-rows // self.alignment) * self.alignment
@@ -311,7 +312,7 @@ class _Arrived:
         )
 
     def truths(self, synced: bool) -> list[Tensor]:
-        """Rows, scales, ids unless expanded, and weights: those that there are."""
+        """Return rows, scales, ids unless expanded, and weights, as far as they exist."""
         tokens, rows = (len(self.ids), int(self.aligned.sum())) if synced else self._worst()
         every = [self._all(0), *([] if self.messages[0][1] is None else [self._all(1)])]
         weights = None if self.messages[0][3] is None else self._all(3)

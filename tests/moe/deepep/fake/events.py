@@ -1,4 +1,4 @@
-"""Events: what an asynchronous operation returns is poison until somebody waited for its event."""
+"""Events: results of an asynchronous operation are poison until its event was waited for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class EventOverlap:
 
 
 def finish(arrivals: list[Callable[[], None]], is_async: bool) -> Any:
-    """The raw event of an operation; None, and the results are there, when it is synchronous."""
+    """Return the raw event of an asynchronous operation.
+
+    A synchronous one is completed, and the result is None.
+    """
     event = EventHandle()
     event.arrivals = arrivals
     if is_async:

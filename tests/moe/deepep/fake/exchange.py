@@ -1,5 +1,6 @@
-"""Messages between the fake buffers of one process: every operation meets those of the other ranks,
-in order.
+"""Messages between the fake buffers of one process.
+
+Every operation is matched with those of the other ranks, in order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _lock = threading.Lock()
 
 
 class Exchange:
-    """What each rank posted for each operation, numbered from 0 on."""
+    """The message of each rank for each operation, numbered from 0."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -29,8 +30,9 @@ class Exchange:
 
     @classmethod
     def over(cls, group: Any) -> Exchange:
-        """The same for all ranks of the group, found by what deep_ep does itself: gathering
-        objects.
+        """Return the exchange that all ranks of the group share.
+
+        It is found as deep_ep does it: by gathering objects.
         """
         names: list[Any] = [None] * group.size()
         dist.all_gather_object(names, uuid.uuid4().hex, group)
@@ -48,7 +50,7 @@ class Exchange:
         return number
 
     def take(self, number: int) -> list[Any]:
-        """The messages of all ranks, once they are there."""
+        """Wait for the messages of all ranks and return them."""
         with self._news:
             self._news.wait_for(
                 lambda: self._aborted or len(self._posted[number]) == self.size, self.timeout_s
@@ -62,7 +64,7 @@ class Exchange:
         return [by_rank[rank][1] for rank in range(self.size)]
 
     def abort(self) -> None:
-        """Ends all waits at once, as if their time were up."""
+        """End all waits at once, as if they had timed out."""
         with self._news:
             self._aborted = True
             self._news.notify_all()

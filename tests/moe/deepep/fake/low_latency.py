@@ -1,5 +1,6 @@
-"""`deep_ep.Buffer` in its low-latency mode: two buffers in turn, hooks that receive, rows per
-expert.
+"""`deep_ep.Buffer` in its low-latency mode.
+
+It has two alternating buffers, hooks that receive, and rows per expert.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.exchange: Exchange | None = Exchange.over(group)
-        self._live: set[int] = set()  # operations whose result is still in use
-        self._on_its_way: int | None = None  # the operation that was sent and not received
+        self._live: set[int] = set()  # operations whose results are still in use
+        self._on_its_way: int | None = None  # the operation that was sent but not received
         self._combined: set[int] = set()  # handles that were used
 
     def destroy(self):

@@ -1,4 +1,4 @@
-"""Checks of arguments, and results that are poison until they have arrived."""
+"""Checks of arguments, and results that are poison until they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POISON_INT = -7777
 
 
 def trap(holds: bool, why: str) -> None:
-    """The real package aborts, hangs or corrupts memory here."""
+    """Fail where the real package aborts, hangs or corrupts memory."""
     if not holds:
         raise AssertionError(why)
 
@@ -38,7 +38,7 @@ def check_weights(topk_weights: Tensor, topk_idx: Tensor) -> None:
 
 
 def check_rows(x: Any, row_alignment: int = 512) -> tuple[Tensor, Tensor | None]:
-    """(rows, scales): bfloat16, or a tuple of fp8 and float32."""
+    """Return (rows, scales) of bf16 rows, or of a tuple of fp8 and fp32."""
     data, scales = x if isinstance(x, tuple) else (x, None)
     trap(data.dim() == 2 and data.is_contiguous(), "x must be [T, H] and contiguous")
     trap(
@@ -56,7 +56,7 @@ def check_rows(x: Any, row_alignment: int = 512) -> tuple[Tensor, Tensor | None]
 
 
 def poisoned(truth: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """(what is returned at once, what makes it true)."""
+    """Return a poisoned result, and a function that fills in its true values."""
     shown = torch.empty_like(truth)
     if truth.dtype == FP8:
         shown.view(torch.uint8).fill_(0x7F)
@@ -75,7 +75,7 @@ def poisoned(truth: Tensor) -> tuple[Tensor, Callable[[], None]]:
 
 
 def padded(rows: Tensor, count: int) -> Tensor:
-    """`rows` with poison behind them, `count` in all."""
+    """Return `rows` followed by poison, `count` rows in all."""
     shown, _ = poisoned(rows.new_empty((count, *rows.shape[1:])))
     view, source = (
         (shown.view(torch.uint8), rows.view(torch.uint8)) if rows.dtype == FP8 else (shown, rows)
@@ -85,13 +85,13 @@ def padded(rows: Tensor, count: int) -> Tensor:
 
 
 def local_of(ids: Tensor, rank: int, slots: int) -> Tensor:
-    """Ids as `rank` counts its own; -1 for those of others."""
+    """Return ids relative to those of `rank`; -1 for experts of other ranks."""
     local = ids - rank * slots
     return torch.where((local >= 0) & (local < slots) & (ids >= 0), local, -1)
 
 
 def cat(parts: list[Tensor]) -> Tensor:
-    """Concatenates fp8 as well."""
+    """Concatenate tensors, fp8 included."""
     if parts[0].dtype == FP8:
         return torch.cat([part.view(torch.uint8) for part in parts]).view(FP8)
     return torch.cat(parts)

@@ -1,12 +1,9 @@
-"""`deep_ep.utils.comm`: communicators are kept, with the group that they are for, until all of them
-are dropped.
-"""
+"""`deep_ep.utils.comm`: communicators are kept with their group until all of them are dropped."""
 
 from typing import Any
 
-_storage: dict[
-    int, Any
-] = {}  # the real one has a process per rank, and the group itself as the key
+# The real package has a process per rank, and the group itself as the key.
+_storage: dict[int, Any] = {}
 
 
 def keep(group: Any) -> None:
