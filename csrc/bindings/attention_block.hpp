@@ -16,7 +16,8 @@ inline int64_t entry_bytes(Type type, size_t dim) {
     return static_cast<int64_t>(type == Type::int8 ? dim + sizeof(float) : dim * bytes_of(type));
 }
 
-/// QKV projection, QK-norm, RoPE and KV write, attention and, if `out` is given, the output projection.
+/// QKV projection, QK-norm, RoPE and KV write, attention and, if `out` is given, the output
+/// projection.
 class AttentionBlock {
   public:
     AttentionBlock(Type type, const Matrix& qkv, const std::optional<Matrix>& out, size_t heads, size_t kv_heads,

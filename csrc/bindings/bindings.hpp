@@ -1,5 +1,5 @@
-// The Python bindings of csrc/, one file per part. Tensors are passed as addresses. The Python callers check shapes, dtypes
-// and contiguity.
+// The Python bindings of csrc/, one file per part. Tensors are passed as addresses. The Python
+// callers check shapes, dtypes and contiguity.
 #pragma once
 
 #include <pybind11/pybind11.h>

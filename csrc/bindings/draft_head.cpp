@@ -1,5 +1,6 @@
-// An MTP head: computes all draft tokens after a step in one call, on a thread of its own without the GIL. The bits are
-// those of separate calls. moeserve/runner/speculation/native_head.py is the only caller.
+// An MTP head: computes all draft tokens after a step in one call, on a thread of its own without
+// the GIL. The bits are those of separate calls. moeserve/runner/speculation/native_head.py is the
+// only caller.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -43,8 +44,8 @@ struct HeadTables {
     uint16_t random;
 };
 
-/// The rows of a step. Row r has tokens offsets[r] .. offsets[r + 1] - 1 of the request in slots[r], at positions
-/// starts[r], starts[r] + 1, ...
+/// The rows of a step. Row r has tokens offsets[r] .. offsets[r + 1] - 1 of the request in
+/// slots[r], at positions starts[r], starts[r] + 1, ...
 struct Rows {
     std::vector<int32_t> slots, starts, offsets;
 
@@ -61,7 +62,8 @@ struct Rows {
     }
 };
 
-/// A step after sampling. last: for each row that samples, the index of the token before its last known one.
+/// A step after sampling. last: for each row that samples, the index of the token before its last
+/// known one.
 struct HeadStep {
     Rows rows;
     std::vector<int64_t> last;
@@ -100,8 +102,8 @@ class DraftHead {
     }
 
   private:
-    /// Computes the next drafts of rows with one token each. `known`: tokens of the requests. Positions are limited to those
-    /// of the request.
+    /// Computes the next drafts of rows with one token each. `known`: tokens of the requests.
+    /// Positions are limited to those of the request.
     std::vector<int32_t> drafts(Rows& rows, const std::vector<int64_t>& known, size_t num_drafts, Address hidden,
                                 Address scores) const {
         const size_t count = known.size();
@@ -119,7 +121,8 @@ class DraftHead {
         return found;
     }
 
-    /// Computes hidden states after the last norm. `hidden`: those of the previous tokens. `out` may be `hidden`.
+    /// Computes hidden states after the last norm. `hidden`: those of the previous tokens. `out`
+    /// may be `hidden`.
     void pass(const Rows& rows, const std::vector<int32_t>& ids, Address hidden, size_t stride, Address out) const {
         const size_t count = ids.size(), angles = count * static_cast<size_t>(tables_.shape.dim) * sizeof(float);
         const Arrays arrays({count * row_, count * row_, 2 * count * row_, count * row_, angles, angles,
@@ -176,7 +179,8 @@ class DraftHead {
         over_rows(kernels()->rms_norm, args, rows, width_);
     }
 
-    /// Sets ids to the tokens that the sampler would choose, or to 0 if the choice depends on rounding of fp32 logarithms.
+    /// Sets ids to the tokens that the sampler would choose, or to 0 if the choice depends on
+    /// rounding of fp32 logarithms.
     void draw(const std::vector<int64_t>& slots, const std::vector<int64_t>& positions, Address hidden, Address scores,
               std::vector<int32_t>& ids) const {
         const size_t rows = slots.size(), columns = weights_.logits.packing.columns;

@@ -1,4 +1,5 @@
-// A latent attention block in one call, with the bits of separate calls. moeserve/ops/native_latent.py is the only caller.
+// A latent attention block in one call, with the bits of separate calls.
+// moeserve/ops/native_latent.py is the only caller.
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -12,8 +13,9 @@ namespace py = pybind11;
 namespace moeserve {
 namespace {
 
-/// Computes, in this order: the query projection (through a low-rank one and its norm, if `narrow` is given), latents and
-/// their norm, RoPE and cache write, absorbed attention between the heads' projections and, if given, the output projection.
+/// Computes, in this order: the query projection (through a low-rank one and its norm, if `narrow`
+/// is given), latents and their norm, RoPE and cache write, absorbed attention between the heads'
+/// projections and, if given, the output projection.
 class LatentBlock {
   public:
     LatentBlock(Type type, const std::optional<Matrix>& narrow, Address narrow_norm, const Matrix& queries,

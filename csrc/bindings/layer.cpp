@@ -21,10 +21,12 @@ using Counts = py::array_t<int64_t, py::array::c_style>;
 
 constexpr size_t kMostGuesses = 32;  // (token, expert) pairs; steps with more pairs use most experts anyway
 
-/// Router, experts and combine of an MoE layer without expert parallelism. counts: rows of each expert.
+/// Router, experts and combine of an MoE layer without expert parallelism. counts: rows of each
+/// expert.
 ///
-/// type: dtype of activations. logits: dtype of the router's logits, fp32 if it computes in fp32. on_input: the weight of
-/// a token's only expert multiplies the expert's input instead of its output. bias, expert_scale: see `RouteArgs`.
+/// type: dtype of activations. logits: dtype of the router's logits, fp32 if it computes in fp32.
+/// on_input: the weight of a token's only expert multiplies the expert's input instead of its
+/// output. bias, expert_scale: see `RouteArgs`.
 class ExpertsBlock {
   public:
     ExpertsBlock(Type type, const Matrix& router, Type logits, size_t top_k, const RouteRule& rule, bool on_input,
@@ -71,8 +73,9 @@ class ExpertsBlock {
         sum_pairs(element, rows, top_k, width, at<void>(arrays[6]), place, route.weights, at<void>(y));
     }
 
-    /// Prefetch: while this block's experts compute, read from disk the experts that `next`, the next MoE block, would
-    /// choose for the same rows. This works because a layer changes the residual stream only a little.
+    /// Prefetch: while this block's experts compute, read from disk the experts that `next`, the
+    /// next MoE block, would choose for the same rows. This works because a layer changes the
+    /// residual stream only a little.
     void expect(const ExpertsBlock* next) { next_ = next; }
 
   private:

@@ -1,5 +1,5 @@
-// Common parts of the calls that fuse half a decoder layer. They are fused because the interpreter takes longer between
-// small calls than the calls themselves.
+// Common parts of the calls that fuse half a decoder layer. They are fused because the interpreter
+// takes longer between small calls than the calls themselves.
 #pragma once
 
 #include <initializer_list>
@@ -13,7 +13,8 @@ namespace moeserve {
 
 inline size_t bytes_of(Type type) { return type == Type::fp32 ? 4 : 2; }
 
-/// Arrays of these sizes in the calling thread's scratch memory, valid until it uses the same name again.
+/// Arrays of these sizes in the calling thread's scratch memory, valid until it uses the same name
+/// again.
 class Arrays {
   public:
     explicit Arrays(std::initializer_list<size_t> sizes, Scratch name = Scratch::layer) {

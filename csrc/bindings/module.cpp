@@ -1,4 +1,5 @@
-// The Python module. Tensors are passed as addresses; the Python callers check shapes, dtypes and contiguity.
+// The Python module. Tensors are passed as addresses; the Python callers check shapes, dtypes and
+// contiguity.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,5 @@
-// GEMMs with packed weights. moeserve/ops/native_layer.py, moe/experts/native.py and loader/packed_cache.py are the only
-// callers.
+// GEMMs with packed weights. moeserve/ops/native_layer.py, moe/experts/native.py and
+// loader/packed_cache.py are the only callers.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -33,9 +33,9 @@ constexpr size_t kTilesStep = 6;             // rows of a part are a multiple of
 constexpr size_t kSummed = 2 << 20;          // bytes of a part with its own checksum: a huge page
 constexpr size_t kTakes = 64;                // about how often a worker takes tasks
 
-/// The most rows of a part for which dot products of pairs are not slower than multiply-adds. On Intel's cores a dot
-/// product takes two cycles on one port, while two ports do a multiply-add per cycle each. With few rows, memory is the
-/// bottleneck, so this does not matter.
+/// The most rows of a part for which dot products of pairs are not slower than multiply-adds. On
+/// Intel's cores a dot product takes two cycles on one port, while two ports do a multiply-add per
+/// cycle each. With few rows, memory is the bottleneck, so this does not matter.
 size_t dot_rows() {
     if (!kernels()->pairs) return 0;
 #if defined(__x86_64__)
@@ -58,8 +58,8 @@ void divide(size_t expert, size_t first, size_t count, size_t most, std::vector<
     for (size_t begin = 0; begin < count; begin += step) parts.push_back({expert, first + begin, std::min(step, count - begin)});
 }
 
-/// Computes a GEMM over all parts on the threads of the pool. Threads take tasks as they finish, because tasks differ in
-/// bytes and rows, and cores may be busy otherwise.
+/// Computes a GEMM over all parts on the threads of the pool. Threads take tasks as they finish,
+/// because tasks differ in bytes and rows, and cores may be busy otherwise.
 void multiply(ProductArgs args, const std::vector<Part>& parts) {
     args.parts = parts.data();
     for (const Part& part : parts) args.most_rows = std::max(args.most_rows, part.count);
@@ -94,7 +94,8 @@ ProductArgs product_args(Type type, const Packing& packing, const uint8_t* weigh
 
 }  // namespace
 
-/// Computes y [rows, columns] = x [rows, depth] times one packed matrix. bias: fp32, padded to whole blocks, or null.
+/// Computes y [rows, columns] = x [rows, depth] times one packed matrix. bias: fp32, padded to
+/// whole blocks, or null.
 void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
             Address y, Type y_type) {
     ProductArgs args = product_args(type, packing, at<uint8_t>(weights));
@@ -109,8 +110,8 @@ void linear(Type type, const Packing& packing, Address weights, Address bias, Ad
     multiply(args, parts);
 }
 
-/// Computes y[t, h] = W[h] x[t, h] with contiguous packed matrices. Strides are from token to token, steps from head to
-/// head.
+/// Computes y[t, h] = W[h] x[t, h] with contiguous packed matrices. Strides are from token to
+/// token, steps from head to head.
 void head_products(Type type, const Packing& packing, Address weights, size_t heads, Address x, size_t x_stride,
                    size_t x_step, size_t rows, Address y, size_t y_stride, size_t y_step) {
     ProductArgs args = product_args(type, packing, at<uint8_t>(weights));
@@ -126,10 +127,10 @@ void head_products(Type type, const Packing& packing, Address weights, size_t he
     multiply(args, parts);
 }
 
-/// Computes experts over rows that are sorted by physical expert. An expert's weights are: gate and up in alternating
-/// blocks (packed like `gate_up`), or up alone if the activation has no gate; then `down`; then, if biased, the biases of
-/// all these blocks. cached: the cache that has the experts instead of `weights`, or null. expected: experts of the next
-/// layer to prefetch.
+/// Computes experts over rows that are sorted by physical expert. An expert's weights are: gate and
+/// up in alternating blocks (packed like `gate_up`), or up alone if the activation has no gate;
+/// then `down`; then, if biased, the biases of all these blocks. cached: the cache that has the
+/// experts instead of `weights`, or null. expected: experts of the next layer to prefetch.
 void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
              const Activation& activation, bool biased, const std::vector<size_t>& counts, Address x, size_t x_stride,
              Address y, size_t y_stride, const CachedLayer* cached, const std::vector<size_t>& expected) {
@@ -177,8 +178,8 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
 
 namespace {
 
-/// Packs a matrix, block n to `to` + n * step. Returns the result of `pack`. all_threads: use the pool, so that its other
-/// callers wait.
+/// Packs a matrix, block n to `to` + n * step. Returns the result of `pack`. all_threads: use the
+/// pool, so that its other callers wait.
 bool pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, bool all_threads) {
     struct Job {
         const Packing& packing;
@@ -196,7 +197,8 @@ bool pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t 
     return job.fits;
 }
 
-/// The checksum of the checksums of all parts, computed by the pool. It is the same for any number of threads.
+/// The checksum of the checksums of all parts, computed by the pool. It is the same for any number
+/// of threads.
 uint64_t checksum_all(Address address, size_t bytes) {
     struct Job {
         const uint8_t* bytes;
@@ -213,7 +215,8 @@ uint64_t checksum_all(Address address, size_t bytes) {
     return checksum(reinterpret_cast<const uint8_t*>(job.sums.data()), job.sums.size() * sizeof(uint64_t));
 }
 
-/// Asks for huge pages, if the kernel gives them only on demand, because decoding reads weights faster with them.
+/// Asks for huge pages, if the kernel gives them only on demand, because decoding reads weights
+/// faster with them.
 void advise_huge_pages([[maybe_unused]] Address address, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
     constexpr uintptr_t kPage = 4096;

@@ -1,5 +1,5 @@
-// Recurrent layers. A step has one plan of tiles, which every layer uses. moeserve/ops/native_recurrence.py is the only
-// caller.
+// Recurrent layers. A step has one plan of tiles, which every layer uses.
+// moeserve/ops/native_recurrence.py is the only caller.
 #include <stdexcept>
 
 #include "bindings/tile_plan.hpp"

@@ -1,4 +1,5 @@
-// A recurrent block with one decay per head in one call. moeserve/ops/native_recurrent_block.py is the only caller.
+// A recurrent block with one decay per head in one call. moeserve/ops/native_recurrent_block.py is
+// the only caller.
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -11,10 +12,10 @@ namespace py = pybind11;
 namespace moeserve {
 namespace {
 
-/// Projection, convolution, decays, recurrence, output gate and norm and, if given, the output projection.
-/// With `gates` it is a gated delta net: the projection's columns are queries, keys, values and output gates, those of
-/// `gates` are beta and dt. Without `gates` it is Mamba-2: the columns are output gates, x, B, C and dt, with keys B,
-/// queries C and values dt * x.
+/// Projection, convolution, decays, recurrence, output gate and norm and, if given, the output
+/// projection. With `gates` it is a gated delta net: the projection's columns are queries, keys,
+/// values and output gates, those of `gates` are beta and dt. Without `gates` it is Mamba-2: the
+/// columns are output gates, x, B, C and dt, with keys B, queries C and values dt * x.
 class RecurrentBlock {
   public:
     RecurrentBlock(Type type, const Matrix& inputs, const std::optional<Matrix>& gates, const std::optional<Matrix>& out,

@@ -11,8 +11,8 @@
 namespace moeserve {
 namespace {
 
-/// Selects tokens for the queries of one request. The first query sees `first` tokens before its own. at_once: number of
-/// queries that share the loads of keys, for which `scores` has room.
+/// Selects tokens for the queries of one request. The first query sees `first` tokens before its
+/// own. at_once: number of queries that share the loads of keys, for which `scores` has room.
 void index_select(Type type, Address keys, size_t dim, Address slots, size_t first, size_t queries, size_t heads, Address q,
                   Address weights, size_t top_k, size_t at_once, Address scores, Address out) {
     if (top_k > first + 1 || !at_once) throw std::invalid_argument("cannot choose more tokens than there are");

@@ -50,7 +50,8 @@ class TilePlan {
     std::vector<size_t> runs_{0};
 };
 
-/// Computes all pieces of a call, on the pool's threads if `elements` are worth it, and zeroes the padding rows.
+/// Computes all pieces of a call, on the pool's threads if `elements` are worth it, and zeroes the
+/// padding rows.
 template <class Args>
 void compute(void (*kernel)(void*, size_t, size_t, int), Args& args, const TilePlan& plan, size_t num_rows, size_t width,
              size_t elements) {
@@ -65,7 +66,8 @@ void compute(void (*kernel)(void*, size_t, size_t, int), Args& args, const TileP
     threads->share(args.pieces(), 1, {kernel, &args});
 }
 
-/// Computes the recurrence. If there are too few heads to keep all threads busy, several share the values of a head.
+/// Computes the recurrence. If there are too few heads to keep all threads busy, several share the
+/// values of a head.
 inline void recur(RecurrenceArgs& args, const TilePlan& plan, size_t num_rows) {
     const size_t wanted = 2 * pool()->size(), there = std::max<size_t>(args.plan.num_runs * args.heads, 1);
     const size_t parts = pool()->size() == 1 ? 1 : std::max<size_t>((wanted + there - 1) / there, 1);

@@ -9,7 +9,8 @@ namespace {
 constexpr size_t kLanes = 8;  // independent multiplications, so that they overlap
 constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
 
-/// A bijection in each argument, so that a difference is never lost. The rotation brings high bits back down.
+/// A bijection in each argument, so that a difference is never lost. The rotation brings high bits
+/// back down.
 uint64_t mix(uint64_t sum, uint64_t word) { return std::rotl(sum ^ word, 29) * kOdd; }
 
 }  // namespace

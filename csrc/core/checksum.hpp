@@ -6,8 +6,8 @@
 
 namespace moeserve {
 
-/// Any change within one aligned 8-byte word changes the checksum for certain, other changes almost certainly. It is not
-/// cryptographic.
+/// Any change within one aligned 8-byte word changes the checksum for certain, other changes almost
+/// certainly. It is not cryptographic.
 uint64_t checksum(const uint8_t* bytes, size_t size);
 
 }  // namespace moeserve

@@ -5,7 +5,8 @@
 
 namespace moeserve {
 
-/// Copies from[index[j]] to to[j] for j < count; rows have `row_bytes` bytes each. Returns one past the last byte written.
+/// Copies from[index[j]] to to[j] for j < count; rows have `row_bytes` bytes each. Returns one past
+/// the last byte written.
 std::byte* gather_rows(std::byte* to, const std::byte* from, const uint32_t* index, size_t count, size_t row_bytes);
 
 /// Copies `count` contiguous rows to rows that begin `pitch` bytes apart.

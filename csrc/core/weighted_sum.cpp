@@ -4,8 +4,9 @@
 #include <cstring>
 #include <stdexcept>
 
-// One loop, written with the compiler's vector types and compiled once per instruction set. The build forbids
-// contraction (-ffp-contract=off): a fused multiply-add rounds once where the reference rounds twice.
+// One loop, written with the compiler's vector types and compiled once per instruction set. The
+// build forbids contraction (-ffp-contract=off): a fused multiply-add rounds once where the
+// reference rounds twice.
 #define INLINE inline __attribute__((always_inline))
 
 namespace moeserve {
@@ -25,8 +26,9 @@ INLINE To bits(const From& from) {
     return to;
 }
 
-// Each element type loads and stores 2 W elements as two vectors. 16-bit elements are split into even and odd ones of
-// 32-bit words, which takes only shifts and masks. Widening them in order would need shuffles.
+// Each element type loads and stores 2 W elements as two vectors. 16-bit elements are split into
+// even and odd ones of 32-bit words, which takes only shifts and masks. Widening them in order
+// would need shuffles.
 
 template <int W>
 struct Fp32 {
@@ -84,7 +86,8 @@ struct Fp16 {
     static INLINE u32 rounded(const f32& from) {  // in the lower half
         const u32 b = bits<u32>(from), u = b & 0x7fffffffu;
         const u32 normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
-        // Below 2^-14: adding 0.5 aligns the last bit of the fp16 denormal with the last bit of fp32, so it is rounded.
+        // Below 2^-14: adding 0.5 aligns the last bit of the fp16 denormal with the last bit of
+        // fp32, so it is rounded.
         const f32 shifted = bits<f32>(u) + 0.5f;
         const u32 denormal = bits<u32>(shifted) - 0x3f000000u;
         const u32 infinite = u32{} + 0x7c00u, nan = u32{} + 0x7e00u;

@@ -15,9 +15,10 @@ enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
 bool has(Isa isa);
 Isa best_isa();
 
-/// Computes out[t] = sum over k = 0..top_k-1, in this order, of weights[t, k] * rows[t * top_k + k]. Each product and
-/// each partial sum is rounded to fp32; the total is rounded once to the element type (to nearest, ties to even).
-/// rows: pointers to `dim` elements each, never null (pairs without an expert point to zeros).
+/// Computes out[t] = sum over k = 0..top_k-1, in this order, of weights[t, k] * rows[t * top_k +
+/// k]. Each product and each partial sum is rounded to fp32; the total is rounded once to the
+/// element type (to nearest, ties to even). rows: pointers to `dim` elements each, never null
+/// (pairs without an expert point to zeros).
 void weighted_sum(const void* const* rows, const float* weights, size_t tokens, size_t top_k, size_t dim,
                   Element element, void* out, Isa isa);
 

@@ -1,4 +1,4 @@
-// The activations of MLPs (SwiGLU, Shazeer 2020, and its kin), and the gate of a shared expert.
+// The activations of MLPs (SwiGLU, Shazeer 2020, and variants), and the gate of a shared expert.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -14,7 +14,8 @@ struct SwiGlu {
     MOESERVE_INLINE f32 operator()(f32 gate, f32 up) const { return mul(silu(gate), up); }
 };
 
-/// Every limit and factor. GELU's 0.5 (1 + tanh(u)) is 1 / (1 + e^-2u), for u = sqrt(2 / pi) (x + 0.044715 x^3).
+/// The general gated activation, with all limits and factors. GELU uses 0.5 (1 + tanh(u)) = 1 / (1
+/// + e^-2u) for u = sqrt(2 / pi) (x + 0.044715 x^3).
 template <bool gelu>
 struct Gated {
     static constexpr bool kGated = true;
@@ -41,7 +42,7 @@ struct Relu2 {
     }
 };
 
-/// Calls body with the one that computes this activation.
+/// Calls body with the functor that computes this activation.
 template <class Body>
 MOESERVE_INLINE void with_activation(const Activation& activation, const Body& body) {
     switch (activation.kind) {

@@ -1,4 +1,4 @@
-// The activation of an MLP, for row kernels and products.
+// The parameters of an MLP's activation, for row kernels and GEMMs.
 #pragma once
 
 #include <cstddef>
@@ -6,16 +6,16 @@
 
 namespace moeserve {
 
-/// act(gate) * (up + up_shift): gate, act(gate) and the magnitude of up are limited. Or act(up), without gates.
-/// `Activation` in moeserve/ops/rules.py says what each of these means.
+/// act(gate) * (up + up_shift), with limits of gate, act(gate) and the magnitude of up; or act(up),
+/// without a gate. `Activation` in moeserve/ops/rules.py documents the fields.
 struct Activation {
-    enum class Kind : int { swiglu, silu, gelu_tanh, relu2 };  // swiglu: silu(gate) * up, and nothing of the rest
+    enum class Kind : int { swiglu, silu, gelu_tanh, relu2 };  // swiglu: silu(gate) * up; ignores all other fields
     static constexpr float kNone = std::numeric_limits<float>::infinity();
 
     Kind kind = Kind::swiglu;
     float alpha = 1, gate_limit = kNone, act_limit = kNone, up_limit = kNone, up_shift = 0;
 
-    /// The products in front of it: gate and up, or up alone.
+    /// The number of projections before it: gate and up, or up alone.
     [[gnu::always_inline]] size_t parts() const { return kind == Kind::relu2 ? 1 : 2; }
 };
 

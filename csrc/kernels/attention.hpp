@@ -1,9 +1,10 @@
-// Paged attention for decode and prefill. attention_partial returns (largest score, sum of weights, weighted values) of
-// one absolute cut of a context, by an online softmax over its tiles; merge_partial adds the next cut to those before.
-// ops/attention.py has the same two steps.
+// Paged attention for decode and prefill. attention_partial computes (largest score, sum of
+// weights, weighted values) of one cut of a context, by an online softmax over its tiles.
+// merge_partial adds the next cut. ops/attention.py has the same two steps.
 //
-// The bits of a query depend on it and its context alone. Positions that it does not see have weight exactly 0, and
-// their values are never multiplied: what lies in unwritten KV slots does not matter.
+// The bits of a query's result depend only on the query and its context. Positions that it does not
+// see have weight exactly 0, and their values are never multiplied, so unwritten KV slots may
+// contain anything.
 #pragma once
 
 #include "kernels/attention_plan.hpp"
@@ -11,11 +12,11 @@
 
 namespace moeserve::MOESERVE_ISA::attention {
 
-/// Scratch memory of a piece, one row per query row.
+/// Scratch memory of a piece.
 struct AttentionRows {
     float* q;       // [rows, padded]
-    float* partial;  // [rows, sums]: of one cut
-    float* total;   // [rows, sums]
+    float* partial;  // [rows, sums]: sums of one cut
+    float* total;   // [rows, sums]: sums of all cuts so far
     float* p;       // [rows of a KV head, kTile]
     float* keys;    // [padded, kTile]
     float* values;  // [kTile, v_stride]
@@ -35,23 +36,24 @@ MOESERVE_INLINE AttentionRows attention_rows(const AttentionShape& shape, int64_
 MOESERVE_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 MOESERVE_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/// One tile as the queries of a block see it. Query i sees the columns first(i) .. last(i) - 1 of it.
+/// The part of a tile that the queries of a block see. Query i sees columns first(i) .. last(i) -
+/// 1.
 struct TileView {
-    int64_t start, position, window, begin;  // begin: the first column in their section
+    int64_t start, position, window, begin;  // begin: first column of their section
 
     MOESERVE_INLINE TileView(int64_t tile, const QueryBlock& block, const AttentionShape& shape)
         : start(tile), position(block.position), window(shape.window), begin(at_least(0, block.begin - tile)) {}
 
     MOESERVE_INLINE int64_t first(int64_t i) const { return at_least(begin, position + i - window + 1 - start); }
     MOESERVE_INLINE int64_t last(int64_t i) const { return at_most(kTile, position + i + 1 - start); }
-    /// The queries that see any of it: from .. to - 1.
+    /// The queries that see any column: from .. to - 1.
     MOESERVE_INLINE int64_t from() const { return at_least(0, start - position); }
     MOESERVE_INLINE int64_t to(int64_t count) const {
         return at_most(count, start + kTile - 1 + window - position);
     }
 };
 
-/// Widened, or as pairs of a chain that goes two by two.
+/// Loads queries: widened to floats, or as pairs if products take two elements at a time.
 template <class Step, class E>
 inline void copy_queries(const AttentionCall& call, const QueryBlock& block, float* q) {
     const int64_t dim = call.shape.dim, group = call.shape.group(), padded = call.shape.padded(), bytes = E::bytes;
@@ -74,8 +76,8 @@ inline void copy_queries(const AttentionCall& call, const QueryBlock& block, flo
     }
 }
 
-/// p [rows, columns first..last) times values. Rows see ranges that begin and end no earlier than those of the row
-/// before, so that at any position those that see it are neighbours.
+/// Multiplies p [rows, columns first..last) by the values. The range that a row sees begins and
+/// ends no earlier than the range of the row before, so the rows that see a position are adjacent.
 template <class Values>
 inline void add_values(const AttentionShape& shape, const TileView& view, int64_t row, int64_t count, const float* p,
                        Values values, float* sums) {
@@ -95,7 +97,7 @@ inline void add_values(const AttentionShape& shape, const TileView& view, int64_
     }
 }
 
-/// Rows of one KV head against one tile. q and sums begin at the head's first row.
+/// Attends with the rows of one KV head to one tile. q and sums begin at the head's first row.
 template <class Step, class E>
 inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t count, const Paged<E>& keys,
                         const Paged<E>& values, const AttentionRows& s, const float* q, float* sums) {
@@ -105,7 +107,8 @@ inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t
     const int64_t from = view.from(), to = view.to(count);
     const int64_t first = view.first(from), last = view.last(to - 1);
     const int64_t begin = first / 16 * 16, end = (last + 15) / 16 * 16, end_row = to * group;
-    // Few rows go through the keys in parts that stay in the nearest cache, and read the values where they lie.
+    // Few rows read the keys in parts that stay in the L1 cache, and read the values without
+    // copying them.
     const bool many = (to - from) * group > (shape.dim > kWide ? kStrip : kMany), copy = many || shape.v_dim % kWidth != 0;
     const bool whole = many || Step::kDims == 2;
     const Scales<E> key_scales(keys, shape.dim), value_scales(values, shape.v_dim);
@@ -137,12 +140,13 @@ inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t
     }
 }
 
-/// Where the keys and values of one tile and KV head lie.
+/// The addresses of the keys and values of one tile and KV head.
 struct TileRows {
     const char *keys[kTile], *values[kTile];
 };
 
-/// Those of the piece's first head. Columns that nobody sees repeat one that somebody does.
+/// Finds the addresses for the piece's first head. Columns that no query sees get the address of a
+/// column that one sees.
 inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_t tile, TileRows& rows) {
     const AttentionShape& shape = call.shape;
     const TileView view(tile, block, shape);
@@ -169,8 +173,8 @@ MOESERVE_INLINE int64_t first_tile(const AttentionShape& shape, const QueryBlock
     return at_least(at_least(block.begin, block.position - shape.window + 1), cut * kCut) / kTile * kTile;
 }
 
-/// Attention to one cut, in s.partial; (-inf, 0, 0) in rows that see nothing of it. next: the piece that this thread will
-/// probably compute afterwards, or nullptr.
+/// Computes the sums of one cut in s.partial, (-inf, 0, 0) for rows that see nothing of it. next:
+/// the piece that this thread will probably compute afterwards, to prefetch from, or nullptr.
 template <class Step, class E>
 inline void attention_partial(const AttentionCall& call, const QueryBlock& block, const QueryBlock* next, int64_t cut,
                          const AttentionRows& s) {
@@ -190,7 +194,7 @@ inline void attention_partial(const AttentionCall& call, const QueryBlock& block
         else if (next) find_rows(call, *next, first_tile(shape, *next, next->first_cut), then);
         const int64_t heads = (more || !next ? block : *next).heads;
         Ahead keys{then.keys, heads * call.k_bytes}, values{then.values, heads * call.v_bytes};
-        if (!more && !next) keys.row = values.row = kTile;  // nothing
+        if (!more && !next) keys.row = values.row = kTile;  // prefetch nothing
         if (call.v == call.k) values.row = kTile;
         for (int64_t h = 0; h < block.heads; ++h) {
             attend_tile<Step, E>(call, view, block.count, {tiles[turn].keys, h * call.k_bytes, &keys},
@@ -200,7 +204,7 @@ inline void attention_partial(const AttentionCall& call, const QueryBlock& block
     }
 }
 
-/// From (even ones, odd ones) back to the order of the head.
+/// Reorders elements from (even, odd) to the order of the head.
 inline void join_columns(float* values, int64_t columns) {
     for (int64_t i = 0; i < columns; i += 2 * kWidth) {
         f32 even = load(values + i), odd = load(values + i + kWidth);
@@ -212,11 +216,11 @@ inline void join_columns(float* values, int64_t columns) {
 
 template <class E>
 inline void write_row(const float* values, float weight, int64_t dim, char* out) {
-    for (int64_t d = 0; d < dim; d += kWidth)  // + 0: there is no negative zero
+    for (int64_t d = 0; d < dim; d += kWidth)  // + 0 turns -0 into 0
         store_at<E>(out, d, dim, add(div(load(values + d), all(weight)), zero()));
 }
 
-/// Divides the total sums of a block's rows by their weights, and writes them.
+/// Divides the sums of a block's rows by their weights, and writes the results.
 template <class E>
 inline void write_rows(const AttentionCall& call, const QueryBlock& block, float* total) {
     const AttentionShape& shape = call.shape;
@@ -264,7 +268,8 @@ inline void attend_piece(const AttentionCall& call, const QueryBlock& piece, con
     write_block(call, piece, s.total);
 }
 
-/// In the queries' own type if the processor multiplies pairs of it, else in fp32.
+/// Chooses the element type of products: the queries' type if the CPU has dot products of pairs of
+/// it, otherwise fp32.
 template <class E>
 inline void attend_in(const AttentionCall& call, int64_t i, float* scratch) {
     const QueryBlock& piece = call.pieces[i];
@@ -286,7 +291,7 @@ inline void attend_in(const AttentionCall& call, int64_t i, float* scratch) {
     attend_piece<OneByOne, E>(call, piece, next, s);
 }
 
-/// Work over pieces.
+/// The function of `Work` over pieces.
 inline void attend(void* context, size_t begin, size_t end, int worker) {
     const AttentionCall& call = *static_cast<const AttentionCall*>(context);
     float* scratch = call.scratch + worker * call.scratch_size;
@@ -300,7 +305,7 @@ inline void attend(void* context, size_t begin, size_t end, int worker) {
     }
 }
 
-/// Work over blocks whose cuts were computed one by one: merges them in order.
+/// The function of `Work` over split blocks: merges their cuts in order.
 inline void merge_attention(void* context, size_t begin, size_t end, int worker) {
     const AttentionCall& call = *static_cast<const AttentionCall*>(context);
     const AttentionShape& shape = call.shape;

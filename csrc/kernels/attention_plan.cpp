@@ -8,13 +8,13 @@
 namespace moeserve {
 namespace {
 
-constexpr int64_t kRows = 128;              // of one block, if a single query has no more
-constexpr int64_t kFewRows = 8;            // of one block: not less, since each reads the keys and values again
-constexpr int64_t kPartials = 16ll << 20;  // floats: beyond this, blocks stay whole
+constexpr int64_t kRows = 128;             // rows of a block, unless a single query has more
+constexpr int64_t kFewRows = 8;            // least rows of a block, because each block loads the keys and values again
+constexpr int64_t kPartials = 16ll << 20;  // most floats of partial sums; if they are used up, blocks are not split
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Memory that a calling thread keeps: two micro-batches may call at once.
+/// Buffers per calling thread, because two micro-batches may call at the same time.
 float* kept_memory(size_t floats) {
     struct Free {
         void operator()(float* p) const { ::operator delete(p, std::align_val_t{64}); }
@@ -41,7 +41,8 @@ AttentionPlan::AttentionPlan(AttentionShape shape, const int64_t* tables, int64_
     cut_blocks(threads);
 }
 
-/// The longest contexts of a request come first: threads take pieces in this order, and short ones fill the gaps.
+/// Blocks with the longest contexts of a request come first. Threads take pieces in this order, so
+/// short ones fill the gaps at the end.
 void AttentionPlan::make_blocks(int64_t requests, const int32_t* starts, const int32_t* offsets) {
     const int64_t section = shape_.section;
     for (int64_t request = 0; request < requests; ++request) {
@@ -53,7 +54,7 @@ void AttentionPlan::make_blocks(int64_t requests, const int32_t* starts, const i
     }
 }
 
-/// Of neighbouring queries in one section.
+/// Makes the blocks of adjacent queries in one section.
 void AttentionPlan::make_blocks_of(int64_t request, int64_t token, int64_t tokens, int64_t position) {
     const int64_t most = std::max<int64_t>(1, kRows / shape_.group());
     for (int64_t i = ceil_div(tokens, most) - 1; i >= 0; --i) {
@@ -69,7 +70,7 @@ void AttentionPlan::make_blocks_of(int64_t request, int64_t token, int64_t token
     }
 }
 
-/// In rows times tiles; reading a tile costs as much as a few rows.
+/// The cost of a block, in rows times tiles. Loading a tile costs as much as a few rows.
 int64_t AttentionPlan::cost(const QueryBlock& block) const {
     const int64_t first = shape_.first_seen(block.position) / kTile;
     const int64_t tiles = (block.position + block.count - 1) / kTile + 1 - first;
@@ -77,11 +78,11 @@ int64_t AttentionPlan::cost(const QueryBlock& block) const {
 }
 
 void AttentionPlan::cut_blocks(int threads) {
-    // Few blocks are split by KV heads first if they are short, and by cuts if they are long.
+    // If there are few blocks, short ones are split by KV heads and long ones by cuts.
     int64_t parts = 0, total = 0, most = shape_.kv_heads;
     for (const QueryBlock& block : blocks_) parts += block.end_cut - block.first_cut;
     while (threads > 1 && most > 1 && parts * ceil_div(shape_.kv_heads, most) < 2 * threads) most = (most + 1) / 2;
-    // Then by the query heads of a KV head: latents have one for all.
+    // Then split by the query heads of a KV head, because latent attention has a single KV head.
     int64_t rows = 0;
     for (const QueryBlock& block : blocks_) rows = std::max(rows, block.count * shape_.group());
     for (; threads > 1 && most == 1 && parts * shape_.kv_heads < 2 * threads; rows /= 2) {

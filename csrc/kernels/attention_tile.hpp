@@ -1,7 +1,8 @@
-// The inner loops of attention: keys transposed to [dim][64 positions], products of a few rows, softmax over one tile.
+// The inner loops of attention: keys transposed to [dim][64 positions], products of a few rows,
+// softmax over one tile.
 //
-// Every sum is one chain of fma, over the head width ascending for a score and over positions ascending for a value,
-// whatever the number of rows or columns computed at once.
+// Every sum is one chain of fma, over the head width ascending for a score and over positions
+// ascending for a value, whatever the number of rows or columns computed at once.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +21,8 @@ constexpr bool kPairs<BFloat16> = true;
 template <class E>
 constexpr bool kDotted = kPairs<E> || kScaled<E>;  // whether its elements are bf16 numbers
 
-/// Elements that lie in whole words of a vector: there, sums of values are in the order (even ones, odd ones).
+/// Elements that lie in whole words of a vector: there, sums of values are in the order (even ones,
+/// odd ones).
 template <class E>
 constexpr int64_t split_columns(int64_t dim) {
     return kPairs<E> ? dim / (2 * kWidth) * (2 * kWidth) : 0;
@@ -59,8 +61,9 @@ struct Even {
     MOESERVE_INLINE void give_back(int) const {}
 };
 
-/// Fetches the rows of the next tile, line by line in the order in which they lie in memory: no hardware guesses where
-/// that is. As many lines as are read meanwhile, and at the same pace: more at once would wait for each other.
+/// Fetches the rows of the next tile, line by line in the order in which they lie in memory: no
+/// hardware guesses where that is. As many lines as are read meanwhile, and at the same pace: more
+/// at once would wait for each other.
 struct Ahead {
     const char* const* rows;  // of all heads
     int64_t row_bytes;
@@ -115,7 +118,8 @@ struct Paged {
     MOESERVE_INLINE void give_back(const Ahead& lines) const { *ahead = lines; }
 };
 
-/// c [R, V vectors] = (fresh ? 0 : c) + a [R, begin..end) times b [begin..end, V vectors from `column`].
+/// c [R, V vectors] = (fresh ? 0 : c) + a [R, begin..end) times b [begin..end, V vectors from
+/// `column`].
 template <class Step, int R, int V, class B>
 MOESERVE_INLINE void product(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t begin, int64_t end,
                              float* c, int64_t c_stride, bool fresh) {
@@ -155,7 +159,8 @@ constexpr int strip_vectors(int rows) {
     return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
 }
 
-/// `product` over the columns from `column` to `columns`, multiples of kWidth. Only the last vector is ever alone.
+/// `product` over the columns from `column` to `columns`, multiples of kWidth. Only the last vector
+/// is ever alone.
 template <class Step, int R, int V, class B>
 inline void strip_of(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t columns, int64_t begin,
                      int64_t end, float* c, int64_t c_stride, bool fresh) {
@@ -198,7 +203,8 @@ MOESERVE_INLINE i32 load_pairs(const char* row, int64_t i, int64_t dim) {
     return pairs_at<E>(part);
 }
 
-/// Elements i to i + 2 * kWidth - 1 of kWidth keys, which load(key) gives as words of two, to the columns of `out` from j.
+/// Elements i to i + 2 * kWidth - 1 of kWidth keys, which load(key) gives as words of two, to the
+/// columns of `out` from j.
 template <class Step, class E, class Load>
 MOESERVE_INLINE void pack_pairs(const Paged<E>& keys, int64_t j, int64_t i, const Load& load, float* out, int64_t stride,
                                 Ahead& ahead) {
@@ -222,7 +228,8 @@ MOESERVE_INLINE void pack_pairs(const Paged<E>& keys, int64_t j, int64_t i, cons
     }
 }
 
-/// Keys of positions begin .. end - 1, multiples of kWidth, to out [dim / kDims, columns begin .. end - 1].
+/// Keys of positions begin .. end - 1, multiples of kWidth, to out [dim / kDims, columns begin ..
+/// end - 1].
 template <class Step, class E>
 inline void pack_keys(const Paged<E>& keys, int64_t dim, int64_t begin, int64_t end, float* out, int64_t stride) {
     Ahead ahead = keys.take_ahead();
@@ -268,7 +275,8 @@ inline void pack_values(const Paged<E>& values, int64_t dim, int64_t stride, int
     }
 }
 
-/// What the scores or weights of a tile's positions are multiplied by, if the keys or values have scales.
+/// What the scores or weights of a tile's positions are multiplied by, if the keys or values have
+/// scales.
 template <class E>
 struct Scales {
     Scales(const Paged<E>&, int64_t) {}
@@ -301,7 +309,8 @@ MOESERVE_INLINE f32 capped(f32 x, f32 cap) {
 
 MOESERVE_INLINE float exp_one(float x) { return first(exp(all(x))); }
 
-/// What one query row has summed up so far: values [padded] in units of e^-largest, and how much weight they carry.
+/// What one query row has summed up so far: values [padded] in units of e^-largest, and how much
+/// weight they carry.
 struct RowSums {
     float* values;
     float* largest;  // -infinity, and weight 0, at first
@@ -316,7 +325,8 @@ MOESERVE_INLINE void clear(RowSums s, int64_t padded) {
     *s.weight = 0.0f;
 }
 
-/// `softmax_tile` of the columns from .. to - 1, multiples of 16, which are known to the compiler where many are the same.
+/// `softmax_tile` of the columns from .. to - 1, multiples of 16, which are known to the compiler
+/// where many are the same.
 MOESERVE_INLINE void softmax_columns(float* x, int64_t from, int64_t to, RowSums s, int64_t padded) {
     f32 highest = load(x + from);
 #pragma GCC unroll 8
@@ -347,7 +357,8 @@ MOESERVE_INLINE void softmax_columns(float* x, int64_t from, int64_t to, RowSums
     for (int64_t i = 0; i < padded; i += kWidth) store(s.values + i, mul(load(s.values + i), all(factor)));
 }
 
-/// Makes exp(score - largest) of the scores x[begin..end), 0 of others in the same 16, and brings the sums in line.
+/// Makes exp(score - largest) of the scores x[begin..end), 0 of others in the same 16, and brings
+/// the sums in line.
 inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, RowSums s, int64_t padded) {
     const int64_t from = begin / 16 * 16, to = (end + 15) / 16 * 16;
     if (soft_cap != 0.0f)
@@ -358,7 +369,8 @@ inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, R
     softmax_columns(x, from, to, s, padded);
 }
 
-/// Adds the sums of the next cut to those of the cuts before. A cut of which the row sees nothing changes nothing.
+/// Adds the sums of the next cut to those of the cuts before. A cut of which the row sees nothing
+/// changes nothing.
 inline void merge_partial(RowSums total, RowSums cut, int64_t padded) {
     if (*cut.weight == 0.0f) return;
     const float largest = first(max(all(*cut.largest), all(*total.largest)));

@@ -1,4 +1,5 @@
-// Short causal convolutions over time, each channel for itself, with the inputs of earlier tokens in a paged cache.
+// Short causal convolutions over time, each channel for itself, with the inputs of earlier tokens
+// in a paged cache.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -6,8 +7,8 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// Some channels: those from `from` on. Scratch memory holds K rows of weights, one of bias, and then the inputs of K - 1
-/// tokens and of a tile.
+/// Some channels: those from `from` on. Scratch memory holds K rows of weights, one of bias, and
+/// then the inputs of K - 1 tokens and of a tile.
 template <class E>
 struct ConvPiece {
     static constexpr size_t kPiece = CausalConvArgs::kPiece;
@@ -35,8 +36,9 @@ struct ConvPiece {
     }
     MOESERVE_INLINE void copy(const float* x, float* to) const { memcpy(to, x, width * sizeof(float)); }
 
-    /// Finds the inputs before the tile's first token in this call, and leaves those before the tile's border behind.
-    /// carried: tokens of the tile before, which are the last inputs; 0 where this call has not computed it.
+    /// Finds the inputs before the tile's first token in this call, and leaves those before the
+    /// tile's border behind. carried: tokens of the tile before, which are the last inputs; 0 where
+    /// this call has not computed it.
     void begin(const StateTile& tile, size_t carried) const {
         for (size_t j = 0; j < before; ++j) {
             float* to = inputs + j * kPiece;

@@ -1,21 +1,22 @@
-// How tiles multiply: rows of floats input by input, or rows of bf16 pairs by dot products. Both are the same chain of
-// fused multiply-adds, since a dot product adds the upper halves of two words first and pairs lie that way round: their
-// bits differ only where denormals are involved, which dot products take for zeros.
+// The two ways in which tiles multiply: rows of floats, one input at a time, or rows of bf16 pairs
+// with dot products. Both are the same chain of fused multiply-adds, because a dot product adds the
+// product of the upper halves first, and the first input of a pair is in the upper half. Their bits
+// differ only for denormals, which dot products treat as zeros.
 #pragma once
 
 #include "kernels/weights.hpp"
 
 namespace moeserve::MOESERVE_ISA {
 
-/// An element of a row is a float.
+/// Rows of floats.
 template <class F>
 struct Chains {
     using Format = F;
     using Vector = f32;
     template <class G>
     using Unpacked = Chains<std::conditional_t<!G::kCostly, G, std::conditional_t<G::kGrouped, WeightsUnpacked<WeightsFp32>, WeightsFp32>>>;
-    static constexpr int kInputs = 1;  // of an element
-    static constexpr int kDepth = F::kDepth;  // elements of a step
+    static constexpr int kInputs = 1;  // per element
+    static constexpr int kDepth = F::kDepth;  // elements per step
     static constexpr size_t kStepBytes = F::kStepBytes;
 
     template <int d>
@@ -27,7 +28,8 @@ struct Chains {
 };
 
 #ifdef __AVX512BF16__
-/// An element of a row is a pair of bf16 in a word, the first input in its upper half. Weights are exact in bf16.
+/// Rows of words with a pair of bf16, the first input in the upper half. Weights must be exact in
+/// bf16.
 template <class F>
 struct Dots {
     using Format = F;

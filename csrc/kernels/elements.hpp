@@ -1,4 +1,4 @@
-// Loading and storing the element types of activations as vectors of floats. Include after a vec_*.hpp.
+// Load and store the element types of activations as vectors of floats. Include after a vec_*.hpp.
 #pragma once
 
 #include "kernels/table.hpp"
@@ -23,7 +23,8 @@ struct Float16 {
     static MOESERVE_INLINE void store(char* p, f32 a) { store_fp16(p, a); }
 };
 
-/// Whole multiples of a scale that each head of a cache has for itself: a float behind its elements.
+/// int8 in the KV cache: integer multiples of a scale, which each head has for itself as a float
+/// after its elements.
 struct Int8 {
     static constexpr size_t bytes = 1;
     static MOESERVE_INLINE f32 load(const char* p) { return load_int8(p); }
@@ -35,13 +36,14 @@ constexpr bool kScaled = false;
 template <>
 constexpr bool kScaled<Int8> = true;
 
-/// Of one head in a cache.
+/// The bytes of one head in a cache.
 template <class E>
 constexpr size_t stored_bytes(size_t dim) {
     return dim * E::bytes + (kScaled<E> ? sizeof(float) : 0);
 }
 
-/// Elements [i, i + kWidth) of a row of `width`; zeros beyond its end, which is not touched.
+/// Loads elements [i, i + kWidth) of a row of `width`. Elements after its end become zero and are
+/// not read.
 template <class E>
 MOESERVE_INLINE f32 load_at(const char* row, size_t i, size_t width) {
     if (i + kWidth <= width) return E::load(row + i * E::bytes);
@@ -61,7 +63,8 @@ MOESERVE_INLINE void store_at(char* row, size_t i, size_t width, f32 a) {
 MOESERVE_INLINE const char* bytes_of(const float* row) { return reinterpret_cast<const char*>(row); }
 MOESERVE_INLINE char* bytes_of(float* row) { return reinterpret_cast<char*>(row); }
 
-/// Sums of 32 columns side by side, whatever the width of a vector: every instruction set adds in the same order.
+/// 32 sums side by side, whatever the width of a vector, so that every instruction set adds in the
+/// same order.
 struct Sums {
     static constexpr int kParts = 32 / kWidth;
     f32 part[kParts];
@@ -79,7 +82,7 @@ struct Sums {
     }
 };
 
-/// Calls one of three instances of a kernel, by the type of its arguments.
+/// Calls the instance of a kernel for the type of its arguments.
 #define MOESERVE_BY_TYPE(kernel, args, begin, end)                                        \
     switch ((args).type) {                                                                \
         case Type::fp32: return kernel<Float32>(args, begin, end);                        \

@@ -1,5 +1,6 @@
-// Every family of kernels, compiled for MOESERVE_ISA, and their table. Each isa_*.cpp includes a vec_*.hpp, then this.
-// Products take longest to compile, so they have units of their own: isa_*_product.cpp and isa_*_int_product.cpp.
+// All kernels, compiled for MOESERVE_ISA, and their table. Each isa_*.cpp includes a vec_*.hpp,
+// then this file. GEMMs take longest to compile, so they have separate units: isa_*_product.cpp and
+// isa_*_int_product.cpp.
 #pragma once
 
 #include "kernels/table.hpp"

@@ -1,8 +1,9 @@
-// The innermost tile of matrix products: a few rows against a few blocks of 16 columns of packed weights.
+// The innermost tile of GEMMs: a few rows times a few blocks of 16 columns of packed weights.
 //
-// An output is one chain of fused multiply-adds over the inputs in ascending order, from zero, whatever the tile: a row's
-// bits depend neither on its company nor on how columns are shared out. (Weights in groups: one such chain per group,
-// times its scale added in order.)
+// An output is one chain of fused multiply-adds over the inputs in ascending order, beginning with
+// zero, for every shape of the tile. So a row's bits depend neither on other rows nor on the
+// partition of columns. (Weights in groups have one such chain per group; its result times the
+// group's scale is added in order.)
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,8 @@ namespace moeserve::MOESERVE_ISA {
 constexpr int kTileRows = kWidth == 8 ? 6 : 12;
 constexpr size_t kSumsStride = 4 * kColumns;  // floats between the rows of a tile's results
 
-/// Blocks that a tile of M rows takes at once: about 12 (24) accumulators, and 8 at least where M allows.
+/// The number of blocks that a tile of M rows computes at once: about 12 accumulators (24 with 32
+/// registers), and at least 8 if M allows that.
 constexpr int blocks_at_once(int M) {
     if (kWidth == 8) return M == 1 ? 4 : M <= 3 ? 2 : 1;
     return M <= 6 ? 4 : 2;
@@ -25,7 +27,7 @@ constexpr int blocks_at_once(int M) {
 template <int i>
 struct Int {};
 
-/// body(Int<0>), body(Int<1>), ...: a loop unrolled before the compiler decides what lives in registers.
+/// Calls body(Int<0>), body(Int<1>), ...: a loop that is unrolled before registers are allocated.
 template <int n, class Body>
 MOESERVE_INLINE void each(const Body& body) {
     [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) { (body(Int<i>{}), ...); }
@@ -33,7 +35,7 @@ MOESERVE_INLINE void each(const Body& body) {
 }
 #define MOESERVE_EACH(i, n) each<n>([&]<int i>(Int<i>) __attribute__((always_inline))
 
-/// Element d of a step, for every row and column of the tile.
+/// Multiplies and adds element d of a step, for every row and column of the tile.
 template <class A, int M, int B, int d>
 MOESERVE_INLINE void multiply(const float* a, size_t stride, const uint8_t* w, const uint8_t* head, size_t block_bytes,
                               f32 (&sums)[M][B * kVectors]) {
@@ -59,29 +61,32 @@ MOESERVE_INLINE void multiply(const float* a, size_t stride, const uint8_t* w, c
     }
 }
 
-/// c [M, B * 16] = a [M, depth] times B blocks, going on from what is there if there is `more` than the first part.
-/// depth, stride: in elements of A. head: the group's scales and zero points, where weights come in groups.
+/// Computes c [M, B * 16] = a [M, depth] times B blocks. more: add to c instead of overwriting it.
+/// depth, stride: in elements of A. head: scales and zero points of the group, if weights have
+/// groups.
 template <class A, int M, int B>
 MOESERVE_INLINE void tile(const float* a, size_t stride, const uint8_t* w, const uint8_t* head, size_t block_bytes,
                           size_t depth, float* c, bool more, size_t left) {
     using F = typename A::Format;
     constexpr int N = B * kVectors;
-    constexpr size_t kAhead = M <= 6 ? 2048 : 8192;  // bytes; many rows take long over a chunk, and the next is behind it
+    constexpr size_t kAhead = M <= 6 ? 2048 : 8192;  // bytes to prefetch; many rows take longer per chunk
     f32 sums[M][N];
     MOESERVE_EACH(m, M) {
         MOESERVE_EACH(j, N) { sums[m][j] = more && !F::kGrouped ? load(c + m * kSumsStride + j * kWidth) : zero(); });
     });
-    // Behind the end of a block lies one that is being read already: what comes next is B blocks on.
+    // After the end of a block comes a block that is being read already, so near the end prefetch B
+    // blocks ahead.
     const uint8_t* const turn = left > kAhead ? w + (left - kAhead) : w;
     for (size_t n = depth / A::kDepth; n; --n) {
-        // The hardware's own prefetching stops at pages, and is late for streams that are not read all the time.
+        // The hardware prefetcher stops at page borders, and is late for streams that are not read
+        // continuously.
         const uint8_t* ahead = w + kAhead + ((F::kCostly || M > 6) && w >= turn ? (B - 1) * block_bytes : 0);
         for (int b = 0; b < B; ++b, ahead += block_bytes) {
             for (size_t line = 0; line < A::kStepBytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
         }
         MOESERVE_EACH(d, A::kDepth) {
             multiply<A, M, B, d>(a, stride, w, head, block_bytes, sums);
-            asm("" : "+r"(w));  // load again what the next input shares: kept, it would push sums out of registers
+            asm("" : "+r"(w));  // forces the next input to load shared data again; keeping it would spill sums
         });
         a += A::kDepth;
         w += A::kStepBytes;
@@ -101,7 +106,7 @@ MOESERVE_INLINE void tile(const float* a, size_t stride, const uint8_t* w, const
     });
 }
 
-/// M rows against any number of blocks.
+/// Multiplies M rows by any number of blocks.
 template <class A, int M>
 void tiles(const float* a, size_t stride, const uint8_t* w, const uint8_t* head, size_t block_bytes, size_t blocks,
            size_t depth, float* c, bool more, size_t left) {

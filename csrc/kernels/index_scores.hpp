@@ -1,5 +1,6 @@
-// Scores of the index selector. Keys lie side by side in the lanes of vectors; a product is a chain of fused multiply-adds
-// over the elements of a head, a score one over heads, both in ascending order: it depends on its query and key alone.
+// Scores of the index selector. The lanes of a vector are keys. A dot product is a chain of fused
+// multiply-adds over the elements of a head, a score is a chain over heads, both in ascending
+// order. So a score depends only on its query and key.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -7,11 +8,11 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// Some keys: those from `from` on. Scratch memory holds them by columns, [d, kPiece].
+/// `count` keys from `from`. Scratch memory has them transposed, [d, kPiece].
 struct ScoresPiece {
     static constexpr size_t kPiece = IndexScoresArgs::kPiece;
-    static constexpr int kHeads = kRegisters / 4;  // at once
-    static constexpr size_t kKeys = 2 * kWidth;    // likewise
+    static constexpr int kHeads = kRegisters / 4;  // computed at once
+    static constexpr size_t kKeys = 2 * kWidth;    // computed at once
 
     const IndexScoresArgs& args;
     const size_t from, count;  // keys
@@ -40,7 +41,7 @@ struct ScoresPiece {
         }
     }
 
-    /// Adds what some heads make of the keys from `keys` on.
+    /// Adds the scores of some heads for the keys from `keys`.
     template <int heads>
     MOESERVE_INLINE void add_heads(const float* q, const float* weights, const float* keys, f32 (&scores)[2]) const {
         f32 dots[heads][2];

@@ -31,7 +31,8 @@ void put(uint8_t*& to, Type type, float value) {
     to += bytes;
 }
 
-/// 16 numbers of a block, `index` of `count` in each row. supers: what they are multiples of, or null.
+/// 16 numbers of a block, `index` of `count` in each row. supers: what they are multiples of, or
+/// null.
 void put_all(uint8_t*& to, const Packing& p, const float* from, size_t column, size_t columns, size_t count, size_t index,
              const float* supers, Type type) {
     const size_t num_supers = (p.depth + kSuper - 1) / kSuper, super = index * p.group / kSuper;

@@ -1,5 +1,6 @@
-// Kernels for CPUs with AVX2 and (AVX-VNNI) dot products of bytes, without AVX-512; setup.py has the compiler's flags.
-// Products with rows rounded to int8 use these instructions. All other kernels are those of AVX2.
+// Kernels for CPUs with AVX2 and (AVX-VNNI) dot products of bytes, without AVX-512; setup.py has
+// the compiler's flags. Products with rows rounded to int8 use these instructions. All other
+// kernels are those of AVX2.
 #define MOESERVE_ISA avx2_vnni
 #include "kernels/vec_avx2.hpp"
 

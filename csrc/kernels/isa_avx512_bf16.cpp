@@ -1,5 +1,6 @@
-// Kernels for CPUs with AVX-512 with dot products of BF16 and (VNNI) of bytes; setup.py has the compiler's flags.
-// Attention and products use these instructions. All other kernels are those of AVX-512.
+// Kernels for CPUs with AVX-512 with dot products of BF16 and (VNNI) of bytes; setup.py has the
+// compiler's flags. Attention and products use these instructions. All other kernels are those of
+// AVX-512.
 #define MOESERVE_ISA avx512_bf16
 #include "kernels/vec_avx512.hpp"
 

@@ -1,4 +1,4 @@
-// Functions of whole vectors: every lane has the same bits whatever lies beside it. Include after a vec_*.hpp.
+// Functions of vectors. The bits of a lane do not depend on other lanes. Include after a vec_*.hpp.
 #pragma once
 
 #if defined(__x86_64__)
@@ -8,8 +8,9 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// e^x, within 2 units in the last place; exactly 0 from -104 down (-infinity included), infinity above 88.7, NaN for NaN.
-/// Range reduction by ln 2 in two parts, then a polynomial of degree 6 (Cephes' expf, Moshier 1992).
+/// e^x, within 2 units in the last place; exactly 0 from -104 down (-infinity included), infinity
+/// above 88.7, NaN for NaN. Range reduction by ln 2 in two parts, then a polynomial of degree 6
+/// (Cephes' expf, Moshier 1992).
 MOESERVE_INLINE f32 exp(f32 x) {
     x = max(all(-104.0f), min(all(89.0f), x));  // these two return their second operand if one is NaN
     const f32 n = nearest(mul(x, all(1.44269504088896341f)));
@@ -28,8 +29,8 @@ MOESERVE_INLINE f32 exp(f32 x) {
 /// x / (1 + e^-x).
 MOESERVE_INLINE f32 silu(f32 x) { return div(x, add(all(1.0f), exp(sub(zero(), x)))); }
 
-/// While one lives, this thread takes numbers below the smallest normal one as 0, and gives 0 for them. States that decay
-/// fast are full of such numbers, and arithmetic with one takes a hundred cycles.
+/// While this object lives, the thread treats denormals as 0, as operands and as results. States
+/// that decay fast have many denormals, and arithmetic with one takes a hundred cycles.
 class FlushSubnormals {
   public:
     FlushSubnormals() : saved_(mode()) { set_mode(saved_ | kFlush); }

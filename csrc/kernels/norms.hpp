@@ -1,4 +1,5 @@
-// Root-mean-square norms (Zhang and Sennrich 2019), with or without the residual that a pre-norm decoder adds first.
+// Root-mean-square norms (Zhang and Sennrich 2019), with or without the residual that a pre-norm
+// decoder adds first.
 #pragma once
 
 #include "kernels/elements.hpp"

@@ -93,7 +93,8 @@ std::array<uint8_t, 256> pack_table(const uint16_t* rows, size_t stride, size_t 
     return index;
 }
 
-/// bf16 in 12 bits. Returns whether there was room for all escapes; what is packed is no use if not.
+/// bf16 in 12 bits. Returns whether there was room for all escapes; what is packed is no use if
+/// not.
 bool pack_codes(const uint16_t* rows, size_t stride, size_t depth, size_t columns, uint8_t* to) {
     static constexpr int kPlaces[8] = {2, 0, 3, 1, 2, 0, 3, 1};  // of lower bytes in their words
     const auto index = pack_table(rows, stride, depth, columns, to);

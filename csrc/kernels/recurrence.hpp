@@ -1,6 +1,7 @@
-// Gated linear recurrences in tiles of tokens; moeserve/ops/recurrence.py is the specification. Every sum is a chain of
-// fused multiply-adds in ascending order, side by side in the lanes of a vector: a result depends neither on the width of
-// vectors nor on the tokens that it is computed together with.
+// Gated linear recurrences in tiles of tokens; moeserve/ops/recurrence.py is the specification.
+// Every sum is a chain of fused multiply-adds in ascending order, side by side in the lanes of a
+// vector: a result depends neither on the width of vectors nor on the tokens that it is computed
+// together with.
 #pragma once
 
 #include <type_traits>
@@ -16,8 +17,8 @@ constexpr size_t kTile = kStateTile;
 /// From the columns of a tile's queries and keys to the next ones: 16 of queries, then 16 of keys.
 constexpr size_t kBoth = 2 * kTile;
 
-/// y[16 n + t][c] = sum over i of x[i][16 n + t] * a[i][c] for n < kinds and t < tokens, in `vectors` vectors of columns.
-/// whole: none of them is a row's last part. x: [depth, 32].
+/// y[16 n + t][c] = sum over i of x[i][16 n + t] * a[i][c] for n < kinds and t < tokens, in
+/// `vectors` vectors of columns. whole: none of them is a row's last part. x: [depth, 32].
 template <int kinds, int tokens, int vectors, bool whole>
 MOESERVE_INLINE void chains(const float* x, const float* a, size_t a_stride, size_t depth, size_t left, float* y,
                             size_t y_stride) {
@@ -60,8 +61,8 @@ inline void chains_of(const float* x, const float* a, size_t a_stride, size_t de
     }
 }
 
-/// Products of so many tokens' queries, or queries and keys, x [depth, 32], with A [depth, width]: y [32, width], which has
-/// room for whole vectors.
+/// Products of so many tokens' queries, or queries and keys, x [depth, 32], with A [depth, width]:
+/// y [32, width], which has room for whole vectors.
 template <int kinds>
 inline void product(const float* x, size_t count, const float* a, size_t a_stride, size_t depth, size_t width, float* y,
                     size_t y_stride) {
@@ -79,7 +80,8 @@ inline void product(const float* x, size_t count, const float* a, size_t a_strid
     next(std::integral_constant<int, 1>());
 }
 
-/// to[i][r] = rows[r][i], up to whole 16 of i; 0 beyond the width and where there is no row. Of `to`, 16 of `stride`.
+/// to[i][r] = rows[r][i], up to whole 16 of i; 0 beyond the width and where there is no row. Of
+/// `to`, 16 of `stride`.
 inline void transposed(const float* const (&rows)[kTile], size_t width, float* to, size_t stride) {
     for (size_t r = 0; r < kTile; r += kWidth) {
         for (size_t i = 0; i < width; i += kWidth) {
@@ -160,7 +162,8 @@ struct Piece {
         return args.updates + (token * args.heads + head) * args.v + from;
     }
 
-    /// Takes the first `cached` rows of a tile from the cache, and `fresh` ones of the call from `step` on.
+    /// Takes the first `cached` rows of a tile from the cache, and `fresh` ones of the call from
+    /// `step` on.
     void take_rows(int64_t block, int64_t place, size_t cached, size_t step, size_t fresh) const {
         const float *query_at[kTile] = {}, *key_at[kTile] = {}, *sum_at[kTile] = {};
         for (size_t r = 0; r < cached + fresh; ++r) {
@@ -184,7 +187,8 @@ struct Piece {
         if (args.decays > 1) transposed(sum_at, args.decays, sums, kTile);
     }
 
-    /// The state at the next border from a full tile and the state at its own; `from` and `to` may be the same.
+    /// The state at the next border from a full tile and the state at its own; `from` and `to` may
+    /// be the same.
     void next_state(State from, State to) const {
         const float* last = sum_rows + (kTile - 1) * decays;
         for (size_t i = 0; i < deep; i += kWidth) {
@@ -253,8 +257,8 @@ struct Piece {
         }
     }
 
-    /// The weights of the tile's tokens for each of the call's: what its query, or key, makes of their keys. Those of later
-    /// tokens mean nothing.
+    /// The weights of the tile's tokens for each of the call's: what its query, or key, makes of
+    /// their keys. Those of later tokens mean nothing.
     void weigh(const StateTile& tile) const {
         const float* keys = both + kTile;
         if (args.decays == 1) {
@@ -334,7 +338,8 @@ struct Piece {
         }
     }
 
-    /// The state at the tile's border. state: that of the tile before; carried: which this call has computed.
+    /// The state at the tile's border. state: that of the tile before; carried: which this call has
+    /// computed.
     State begin(const StateTile& tile, State state, bool carried) const {
         const State to = tile.block ? cached(tile.block, tile.place) : State{own, wide};
         if (tile.first) return cached(tile.block, tile.place);

@@ -1,5 +1,5 @@
-// Paged attention of fp32 tensors, or of int8 ones with scales, one number at a time: the specification of the bits. Kernels of every instruction
-// set must agree exactly.
+// Paged attention of fp32 tensors, or of int8 ones with scales, one number at a time: the
+// specification of the bits. Kernels of every instruction set must agree exactly.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

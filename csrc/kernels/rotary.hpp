@@ -1,5 +1,6 @@
-// What precedes attention, latent or not: per-head norms, clipping, rotary embedding (Su et al. 2021, half layout), the softmax scale, and
-// the way of keys and values into the cache. In fp32 from the projection's output to the one rounding.
+// What precedes attention, latent or not: per-head norms, clipping, rotary embedding (Su et al.
+// 2021, half layout), the softmax scale, and the way of keys and values into the cache. In fp32
+// from the projection's output to the one rounding.
 #pragma once
 
 #include "kernels/norms.hpp"
@@ -60,7 +61,8 @@ MOESERVE_INLINE void store_head(const float* y, size_t dim, char* to) {
     for (size_t i = 0; i < dim; i += kWidth) store_at<E>(to, i, dim, load(y + i));
 }
 
-/// In multiples of the largest magnitude / 127. What is not finite makes that NaN, and so whatever is attended to with it.
+/// In multiples of the largest magnitude / 127. What is not finite makes that NaN, and so whatever
+/// is attended to with it.
 template <>
 MOESERVE_INLINE void store_head<Int8>(const float* y, size_t dim, char* to) {
     i32 peak = all_words(0);  // as whole numbers, magnitudes have the same order, and NaN lies above infinity

@@ -7,7 +7,8 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// x = softmax(x) over `width` elements, of which 32 more may be written. Not a number anywhere: all of it.
+/// x = softmax(x) over `width` elements, of which 32 more may be written. Not a number anywhere:
+/// all of it.
 inline void softmax(float* x, size_t width) {
     for (size_t i = width; i % 32; ++i) x[i] = -__builtin_inff();
     f32 most = load(x);
@@ -25,8 +26,8 @@ inline void softmax(float* x, size_t width) {
     for (size_t i = 0; i < width; i += kWidth) store(x + i, div(load(x + i), total));
 }
 
-/// Keys that order as (score, -0 as 0) does, NaN beyond the infinity of its sign; never the smallest integer, which
-/// fills the last vector up and marks what is taken.
+/// Keys that order as (score, -0 as 0) does, NaN beyond the infinity of its sign; never the
+/// smallest integer, which fills the last vector up and marks what is taken.
 inline void sort_keys(const float* scores, size_t width, int32_t* keys) {
     for (size_t i = 0; i < width; i += kWidth) {
         const i32 bits = words(add(load(scores + i), zero()));
@@ -85,7 +86,8 @@ inline void keep_groups(const RouteRule& rule, int32_t* keys, size_t width) {
     }
 }
 
-/// Takes out the largest key and returns its index; weight: of its logit among those that are left and not far below.
+/// Takes out the largest key and returns its index; weight: of its logit among those that are left
+/// and not far below.
 inline size_t mix(const float* logits, int32_t* keys, size_t width, float band, float* weight) {
     alignas(64) float near[RouteArgs::kMaxExperts + 32];
     for (size_t i = 0; i < width; ++i) near[i] = keys[i] == INT32_MIN ? -__builtin_inff() : logits[i];
@@ -100,7 +102,8 @@ inline size_t mix(const float* logits, int32_t* keys, size_t width, float band, 
     return id;
 }
 
-/// The choices of one row of scores, [width] floats with room for 32 more, and their weights before any sum or scale.
+/// The choices of one row of scores, [width] floats with room for 32 more, and their weights before
+/// any sum or scale.
 inline void choose(const RouteArgs& args, float* scores, int32_t* ids, float* chosen) {
     using Score = RouteRule::Score;
     alignas(64) float judged[RouteArgs::kMaxExperts + 32];

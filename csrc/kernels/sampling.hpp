@@ -66,14 +66,16 @@ MOESERVE_INLINE f32 uniform(const int32_t* token_hash, uint32_t low, uint32_t hi
 
 constexpr size_t kBlock = 64;  // columns; noise.LANES
 
-/// One row's race so far: column c's score is x[c] - log(-log(1 - u)), u the token's uniform number.
+/// One row's race so far: column c's score is x[c] - log(-log(1 - u)), u the token's uniform
+/// number.
 struct Race {
     uint32_t low, high;
     double best = -__builtin_inf(), second = -__builtin_inf();
     size_t column = 0;
 
-    /// How much the reference, which takes its logarithms in fp32, may differ from scores in double precision, between
-    /// two of them: six roundings of numbers below 32, or of larger ones, doubled.
+    /// How much the reference, which takes its logarithms in fp32, may differ from scores in double
+    /// precision, between two of them: six roundings of numbers below 32, or of larger ones,
+    /// doubled.
     double doubt() const { return 3e-5 + __builtin_fabs(best) * 0x1p-21; }
 
     /// The lanes of these columns, which may beat the best.
@@ -98,7 +100,8 @@ struct Race {
         return exp(sub(x, all(to_beat)));
     }
 
-    /// A block of columns. One limit for its largest tells that hardly any comes near, whatever their noise.
+    /// A block of columns. One limit for its largest tells that hardly any comes near, whatever
+    /// their noise.
     void enter_block(const float* x, const int32_t* token_hash, size_t first) {
         f32 most = load(x);
         for (size_t i = kWidth; i < kBlock; i += kWidth) most = max(most, load(x + i));
@@ -125,9 +128,10 @@ MOESERVE_INLINE bool reaches(const float* x, float bound) {
     return not_below(most, all(bound)) != 0;
 }
 
-/// The winner's column, or -1. read(block, part): a block's columns, perhaps made in `part`; null where none may win.
-/// blocks: as in RaceArgs. first: the block of the likeliest column. It goes first: then the number of columns that must
-/// be looked at closely is about the logarithm of the number of likely ones, wherever they are.
+/// The winner's column, or -1. read(block, part): a block's columns, perhaps made in `part`; null
+/// where none may win. blocks: as in RaceArgs. first: the block of the likeliest column. It goes
+/// first: then the number of columns that must be looked at closely is about the logarithm of the
+/// number of likely ones, wherever they are.
 template <class Read>
 inline int64_t race_row(Race race, const int32_t* token_hash, const int64_t* blocks, size_t num_blocks, size_t first,
                         const Read& read) {
@@ -147,15 +151,16 @@ inline int64_t race_row(Race race, const int32_t* token_hash, const int64_t* blo
     return race.best - race.second > race.doubt() ? static_cast<int64_t>(race.column) : -1;
 }
 
-/// One row in blocks. bits: the columns that a grammar allows; null: all. peak, temperature: what columns become less
-/// and divided by.
+/// One row in blocks. bits: the columns that a grammar allows; null: all. peak, temperature: what
+/// columns become less and divided by.
 struct MaskedRow {
     const float* x;
     size_t width;
     const uint32_t* bits;
     float peak = 0, temperature = 1;
 
-    /// Copies the block with -infinity for what is not allowed or not there; null if that is all of it.
+    /// Copies the block with -infinity for what is not allowed or not there; null if that is all of
+    /// it.
     MOESERVE_INLINE const float* masked(size_t block, float* part) const {
         const float* here = x + block * kBlock;
         const size_t left = width - block * kBlock;

@@ -1,6 +1,7 @@
-// Mamba's selective scan in tiles of tokens; moeserve/ops/selective_scan.py is the specification. Channels lie side by side
-// in the lanes of vectors, and the numbers of a channel's state are added in ascending order: a result depends neither on
-// the width of vectors nor on the tokens that it is computed together with.
+// Mamba's selective scan in tiles of tokens; moeserve/ops/selective_scan.py is the specification.
+// Channels lie side by side in the lanes of vectors, and the numbers of a channel's state are added
+// in ascending order: a result depends neither on the width of vectors nor on the tokens that it is
+// computed together with.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -66,8 +67,8 @@ struct ScanPiece {
         scan<false>(count, args.xs + first, args.dts + first, args.bs + at * args.state, nullptr, nullptr);
     }
 
-    /// Finds the states before the tile's first token, and leaves those at its border behind. carried: this call has
-    /// computed the tile before.
+    /// Finds the states before the tile's first token, and leaves those at its border behind.
+    /// carried: this call has computed the tile before.
     void begin(const StateTile& tile, bool carried) const {
         if (tile.first) return begin_at(tile.block, tile.place, tile.first);
         if (tile.before_block < 0) {

@@ -9,7 +9,8 @@ namespace moeserve {
 
 #if defined(__x86_64__)
 extern const Kernels kAvx2, kAvx512;
-// Replace kernels of AVX2 and AVX-512 by those that use more instructions. The CPU must have these.
+// Replace kernels of AVX2 and AVX-512 by those that use further instructions. The CPU must support
+// these.
 void use_avx2_vnni(Kernels& kernels);
 void use_avx512_bf16(Kernels& kernels);
 #elif defined(__aarch64__)
@@ -18,14 +19,14 @@ extern const Kernels kNeon;
 
 namespace {
 
-/// Whether ATEN_CPU_CAPABILITY, which torch's own kernels obey, asks for no more than AVX2.
+/// Whether ATEN_CPU_CAPABILITY, which limits torch's own kernels, allows no more than AVX2.
 [[maybe_unused]] bool at_most_avx2() {
     const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
     return asked && std::string_view(asked) == "avx2";
 }
 
-/// A copy of `base` with the kernels that `replace` puts in. Not a global: a constructor before the check of the CPU
-/// would run the instructions that it may lack.
+/// A copy of `base` in which `replace` has replaced some kernels. It must not be a global: its
+/// constructor would run before the check of the CPU, with instructions that the CPU may lack.
 [[maybe_unused]] Kernels replaced(Kernels base, void (*replace)(Kernels&)) {
     replace(base);
     return base;

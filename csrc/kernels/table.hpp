@@ -1,4 +1,4 @@
-// The kernels of one instruction set, as function pointers. Callers have checked shapes and dtypes.
+// The kernels of one instruction set, as function pointers. Callers must check shapes and dtypes.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +16,10 @@ namespace moeserve {
 /// Element types of activations and weights.
 enum class Type : int { fp32, bf16, fp16, int8, int4, fp8, fp4, iq4_nl, bf12 };
 
-/// One pointer per kernel; what it means and expects is said where it is defined, in kernels/<family>.hpp.
+/// One pointer per kernel. Kernels are documented where they are defined, in kernels/<family>.hpp.
 struct Kernels {
     const char* name;
-    bool pairs;  // whether products can hold rows of bf16 as pairs, half as large as floats
+    bool pairs;  // whether GEMMs can use bf16 pairs as rows, which are half as large as floats
     void (*exp)(const float* x, float* y, size_t count);  // for tests of math.hpp
     void (*rms_norm)(const NormArgs&, size_t begin, size_t end);
     void (*act_mul)(const ActMulArgs&, size_t begin, size_t end);
@@ -42,13 +42,15 @@ struct Kernels {
     void (*index_scores)(void* call, size_t begin, size_t end, int worker);     // pieces of IndexScoresArgs
 };
 
-/// Names of the instruction sets that this module was compiled for and this CPU has, best last.
+/// Names of the instruction sets that this module was compiled for and this CPU supports, best
+/// last.
 std::vector<std::string> supported_isas();
 
-/// Makes one of them serve from now on. Throws std::invalid_argument for any other name.
+/// Uses one of them from now on. Throws std::invalid_argument for any other name.
 void use_isa(const std::string& name);
 
-/// The table that serves: of the best instruction set until `use_isa`; nullptr where none is supported.
+/// The table in use: that of the best instruction set until `use_isa`; nullptr if none is
+/// supported.
 const Kernels* kernels();
 
 }  // namespace moeserve

@@ -1,4 +1,5 @@
-// Vectors of 8 floats for CPUs with AVX2, FMA and F16C. The same names as in vec_avx512.hpp: kernels are written once.
+// Vectors of 8 floats for CPUs with AVX2, FMA and F16C. The same names as in vec_avx512.hpp:
+// kernels are written once.
 #pragma once
 #include <immintrin.h>
 
@@ -146,7 +147,8 @@ MOESERVE_INLINE int32_t largest(i32 a) {
     return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 
-/// Sums of the products of two bytes, the first unsigned, as halves of words. They must not overflow.
+/// Sums of the products of two bytes, the first unsigned, as halves of words. They must not
+/// overflow.
 MOESERVE_INLINE i32 byte_pairs(i32 a, i32 b) { return _mm256_maddubs_epi16(a, b); }
 MOESERVE_INLINE i32 add_halves(i32 a, i32 b) { return _mm256_add_epi16(a, b); }
 /// The sum of the halves of each word.

@@ -153,7 +153,8 @@ class DenormalsAreZeros {
     }
 };
 
-/// sum + a * b of the upper, then of the lower of two bf16 values in a word: two fused multiply-adds. Denormals are zeros.
+/// sum + a * b of the upper, then of the lower of two bf16 values in a word: two fused
+/// multiply-adds. Denormals are zeros.
 MOESERVE_INLINE f32 dot(f32 sum, i32 a, i32 b) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
@@ -172,7 +173,8 @@ MOESERVE_INLINE i32 swap_halves(i32 a) { return _mm512_rol_epi32(a, 16); }
 MOESERVE_INLINE i32 to_pairs(f32 a, f32 b) { return reinterpret_cast<i32>(_mm512_cvtne2ps_pbh(b, a)); }
 #endif
 
-/// Sums of the products of two bytes, the first unsigned, as halves of words. They must not overflow.
+/// Sums of the products of two bytes, the first unsigned, as halves of words. They must not
+/// overflow.
 MOESERVE_INLINE i32 byte_pairs(i32 a, i32 b) { return _mm512_maddubs_epi16(a, b); }
 MOESERVE_INLINE i32 add_halves(i32 a, i32 b) { return _mm512_add_epi16(a, b); }
 /// The sum of the halves of each word.

@@ -1,4 +1,5 @@
-// Vectors of 8 floats in two registers, for 64-bit ARM CPUs. The same names, lanes and bits as in vec_avx2.hpp.
+// Vectors of 8 floats in two registers, for 64-bit ARM CPUs. The same names, lanes and bits as in
+// vec_avx2.hpp.
 #pragma once
 #include <arm_neon.h>
 
@@ -134,7 +135,8 @@ MOESERVE_INLINE f32 of_int4(i32 a) {
 }
 /// e2m1 in the lowest four bits of each word; the others do not matter.
 MOESERVE_INLINE int32x4_t of_fp4(int32x4_t a) {
-    // The third bytes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 as floats, then their fourth. No byte 255 is in the table: zeros.
+    // The third bytes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 as floats, then their fourth. No byte 255 is
+    // in the table: zeros.
     const uint8x16_t table = {0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0, 0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40};
     const int32x4_t size = vandq_s32(a, vdupq_n_s32(7));
     const int32x4_t places = vaddq_s32(vmulq_n_s32(size, 0x01010000), vdupq_n_s32(0x0800ffff));

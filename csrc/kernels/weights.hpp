@@ -1,4 +1,4 @@
-// Packed weights as floats. The layouts are at `Packing`.
+// Unpack weights to floats. `Packing` documents the layouts.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,9 @@ namespace moeserve::MOESERVE_ISA {
 constexpr size_t kColumns = Packing::kBlock;  // of a block
 constexpr int kVectors = static_cast<int>(kColumns) / kWidth;  // of one block
 
-/// A format yields input `d` of a step for vector `v` of a block, or the d-th pair of inputs. kDepth: inputs of a step.
-/// kGrouped: groups of inputs have a head with scales. kCostly: worth unpacking once for several tiles.
+// A format returns input `d` of a step for vector `v` of a block, or the d-th pair of inputs.
+// kDepth: inputs per step. kGrouped: groups of inputs have a head with scales. kCostly: unpacking
+// is slow, so it is worth unpacking once for several tiles.
 struct WeightsFp32 {
     static constexpr int kDepth = 1;
     static constexpr size_t kStepBytes = kColumns * 4;
@@ -59,8 +60,9 @@ struct WeightsBf16 {
 };
 
 #ifdef __AVX512BF16__
-/// bf16 in 12 bits: the lower byte, and a code for the upper one. Those that have none are escapes: a step with one is
-/// unpacked, its escapes are put in their places, and it is multiplied as WeightsBf16.
+/// bf16 compressed to 12 bits: the lower byte, and a code for the upper byte. Upper bytes without a
+/// code are escapes. A step with escapes is unpacked, the escapes are inserted, and it is
+/// multiplied like WeightsBf16.
 struct WeightsBf12 {
     static constexpr int kDepth = 8;
     static constexpr size_t kStepBytes = kColumns * 12, kHeadBytes = 64;
@@ -85,7 +87,7 @@ template <class F>
 constexpr bool kEscapes = false;
 #endif
 
-/// Of a byte each, scaled per column, or per column and group of inputs.
+/// Weights of one byte, scaled per column, or per column and group of inputs.
 template <bool grouped>
 struct WeightBytes {
     static constexpr int kDepth = 1;
@@ -113,20 +115,20 @@ struct WeightsFp8 : WeightBytes<grouped> {
     }
 };
 
-/// bf16 of -15 to 15, and one that is never looked up.
+/// Lookup table: bf16 of -15 to 15, and an entry that is never used.
 alignas(64) constexpr uint16_t kSmallInts[32] = {
     0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
     0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0,
     0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000,
 };
-/// bf16 of -8 to 7, twice: of an index, only four bits matter.
+/// Lookup table: bf16 of -8 to 7, twice, so that only four bits of an index matter.
 alignas(64) constexpr uint16_t kNibbles[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
     0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
     0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
 };
 
-/// Unsigned nibbles less a zero point from 0 to 15, which is 8 where there is none for the group.
+/// Unsigned 4-bit integers minus a zero point from 0 to 15, which is 8 if groups have none.
 template <bool zero_points>
 struct WeightsInt4 {
     static constexpr int kDepth = 8;
@@ -147,7 +149,8 @@ struct WeightsInt4 {
     static MOESERVE_INLINE i32 pair(const uint8_t* step, const uint8_t* head, int v) {
         const i32 nibbles = right<4 * d>(load_words(step + v * kWidth * 4));
         if constexpr (!zero_points) return look_up(kNibbles, nibbles);
-        // 15 - zero point, in both halves of a word: below 16, so a product moves it to the upper one.
+        // 15 - zero point in both halves of a word. It is below 16, so a multiplication copies it
+        // to the upper half.
         const i32 zero = to_int(sub(all(15.0f), scale(head + kColumns * 4, v)));
         const i32 shift = mul(zero, all_words(0x00010001));
         return look_up(kSmallInts, add(both(nibbles, all_words(0x000f000f)), shift));
@@ -158,14 +161,14 @@ struct WeightsInt4 {
     }
 };
 
-/// bf16 of e2m1, twice likewise.
+/// Lookup table: bf16 of e2m1, twice.
 alignas(64) constexpr uint16_t kFp4s[32] = {
     0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
     0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
     0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
 };
 
-/// e2m1 in words such as int4's.
+/// e2m1, packed like int4.
 struct WeightsFp4 : WeightsInt4<false> {
     template <int d>
     static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t*, int v) {
@@ -180,7 +183,8 @@ struct WeightsFp4 : WeightsInt4<false> {
 #endif
 };
 
-/// What was unpacked before, as floats or as pairs; its group's scales are still in its head.
+/// Weights that were unpacked before, as floats or as pairs. Their group's scales are still in the
+/// head.
 template <class F>
 struct WeightsUnpacked : F {
     static constexpr bool kGrouped = true;

@@ -156,8 +156,8 @@ void ExpertCache::expect(const Layer& layer, const std::vector<size_t>& experts)
     }
 }
 
-/// Handles the unfinished prefetches of a layer when its step begins: those that it uses get high priority, those that it
-/// does not use are dropped unless their reads have begun.
+/// Handles the unfinished prefetches of a layer when its step begins: those that it uses get high
+/// priority, those that it does not use are dropped unless their reads have begun.
 void ExpertCache::settle(const Layer& layer, const std::vector<size_t>& counts) {
     for (const Read& part : std::exchange(expected_, {})) {
         Slot& slot = slots_[part.slot];
@@ -190,7 +190,8 @@ bool ExpertCache::begin_read(size_t expert, bool wanted) {
     return true;
 }
 
-/// Returns an empty slot, or evicts the expert with the lowest score that is not pinned. Returns kNone if there is none.
+/// Returns an empty slot, or evicts the expert with the lowest score that is not pinned. Returns
+/// kNone if there is none.
 size_t ExpertCache::free_slot() {
     if (!empty_.empty()) {
         const size_t slot = empty_.back();

@@ -15,12 +15,12 @@
 
 namespace moeserve {
 
-/// A cache of all layers' packed experts, in slots of the same size. Threads read missing experts while a step computes
-/// with those in memory.
+/// A cache of all layers' packed experts, in slots of the same size. Threads read missing experts
+/// while a step computes with those in memory.
 ///
-/// The expert with the lowest score is evicted. Every step that uses an expert adds to its score, and kHalfLife steps later
-/// that counts half (LFU with exponential decay). So a long prompt, which uses each expert once, does not evict the experts
-/// that are used often.
+/// The expert with the lowest score is evicted. Every step that uses an expert adds to its score,
+/// and kHalfLife steps later that counts half (LFU with exponential decay). So a long prompt, which
+/// uses each expert once, does not evict the experts that are used often.
 class ExpertCache {
   public:
     static constexpr size_t kUnit = 64;  // bytes; experts begin at multiples of it in the file and in memory
@@ -31,7 +31,8 @@ class ExpertCache {
         size_t expert, unit;
     };
 
-    /// Experts used that were in memory (hits) and that were not (misses), time that steps waited, and bytes read.
+    /// Experts used that were in memory (hits) and that were not (misses), time that steps waited,
+    /// and bytes read.
     struct Stats {
         uint64_t hits = 0, misses = 0, stall_ns = 0, read_bytes = 0;
     };
@@ -42,7 +43,8 @@ class ExpertCache {
     ExpertCache(const ExpertCache&) = delete;
     ExpertCache& operator=(const ExpertCache&) = delete;
 
-    /// Adds a layer, whose experts are contiguous in the file, and returns its number. Call it before `open`.
+    /// Adds a layer, whose experts are contiguous in the file, and returns its number. Call it
+    /// before `open`.
     size_t add(size_t offset, size_t num_experts, size_t expert_bytes);
 
     /// Allocates memory for `bytes / slot_bytes()` experts, at most for all.
@@ -52,9 +54,10 @@ class ExpertCache {
     size_t num_slots() const { return slots_.size(); }
     const uint8_t* memory() const { return memory_; }
 
-    /// Calls `compute` with some experts of a layer at a time, until it got every expert that has rows. Experts are not
-    /// evicted during the call. counts: rows of each expert. expected: experts that the next layer is likely to use, which
-    /// are read with lower priority. Throws std::runtime_error if an expert cannot be read.
+    /// Calls `compute` with some experts of a layer at a time, until it got every expert that has
+    /// rows. Experts are not evicted during the call. counts: rows of each expert. expected:
+    /// experts that the next layer is likely to use, which are read with lower priority. Throws
+    /// std::runtime_error if an expert cannot be read.
     void visit(size_t layer, const std::vector<size_t>& counts, const std::vector<size_t>& expected,
                const std::function<void(const std::vector<Held>&)>& compute);
 

@@ -11,9 +11,9 @@
 
 namespace moeserve {
 
-/// A function and its context. They are plain pointers, so that kernels compiled for one instruction set share no code
-/// with others. run(context, begin, end, worker) computes the indices [begin, end). worker is in [0, size); no two calls
-/// with the same worker run at once.
+/// A function and its context. They are plain pointers, so that kernels compiled for one
+/// instruction set share no code with others. run(context, begin, end, worker) computes the indices
+/// [begin, end). worker is in [0, size); no two calls with the same worker run at once.
 struct Work {
     void (*run)(void* context, size_t begin, size_t end, int worker);
     void* context;
@@ -21,8 +21,9 @@ struct Work {
 
 class Pool {
   public:
-    /// Makes `cpus.size()` workers. Worker 0 is the calling thread. Worker w > 0 is a thread pinned to CPU cpus[w], or not
-    /// pinned if that is negative. spin_ns: how long a thread spins before it sleeps.
+    /// Makes `cpus.size()` workers. Worker 0 is the calling thread. Worker w > 0 is a thread pinned
+    /// to CPU cpus[w], or not pinned if that is negative. spin_ns: how long a thread spins before
+    /// it sleeps.
     explicit Pool(std::vector<int> cpus, int64_t spin_ns = 30'000);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -30,16 +31,16 @@ class Pool {
 
     int size() const { return static_cast<int>(threads_.size()) + 1; }
 
-    /// Computes [0, count) in `size()` nearly equal contiguous parts, and waits for all. Any thread may call; calls run one
-    /// after the other. Must not be called from inside work.
+    /// Computes [0, count) in `size()` nearly equal contiguous parts, and waits for all. Any thread
+    /// may call; calls run one after the other. Must not be called from inside work.
     ///
-    /// The caller waits only for workers that have begun. It takes over the parts of workers that have not been scheduled
-    /// yet, which happens on a busy machine.
+    /// The caller waits only for workers that have begun. It takes over the parts of workers that
+    /// have not been scheduled yet, which happens on a busy machine.
     void split(size_t count, const Work& work);
 
-    /// Like `split`, for indices of unequal cost (work stealing): a worker takes `grain` indices of its part at a time, and
-    /// when none are left, the last ones of another worker's part. So a worker computes adjacent indices one after the
-    /// other.
+    /// Like `split`, for indices of unequal cost (work stealing): a worker takes `grain` indices of
+    /// its part at a time, and when none are left, the last ones of another worker's part. So a
+    /// worker computes adjacent indices one after the other.
     void share(size_t count, size_t grain, const Work& work);
 
   private:
@@ -47,7 +48,8 @@ class Pool {
         Work work;
         size_t count, grain;
     };
-    /// The remaining grains of a worker's part: the first in the upper half of the word, the end in the lower half.
+    /// The remaining grains of a worker's part: the first in the upper half of the word, the end in
+    /// the lower half.
     struct alignas(64) Part {
         std::atomic<uint64_t> left{0};
     };

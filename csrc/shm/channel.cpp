@@ -24,7 +24,8 @@ const char* name(Call call) {
     return "?";
 }
 
-/// Spin only if there are more cores than ranks. Otherwise a spinning rank takes a core from a working one.
+/// Spin only if there are more cores than ranks. Otherwise a spinning rank takes a core from a
+/// working one.
 int64_t look_ns(size_t num_ranks) { return static_cast<long>(num_ranks) < sysconf(_SC_NPROCESSORS_ONLN) ? kLookNs : 0; }
 
 void relax() {

@@ -1,6 +1,6 @@
 #pragma once
-// Synchronization of the ranks of one host: flags in shared memory, a one-byte message on a socket to wake a
-// rank that sleeps, and EOF on the socket when a rank dies.
+// Synchronization of the ranks of one host: flags in shared memory, a one-byte message on a socket
+// to wake a rank that sleeps, and EOF on the socket when a rank dies.
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -23,12 +23,14 @@ struct Lost : std::runtime_error {
 
 int64_t now_ns();  // CLOCK_MONOTONIC, the same for all processes of a host
 
-/// The connections of one micro-batch to all members of a group. All members must ring the same calls in the same
-/// order; the first wait detects a rank that rang another call. Use by one thread at a time, except `leave`.
+/// The connections of one micro-batch to all members of a group. All members must ring the same
+/// calls in the same order; the first wait detects a rank that rang another call. Use by one thread
+/// at a time, except `leave`.
 class Channel {
 public:
-    /// index: this rank's index among the members. ranks: the members' ranks, for messages. sockets[i], regions[i]:
-    /// descriptors of the connection to member i and of its memory, owned from now on; ignored at `index`.
+    /// index: this rank's index among the members. ranks: the members' ranks, for messages.
+    /// sockets[i], regions[i]: descriptors of the connection to member i and of its memory, owned
+    /// from now on; ignored at `index`.
     Channel(int index, std::vector<int> ranks, int ubatch, const std::vector<int>& sockets,
             std::shared_ptr<Region> own, const std::vector<int>& regions);
     ~Channel();
@@ -44,15 +46,17 @@ public:
     std::byte* memory(int member) const { return regions_[member]->data() + kHead; }
     size_t bytes() const { return regions_[index_]->bytes() - kHead; }
 
-    /// Wakes members that sleep while they wait for this rank. Call it some microseconds before `ring`, because waking
-    /// up takes time.
+    /// Wakes members that sleep while they wait for this rank. Call it some microseconds before
+    /// `ring`, because waking up takes time.
     void nudge();
 
-    /// Signals all others that this rank's data of `call` is ready. Returns the call's number. Throws Lost after `leave`.
+    /// Signals all others that this rank's data of `call` is ready. Returns the call's number.
+    /// Throws Lost after `leave`.
     uint64_t ring(Call call);
 
-    /// Waits until all others rang call number `number`: spins for a few microseconds, then sleeps. Throws Lost if ranks
-    /// are dead (at once) or silent (after timeout_s), if this rank leaves, or if a rank rang another call.
+    /// Waits until all others rang call number `number`: spins for a few microseconds, then sleeps.
+    /// Throws Lost if ranks are dead (at once) or silent (after timeout_s), if this rank leaves, or
+    /// if a rank rang another call.
     void wait(uint64_t number, double timeout_s);
 
     /// Throws Lost: `member` is in another call.
@@ -64,7 +68,8 @@ public:
 private:
     static constexpr uint64_t kRemembered = 64;  // enough, because a rank is at most a few calls ahead of another
 
-    /// The beginning of each region. Its owner writes it, but the member that wakes the owner resets `sleeps_for`.
+    /// The beginning of each region. Its owner writes it, but the member that wakes the owner
+    /// resets `sleeps_for`.
     struct Board {
         alignas(64) std::atomic<uint64_t> rung;   // number of calls that the owner rang
         std::array<Call, kRemembered> calls;      // the last of these calls

@@ -4,16 +4,16 @@
 
 namespace moeserve {
 
-/// Anonymous shared memory with a file descriptor. Pages are allocated when they are first written, so a region may be as
-/// large as the worst case.
+/// Anonymous shared memory with a file descriptor. Pages are allocated when they are first written,
+/// so a region may be as large as the worst case.
 class Region {
 public:
-    /// Creates a region. Its size is sealed, so that no peer can truncate it while another reads. Throws
-    /// std::system_error.
+    /// Creates a region. Its size is sealed, so that no peer can truncate it while another reads.
+    /// Throws std::system_error.
     explicit Region(size_t bytes);
 
-    /// Maps a peer's region, and owns `fd` from now on. Throws std::runtime_error if it is smaller than `bytes` or its
-    /// size is not sealed.
+    /// Maps a peer's region, and owns `fd` from now on. Throws std::runtime_error if it is smaller
+    /// than `bytes` or its size is not sealed.
     Region(int fd, size_t bytes);
 
     ~Region();
