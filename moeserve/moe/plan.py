@@ -1,8 +1,8 @@
-"""Chooses what runs the MoE layers: an all2all backend, an expert kernel, and whether one call
-fuses all four steps.
+"""Choose the all-to-all backend and the expert kernel of the MoE layers, and whether one kernel
+runs the whole layer.
 
-The choice is made once, at start, by what each candidate declares that it can do; the plan has a
-reason for every candidate that was not taken.
+The choice is made once, at start, from the capabilities that the candidates declare. The plan has a
+reason for each rejected pair.
 """
 
 from collections.abc import Sequence
@@ -24,32 +24,29 @@ class MoENeeds:
     """Requirements of the model and the settings on a backend and a kernel."""
 
     hidden_size: int
-    dtype: str  # "bfloat16"
-    device: str  # "cpu"
-    max_tokens: int  # rows of one step on one rank
-    expert_size: int = 0
-    world_size: int = 1  # ranks that the experts are sharded over
+    dtype: str  # e.g. "bfloat16"
+    device: str  # e.g. "cpu"
+    max_tokens: int  # of one step on one rank
+    expert_size: int = 0  # inner width of an expert
+    world_size: int = 1  # ranks over which the experts are sharded
     tp_size: int = 1
-    replicas: bool = False  # some experts exist more than once
+    replicas: bool = False  # some experts have replicas
     biases: bool = False  # experts have biases
     gated: bool = True  # experts have gates
-    ubatches: int = 1
-    exact: bool = False  # a request's bits may depend on nothing but the request
+    ubatches: int = 1  # micro-batches of a step
+    exact: bool = False  # the bits of an answer must depend on its request alone
 
 
 @dataclass(frozen=True, slots=True)
 class MoEPlan:
-    """The backend and the kernel that were picked, and why each other pair was not.
-
-    fused: whether one call of the kernel runs router, dispatch, experts and combine. reasons:
-    (backend, kernel, "picked" with what a user should know, or what is in the way) for every pair;
-    the last two are about graphs and fusing.
-    """
+    """The chosen backend and kernel, and why the other pairs were rejected."""
 
     all2all: All2All
     experts: Experts
-    fused: bool
+    fused: bool  # one call of the kernel runs router, dispatch, experts and combine
     needs: MoENeeds
+    # (backend, kernel, reason) of each pair. The reason of the chosen pair is "picked" and remarks
+    # for the user. The last two entries are about CUDA graphs and fusing.
     reasons: tuple[tuple[str, str, str], ...]
 
     def layer(
@@ -60,9 +57,7 @@ class MoEPlan:
         shared: SharedExpert | None = None,
         tp: TensorParallel = ALONE,
     ) -> MoELayer:
-        """Return a layer that runs as planned. packed: its weights, as `experts.pack` returned
-        them.
-        """
+        """Return a layer with this backend and kernel. packed: its weights from `experts.pack`."""
         kind = FusedMoELayer if self.fused else MoELayer
         return kind(
             router,
@@ -76,11 +71,11 @@ class MoEPlan:
         )
 
     def with_activation(self, activation: Activation) -> "MoEPlan":
-        """Return the plan of layers whose experts have another activation."""
+        """Return the plan for layers whose experts have another activation."""
         return replace(self, experts=self.experts.with_activation(activation))
 
     def table(self) -> str:
-        """Return the needs and the reasons as aligned lines for the log."""
+        """Format the needs and the reasons as aligned lines, for the log."""
         n = self.needs
         head = (
             f"{n.world_size} ranks, {n.ubatches} micro-batches, {n.device}, {n.dtype} "
@@ -92,16 +87,15 @@ class MoEPlan:
 
 
 def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Experts]) -> MoEPlan:
-    """Return the plan with the first pair, in the callers' order of preference, that can do what
-    is needed.
+    """Choose the first pair, in the order of the arguments, that meets the needs.
 
-    Raises ConfigError with the table when none can.
+    Raises ConfigError with the reasons if there is none.
     """
     reasons: list[tuple[str, str, str]] = []
     picked: tuple[All2All, Experts] | None = None
     for backend in backends:
         for kernel in kernels:
-            why = _obstacle(needs, backend, kernel)
+            why = _unsupported(needs, backend, kernel)
             if why is None and picked is None:
                 picked = backend, kernel
                 why = "; ".join(("picked", *_remarks(needs, backend)))
@@ -130,14 +124,14 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
 
 
 def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
-    """Return what keeps the four steps apart; None if nothing does."""
+    """Return why the layer cannot be fused; None if it can."""
     checks = (
         (isinstance(kernel, Fusible), f"{kernel.caps.name} has no fused form"),
         (
             backend.caps.in_place,
-            f"rows travel by {backend.caps.name}, or are rounded as if they did",
+            f"rows are sent by {backend.caps.name}, or rounded as if they were",
         ),
-        (needs.tp_size == 1, f"{needs.tp_size} tensor-parallel ranks share the tokens out"),
+        (needs.tp_size == 1, f"{needs.tp_size} tensor-parallel ranks divide the tokens"),
         (
             needs.gated or kernel.caps.fuses_ungated,
             f"{kernel.caps.name} has no fused form of experts without gates",
@@ -148,23 +142,23 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
 
 
 def _remarks(needs: MoENeeds, backend: All2All) -> list[str]:
-    """Return what a user should know about the backend that was picked."""
+    """Return remarks for the user about the chosen backend."""
     caps = backend.caps
     remarks = []
     if (width := caps.pad_hidden(needs.hidden_size)) != needs.hidden_size:
-        remarks.append(f"rows of {needs.hidden_size} travel filled up to {width}")
+        remarks.append(f"rows of {needs.hidden_size} are sent padded to {width}")
     if caps.max_tokens is not None and caps.max_tokens < needs.max_tokens:
         rounds = -(-needs.max_tokens // caps.max_tokens)
         remarks.append(
-            f"a step of {needs.max_tokens} tokens goes in {rounds} rounds of {caps.max_tokens}"
+            f"a step of {needs.max_tokens} tokens is sent in {rounds} rounds of {caps.max_tokens}"
         )
     if not caps.exact:
         remarks.append("bits may depend on where experts are")
     return remarks
 
 
-def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
-    """Return why the pair cannot serve; None if it can."""
+def _unsupported(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
+    """Return why the pair does not meet the needs; None if it does."""
     wire = backend.caps
     compute = kernel.caps
     if wire.obstacle is not None:
@@ -172,24 +166,24 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
     if compute.obstacle is not None:
         return compute.obstacle
     checks = (
-        (needs.device in wire.devices, f"{wire.name} does not serve {needs.device}"),
+        (needs.device in wire.devices, f"{wire.name} does not support {needs.device}"),
         (
             wire.world_sizes(needs.world_size),
-            f"{wire.name} does not serve {needs.world_size} ranks",
+            f"{wire.name} does not support {needs.world_size} ranks",
         ),
-        (needs.dtype in wire.wires, f"{wire.name} does not carry {needs.dtype}"),
+        (needs.dtype in wire.wires, f"{wire.name} does not support {needs.dtype}"),
         (
             wire.pad_hidden(needs.hidden_size) is not None,
-            f"{wire.name} takes no rows of {needs.hidden_size}",
+            f"{wire.name} does not support rows of {needs.hidden_size}",
         ),
         (
             wire.max_in_flight is None or needs.ubatches <= wire.max_in_flight,
-            f"{wire.name} has {wire.max_in_flight} dispatches in flight, "
-            f"{needs.ubatches} micro-batches are asked",
+            f"{wire.name} supports {wire.max_in_flight} dispatches in flight, "
+            f"for {needs.ubatches} micro-batches",
         ),
         (
             wire.exact or not needs.exact,
-            f"{wire.name} keeps no order of sums: bits may depend on where experts "
+            f"{wire.name} does not keep the order of sums: bits may depend on where experts "
             "are; use --determinism fast",
         ),
         (compute.biases or not needs.biases, f"{compute.name} takes no experts with biases"),

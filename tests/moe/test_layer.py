@@ -177,8 +177,8 @@ def test_plan_picks_the_first_pair_that_can() -> None:
     )
     assert (plan.all2all.caps.name, plan.experts.caps.name) == ("local", "reference")
     assert [why for _, _, why in plan.reasons] == [
-        "other takes no rows of 32",
-        "other takes no rows of 32",
+        "other does not support rows of 32",
+        "other does not support rows of 32",
         "local and quick share no layout",
         "picked",
         "there are none on cpu",
@@ -194,9 +194,9 @@ def test_plan_picks_the_first_pair_that_can() -> None:
 @pytest.mark.parametrize(
     ("backend", "kernel", "needs", "reason"),
     [
-        ({}, {}, {"world_size": 2}, "does not serve 2 ranks"),
-        ({"wires": frozenset({"bfloat16"})}, {}, {}, "does not carry float32"),
-        ({"pad_hidden": lambda width: None}, {}, {}, "takes no rows of 32"),
+        ({}, {}, {"world_size": 2}, "does not support 2 ranks"),
+        ({"wires": frozenset({"bfloat16"})}, {}, {}, "does not support float32"),
+        ({"pad_hidden": lambda width: None}, {}, {}, "does not support rows of 32"),
         ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches in flight, 2 micro-batches"),
         ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
         ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
@@ -286,7 +286,7 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Acti
 @pytest.mark.parametrize(
     ("needs", "backend", "kernel", "why"),
     [
-        ({"tp_size": 2}, {}, {}, "2 tensor-parallel ranks share the tokens out"),
+        ({"tp_size": 2}, {}, {}, "2 tensor-parallel ranks divide the tokens"),
         ({"replicas": True}, {}, {}, "some experts have replicas"),
         ({}, {"in_place": False}, {}, "rows travel by other, or are rounded"),
         (

@@ -129,7 +129,7 @@ def test_what_was_asked_of_one_rank_is_answered() -> None:
             "cuda_ipc serves one machine, these ranks are on 2",
         ),
         ({"all2all": "deepep_ll"}, "cpu", "deepep_ll needs CUDA and the package deep_ep"),
-        ({"all2all": "local"}, "cpu", "local does not serve 2 ranks"),
+        ({"all2all": "local"}, "cpu", "local does not support 2 ranks"),
     ],
 )
 def test_a_backend_that_was_asked_for_and_cannot_serve(
@@ -282,7 +282,7 @@ class Slots:
 def test_slots_go_to_a_kernel_that_takes_them() -> None:
     plan = plan_moe(needs(), [Slots(4)], [reference()])
     assert plan.reasons[0][2] == (
-        "picked; rows of 32 travel filled up to 128; a step of 64 tokens goes in 4 rounds of 16"
+        "picked; rows of 32 are sent padded to 128; a step of 64 tokens is sent in 4 rounds of 16"
     )
     assert "1 ranks, 1 micro-batches, cpu, float32 rows of 32" in plan.table()
     ids = torch.tensor([[0, 3], [3, -1], [-1, -1], [2, 3]], dtype=torch.int32)

@@ -1,7 +1,8 @@
-"""The seam between the MoE layer and an expert kernel. Kernels never see top-k, and never reduce
-over it.
+"""The interface between the MoE layer and an expert kernel.
 
-e local experts, P received rows, D model width, I expert width.
+Kernels compute one result per row. They do not know top-k, and do not sum a token's results.
+
+e: local experts. P: received rows. D: model width. I: expert width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,21 +21,15 @@ from moeserve.ops.rules import SWIGLU, Activation
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of one layer's local experts; the first dimension of every tensor is the local
-    expert.
+    """The weights of one layer's local experts: tensors, or Quantised if the kernel supports it."""
 
-    w13_eFD: gate rows, then up rows, [e, 2I, D], or [e, I, D] without gates. w2_eDI: [e, D, I].
-    Tensors, or Quantised where the kernel takes it. b13_eF, b2_eD: biases of their outputs, fp32;
-    both or neither.
-    """
-
-    w13_eFD: Any
-    w2_eDI: Any
-    b13_eF: Tensor | None = None
-    b2_eD: Tensor | None = None
+    w13_eFD: Any  # gate rows, then up rows, [e, 2I, D]; without gates [e, I, D]
+    w2_eDI: Any  # down projection, [e, D, I]
+    b13_eF: Tensor | None = None  # bias of w13, fp32; both biases or neither
+    b2_eD: Tensor | None = None  # bias of w2, fp32
 
     def __post_init__(self) -> None:
-        assert (self.b13_eF is None) == (self.b2_eD is None), "biases of one product alone"
+        assert (self.b13_eF is None) == (self.b2_eD is None), "only one of two products has a bias"
 
     @property
     def num_experts(self) -> int:
@@ -45,80 +40,73 @@ class ExpertWeights:
     def of_one(
         w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> "ExpertWeights":
-        """Return the weights of a single expert, as the only local one."""
+        """Return the weights of a single local expert."""
         parts = (w13_FD, w2_DI, b13_F, b2_D)
         return ExpertWeights(*(None if part is None else part[None] for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCaps:
-    """Capabilities of a kernel; `plan_moe` compares them with backends and model once at start.
-
-    not_on: why the kernel does not run on a device, where that needs a reason. width_step: elements
-    that the model's width and an expert's must be multiples of. device_counts: whether the kernel
-    takes row counts that only the device knows, see `Inbound`. biases: whether it takes experts
-    with biases. ungated: whether it takes experts without gates; fuses_ungated: whether its fused
-    form does, too. obstacle: why it cannot serve here.
-    """
+    """Capabilities of a kernel. `plan_moe` compares them with backends and model once at start."""
 
     name: str
     layouts: frozenset[Layout]
     dtypes: frozenset[str]
     devices: frozenset[str]
-    not_on: Mapping[str, str] = field(default_factory=dict)
-    width_step: int = 1
-    device_counts: bool = False
-    biases: bool = True
-    ungated: bool = False
-    fuses_ungated: bool = False
-    obstacle: str | None = None
+    not_on: Mapping[str, str] = field(default_factory=dict)  # device -> why it is unsupported
+    width_step: int = 1  # the model's width and the experts' must be multiples
+    device_counts: bool = False  # supports row counts on the device, see `Inbound.counts_e`
+    biases: bool = True  # supports experts with biases
+    ungated: bool = False  # supports experts without gates
+    fuses_ungated: bool = False  # the fused form does, too
+    obstacle: str | None = None  # why the kernel is unavailable here; None if it is available
 
 
 class Experts(Protocol):
-    """One kernel family for experts with one activation, over the rows that a dispatch brought."""
+    """A kernel for experts with one activation."""
 
     caps: ExpertsCaps
     _activation: Activation = SWIGLU
 
     def with_activation(self, activation: Activation) -> Self:
-        """Return the same kernel for experts with another activation; what either packs serves
-        both.
-        """
+        """Return the same kernel for experts with another activation. Packed weights fit both."""
         kernel = copy(self)
         kernel._activation = activation
         return kernel
 
     def pack(self, weights: ExpertWeights) -> Any:
-        """Return the weights in this kernel's own layout, expert by expert; keeps none of the
-        tensors it replaces.
-        """
+        """Convert weights to this kernel's layout. Does not keep the original tensors alive."""
 
     def pack_expert(
         self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> Any:
-        """Return one expert's weights in this kernel's layout, for `put`. For any thread, while
-        others compute.
+        """Convert one expert's weights to this kernel's layout, for `put`.
+
+        May be called from any thread, while others compute.
         """
 
     def put(self, packed: Any, index: int, expert: Any) -> None:
         """Replace a local expert, between two steps. Takes no longer than copying one expert."""
 
     def take(self, packed: Any, index: int) -> Any:
-        """Return a local expert as `put` takes it, unchanged by a later `put`. For any thread."""
+        """Return a copy of a local expert, for `put`. May be called from any thread."""
 
     def stack(self, experts: Sequence[Any]) -> Any:
-        """Return packed weights with these as local experts 0, 1, ...; each came from
-        `pack_expert` or `take`.
-        """
+        """Return packed weights with local experts 0, 1, ... from `pack_expert` or `take`."""
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
-        """Compute out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases
-        out = w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.rows."""
+        """Compute each row with the weights of its expert, and write the result to `out`.
+
+        out = w2 (act(w1 x) * w3 x), or with biases out = w2 (act(w1 x + b1) * (w3 x + b3)) + b2.
+        weights: as packed. out: in the layout of inbound.rows.
+        """
 
 
 class StackedExperts(Experts):
-    """A base of kernels whose packed weights are tensors with the local expert as their first
-    dimension: `parts` has all of them, and `of_parts` returns the same weights with other tensors.
+    """The base of kernels whose packed weights are tensors with the local expert as dimension 0.
+
+    Packed weights have the tensors in `parts`; their method `of_parts` returns the same weights
+    with other tensors.
     """
 
     def pack_expert(
@@ -138,17 +126,16 @@ class StackedExperts(Experts):
         return experts[0].of_parts([torch.cat(column) for column in columns])
 
 
-# Router, dispatch, experts and combine of rows that stay on their rank, in one call: maps x [T, D],
-# the packed weights and the number of tokens (rows from there on are padding) to the weighted sums
-# [T, D] and the rows of each expert [E]. Logical expert e is local expert e.
+# A whole MoE layer in one call, on a single rank: router, dispatch, experts and combine. The
+# arguments are x [T, D], the packed weights, and the number of tokens (further rows are padding).
+# The results are the weighted sums [T, D], and the number of rows of each expert [E]. Logical
+# expert e is local expert e.
 FusedExperts = Callable[[Tensor, Any, int | Tensor], tuple[Tensor, Load]]
 
 
 @runtime_checkable
 class Fusible(Experts, Protocol):
-    """A kernel family that has a fused form as well."""
+    """A kernel that also has a fused form."""
 
     def fuse(self, router: Router) -> FusedExperts:
-        """Return the fused form for the layer with this router; its bits are those of the separate
-        steps.
-        """
+        """Return the fused form for a layer with this router. It computes the same bits."""

@@ -1,10 +1,9 @@
-"""Experts in C++: all local experts with rows in one call, gate and up read as pairs of blocks with
-the activation on the fp32 sums.
+"""The expert kernel in C++, which computes all local experts in one call.
 
-An expert is one piece of memory, gate and up in alternating blocks (up alone where there are no
-gates), then down, then the biases of all these blocks, if there are any. So moving an expert copies
-a row of bytes. A row costs what its expert's weights and its own products cost, whatever the number
-of rows.
+An expert's packed weights are contiguous: gate and up in alternating blocks (only up, if there are
+no gates), then down, then the biases, if there are any. So an expert is moved by copying one row of
+bytes. The activation is applied to the fp32 sums of a pair of gate and up blocks. Rows are not
+padded, so the cost of a row does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -40,18 +39,17 @@ from moeserve.ops.rules import SWIGLU, Activation
 
 @dataclass(frozen=True, slots=True)
 class PackedNative:
-    """bytes_eB: [e, bytes of an expert]. width: D. gate_up: how each of the two is packed. halves:
-    how many of them there are, 1 without gates. biased: with biases. cached: where they are if they
-    are on disk; then bytes_eB is on "meta"."""
+    """The packed weights of a layer's local experts."""
 
-    bytes_eB: Tensor
-    width: int
+    bytes_eB: Tensor  # [e, bytes of an expert]
+    width: int  # model width
     dtype: torch.dtype
-    type: Any
-    gate_up: Any
-    down: Any
+    type: Any  # the native code's name of dtype
+    gate_up: Any  # packing of each of gate and up
+    down: Any  # packing of down
     biased: bool
-    halves: int
+    halves: int  # 2: gate and up; 1: no gates
+    # The weights' cache, if they are on disk (loader/expert_memory.py); then bytes_eB is on "meta".
     cached: Any = None
 
     @staticmethod
@@ -63,8 +61,9 @@ class PackedNative:
         room: Room = new_room,
         lossless: bool = False,
     ) -> tuple[PackedNative, bool]:
-        """Return memory for weights such as these, [..., 2I, D] and [..., D, I], and whether it
-        holds them already.
+        """Allocate memory for weights like w13 [..., 2I, D] and w2 [..., D, I].
+
+        Return it, and whether it already holds the weights (from the cache of packed weights).
         """
         width, hidden = w2.shape[-2:]
         gate_up = packing_of(w13, hidden, lossless)
@@ -75,9 +74,17 @@ class PackedNative:
             num_bytes += 4 * (halves * padded(hidden) + padded(width))
         memory, is_there = room(num_experts * num_bytes)
         bytes_eB = memory.view(num_experts, num_bytes)
-        return PackedNative(
-            bytes_eB, width, w2.dtype, TYPES[w2.dtype], gate_up, down, biased, halves
-        ), is_there
+        packed = PackedNative(
+            bytes_eB=bytes_eB,
+            width=width,
+            dtype=w2.dtype,
+            type=TYPES[w2.dtype],
+            gate_up=gate_up,
+            down=down,
+            biased=biased,
+            halves=halves,
+        )
+        return packed, is_there
 
     @property
     def parts(self) -> tuple[Tensor]:
@@ -96,7 +103,7 @@ class PackedNative:
         b2_D: Tensor | None,
         all_threads: bool,
     ) -> None:
-        """Pack one expert's weights into its place."""
+        """Pack one expert's weights to row `index`. all_threads: use the native thread pool."""
         to = self.bytes_eB[index].data_ptr()
         block = self.gate_up.block_bytes
         halves: Sequence[Weight] = w13_FD.chunk(self.halves)
@@ -117,23 +124,23 @@ class PackedNative:
 
 
 def padded(columns: int) -> int:
-    """Return the columns of whole blocks."""
+    """Return the number of columns, rounded up to whole blocks."""
     return columns + -columns % BLOCK
 
 
 def filled_up(bias_N: Tensor) -> Tensor:
-    """Return a bias in fp32, with zeros for the columns that fill up the last block."""
+    """Return a bias in fp32, padded with zeros to whole blocks."""
     return torch.nn.functional.pad(bias_N.float(), (0, -len(bias_N) % BLOCK))
 
 
 def make(facts: ExpertFacts) -> NativeExperts:
-    """Return the native kernels."""
+    """Return the native kernel."""
     ops = facts.ops
     return NativeExperts(ops.room, to_disk=ops.to_disk, lossless=ops.lossless != "off")
 
 
 class NativeExperts(StackedExperts):
-    """Experts over grouped rows."""
+    """The native kernel, for GROUPED rows."""
 
     caps = ExpertsCaps(
         name="native",
@@ -162,15 +169,16 @@ class NativeExperts(StackedExperts):
             w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room, self._lossless
         )
         values = w.w13_eFD.values if isinstance(w.w13_eFD, Quantised) else w.w13_eFD
-        copies = (
-            w.num_experts > 1 and values.stride(0) == 0
-        )  # of one random expert (loader/dummy.py)
-        for index in range(0 if is_there else 1 if copies else w.num_experts):
+        # Dummy weights are views of one random expert (loader/dummy.py): pack it once, and copy.
+        are_copies = w.num_experts > 1 and values.stride(0) == 0
+        num_to_pack = 1 if are_copies else w.num_experts
+        for index in range(0 if is_there else num_to_pack):
             b13_F, b2_D = (None if bias is None else bias[index] for bias in (w.b13_eF, w.b2_eD))
             packed.fill(index, w.w13_eFD[index], w.w2_eDI[index], b13_F, b2_D, all_threads=True)
-        if copies and not is_there:
+        if are_copies and not is_there:
             first, *others = packed.bytes_eB.numpy()
-            with ThreadPoolExecutor() as pool:  # new pages take longer than what is written there
+            # In threads, because page faults take longer than the copy.
+            with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda other: np.copyto(other, first), others))
         if self._to_disk is None:
             return packed
@@ -182,9 +190,8 @@ class NativeExperts(StackedExperts):
         self, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> PackedNative:
         expert, _ = PackedNative.empty(1, w13_FD, w2_DI, b13_F is not None, lossless=self._lossless)
-        expert.fill(
-            0, w13_FD, w2_DI, b13_F, b2_D, all_threads=False
-        )  # the pool is for the threads that compute
+        # Without the native thread pool, which other threads are using to compute.
+        expert.fill(0, w13_FD, w2_DI, b13_F, b2_D, all_threads=False)
         return expert
 
     def stack(self, experts: Sequence[PackedNative]) -> PackedNative:

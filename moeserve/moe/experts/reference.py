@@ -1,8 +1,6 @@
-"""Experts one after another with the matrix products of the ops table: the reference of every
-expert kernel. And all experts in two launches of torch's grouped product.
-
-An expert's weights are read once per step, experts without rows are skipped, and row counts are
-rounded up over the following rows instead of being copied.
+"""Two expert kernels: the reference, which computes one expert after another with the matrix
+products of the ops table; and `grouped_mm`, which computes all experts in two calls of torch's
+grouped matrix product.
 """
 
 from collections.abc import Sequence
@@ -26,17 +24,17 @@ Products = tuple[LinearMethod, LinearMethod]  # w13 and w2 of one expert
 
 
 def make(facts: ExpertFacts) -> "ReferenceExperts":
-    """Return the reference, by the products of `facts.ops`."""
+    """Return the reference kernel."""
     return ReferenceExperts(facts.ops)
 
 
 def make_grouped_mm(facts: ExpertFacts) -> "GroupedMM":
-    """Return the kernel on torch's grouped product."""
+    """Return the kernel with torch's grouped matrix product."""
     return GroupedMM(facts.ops)
 
 
 class ReferenceExperts(Experts):
-    """Experts as two products and an activation for each expert that has rows."""
+    """Two matrix products and an activation for each expert that has rows."""
 
     caps = ExpertsCaps(
         name="reference",
@@ -88,9 +86,8 @@ class ReferenceExperts(Experts):
             padded = start + ops.pad_rows(end - start)
             w13, w2 = weights[expert]
             if padded <= x.shape[0]:
-                x_MD = x[
-                    start:padded
-                ]  # whatever follows fills up the shape; its results are dropped
+                # Pad with the rows that follow, without a copy. Their results are dropped.
+                x_MD = x[start:padded]
             else:
                 x_MD = torch.nn.functional.pad(x[start:end], (0, 0, 0, padded - end))
             context = RowContext(end - start)
@@ -100,20 +97,20 @@ class ReferenceExperts(Experts):
 
 @dataclass(frozen=True, slots=True)
 class PackedGroupedMM:
-    """parts: w13 [e, 2I, D] and w2 [e, D, I], as checkpoints have them; the products take
-    transposed views.
-    """
+    """Weights in the layout of checkpoints. The products use transposed views."""
 
-    parts: tuple[Tensor, ...]
+    parts: tuple[Tensor, ...]  # w13 [e, 2I, D] and w2 [e, D, I]
 
     def of_parts(self, parts: Sequence[Tensor]) -> "PackedGroupedMM":
         return PackedGroupedMM(tuple(parts))
 
 
 class GroupedMM(StackedExperts):
-    """Experts without biases over grouped rows, for GPUs: on CPUs the bits of a row depend on how
-    many rows its expert has (seen with fp32), and a request's bits must not depend on the other
-    requests in its batch."""
+    """Experts without biases, for GROUPED rows on GPUs.
+
+    It is not used on CPUs, because there the bits of a row depend on how many rows its expert has
+    (measured with fp32). The bits of an answer must not depend on other requests in its batch.
+    """
 
     caps = ExpertsCaps(
         name="grouped_mm",
@@ -122,7 +119,7 @@ class GroupedMM(StackedExperts):
         devices=frozenset({"cuda"}),
         not_on={"cpu": "grouped_mm's bits depend on the number of rows on CPUs"},
         biases=False,
-        width_step=8,  # bfloat16: every row of an operand must fill whole 16 bytes
+        width_step=8,  # rows of operands must be multiples of 16 bytes, in bfloat16
     )
 
     def __init__(self, ops: Ops, activation: Activation = SWIGLU) -> None:

@@ -1,8 +1,8 @@
-"""The expert kernels by name; packages add theirs by entry points of "moeserve.expert_kernels".
+"""The expert kernels by name. Packages add theirs by entry points of "moeserve.expert_kernels".
 
-An entry is a callable that takes `ExpertFacts` and returns `Experts`. Users choose a plugin's
-kernels by name, with the setting `kernels`; everything else then computes as with `kernels: auto`.
-This module does not import torch, because settings are checked without it.
+An entry is a callable that takes `ExpertFacts` and returns `Experts`. A plugin's kernel is chosen
+by name with the setting `kernels`; all other kernels are then those of `kernels: auto`. This module
+does not import torch, because settings are checked without it.
 """
 
 from collections.abc import Callable
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from moeserve.moe.experts.base import Experts
     from moeserve.ops.table import Ops
 
-# values of the setting `kernels` that choose a whole table of kernels
+# Values of the setting `kernels` that choose the kernels of all operations.
 TABLES = ("auto", "native", "torch", "triton", "deep_gemm", "flashinfer")
-PACKAGES = ("deep_gemm", "flashinfer")  # of others, for experts beside Triton's kernels
+PACKAGES = ("deep_gemm", "flashinfer")  # packages whose experts are used with Triton's kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
-    """What an expert kernel is made for."""
+    """The facts for which an expert kernel is made."""
 
     ops: "Ops"
     experts_per_rank: int
     hidden_size: int
     expert_size: int
-    swiglu: bool  # no layer's experts have another activation
-    fp8_blocks: bool  # the checkpoint has e4m3 in blocks of 128 x 128
+    swiglu: bool  # all layers' experts have the activation SwiGLU
+    fp8_blocks: bool  # the checkpoint has e4m3 weights with scales per block of 128 x 128
 
     @property
     def asked(self) -> bool:
@@ -38,7 +38,7 @@ class ExpertFacts:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Experts of a rank, their inner width, and the model's width."""
+        """(experts of a rank, an expert's inner width, the model's width)."""
         return self.experts_per_rank, self.expert_size, self.hidden_size
 
 

@@ -1,10 +1,11 @@
-"""Experts by the Triton kernels: grouped products over rows sorted by expert, gate and up with
-their activation in one.
+"""The expert kernels for GPUs: Triton's, and DeepGEMM's and FlashInfer's, which replace some of its
+matrix products.
 
-Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid out for their
-kernels.
+Triton's kernels are grouped matrix products over rows sorted by expert. One kernel computes gate,
+up and activation. Weights of 16 or 32 bits keep the checkpoint's layout; quantized weights are
+rearranged for their kernels.
 
-T tokens, P received rows, D model width, I expert width, e local experts.
+T: tokens. P: received rows. D: model width. I: expert width. e: local experts.
 """
 
 from collections.abc import Sequence
@@ -32,18 +33,18 @@ from moeserve.ops.rules import SWIGLU, Activation
 
 
 def make(facts: ExpertFacts) -> "TritonExperts":
-    """Return Triton's kernels."""
+    """Return Triton's kernel."""
     return TritonExperts()
 
 
 def make_deep_gemm(facts: ExpertFacts) -> "DeepGemmExperts":
-    """Return DeepGEMM's kernels; they may be unable to serve."""
+    """Return DeepGEMM's kernel, which may be unavailable (`ExpertsCaps.obstacle`)."""
     ops = facts.ops
     return DeepGemmExperts(ops.device, facts.asked, facts.fp8_blocks, ops.exact, facts.sizes)
 
 
 def make_flashinfer(facts: ExpertFacts) -> "FlashInferExperts":
-    """Return FlashInfer's kernels; they may be unable to serve."""
+    """Return FlashInfer's kernel, which may be unavailable (`ExpertsCaps.obstacle`)."""
     ops = facts.ops
     return FlashInferExperts(
         ops.device, facts.asked, facts.fp8_blocks, ops.exact, facts.sizes, ops.dtype, facts.swiglu
@@ -55,13 +56,12 @@ EXACT = "bits of {} may depend on the batch; use --determinism fast"
 
 @dataclass(frozen=True, slots=True)
 class PackedTriton:
-    """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows,
-    then up rows; up rows first for FlashInfer. biases: fp32 [e, 2I] and [e, D], or empty."""
+    """The packed weights of a layer's local experts."""
 
-    kernels: laid.Kernels
-    w13: Any
-    w2: Any
-    biases: tuple[Tensor, ...]
+    kernels: laid.Kernels  # for the weights' format
+    w13: Any  # [e, ...] in the kernels' layout; gate rows, then up rows (FlashInfer: up rows first)
+    w2: Any  # [e, ...] in the kernels' layout
+    biases: tuple[Tensor, ...]  # fp32 [e, 2I] and [e, D], or empty
 
     @property
     def parts(self) -> list[Tensor]:
@@ -75,7 +75,7 @@ class PackedTriton:
         return PackedTriton(self.kernels, w13, w2, tuple(parts[end:]))
 
     def launch(self, num_rows: int, x: Tensor) -> Config:
-        """Return how products of so many rows like x with these weights run."""
+        """Return the launch parameters of products of `num_rows` rows like x."""
         return self.kernels.launch(num_rows, self.w2, x)
 
     def run(
@@ -87,8 +87,9 @@ class PackedTriton:
         top_k: int = 1,
         act: Act = SWIGLU_ACT,
     ) -> None:
-        """Run both products, from rows x to rows of out."""
-        kernels, (b13, b2) = self.kernels, self.biases or (None, None)
+        """Compute both products: x -> out."""
+        kernels = self.kernels
+        b13, b2 = self.biases or (None, None)
         if kernels.flashinfer:
             assert act is SWIGLU_ACT, act
             act = UP_FIRST_ACT
@@ -97,8 +98,8 @@ class PackedTriton:
 
 
 def _rows(inbound: Inbound, weights: PackedTriton, num_rows: int) -> Any:
-    """Return the first rows, one below the other; as they travelled where the products take them
-    so.
+    """Return the first rows as a matrix; still in fp8, if they were sent in fp8 and the products
+    support that.
     """
     if inbound.scales is None or not isinstance(weights.w13, Scaled):
         return inbound.x.view(-1, inbound.rows.shape[-1])[:num_rows]
@@ -109,7 +110,7 @@ def _rows(inbound: Inbound, weights: PackedTriton, num_rows: int) -> Any:
 
 
 class TritonExperts(StackedExperts):
-    """Experts over rows of either layout, where they are."""
+    """Triton's kernel, for rows of both layouts, which it reads in place."""
 
     caps = ExpertsCaps(
         name="triton",
@@ -161,8 +162,11 @@ class TritonExperts(StackedExperts):
 
 
 class DeepGemmExperts(TritonExperts):
-    """Triton's experts, whose products of e4m3 blocks are DeepGEMM's: where that was measured to be
-    faster for e, I and D, the sizes, or always, if it was asked for."""
+    """Triton's kernel with DeepGEMM's products of e4m3 blocks.
+
+    They are used if they were measured to be faster for these sizes (e, I, D), or if the user chose
+    them (`asked`).
+    """
 
     def __init__(
         self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, ...]
@@ -185,9 +189,11 @@ class DeepGemmExperts(TritonExperts):
 
 
 class FlashInferExperts(TritonExperts):
-    """FlashInfer's experts, products and sums in one: where that was measured to be faster for e, I
-    and D, the sizes, beside Triton's, or always, if it was asked for. swiglu: whether no layer has
-    another activation."""
+    """FlashInfer's kernel, which computes products and sums in one, beside Triton's.
+
+    It is used where it was measured to be faster for these sizes (e, I, D), or always if the user
+    chose it (`asked`). swiglu: whether all layers have the activation SwiGLU.
+    """
 
     def __init__(
         self, device: torch.device, asked: bool, blocks: bool, exact: bool,
@@ -233,7 +239,7 @@ class FlashInferExperts(TritonExperts):
 def _run_fused(
     router: Router, act: Act, x_TD: Tensor, packed: PackedTriton, num_tokens: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `FusedExperts`; the host never waits for the device."""
+    """Run a whole layer, as `FusedExperts` describes. The host never waits for the device."""
     tokens, width = x_TD.shape
     routing = router(x_TD, RowContext(num_tokens))
     if router.rule.on_input:

@@ -1,8 +1,9 @@
-"""The map between logical and physical experts: immutable, versioned, the same on every rank.
+"""The map from physical to logical experts. It is immutable, versioned, and the same on all ranks.
 
-L MoE layers, E logical experts, S physical experts of all ranks; physical expert p is local expert
-p % experts_per_rank of rank p // experts_per_rank. Every logical expert has one physical expert or
-several (replicas).
+Each logical expert has one physical expert or several (replicas). Physical expert p is local expert
+p % experts_per_rank of rank p // experts_per_rank.
+
+L: MoE layers. E: logical experts. S: physical experts of all ranks. N: most replicas of an expert.
 """
 
 from dataclasses import dataclass
@@ -17,22 +18,20 @@ I32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The machines under the ranks, with equally many consecutive ranks on each.
+    """The machines on which the ranks run, with the same number of consecutive ranks on each.
 
-    groups: the router's, if each token gets experts of some of them only: they stay on a node, so
-    that a token's rows go to few nodes. even: least mean over fullest node for that. With less,
-    with one group, or with a number that the nodes cannot share evenly, an expert's replicas go to
-    different nodes instead: fewer experts are lost with one.
+    If the router limits each token to some groups of experts, a group is kept on one node, so that
+    a token's rows are sent to few nodes. If that leaves the load of nodes too uneven, if there is
+    one group, or if the nodes cannot divide the groups evenly, the replicas of an expert are placed
+    on different nodes instead, so that fewer experts are lost with a node.
     """
 
     number: int = 1
-    groups: int = 1
-    even: float = 0.9
+    groups: int = 1  # of experts, in the router
+    even: float = 0.9  # least balance (mean load / highest load of a node) with groups on nodes
 
     def under(self, num_ranks: int) -> "Nodes":
-        """Return these nodes as so many ranks can use them: one node, or one group, where it comes
-        out uneven.
-        """
+        """Return the nodes for this number of ranks. What cannot be divided evenly becomes 1."""
         number = 1 if num_ranks % self.number else self.number
         return Nodes(number, 1 if number == 1 or self.groups % number else self.groups, self.even)
 
@@ -42,14 +41,12 @@ ONE_NODE = Nodes()
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """experts_LS: the logical expert of each physical one. Two ranks with equal versions have equal
-    maps.
-    """
+    """A placement of experts on ranks. Two ranks with the same version have the same placement."""
 
     version: int
     num_ranks: int
-    num_experts: int
-    experts_LS: I32
+    num_experts: int  # logical experts
+    experts_LS: I32  # the logical expert of each physical expert
 
     def __post_init__(self) -> None:
         layers, physical = self.experts_LS.shape
@@ -78,11 +75,11 @@ class Placement:
         redundant: int = 0,
         nodes: Nodes = ONE_NODE,
     ) -> "Placement":
-        """Return experts in order, then replicas, also in order, until every rank has equally many
-        experts.
+        """Return the experts in order, then replicas, also in order, so that all ranks have the
+        same number of experts.
 
-        redundant: replicas at least. Where groups stay on nodes, each node has the replicas of its
-        own experts.
+        redundant: the least number of replicas. If groups are kept on nodes, each node has the
+        replicas of its own experts.
 
         5 experts, 2 ranks -> [0, 1, 2 | 3, 4, 0]
         """
@@ -96,12 +93,12 @@ class Placement:
 
     @property
     def experts_per_rank(self) -> int:
-        """The physical experts of one rank."""
+        """The number of physical experts of one rank."""
         return int(self.experts_LS.shape[1]) // self.num_ranks
 
     @property
     def num_layers(self) -> int:
-        """The MoE layers."""
+        """The number of MoE layers."""
         return int(self.experts_LS.shape[0])
 
     def local(self, layer: int, rank: int) -> list[int]:
@@ -122,7 +119,7 @@ class Placement:
         return Placement(version, self.num_ranks, self.num_experts, rows_LS)
 
     def counts(self) -> I32:
-        """Return the replicas of each expert, [L, E]."""
+        """Return the number of physical experts of each logical expert, [L, E]."""
         layers = np.arange(self.num_layers)[:, None] * self.num_experts
         counts = np.bincount(
             (self.experts_LS + layers).ravel(), minlength=self.num_layers * self.num_experts
@@ -130,8 +127,9 @@ class Placement:
         return counts.reshape(self.num_layers, self.num_experts).astype(np.int32)
 
     def replicas(self, layer: int) -> tuple[I32, I32]:
-        """Return (physical_EN, counts_E): each expert's physical ones in order, the last repeated
-        to fill a row.
+        """Return the physical experts of each logical expert, [E, N], and their number, [E].
+
+        Rows are in order, and filled by repeating the last physical expert.
 
         [0, 1, 2 | 3, 4, 0] -> [[0, 5], [1, 1], [2, 2], [3, 3], [4, 4]], [2, 1, 1, 1, 1]
         """
@@ -146,7 +144,7 @@ class Placement:
         return order[columns], counts_E
 
     def to_table(self) -> PlacementTable:
-        """Return the message that carries this placement."""
+        """Encode this placement as a message."""
         return PlacementTable(
             version=self.version,
             num_ranks=self.num_ranks,
@@ -157,7 +155,7 @@ class Placement:
 
     @classmethod
     def from_table(cls, table: PlacementTable) -> "Placement":
-        """Return the placement in a message. Raises ValueError if it is damaged."""
+        """Decode a message. Raises ValueError if the placement is invalid."""
         experts = np.frombuffer(table.experts, "<i4").reshape(
             -1, table.num_ranks * table.experts_per_rank
         )

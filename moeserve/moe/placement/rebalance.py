@@ -1,7 +1,7 @@
-"""Decides when to move experts: watches the load of all engines, and proposes a placement when that
-pays.
+"""Decide when to move experts: collect the load of all engines, and propose a new placement when
+its gain exceeds the cost of moving.
 
-NumPy only: this runs in the front end. One placement is on its way at a time.
+This runs in the front end, without torch. One placement is pending at a time.
 """
 
 import logging
@@ -19,34 +19,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Thresholds for a move to a better placement. Times are seconds in which steps run.
+    """Thresholds for a move to a better placement. Times are seconds in which steps run."""
 
-    half_life_s: of the counted load. horizon_s: how long the load is assumed to stay the same.
-    expert_share: the part of a step in which all ranks wait for the fullest one's experts.
-    slowdown: the part of a step that moving takes. margin: least ratio of gain to cost. min_saving:
-    least part of the experts' time that is no noise. min_tokens: to be counted per expert and layer
-    before any decision. bytes_per_s: of one rank, until it was measured.
-    """
-
-    half_life_s: float = 120.0
-    horizon_s: float = 600.0
-    interval_s: float = 30.0
-    expert_share: float = 0.5
-    slowdown: float = 0.2
-    margin: float = 2.0
-    min_saving: float = 0.05
-    min_tokens: float = 100.0
-    bytes_per_s: float = 100e6
+    half_life_s: float = 120.0  # of the counted load
+    horizon_s: float = 600.0  # how long the load is assumed to stay the same
+    interval_s: float = 30.0  # least time between decisions
+    expert_share: float = 0.5  # the part of a step in which all ranks wait for the fullest one
+    slowdown: float = 0.2  # the part of a step that moving takes
+    margin: float = 2.0  # least ratio of gain to cost
+    min_saving: float = 0.05  # the part of the experts' time below which a gain is noise
+    min_tokens: float = 100.0  # that must be counted per expert and layer before any decision
+    bytes_per_s: float = 100e6  # at which a rank fetches weights, until that is measured
 
 
 class Rebalancer:
-    """The placement active as the front end knows it, the one on its way, and the load that
-    decides about the next.
-
-    current: the placement for a Join. pending: the one that was proposed and is not active yet.
-    why: the last decision, in words. moved_bytes: fetched since the start, by all ranks that
-    reported. expert_bytes: of one expert in one layer. nodes: under the ranks of `current`.
-    """
+    """The active placement, the pending one, and the load from which the next is computed."""
 
     def __init__(
         self,
@@ -56,16 +43,15 @@ class Rebalancer:
         gate: Gate = Gate(),
         nodes: Nodes = ONE_NODE,
     ) -> None:
-        self.current = placement
-        self.pending: Placement | None = None
-        self.why = "nothing was counted yet"
-        self.moved_bytes = 0
-        self.load_LE = np.zeros(
-            (placement.num_layers, placement.num_experts)
-        )  # fades with half_life_s
-        self.expert_bytes = expert_bytes
+        self.current = placement  # active on all ranks; sent with a Join
+        self.pending: Placement | None = None  # proposed, and not active yet
+        self.why = "nothing was counted yet"  # the reason of the last decision
+        self.moved_bytes = 0  # fetched since the start, by all ranks that reported
+        # Tokens of each expert; decays with half_life_s.
+        self.load_LE = np.zeros((placement.num_layers, placement.num_experts))
+        self.expert_bytes = expert_bytes  # of one expert in one layer
         self._gate = gate
-        self.nodes = nodes
+        self.nodes = nodes  # on which the ranks of `current` run
         self._bytes_per_s = gate.bytes_per_s
         self._newest = placement.version
         self._noted_s: float | None = None
@@ -73,9 +59,7 @@ class Rebalancer:
         self._not_before_s = -np.inf
 
     def note(self, report: ExpertLoad, now_s: float) -> None:
-        """Add an engine's report to the load. now_s: on any monotonic clock, the same as for
-        `propose`.
-        """
+        """Add an engine's report to the load. now_s: of the monotonic clock that `propose` uses."""
         counts = np.frombuffer(report.counts, "<i8")
         if counts.size != self.load_LE.size:
             raise ValueError(
@@ -88,20 +72,18 @@ class Rebalancer:
         self.load_LE += counts.reshape(self.load_LE.shape)
 
     def balance(self) -> F64:
-        """Return mean over fullest rank of each layer, [L], for the counted load and the placement
-        active.
-        """
+        """Return the balance (mean load / highest load of a rank) of each layer, [L]."""
         return balance(rank_loads(self.load_LE, self.current))
 
     def propose(self, now_s: float, force: bool = False) -> Placement | None:
-        """Return the placement to send to all engines now, or None; `why` has the reason.
+        """Return a placement to send to all engines, or None. `why` has the reason.
 
-        force: at any cost, if there is a better one. Nothing is proposed while a placement is on
-        its way.
+        None while another placement is pending. force: propose any better placement, whatever it
+        costs.
         """
         if self.pending is not None:
             waited_s = now_s - self._proposed_s
-            self.why = f"placement {self.pending.version} is on its way for {waited_s:.0f} s"
+            self.why = f"placement {self.pending.version} is pending for {waited_s:.0f} s"
             return None
         if not force and (reason := self._too_early(now_s)):
             self.why = reason
@@ -112,26 +94,26 @@ class Rebalancer:
             self._not_before_s = now_s + self._gate.interval_s
             return None
         if not worth:
-            self.why = f"asked for, though: {self.why}"
+            self.why = f"requested anyway: {self.why}"
         self.pending = new
         self._newest = new.version
         self._proposed_s = now_s
         return new
 
     def conclude(self, notice: PlacementResult, now_s: float) -> bool:
-        """Take an engine's answer. Returns whether that ends `pending`: then `current` is active
-        on all ranks.
+        """Handle an engine's result. Return whether it ends `pending`: then `current` is active on
+        all ranks.
         """
         self.moved_bytes += notice.moved_bytes
         if self.pending is None or notice.version != self.pending.version:
-            return False  # the other engines' answers about the same placement
+            return False  # another engine has reported the same placement before
         pending = self.pending
         self.pending = None
         self._not_before_s = now_s + self._gate.interval_s
         if notice.error:
             self.current = self.current.with_layers(pending, notice.layers, pending.version)
             kept = f"after {notice.layers} of {pending.num_layers} layers"
-            self.why = f"placement {pending.version} was given up {kept}: {notice.error}"
+            self.why = f"placement {pending.version} was aborted {kept}: {notice.error}"
             logger.warning("%s", self.why)
         else:
             self.current = pending
@@ -140,25 +122,22 @@ class Rebalancer:
                 "after it was proposed"
             )
             if notice.moved_bytes and notice.took_s > 0:
-                # Not what a move took that waited for steps to come: it would forbid all others.
+                # Bounded below, because a move may have waited for steps. A measured rate that low
+                # would prevent all further moves.
                 self._bytes_per_s = max(
                     notice.moved_bytes / notice.took_s, self._gate.bytes_per_s / 10
                 )
         return True
 
     def set_nodes(self, nodes: Nodes, expert_bytes: int) -> None:
-        """Set the nodes under the ranks, and the bytes of one expert in one layer."""
+        """Set the nodes on which the ranks run, and the bytes of one expert in one layer."""
         self.nodes = nodes
         self.expert_bytes = expert_bytes
 
     def joined(self, placement: Placement) -> None:
-        """Note that a Join brings all ranks to this placement; they all drop the one that was on
-        its way.
-        """
+        """Set the placement that a Join sends to all ranks, which drop a pending placement."""
         if self.pending is not None:
-            logger.warning(
-                "placement %d is dropped: the group is formed anew", self.pending.version
-            )
+            logger.warning("placement %d is dropped: a new group joins", self.pending.version)
         self.current = placement
         self.pending = None
         self._newest = max(self._newest, placement.version)
@@ -171,8 +150,9 @@ class Rebalancer:
         nodes: Nodes | None = None,
         was: Sequence[int] | None = None,
     ) -> Placement:
-        """Return the placement with which to Join other ranks; call `joined` with it then. was:
-        see `rescaled`.
+        """Return the placement for a Join of other ranks. Call `joined` with it then.
+
+        was: see `solve.rescaled`.
         """
         load_LE = self.load_LE if self.load_LE.any() else None
         self._newest += 1
@@ -192,8 +172,8 @@ class Rebalancer:
         return ""
 
     def _saving(self, new: Placement) -> float:
-        """Return the part of the experts' time that `new` saves, if all layers wait for their
-        fullest rank.
+        """Return the part of the experts' time that `new` saves, because each layer waits for the
+        rank with the highest load.
         """
         before, after = (rank_loads(self.load_LE, p).max(1).sum() for p in (self.current, new))
         return 1 - float(after / before) if before else 0.0
@@ -213,10 +193,9 @@ class Rebalancer:
         cost_s = num_bytes / self._bytes_per_s * gate.slowdown
         worth = gain_s > gate.margin * cost_s
         better = balance(rank_loads(self.load_LE, new)).mean()
-        what = (
+        estimate = (
             f"{even}; placement {new.version} would make it {better:.2f} and save "
-            f"{gain_s:.1f} s of "
-            f"{gate.horizon_s:.0f} s; moving {num_bytes / 1e6:.0f} MB to a rank costs "
-            f"{cost_s:.1f} s"
+            f"{gain_s:.1f} s of {gate.horizon_s:.0f} s; moving {num_bytes / 1e6:.0f} MB to a rank "
+            f"costs {cost_s:.1f} s"
         )
-        return worth, what if worth else f"{what}: not worth it"
+        return worth, estimate if worth else f"{estimate}: not worth it"

@@ -1,24 +1,24 @@
-"""From the load of each expert to a placement that evens out the ranks' load, changing as little as
-possible.
+"""Compute a placement that balances the ranks' load, and that moves as few experts as possible.
 
-1. `replica_counts`: places beyond one per expert go, one by one, to the expert with the most load
-   per replica.
-2. Surplus replicas leave the fullest ranks; missing ones go, heaviest first, to the lightest rank
-   with a free place that lacks the expert.
-3. The fullest rank swaps an expert with another rank as long as that makes the fuller of the two
-   lighter.
-4. `keep_places`: experts that stay on a rank stay in their place, so that their weights need not
-   move.
+1. `replica_counts`: each expert gets one place. Further places go, one by one, to the expert with
+   the highest load per replica.
+2. Surplus replicas are removed from the ranks with the highest load. Missing replicas, heaviest
+   first, are placed on the rank with the lowest load that has a free place and lacks the expert.
+3. The rank with the highest load swaps an expert with another rank, as long as that lowers the
+   higher load of the two.
+4. `keep_places`: experts that stay on a rank keep their place, so that their weights need not move.
 
-With several nodes that happens twice, first with nodes for ranks: what lies on which node, then on
-which of its ranks. Where the router's groups stay on a node, groups are what nodes share, and each
-node replicates its own experts; layers in which that leaves the nodes uneven spread over them.
+With several nodes, this is done twice: first for nodes instead of ranks, then for the ranks of each
+node. If the router's groups of experts are kept on nodes, groups are divided among the nodes, and
+each node replicates its own experts. In layers in which that would leave the nodes too uneven,
+experts are placed on any node instead.
 
-Pure functions over all layers at once; equal input gives equal output. An expert's tokens are
-assumed to spread evenly over its replicas. A place is a physical expert that may be EMPTY for now.
+These are pure, deterministic functions over all layers at once. An expert's tokens are assumed to
+be divided evenly among its replicas. A place is the slot of one physical expert; while a placement
+is computed, it may be EMPTY.
 
-L layers, E experts, R ranks (or nodes), e places of each, S = R * e places, A layers still at work,
-N nodes, G groups.
+L: layers. E: experts. R: ranks (or nodes). e: places of each. S = R * e: places. N: nodes.
+G: groups. A: layers that are not finished.
 """
 
 import math
@@ -35,22 +35,24 @@ Bool = NDArray[np.bool_]
 
 EMPTY = -1
 MAX_SWAPS = 1000  # per layer; a few dozen are usual
-WORTH = 1e-3  # of the mean load: a swap that gains less is not made
-GROUP_WORTH = 0.02  # the same for two groups that change their nodes: all of their experts move
-# fullest over mean at which swaps end: the load to come differs by more from the counted one
+WORTH = 1e-3  # least gain of a swap, as a part of the mean load
+GROUP_WORTH = 0.02  # the same for swaps of groups between nodes, which move all of their experts
+# Swaps end at this highest load / mean load, because future load differs from the counted one by
+# more than that.
 EVEN = 1.01
 
 
 def rank_loads(load_LE: F64, placement: Placement) -> F64:
-    """Return what each rank would compute, [L, R], in the unit of load_LE (tokens, say)."""
+    """Return the load of each rank, [L, R], in the unit of load_LE (e.g. tokens)."""
     loads_LS = np.take_along_axis(load_LE / placement.counts(), placement.experts_LS, axis=1)
     load_LR: F64 = loads_LS.reshape(placement.num_layers, placement.num_ranks, -1).sum(2)
     return load_LR
 
 
 def balance(load_LR: F64) -> F64:
-    """Return mean over fullest rank per layer [L]: 1 is even, 1 / R is everything on one rank; 1
-    without any load.
+    """Return mean load / highest load of each layer, [L].
+
+    1: even, or no load. 1 / R: all load on one rank.
     """
     peak_L = load_LR.max(1)
     even_L: F64 = np.divide(load_LR.mean(1), peak_L, out=np.ones_like(peak_L), where=peak_L > 0)
@@ -58,7 +60,7 @@ def balance(load_LR: F64) -> F64:
 
 
 def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
-    """Return how many experts each rank has to fetch, [R]: those in `new` and not in `old`."""
+    """Return how many experts each rank must fetch, [R]: those in `new` that are not in `old`."""
     now_LRE, before_LRE = (_on_ranks(placement) for placement in (new, old))
     both = min(new.num_ranks, old.num_ranks)
     now_LRE[:, :both] &= ~before_LRE[:, :both]
@@ -67,11 +69,11 @@ def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
 
 
 def solve(load_LE: F64, current: Placement, version: int, nodes: Nodes = ONE_NODE) -> Placement:
-    """Return a placement for this load with the ranks and sizes of `current`: no layer gets worse,
-    few experts move.
+    """Return a better placement for this load, with the ranks and sizes of `current`.
 
-    In layers that change, new replicas of an expert go to different ranks, unless there are more of
-    them than ranks; where no groups stay on nodes, also to different nodes.
+    No layer gets worse, and few experts move. In layers that change, the replicas of an expert are
+    on different ranks, unless there are more replicas than ranks. If groups are not kept on nodes,
+    they are also on different nodes.
     """
     load_LE = np.asarray(load_LE, np.float64)
     assert load_LE.shape == (current.num_layers, current.num_experts), (
@@ -100,10 +102,10 @@ def rescaled(
     nodes: Nodes = ONE_NODE,
     was: Sequence[int] | None = None,
 ) -> Placement:
-    """Return the placement for other ranks: those that stay keep what they can.
+    """Return the placement for another number of ranks. Ranks that stay keep experts if possible.
 
-    redundant: see `Placement.initial`. Without load_LE all experts count alike. was: the former
-    number of each rank, -1 for a new one; without it the last ranks come or go.
+    redundant: see `Placement.initial`. load_LE: None: all experts have the same load. was: the old
+    number of each rank, or -1 for a new one; None: the last ranks are added or removed.
     """
     per_rank = -(-(placement.num_experts + redundant) // num_ranks)
     if load_LE is None:
@@ -133,8 +135,11 @@ def _on_ranks(placement: Placement) -> Bool:
 def arrange(
     load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes = ONE_NODE
 ) -> I32:
-    """Return the expert in each place, [L, num_ranks * per_rank]. now_LS: where experts are, [L,
-    num_ranks * any number], possibly EMPTY and without some experts."""
+    """Return the expert of each place, [L, num_ranks * per_rank].
+
+    now_LS: the expert of each place now, [L, num_ranks * any number]. Places may be EMPTY, and
+    experts may be missing.
+    """
     layers, num_experts = load_LE.shape
     nodes = nodes.under(num_ranks)
     if nodes.groups > 1 and nodes.even > 0:
@@ -171,8 +176,8 @@ def arrange(
 
 
 def _where_even(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes) -> I32:
-    """Return the expert in each place: groups stay on nodes in those layers whose nodes are even
-    enough with that.
+    """Return the same as `arrange`, with groups kept on nodes only in layers whose nodes have a
+    balance of at least `nodes.even` with that.
     """
     now_LNn = now_LS.reshape(len(load_LE), nodes.number, now_LS.shape[1] // nodes.number)
     load_LN = (load_LE[:, None] * _share_groups(load_LE, now_LNn, nodes.groups)).sum(2)
@@ -188,8 +193,9 @@ def _where_even(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes:
 
 
 def _share_groups(load_LE: F64, now_LNn: I32, groups: int) -> NDArray[np.int64]:
-    """Return 1 for the experts whose group is to lie on a node, [L, N, E]: equally many groups on
-    each node.
+    """Divide the groups among the nodes, the same number each.
+
+    Return 1 for the experts of each node, and 0 for others, [L, N, E].
     """
     layers, num_experts = load_LE.shape
     number = now_LNn.shape[1]
@@ -214,10 +220,10 @@ def _deal(
     most_LE: I32 | None = None,
     worth: float = WORTH,
 ) -> I32:
-    """Return which experts lie on each rank, [L, R, per_rank]: each as often as it counts, with
-    few changes.
+    """Return the experts of each rank, [L, R, per_rank], with few changes.
 
-    most_LE: of an expert's replicas on one rank, as long as that can be; one if not given.
+    counts_LE: the replicas of each expert. share_LE: the load of one replica. most_LE: the most
+    replicas of an expert on one rank, if possible (default: 1).
     """
     most_LE = np.ones_like(counts_LE) if most_LE is None else most_LE
     rows_LRe = _first(_without_surplus(now_LRn, counts_LE, share_LE, most_LE), per_rank)
@@ -230,9 +236,11 @@ def _deal(
 def replica_counts(
     load_LE: F64, num_places: int, most: int, here_LE: NDArray[np.int64] | None = None
 ) -> I32:
-    """Return the replicas of each expert, [L, E]: one each, the rest where the load per replica is
-    highest; ties go to the lower expert. No expert has more than `most` before all have that many.
-    here_LE: 0 for experts to leave out, equally many in each layer.
+    """Return the number of replicas of each expert, [L, E].
+
+    Each expert gets one, and the rest go to the expert with the highest load per replica; of equal
+    experts, to the lower one. No expert gets more than `most` before all have that many. here_LE: 0
+    for experts to omit, the same number in each layer.
 
     loads [6, 3, 1], 5 places -> [3, 1, 1]
     """
@@ -249,8 +257,9 @@ def replica_counts(
 
 
 def keep_places(old: I32, new_LS: I32, num_ranks: int) -> I32:
-    """Return the same experts on each rank, those that were there before in their old place. old:
-    [L, places] or [L, R, places of a rank], possibly with another number of places per rank.
+    """Reorder the experts of each rank, so that those that were there before keep their place.
+
+    old: [L, places] or [L, R, places of a rank], possibly with another number of places per rank.
 
     one rank, [0, 1, 2] before, {2, 3, 0} now -> [0, 3, 2]
     """
@@ -274,7 +283,7 @@ def keep_places(old: I32, new_LS: I32, num_ranks: int) -> I32:
 
 
 def _per_rank(values_LE: F64, rows_LRe: I32) -> F64:
-    """Return the values of the expert in each place, [L, R, e]; 0 for EMPTY."""
+    """Return the value of each place's expert, [L, R, e]; 0 for EMPTY."""
     layers = rows_LRe.shape[0]
     flat = np.take_along_axis(values_LE, np.maximum(rows_LRe, 0).reshape(layers, -1), axis=1)
     return np.where(rows_LRe == EMPTY, 0.0, flat.reshape(rows_LRe.shape))
@@ -283,15 +292,15 @@ def _per_rank(values_LE: F64, rows_LRe: I32) -> F64:
 def _count(rows_LRe: I32, num_experts: int) -> NDArray[np.int64]:
     """Return how often each rank has each expert, [L, R, E]."""
     layers, ranks, _ = rows_LRe.shape
-    width = num_experts + 1  # the first one takes what is empty
+    width = num_experts + 1  # column 0 counts EMPTY places
     starts_LR1 = np.arange(1, layers * ranks * width, width).reshape(layers, ranks, 1)
     counts = np.bincount((rows_LRe + starts_LR1).ravel(), minlength=layers * ranks * width)
     return counts.reshape(layers, ranks, width)[:, :, 1:].astype(np.int64)
 
 
 def _repeats(rows_LRe: I32, most_LE: I32) -> Bool:
-    """Return which places have an expert of which earlier places of the same rank have as many as
-    there may be.
+    """Return which places hold a replica too many: earlier places of the same rank have as many of
+    the expert as allowed.
     """
     layers, _, width = rows_LRe.shape
     earlier = np.tri(width, k=-1, dtype=np.bool_)
@@ -302,8 +311,8 @@ def _repeats(rows_LRe: I32, most_LE: I32) -> Bool:
 
 
 def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> I32:
-    """Empties places until no expert has more than its count: repeats on one rank first, then on
-    the fullest rank.
+    """Empty places until no expert has more than its count: first replicas too many on one rank,
+    then those on the rank with the highest load.
     """
     rows = now_LRn.copy()
     layers, num_experts = counts_LE.shape
@@ -325,8 +334,8 @@ def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64, most_LE: I32) 
 
 
 def _first(rows_LRn: I32, per_rank: int) -> I32:
-    """Return per_rank places of each rank: the first that are not EMPTY, unmoved where the number
-    stays the same.
+    """Return per_rank places of each rank: the first that are not EMPTY. If the number of places
+    stays the same, they keep their order.
     """
     layers, ranks, width = rows_LRn.shape
     if width == per_rank:
@@ -338,8 +347,8 @@ def _first(rows_LRn: I32, per_rank: int) -> I32:
 
 
 def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> None:
-    """Put missing replicas, heaviest first, on the lightest rank with a free place that may have
-    the expert.
+    """Place missing replicas, heaviest first, on the rank with the lowest load that has a free
+    place and may have the expert.
     """
     have_LRE = _count(rows_LRe, counts_LE.shape[1])
     missing_LE = counts_LE - have_LRE.sum(1)
@@ -361,9 +370,7 @@ def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> None:
 
 
 def _spread(rows_LRe: I32, share_LE: F64, most_LE: I32) -> None:
-    """Swaps away replicas of which a rank has too many, each with the expert of another rank whose
-    load is nearest.
-    """
+    """Swap each replica too many of a rank with another rank's expert whose load is nearest."""
     for layer in np.flatnonzero(_repeats(rows_LRe, most_LE).any((1, 2))):
         rows_Re = rows_LRe[layer]
         share_E = share_LE[layer]
@@ -393,10 +400,10 @@ def _swap(
     on_node_LE: I32 | None = None,
     nodes: int = 1,
 ) -> None:
-    """The fullest rank swaps the pair of experts that leaves the fuller of both ranks lightest,
-    while that helps.
+    """Swap experts of the rank with the highest load, while that lowers it.
 
-    on_node_LE: of an expert's replicas on one of several nodes.
+    Each swap is the one that leaves the lowest load on the fuller of both ranks. on_node_LE: the
+    most replicas of an expert on one of several nodes.
     """
     layers, ranks, _ = rows_LRe.shape
     if ranks == 1:
@@ -418,8 +425,10 @@ def _swap(
         )
         after[~_may_swap(rows_LRe[active], full, have_LRE[active], most_LE[active])] = np.inf
         if on_node_LE is not None:
-            of_nodes = rows_LRe[active], full, have_LRE[active], on_node_LE[active]
-            after[~_may_swap(*of_nodes, nodes)] = np.inf
+            may_swap = _may_swap(
+                rows_LRe[active], full, have_LRE[active], on_node_LE[active], nodes
+            )
+            after[~may_swap] = np.inf
         flat = after.reshape(len(active), math.prod(after.shape[1:]))
         best = flat.argmin(1)
         gains = flat[np.arange(len(active)), best] < peak - worth * mean_L[active]
@@ -450,12 +459,13 @@ def _may_swap(
     most_AE: I32,
     nodes: int = 0,
 ) -> Bool:
-    """Return which swaps of the fullest rank leave neither side more replicas than `most_AE`, [A,
-    e, R, e].
+    """Return which swaps of the ranks `full` leave neither side more replicas than `most_AE`,
+    [A, e, R, e].
 
-    nodes: if given, sides are nodes, and any swap inside of one is fine.
+    nodes: if given, the sides are nodes, and any swap within a node is allowed.
     """
-    every, ranks, per_rank = np.arange(len(full)), *rows_ARe.shape[1:]
+    every = np.arange(len(full))
+    ranks, per_rank = rows_ARe.shape[1:]
     side = full
     width = 1
     if nodes:

@@ -522,8 +522,8 @@ def test_a_buffer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "hosts", "why"),
     [
-        ("deepep_v2", 1, None, "deepep_v2 does not serve 1 ranks"),
-        ("deepep_ll", 9, None, "deepep_ll does not serve 9 ranks"),
+        ("deepep_v2", 1, None, "deepep_v2 does not support 1 ranks"),
+        ("deepep_ll", 9, None, "deepep_ll does not support 9 ranks"),
         (
             "deepep_ll",
             16,

@@ -70,12 +70,12 @@ def test_without_the_package(name: str) -> None:
     [
         (
             "deepep_ll",
-            "picked; rows of 2880 travel filled up to 3072; "
-            "a step of 300 tokens goes in 3 rounds of 128; bits may depend on where experts are",
+            "picked; rows of 2880 are sent padded to 3072; "
+            "a step of 300 tokens is sent in 3 rounds of 128; bits may depend on where experts are",
         ),
         (
             "deepep_v2",
-            "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are",
+            "picked; rows of 2880 are sent padded to 3072; bits may depend on where experts are",
         ),
     ],
 )
@@ -110,12 +110,16 @@ def test_kernels_that_take_its_slots() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
-        ("deepep_v2", {"exact": True}, "keeps no order of sums: .* use --determinism fast"),
-        ("deepep_ll", {"world_size": 9}, "does not serve 9 ranks"),
-        ("deepep_v2", {"device": "cpu"}, "does not serve cpu"),
-        ("deepep_v2", {"dtype": "float16"}, "does not carry float16"),
-        ("deepep_ll", {"hidden_size": 9000}, "takes no rows of 9000"),
-        ("deepep_ll", {"ubatches": 3}, "has 2 dispatches in flight, 3 micro-batches are asked"),
+        (
+            "deepep_v2",
+            {"exact": True},
+            "does not keep the order of sums: .* use --determinism fast",
+        ),
+        ("deepep_ll", {"world_size": 9}, "does not support 9 ranks"),
+        ("deepep_v2", {"device": "cpu"}, "does not support cpu"),
+        ("deepep_v2", {"dtype": "float16"}, "does not support float16"),
+        ("deepep_ll", {"hidden_size": 9000}, "does not support rows of 9000"),
+        ("deepep_ll", {"ubatches": 3}, "supports 2 dispatches in flight, for 3 micro-batches"),
     ],
 )
 def test_what_it_cannot_do(name: str, changes: dict[str, Any], why: str) -> None:

@@ -40,7 +40,7 @@ def test_skew_is_answered_once_and_explained() -> None:
     assert "save" in one.why
     assert balance(rank_loads(SKEWED.astype(float), new)).min() > 0.95
     assert one.propose(3.0, force=True) is None  # never two at once
-    assert one.why == "placement 1 is on its way for 1 s"
+    assert one.why == "placement 1 is pending for 1 s"
     assert one.conclude(
         PlacementResult(version=1, layers=LAYERS, moved_bytes=5000, took_s=2.0), 4.0
     )
@@ -76,7 +76,7 @@ def test_the_cost_of_moving_is_weighed() -> None:
     assert dear.propose(2.0) is None  # it does not solve again at once
     forced = dear.propose(3.0, force=True)
     assert forced is not None
-    assert dear.why.startswith("asked for, though")
+    assert dear.why.startswith("requested anyway")
 
 
 def test_a_measured_bandwidth_replaces_the_assumed_one() -> None:
@@ -118,7 +118,7 @@ def test_a_placement_given_up_leaves_the_layers_it_got(caplog: pytest.LogCapture
             PlacementResult(version=1, layers=2, error="another rank gave it up"), 2.0
         )
     assert len(caplog.records) == 1
-    assert one.why == "placement 1 was given up after 2 of 3 layers: disk on fire"
+    assert one.why == "placement 1 was aborted after 2 of 3 layers: disk on fire"
     assert (one.current.experts_LS[:2] == new.experts_LS[:2]).all()
     assert (one.current.experts_LS[2] == old.experts_LS[2]).all()
     assert one.current.version == 1

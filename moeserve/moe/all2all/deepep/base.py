@@ -200,7 +200,7 @@ class DeepEP(All2All):
     def _check(self, members: Members) -> None:
         if not self.caps.world_sizes(members.size):
             raise ConfigError(
-                f"{self.name} does not serve {members.size} ranks; choose another all2all or size"
+                f"{self.name} does not support {members.size} ranks; choose another all2all or size"
             )
         hosts = members.host_of
         nodes = [
