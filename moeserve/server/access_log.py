@@ -1,6 +1,6 @@
-"""The record of each finished request, and the access log: one JSON line of it per request.
+"""The record of each finished request, and the access log, which writes it as a JSON line.
 
-A record has nothing that a client wrote but the request id, which has harmless characters only.
+The only text of a client in a record is the request id, which has harmless characters only.
 """
 
 import io
@@ -19,8 +19,8 @@ from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 10_000  # lines that wait for a slow disk or reader
-CLOSE_S = 5.0  # for the last lines to be written
+MAX_WAITING = 10_000  # queued lines, if the disk or the reader is slow
+CLOSE_S = 5.0  # time for the last lines to be written
 
 
 class Answered(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -34,27 +34,28 @@ class Answered(msgspec.Struct, omit_defaults=True, kw_only=True):
     duration_ms: float
     key: str = ""
     remote: str = ""
-    error: str = ""  # the code of the error that it was answered with
+    error: str = ""  # code of the error in the answer
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    ttft_ms: float | None = None  # from its arrival to the first token
+    ttft_ms: float | None = None  # from arrival to the first token
 
 
 class Observer(Protocol):
     """Called with every finished request."""
 
     def __call__(self, record: Answered, request: web.BaseRequest) -> None:
-        """Note a request. Must not raise or block."""
+        """Record a request. Must not raise or block."""
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release all resources."""
 
 
 class AccessLog:
     """Appends lines to a file; "-" is standard output.
 
-    A thread writes, so a slow disk or pipe never holds up a request. A full one costs lines.
+    A thread writes, so a slow disk or pipe never delays a request. If the queue is full, lines are
+    lost.
     """
 
     def __init__(self, path: str) -> None:
@@ -67,7 +68,7 @@ class AccessLog:
         self._thread.start()
 
     def read(self) -> io.FileIO:
-        """Open the file anew, for after it was renamed. Raise ConfigError."""
+        """Open the file again, after it was renamed. Raise ConfigError."""
         with ConfigError.instead_of(OSError, f"access_log {self.path}"):
             if self.path == "-":
                 return open(os.dup(1), "wb", buffering=0)
@@ -81,7 +82,7 @@ class AccessLog:
         self._put(msgspec.json.encode(record) + b"\n")
 
     def close(self) -> None:
-        """Write the lines that wait, and close the file. Waits CLOSE_S at most."""
+        """Write the queued lines, and close the file. Waits CLOSE_S at most."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)

@@ -21,9 +21,9 @@ Body = TypeVar("Body", bound=Struct)
 
 
 class ScaleRequest(Struct, kw_only=True):
-    """The number of engines to serve with."""
+    """The new number of engines."""
 
-    dp: Annotated[int, Meta(ge=1, le=1024, description="engines that share the requests")]
+    dp: Annotated[int, Meta(ge=1, le=1024, description="number of data-parallel engines")]
 
 
 class DrainRequest(Struct, kw_only=True):
@@ -33,9 +33,9 @@ class DrainRequest(Struct, kw_only=True):
 
 
 async def abort_request(call: HttpCall) -> web.StreamResponse:
-    """End a running request by its X-Request-Id, with or without chatcmpl- or cmpl- before it.
+    """Abort a running request by its X-Request-Id, with or without the prefix chatcmpl- or cmpl-.
 
-    The request's own reader gets what came so far and finish_reason abort.
+    The request's own client gets the answer so far, with finish_reason abort.
     """
     request_id = call.tail.removeprefix("chatcmpl-").removeprefix("cmpl-")
     found = call.context.running.get(request_id)
@@ -53,9 +53,9 @@ async def abort_request(call: HttpCall) -> web.StreamResponse:
 
 
 async def scale(call: HttpCall) -> web.StreamResponse:
-    """Serve with `dp` engines from now on. Running requests continue.
+    """Change the number of engines to `dp`. Running requests continue.
 
-    The answer comes when the change is made, or undone (409).
+    Answers when the change is complete, or undone (409).
     """
     return await _changed(call, ScaleRequest, lambda scaling, request: scaling.scale(request.dp))
 
@@ -63,7 +63,7 @@ async def scale(call: HttpCall) -> web.StreamResponse:
 async def drain(call: HttpCall) -> web.StreamResponse:
     """Take a machine out of service.
 
-    Its experts and requests move, then its agent ends. It may join again.
+    Its experts and requests move to other machines, then its process ends. It may join again.
     """
     return await _changed(
         call, DrainRequest, lambda scaling, request: scaling.drain(request.machine)
@@ -80,7 +80,7 @@ async def _changed(
 
 
 async def rebalance(call: HttpCall) -> web.StreamResponse:
-    """Place experts for the recent load, whether or not it pays. Takes no body."""
+    """Place experts for the recent load, whether or not this pays. Takes no body."""
     fleet = _fleet(call)
     began_s = time.monotonic()
     decision = await fleet.scaling.rebalance()
@@ -106,7 +106,7 @@ def check_admin(call: HttpCall) -> None:
 
 
 def _fleet(call: HttpCall) -> Fleet:
-    """Return the fleet. Raise Forbidden, and Conflict for a server of one engine for good."""
+    """Return the fleet. Raise Forbidden, and Conflict if the server has a fixed single engine."""
     check_admin(call)
     front, _ = call.context.serving()
     if front.fleet is None:

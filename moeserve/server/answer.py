@@ -29,10 +29,14 @@ async def answer_chat(
     naming: Callable[[], AbstractContextManager[None]],
     while_running: Callable[[W], AbstractContextManager[None]] | None = None,
 ) -> web.StreamResponse:
-    """Run a conversation, and answer in the dialect that it came in.
+    """Run a conversation, and answer in the dialect of its request.
 
-    make_writer: what writes the dialect. naming: makes errors name the dialect's fields.
-    while_running: a context for the time in which the answer comes into being.
+    Args:
+        terms: The terms of the request.
+        request: The conversation.
+        make_writer: Makes the dialect's writer.
+        naming: A context in which errors name the dialect's fields.
+        while_running: A context for the time in which the answer is generated.
     """
     with naming():
         async with conversation(terms, request) as chat:
@@ -54,7 +58,9 @@ async def write_all(running: RunningRequest, writer: Writer) -> None:
 async def stream_answer(
     terms: Terms, running: RunningRequest, writer: StreamWriter
 ) -> web.StreamResponse:
-    """Send the events. Until the first delta an error is a real status; later, `writer.failure`."""
+    """Send the events. An error before the first delta sets the HTTP status; a later one becomes
+    the events of `writer.failure`.
+    """
     call = terms.call
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
@@ -90,9 +96,7 @@ async def stream_answer(
 
 
 def _send_now(stream: SseStream, writer: StreamWriter, delta: Delta) -> bool:
-    """Send a delta that is neither the last one nor has to wait for the reader; return whether it
-    was one.
-    """
+    """Send a delta at once and return True, unless it is the last one or the socket is full."""
     if delta.finish_reason is not None or not stream.free:
         return False
     if frames := writer.frames(0, delta):
@@ -101,11 +105,11 @@ def _send_now(stream: SseStream, writer: StreamWriter, delta: Delta) -> bool:
 
 
 async def _begin(stream: SseStream, deltas: Deltas, writer: StreamWriter, ping_s: float) -> None:
-    """Send the first delta, and what comes before it."""
+    """Send the opening events and the first delta."""
     first = asyncio.ensure_future(anext(deltas))
     try:
         await asyncio.wait([first], timeout=ping_s)
-        if not first.done():  # the queue is long: headers and pings show that the request is alive
+        if not first.done():  # a long queue: headers and pings keep the connection open
             await stream.start()
             await stream.send(writer.opening() or b": ok\n\n")
         prompt, delta = await first

@@ -27,7 +27,7 @@ Limit = Annotated[int, Meta(ge=1, le=2**53)]
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One key of a key file. It has either `key` or `sha256`."""
 
-    # In the access log. Without a name it has the first digits of the digest.
+    # Shown in the access log; by default the first digits of the digest.
     name: Annotated[str, Meta(max_length=64, pattern=r"^[\w .@:-]*$")] = ""
     key: Annotated[str, Meta(min_length=1)] | None = None
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
@@ -47,7 +47,7 @@ class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def digest_of(key: str) -> bytes:
-    """Return the SHA-256 of a key as it came in a header."""
+    """Return the SHA-256 of a key, as sent in a header."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -99,10 +99,10 @@ def _structured(text: str, where: str) -> list[KeyEntry]:
 
 @dataclass
 class Bucket:
-    """The rest of a limit per minute. It fills up steadily to one minute's worth.
+    """A token bucket for a limit per minute. It refills steadily, up to one minute's worth.
 
-    Answers are charged when their length is known, so `left` may fall below zero. Later requests
-    wait until it is above.
+    Answers are charged when their length is known, so `left` may fall below zero. Requests are then
+    refused until it is above.
     """
 
     per_minute: int
@@ -119,12 +119,12 @@ class Bucket:
         self._at_s = now
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until `amount` is left; 0 if it is."""
+        """Return the seconds until `amount` is available; 0 if it is now."""
         return max(0.0, amount - self.left) * 60 / self.per_minute
 
 
 class Rates:
-    """The limits of one key and their rests. None: no limit of that kind."""
+    """The rate limits of one key, and their use. None: no limit of that kind."""
 
     def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
         self.limits = requests_per_minute, tokens_per_minute
@@ -132,7 +132,7 @@ class Rates:
         self._buckets = {kind: Bucket(limit) for kind, limit in limits.items() if limit is not None}
 
     def take(self, num_tokens: int) -> None:
-        """Charge a request and its prompt. Raise RateLimited, and charge nothing then."""
+        """Charge a request and its prompt. Raise RateLimited without charging anything."""
         amounts = {"requests": 1, "tokens": num_tokens}
         for kind, bucket in self._buckets.items():
             bucket.fill()
@@ -159,7 +159,7 @@ class Rates:
             bucket.left -= num_tokens
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's headers: limits, rests, and the time until they are full again."""
+        """Return OpenAI's headers: limits, remaining amounts, and the time until they are full."""
         found = {}
         for kind, bucket in self._buckets.items():
             bucket.fill()
@@ -193,10 +193,12 @@ class Keys:
 
 
 class Auth:
-    """The keys, kept and compared as SHA-256 digests, all of them each time.
+    """The server's keys.
 
-    So timing reveals nothing about them. With user keys every route but the probes needs one;
-    without, the server is open.
+    With user keys every route but the probes needs one; without, the server is open.
+
+    Keys are kept and compared as SHA-256 digests. Each check compares all of them, so timing
+    reveals nothing.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -258,10 +260,9 @@ class Auth:
         return next((caller for caller in known if name_of(caller.owner) == name), None)
 
     def check(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller. Raise Unauthorized for a wrong key, or none where one is needed.
+        """Return the caller. Raise Unauthorized for a wrong key, or a missing one if one is needed.
 
-        A client may send a key in either header, and anything else in the other one: SDKs always
-        send a bearer.
+        A key in either header is enough, whatever the other one has: SDKs always send a bearer.
         """
         scheme, _, bearer = headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":

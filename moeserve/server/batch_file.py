@@ -1,6 +1,6 @@
-"""The files of a batch, and the loop that answers one line after the other.
+"""The input and result files of a batch, and the loop that answers the lines.
 
-The input file has lines of OpenAI's Batch format. Each line gets one line in a file of results.
+The input file is in OpenAI's Batch format. Each line gets one line in a file of results.
 `server/batches.py` and `moeserve run-batch` both use this.
 """
 
@@ -79,7 +79,9 @@ def read_input(path: Path) -> list[BatchLine]:
 
 
 class _Line(msgspec.Struct):
-    """A line before its fields are checked. Any type is read, so that a fault names the line."""
+    """A line before its fields are checked. Any type is accepted, so that a fault can name the
+    line.
+    """
 
     custom_id: Any = None
     method: Any = "POST"
@@ -214,7 +216,7 @@ Handle = Callable[[BatchLine], Awaitable[None]]
 
 
 async def answer_lines(lines: Sequence[BatchLine], handle: Handle, max_concurrency: int) -> None:
-    """Call `handle` once for each line, in order, `max_concurrency` at the same time.
+    """Call `handle` once for each line, in order, with at most `max_concurrency` at a time.
 
     The first error cancels the others and is raised.
     """

@@ -1,7 +1,7 @@
-"""/v1/batches: files of requests that run behind everything interactive, with OpenAI's states.
+"""/v1/batches: files of requests that run with the lowest priority, with OpenAI's states.
 
-All state is in the file store. Results are appended as they come, and a server that starts again
-continues with the lines that have none. Lines go through the same handlers as requests over HTTP
+All state is in the file store. Results are appended as they arrive, and a restarted server
+continues with the lines that have none. Lines use the same handlers as requests over HTTP
 (`internal.py`).
 
 Failures while a batch runs:
@@ -9,9 +9,9 @@ Failures while a batch runs:
 | failure | the batch |
 |---|---|
 | a line is answered with an error | continues; the line is in the error file |
-| the server is full, or the key's rate is used up | waits |
-| the disk does not take a result, a file or a record | waits, and continues as after a restart |
-| there is no room for more results (`files_bytes`) | fails |
+| the server is full, or the key's rate is exhausted | waits |
+| the disk fails to store a result, a file or a record | waits, and continues as after a restart |
+| there is no space for more results (`files_bytes`) | fails |
 | a bug | fails |
 """
 
@@ -77,13 +77,13 @@ class BatchesQuery(Struct, kw_only=True):
 
 
 class BatchFailed(Exception):
-    """The batch has to fail. The text is for its owner."""
+    """Raised to end a batch as failed. The message is for its owner."""
 
 
 class Batches:
-    """The batches that run.
+    """The running batches.
 
-    `num_slots` returns how many lines may run at the same time, those of all batches together.
+    `num_slots` returns how many lines of all batches may run at the same time.
     """
 
     def __init__(self, store: FileStore, ask: Ask, num_slots: Callable[[], Awaitable[int]]) -> None:
@@ -209,7 +209,7 @@ class Batches:
             try:
                 store.room.grow(file.path, len(result))
             except NoRoom:
-                what = "there is no room for more results; delete files and send the batch again"
+                what = "there is no space for more results; delete files and send the batch again"
                 raise BatchFailed(what) from None
             await store.change(file.append, result)
             count()
@@ -219,7 +219,7 @@ class Batches:
             count()
             await answer_lines(waiting, handle, num_slots)
         finally:
-            # In the thread that may still append for a line that was cancelled.
+            # `change` runs in the thread that may still append for a cancelled line.
             for file in (output, errors):
                 await store.change(file.close)
                 store.room.set_size(file.path, file.size)
@@ -241,7 +241,9 @@ class Batches:
             await asyncio.sleep(float(response.headers.get("Retry-After", 1)))
 
     async def _end(self, owner: str, batch: Batch, end: BatchState) -> None:
-        """Make files of the results, and end the batch. Raise StorageFailed; it is open then."""
+        """Make files of the results, and end the batch. If it raises StorageFailed, the batch has
+        not ended.
+        """
         for kind, id in result_ids(batch.id).items():
             name = f"{batch.id}_{kind}.jsonl"
             if await self.store.publish(owner, id, name, "batch_output") is not None:
@@ -299,7 +301,7 @@ def _faults(lines: list[BatchLine], endpoint: str) -> Iterator[BatchError]:
 
 
 async def create_batch(call: HttpCall) -> web.StreamResponse:
-    """Answer the requests in a file, behind all others; the results become files."""
+    """Answer the requests in a file with the lowest priority. The results become files."""
     store, owner = store_of(call)
     request = await call.read(BatchRequest)
     if request.output_expires_after is not None:
@@ -338,7 +340,7 @@ async def retrieve_batch(call: HttpCall) -> web.StreamResponse:
 
 
 async def cancel_batch(call: HttpCall) -> web.StreamResponse:
-    """Stop a batch. The results that it has so far become files. Takes no body."""
+    """Cancel a batch. The results so far become files. Takes no body."""
     store, owner = store_of(call)
     batch = store.find(owner, call.tail, Batch)
     assert call.context.batches is not None

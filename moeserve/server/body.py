@@ -16,18 +16,18 @@ from moeserve.text.json_schema import no_constant
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and arrays in one body
 LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
-SMALL_BODY = 64 * 1024  # bytes; such a body always has room
-MAX_BODIES = 256 * 2**20  # bytes of all larger bodies that are being read or parsed
+SMALL_BODY = 64 * 1024  # bytes; smaller bodies are always accepted
+MAX_BODIES = 256 * 2**20  # total bytes of the larger bodies that are being read or parsed
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
-# Possessive, so that a long string leaves no positions to go back to, each of which would take a
-# hundred bytes.
+# Possessive quantifiers: otherwise each character of a long string would be a backtracking position
+# of a hundred bytes.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass
 class BodyRoom:
-    """The memory of large bodies until they are parsed, which they share."""
+    """Counts the memory of the large bodies that are being read or parsed."""
 
     taken: int = 0  # bytes
 
@@ -77,10 +77,10 @@ async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) ->
 
 
 async def continue_body(request: web.BaseRequest) -> None:
-    """Let a client that waits for permission send the body."""
+    """Ask for the body if the client waits with `Expect: 100-continue`."""
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # else aiohttp thinks that the answer's head was sent
+        request.writer.output_size = 0  # otherwise aiohttp assumes that the answer's head was sent
 
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:
@@ -132,12 +132,9 @@ def _invalid_json(message: str, offset: int | None = None) -> errors.InvalidRequ
 
 
 def _check_shape(body: bytes | bytearray) -> None:
-    """Bound the depth and the number of containers, without recursion.
-
-    A body with few brackets cannot be deep.
-    """
+    """Limit the depth and the number of containers, without recursion."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
+        return  # too few brackets to be deep
     depth = 0
     containers = 0
     for match in _TOKEN.finditer(body):

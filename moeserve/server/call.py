@@ -32,16 +32,14 @@ class HttpCall:
     request: web.BaseRequest
     id: str
     caller: Caller = OPEN
-    tail: str = ""  # what follows a route that ends in a slash
-    unknown: list[str] = field(default_factory=list)  # fields that this server does not know
-    ignored: list[str] = field(
-        default_factory=list
-    )  # fields that it knows, and that change nothing
+    tail: str = ""  # the rest of the path, for routes that end in a slash
+    unknown: list[str] = field(default_factory=list)  # unknown fields in the body
+    ignored: list[str] = field(default_factory=list)  # known fields that have no effect
     # For the log:
     began: float = field(default_factory=time.monotonic)
     counts: Counts | None = None  # of a generating request
-    first_at: float | None = None  # when its first token came
-    error: str = ""  # the code of the error that it was answered with
+    first_at: float | None = None  # time of the first token
+    error: str = ""  # code of the error in the answer
 
     @property
     def is_anthropic(self) -> bool:
@@ -59,7 +57,7 @@ class HttpCall:
         return request
 
     async def read_with_raw(self, kind: type[R]) -> tuple[R, dict[str, Any]]:
-        """Return the body as a checked struct, and as it came."""
+        """Return the body as a checked struct, and as plain JSON."""
         body = await read_json(
             self.request, self.context.config.max_request_bytes, self.context.bodies
         )
@@ -81,7 +79,7 @@ class HttpCall:
             raise InvalidRequest(f"{what}, not {shown!r}", param=error.param) from None
 
     def note_unknown(self, unknown: list[str]) -> None:
-        """Refuse unknown fields under --strict. Otherwise the Warning header names them."""
+        """Refuse unknown fields if `strict` is set. Otherwise the Warning header names them."""
         if unknown and self.context.config.strict:
             raise InvalidRequest(
                 f"unknown fields: {', '.join(unknown)}", param=unknown[0], code="unknown_parameter"
@@ -115,7 +113,7 @@ class HttpCall:
 
 
 def not_resumable() -> InvalidRequest:
-    """Return the error for a request that wants to resume what is no stream."""
+    """Return the error for a Last-Event-ID on a route without resumable streams."""
     return InvalidRequest(
         f"{RESUME_HEADER} is for streams of {', '.join(RESUMABLE_PATHS)}", param=RESUME_HEADER
     )

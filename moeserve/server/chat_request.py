@@ -1,6 +1,6 @@
-"""A conversation to answer: the body of a chat, which the requests of other dialects become.
+"""`ChatRequest`, the body of a chat, to which the requests of other dialects are converted.
 
-The functions below turn it into what the model's template and the front end take.
+The functions below convert it to the arguments of the chat template and the front end.
 """
 
 from typing import Annotated, Any, Literal
@@ -36,7 +36,7 @@ class Function(Struct, kw_only=True, omit_defaults=True):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema of its arguments
-    strict: bool | None = None  # whether a call's arguments have to match it
+    strict: bool | None = None  # whether the arguments of a call must match the schema
 
 
 class Tool(Struct, kw_only=True):
@@ -55,7 +55,7 @@ class _Named(Struct):
 
 
 class _NamedTool(Struct):
-    """The tool_choice of one tool, which has to be called."""
+    """A `tool_choice` that requires a call of one tool."""
 
     type: Literal["function"]
     function: _Named
@@ -67,17 +67,17 @@ class _Allowed(Struct):
 
 
 class Tools(Struct, kw_only=True):
-    """The tools of a request, as templates and answer formats take them."""
+    """The tools of a request, in the form for templates and answer formats."""
 
-    # "named": the one callable tool has to be called.
+    # "named": the one callable tool must be called.
     choice: Literal["none", "auto", "required", "named"] = "none"
-    shown: list[dict[str, Any]] = []  # to the model, by the template
-    callable: list[dict[str, Any]] = []  # by the model
+    shown: list[dict[str, Any]] = []  # tools that the template shows to the model
+    callable: list[dict[str, Any]] = []  # tools that the model may call
     parallel: bool = True
 
     @property
     def forced(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the answer must be a call."""
         return self.choice in ("required", "named")
 
 
@@ -85,7 +85,7 @@ class Tools(Struct, kw_only=True):
 
 
 class TextPart(Struct, kw_only=True):
-    """A part of a message's content: text, or an assistant's refusal, which is text as well."""
+    """A part of a message's content: text, or an assistant's refusal, which counts as text."""
 
     type: str
     text: str | None = None
@@ -94,7 +94,7 @@ class TextPart(Struct, kw_only=True):
 
 class _Called(Struct, kw_only=True):
     name: str
-    arguments: str | dict[str, Any] | None = None  # JSON text, as OpenAI has it, or the object
+    arguments: str | dict[str, Any] | None = None  # JSON text (OpenAI) or the object
 
 
 class _ToolCall(Struct, kw_only=True):
@@ -160,7 +160,7 @@ class ChatRequest(Sampling, kw_only=True):
                     f"{param}: use tool_calls", param=param, code="unsupported_parameter"
                 )
             if len(unknown) < MAX_UNKNOWN:
-                # Clients send an answer back with fields of theirs that are empty.
+                # Clients add empty fields of their own when they send an answer back.
                 names = [name for name, value in message.items() if value not in (None, [])]
                 unknown += unknown_fields(names, Message.__struct_fields__, f"messages[{i}].")
         return unknown
@@ -240,8 +240,8 @@ def _chosen(known: dict[str, dict[str, Any]], names: list[str]) -> list[dict[str
 
 
 def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return the messages as templates take them. Raises InvalidRequest for an unknown role, for
-    content that is no text, and for calls of another shape.
+    """Convert messages to the form for templates. Raises InvalidRequest for an unknown role, for
+    content that is not text, and for malformed calls.
     """
     found = []
     for i, message in enumerate(messages):
@@ -259,7 +259,7 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
         for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 checked[name] = value
-        # What an absent content is beside calls, the template knows (see `ChatTemplate`).
+        # With calls, `ChatTemplate` decides how the template gets an absent content.
         if (text := _content(message, f"{where}.content")) or not message.tool_calls:
             checked["content"] = text
         found.append(checked)
@@ -269,8 +269,8 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
 def _content(message: Message, where: str) -> str:
     """Return the text of a message.
 
-    Only the system and users have to say something. The content of an assistant that only called
-    tools, or ended at once, is null or absent.
+    System and user messages must have text. An assistant that only called tools, or ended at once,
+    has a null or absent content.
     """
     content = message.content
     if isinstance(content, list):
@@ -296,7 +296,7 @@ def _part_text(part: TextPart, role: str, where: str) -> str:
 
 
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return an earlier call with its arguments as an object, as templates take them."""
+    """Return an earlier call with its arguments as an object, which templates expect."""
     checked = convert_at(call, _ToolCall, where)
     if not isinstance(checked.function.arguments, dict):
         checked.function.arguments = _arguments(checked.function.arguments or "")
@@ -308,8 +308,8 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 def _arguments(text: str) -> dict[str, Any]:
     """Return the arguments of an earlier call as an object.
 
-    Clients send what a model once wrote with every turn, so text that is not a JSON object (cut
-    off, say) must not end the conversation. The model reads it as {"raw": text}.
+    Clients send the model's earlier calls with every turn, so arguments that are not a JSON object
+    (for example, cut off) must not end the conversation. The model sees them as {"raw": text}.
     """
     try:
         value = msgspec.json.decode(text) if text.strip() else None

@@ -51,7 +51,7 @@ class Context:
     started: bool = False  # has been ready at least once
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.monotonic)
-    # Requests that run, by id, which two requests may share.
+    # Running requests by id. Two requests may have the same id.
     running: dict[str, list[RunningRequest]] = field(default_factory=dict)
     bodies: BodyRoom = field(default_factory=BodyRoom)
     streams: set[SseStream] = field(default_factory=set)
@@ -80,8 +80,8 @@ class Context:
 
     @property
     def phase(self) -> Phase:
-        """The progress of the start, or of a group that forms again. Otherwise the phase is named
-        like the state.
+        """The progress of the start, or of a group that forms again. Otherwise its name is that of
+        the state.
         """
         forming = self.front is not None and self.front.phase.percent < 100
         if self.state in ("ready", "draining") or (self.state == "stalled" and not forming):
@@ -104,6 +104,6 @@ class Context:
             )
         if model is not None and model not in self.front.model_names:
             served = ", ".join(map(repr, self.front.model_names))
-            what = f"the model {shorten(model)!r} does not exist here; this server has {served}"
+            what = f"the model {shorten(model)!r} does not exist; this server has {served}"
             raise ModelNotFound(what, param="model")
         return self.front, self.front.ready

@@ -1,8 +1,8 @@
 """A running chat, whatever its dialect: from a checked request to the parts of its answers.
 
 `async with conversation(terms, request) as chat:` renders the prompt and runs it; `chat.parts`
-reads its deltas. However these are merged, the texts of the parts of a choice, joined, are the
-same.
+splits its deltas into parts. The joined texts of a choice's parts do not depend on how deltas are
+merged.
 """
 
 import asyncio
@@ -58,14 +58,14 @@ class Conversation:
         self.parsed = False  # whether answers may have parts besides content
         self.running: RunningRequest
         self.num_earlier_calls = 0
-        # A stream that is resumed has the ids that it had.
+        # A resumed stream keeps its ids.
         self._key = uuid.uuid4().hex if terms.stream is None else terms.stream.id
         self._ids: list[list[str]] = [[] for _ in range(params.n)]  # of each choice's calls
 
     def parts(self, delta: Delta) -> list[Part]:
-        """Return the parts of a delta. Each delta has to come here once and in order.
+        """Return the parts of a delta. Call it once for each delta, in order.
 
-        Where a choice ends that called a tool, its finish_reason becomes "tool_calls".
+        When a choice with calls ends, its finish_reason becomes "tool_calls".
         """
         if not self.parsed:
             return [Part("content", delta.text)] if delta.text else []
@@ -90,14 +90,14 @@ class Conversation:
 
 @asynccontextmanager
 async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conversation]:
-    """Run a chat inside the block. What still runs at its end is aborted.
+    """Run a chat inside the block. Sequences that still run at its end are aborted.
 
     Raises RequestError before anything runs.
     """
     call = terms.call
     front, ready = call.context.serving(request.model)
     params = chat_params(request, front.defaults)
-    # Admission comes before any work that may be in vain.
+    # Admission comes first, so that a refused request costs no work.
     with terms.admit(front, params.n) as reservation:
         tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
         text, prompt = await render_chat(
@@ -113,7 +113,7 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
             options = await asyncio.to_thread(_reading, form, request, tools, text)
         elif tools.shown:
             raise InvalidRequest(
-                "tools: it is not known how this model writes calls; start the server with "
+                "tools: this model's format of tool calls is unknown; start the server with "
                 "--tool-format",
                 param="tools",
                 code="unsupported_parameter",
@@ -151,9 +151,9 @@ def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
 
 
 async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int]]:
-    """Return the prompt of a chat that does not run, as text and as token ids.
+    """Return the prompt of a chat as text and as token ids, without running it.
 
-    Raises RequestError as if it ran.
+    Raises the same RequestErrors as running it.
     """
     front, ready = call.context.serving(request.model)
     chat_params(request, front.defaults).check(ready.vocab_size)
@@ -178,9 +178,9 @@ async def render_chat(
     options: TemplateOptions,
     owner: str,
 ) -> tuple[str, list[int]]:
-    """Return the rendered prompt as people see it, and its ids. Neither is made on the event loop.
+    """Return the rendered prompt as readable text and as token ids, without blocking the loop.
 
-    owner: of the request. Owners take turns.
+    owner: the request's owner; owners take turns in the template sandboxes.
     """
     template = front.chat_template
     tokenizer = front.tokenizer
@@ -195,14 +195,14 @@ async def render_chat(
     offered = tools.shown or None
     if offered and not template.takes_tools:
         raise InvalidRequest(
-            "tools: this model's chat template does not know tools; start the server with another "
-            "--chat-template",
+            "tools: this model's chat template does not support tools; start the server with "
+            "another --chat-template",
             param="tools",
             code="unsupported_parameter",
         )
     for i, message in enumerate(checked):
         if (message["role"] == "tool" or "tool_calls" in message) and not template.takes_calls:
-            what = "this model's chat template does not know tool calls; write them as text"
+            what = "this model's chat template does not support tool calls; write them as text"
             raise InvalidRequest(
                 f"messages[{i}]: {what}", param=f"messages[{i}]", code="unsupported_parameter"
             )

@@ -1,7 +1,7 @@
 """Failures as JSON: {"error": {"message", "type", "param", "code"}}, or in Anthropic's shape.
 
-A 500 reveals nothing about the inside of the server. Its text is fixed, and its request id leads to
-the log line.
+A 500 reveals nothing about the server's internals. Its text is fixed; the request id identifies the
+log line.
 """
 
 import logging
@@ -43,16 +43,16 @@ class AnthropicErrorBody(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct, tag="error"):
-    """The answer of /v1/messages with an error status; elsewhere it is `ErrorResponse`."""
+    """An error answer of /v1/messages; other routes have `ErrorResponse`."""
 
     error: AnthropicErrorBody
     request_id: str
 
 
 class HttpError(RequestError):
-    """A refusal below the API: of bytes, sizes, times, methods.
+    """An error at the HTTP level: malformed bytes, sizes, timeouts, methods.
 
-    allowed: the methods of the path, for 405.
+    allowed: the path's methods, for status 405.
     """
 
     def __init__(self, status: int, code: str, message: str, allowed: Sequence[str] = ()) -> None:
@@ -68,8 +68,8 @@ def shorten(value: str) -> str:
 
 
 def error_message(error: RequestError, request_id: str) -> str:
-    """Return the message for the client. Long quoted values are cut, and a 500 has the request id
-    only.
+    """Return the message for the client. Long quoted values are shortened; a 500 has only the
+    request id.
     """
     if error.http_status == 500:
         return f"internal server error; request id {request_id}"
@@ -91,10 +91,9 @@ def error_body(error: RequestError, request_id: str, *, anthropic: bool = False)
 
 
 def as_request_error(error: BaseException, request_id: str) -> RequestError:
-    """Return a RequestError as it is. Any other exception is a bug: it is logged, and becomes a
-    plain 500.
+    """Return a RequestError unchanged. Any other exception is a bug: log it and return a plain 500.
 
-    The texts of exceptions, which may quote a request, are logged at level debug only.
+    Exception texts, which may quote a request, are logged at level debug only.
     """
     if isinstance(error, RequestError):
         if error.http_status == 500:

@@ -1,4 +1,4 @@
-"""The answer of GET /v1/experts: where experts are, how busy they are, and how the engines fare."""
+"""The answer of GET /v1/experts: placement and load of experts, and the state of the engines."""
 
 import time
 

@@ -1,4 +1,6 @@
-"""The objects of /v1/files and /v1/batches, in OpenAI's shapes: answers, and records on disk."""
+"""The objects of /v1/files and /v1/batches, in OpenAI's shapes: used as answers, and as records on
+disk.
+"""
 
 import uuid
 from collections.abc import Callable
@@ -95,7 +97,7 @@ class Batch(Answer, kw_only=True):
 def result_ids(batch_id: str) -> dict[str, str]:
     """Return the ids of a batch's result files, by kind.
 
-    They depend on the batch's id alone, so a server that starts again finds the files.
+    They depend on the batch's id alone, so a restarted server finds the files.
     """
     batch = uuid.UUID(batch_id.removeprefix("batch_"))
     return {kind: f"file-{uuid.uuid5(batch, kind).hex}" for kind in ("output", "error")}

@@ -6,8 +6,8 @@
     FOLDER/OWNER/NAME.part        an upload or a record that is being written
     FOLDER/OWNER/ID.json.damaged  a record that could not be read at a start
 
-Each owner sees their own files only. No name of a user becomes a path: owners are digests, and ids
-are made here and looked up.
+Each owner sees only their own files. No name from a user becomes a path: owners are digests, and
+ids are made here and looked up.
 """
 
 import asyncio
@@ -42,22 +42,22 @@ T = TypeVar("T")
 
 
 class NoRoom(PayloadTooLarge):
-    """The files may have no more bytes."""
+    """All files together would exceed `files_bytes`."""
 
     def __init__(self, left: int) -> None:
-        what = f"there is room for {left:,} more bytes of files (files_bytes); delete some"
+        what = f"there is space for {left:,} more bytes of files (files_bytes); delete some files"
         super().__init__(what, param="file")
 
 
 class StorageFailed(RequestError, http_status=507, type="server_error", code="storage_failed"):
-    """The disk did not take or give bytes. The request may be sent again later."""
+    """Reading or writing the disk failed. The request may be retried later."""
 
 
 class Room:
-    """An account of the bytes of all files.
+    """Counts the bytes of all files against the limit.
 
-    A writer counts the bytes here before it writes them. So the sum is never read from a folder
-    that others change, and concurrent writers share the rest.
+    A writer counts the bytes here before it writes them, so concurrent writers cannot exceed the
+    limit together, and the sum is never read from a folder that others change.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -67,7 +67,7 @@ class Room:
 
     @property
     def left(self) -> int:
-        """The number of bytes that may still be added."""
+        """Bytes that may still be added."""
         return max(0, self._max_bytes - self._used)
 
     def grow(self, path: Path, num_bytes: int) -> None:
@@ -77,7 +77,7 @@ class Room:
         self.set_size(path, self._sizes.get(path, 0) + num_bytes)
 
     def set_size(self, path: Path, num_bytes: int) -> None:
-        """Count the bytes that a file has, even if they are too many. 0: there is no such file."""
+        """Count the present bytes of a file, even above the limit. 0: the file does not exist."""
         self._used += num_bytes - self._sizes.pop(path, 0)
         if num_bytes:
             self._sizes[path] = num_bytes
@@ -91,9 +91,9 @@ class Room:
 class FileStore:
     """The files and batches of all owners. One process at a time uses the folder.
 
-    Records are kept in memory too, so looking them up never waits for the disk. Threads do all
-    other work on the disk. A change that has begun is finished even if its caller is cancelled, so
-    disk and memory stay alike.
+    Records are also in memory, so looking them up never waits for the disk. Threads do all other
+    work on the disk. A change that has begun is finished even if its caller is cancelled, so disk
+    and memory stay consistent.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -101,7 +101,7 @@ class FileStore:
         self.room = Room(max_bytes)
         self._folder = folder
         self._records: dict[str, dict[str, Record]] = {}  # owner -> id -> record, oldest first
-        self._num_coming = 0  # uploads and records that are not in _records yet
+        self._num_coming = 0  # uploads and records that will be added to _records
         self._changes: set[asyncio.Task[Any]] = set()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,12 +115,12 @@ class FileStore:
             raise ConfigError(what) from None
         except OSError as error:
             raise ConfigError(f"files_dir: cannot use {folder}: {error}") from error
-        # One thread, so that changes reach the disk in the order in which they were made.
+        # A single thread writes changes to the disk in the order in which they were made.
         self._changer = ThreadPoolExecutor(1, "file-changes")
         self._writers = ThreadPoolExecutor(WRITERS, "file-bytes")
 
     def _load(self) -> None:
-        """Read all records. One that is damaged is renamed and costs no other."""
+        """Read all records. A damaged one is renamed, and does not affect others."""
         for path in self._folder.glob("*/*.json"):
             try:
                 record = _read_record(path)
@@ -139,10 +139,10 @@ class FileStore:
             self.room.set_size(path, path.stat().st_size)
 
     def _remove_leftovers(self) -> None:
-        """Remove the bytes of files that were not finished when a server ended.
+        """Remove the bytes of files that were incomplete when a server ended.
 
-        The results of an unfinished batch have no record yet. The bytes of a damaged record stay,
-        so that somebody can repair it.
+        Keep the results of unfinished batches, which have no record yet, and the bytes of damaged
+        records, so that somebody can repair them.
         """
         for folder in {path.parent for path in self._folder.glob("*/*.data")}:
             names = {path.name.removesuffix(".damaged") for path in folder.glob("*.damaged")}
@@ -189,7 +189,7 @@ class FileStore:
         ]
 
     async def add(self, owner: str, record: Record) -> None:
-        """Keep a new record. Raise PayloadTooLarge if there are too many."""
+        """Store a new record. Raise PayloadTooLarge if there are too many."""
         self._check_count()
         self._num_coming += 1
         try:
@@ -198,7 +198,9 @@ class FileStore:
             self._num_coming -= 1
 
     async def save(self, owner: str, record: Record) -> None:
-        """Write a record, whole or not at all. Raise StorageFailed; a new one is unknown then."""
+        """Write a record, completely or not at all. If it raises StorageFailed, a new record is not
+        stored.
+        """
         await self.finish(self._save(owner, record), f"save {record.id}")
 
     async def delete(self, owner: str, id: str) -> None:
@@ -210,14 +212,14 @@ class FileStore:
         await self.finish(self._forget(owner, file), f"delete {file.id}")
 
     async def prune(self, owner: str, keep: int) -> None:
-        """Forget the oldest batches that have ended, but not the newest `keep`."""
+        """Delete ended batches, except the newest `keep` batches."""
         for batch in self.all(owner, Batch)[keep:]:
             if batch.ended:
                 await self.finish(self._forget(owner, batch), f"forget {batch.id}")
 
     def _check_count(self) -> None:
         if sum(map(len, self._records.values())) + self._num_coming >= MAX_RECORDS:
-            what = f"the server keeps {MAX_RECORDS:,} files and batches already; delete some"
+            what = f"the server already has {MAX_RECORDS:,} files and batches; delete some"
             raise PayloadTooLarge(what)
 
     async def _save(self, owner: str, record: Record) -> None:
@@ -236,7 +238,7 @@ class FileStore:
 
     async def _forget(self, owner: str, record: Record) -> None:
         if self._records[owner].pop(record.id, None) is None:
-            return  # another call has done it
+            return  # already deleted by another call
         paths = [self._record_path(owner, record.id), self.path(owner, record.id)]
         try:
             await self.change(_remove, paths)
@@ -253,7 +255,7 @@ class FileStore:
     # ---- bytes
 
     def path(self, owner: str, id: str) -> Path:
-        """Return the path of a file's bytes. The id must be one that was made here."""
+        """Return the path of a file's bytes. The id must be one that this store has made."""
         return self._folder / owner / f"{id}.data"
 
     @asynccontextmanager
@@ -313,17 +315,17 @@ class FileStore:
     # ---- threads
 
     async def change(self, work: Callable[..., T], *args: Any) -> T:
-        """Run work in the thread of all changes, after those before. Raise StorageFailed."""
+        """Run work in the thread of all changes, after earlier ones. Raise StorageFailed."""
         return await _in_thread(self._changer, work, args)
 
     async def write(self, work: Callable[..., T], *args: Any) -> T:
-        """Run work on the bytes of one file, beside other work. Raise StorageFailed."""
+        """Run work on the bytes of one file, concurrently with other work. Raise StorageFailed."""
         return await _in_thread(self._writers, work, args)
 
     async def finish(self, change: Coroutine[Any, Any, T], what: str) -> T:
-        """Await a change in a task of its own, which continues if the caller is cancelled.
+        """Await a change in a separate task, which continues if the caller is cancelled.
 
-        what: the change in words, for the log.
+        what: a description of the change for the log.
         """
         task = spawn(change, name=what, on_error=_log_failure)
         self._changes.add(task)
@@ -331,7 +333,7 @@ class FileStore:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Finish what has begun, and let another process use the folder."""
+        """Finish all changes in progress, and let another process use the folder."""
         while self._changes:
             await asyncio.gather(*self._changes, return_exceptions=True)
         self._changer.shutdown(wait=False)
@@ -360,7 +362,7 @@ class Upload:
         return await self._store.keep(self, filename, purpose)
 
     def sync(self) -> int:
-        """Bring the bytes to the disk and return their number. Blocks."""
+        """Flush the bytes to the disk (fsync) and return their number. Blocks."""
         self._write(b"")
         with self._lock:
             assert self._file is not None
@@ -401,7 +403,7 @@ async def _in_thread(threads: ThreadPoolExecutor, work: Callable[..., T], args: 
         return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        what = f"the server's disk for files (files_dir) failed: {why}; try again when it is mended"
+        what = f"the server's disk for files (files_dir) failed: {why}; retry when it is repaired"
         raise StorageFailed(what) from error
 
 
@@ -413,14 +415,14 @@ def _read_record(path: Path) -> Record:
     kind: type[Record] = Batch if path.name.startswith("batch_") else FileObject
     record = msgspec.json.decode(path.read_bytes(), type=kind)
     if record.id != path.stem:
-        raise ValueError(f"it says that it is {shorten(record.id)!r}")
+        raise ValueError(f"its id is {shorten(record.id)!r}, which is not its name")
     if kind is FileObject and not path.with_suffix(".data").is_file():
         raise ValueError("the bytes of the file are missing")
     return record
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one."""
+    """Write a file atomically: a crash leaves the old content or the new one."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
@@ -440,7 +442,7 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 
 def _sync(path: Path) -> int:
-    """Bring a file's bytes to the disk and return their number; 0 if there is no such file."""
+    """Flush a file's bytes to the disk (fsync) and return their number; 0 if it does not exist."""
     try:
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -17,12 +17,12 @@ from moeserve.server.file_store import FileStore, NoRoom, Upload, owner_key
 from moeserve.server.requests import unknown_fields
 
 OFF = (
-    "this server keeps no files; `server: {files_dir: FOLDER}` in its --config turns /v1/files and "
-    "/v1/batches on"
+    "this server stores no files; set `server: {files_dir: FOLDER}` in its --config to enable "
+    "/v1/files and /v1/batches"
 )
 CHUNK_BYTES = 2**18
-MAX_FIELD_BYTES = 1024  # of a form's field that is no file
-FRAMING_BYTES = 64 * 1024  # of a form, beside the file in it
+MAX_FIELD_BYTES = 1024  # of a form field that is not the file
+FRAMING_BYTES = 64 * 1024  # of a form, in addition to the file in it
 MAX_FIELDS = 8
 _BAD_FORM = (
     ValueError,
@@ -51,9 +51,9 @@ class FilesQuery(Struct, kw_only=True):
 
 
 async def upload_file(call: HttpCall) -> web.StreamResponse:
-    """Keep a file, sent as multipart/form-data with the fields purpose (batch) and file."""
+    """Store a file, sent as multipart/form-data with the fields purpose (batch) and file."""
     store, owner = store_of(call)
-    if not call.caller.owner:  # without a key, which other pages cannot have
+    if not call.caller.owner:  # pages of other origins do not have the key
         check_form(call.request, call.context.cors)
     if call.request.content_type != "multipart/form-data":
         what = "the Content-Type must be multipart/form-data, with the fields purpose and file"
@@ -66,7 +66,7 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
             if name not in fields:
                 raise InvalidRequest(f"{name} is required", param=name)
         if fields["purpose"] != "batch":
-            what = "purpose must be batch: files have no other use here"
+            what = "purpose must be batch: no other purpose is supported"
             raise InvalidRequest(what, param="purpose")
         if "expires_after[anchor]" in fields:
             what = "expires_after: files stay until they are deleted"
@@ -100,7 +100,7 @@ async def _receive(request: web.BaseRequest, upload: Upload) -> dict[str, str]:
 
 
 def _check_field(field: object, fields: dict[str, str]) -> None:
-    """Raise ValueError for a field that is not one of a plain form."""
+    """Raise ValueError for a field that is not valid in a plain form."""
     if not isinstance(field, BodyPartReader) or not field.name:
         raise ValueError("a field has no name")
     if field.name in fields:
@@ -125,7 +125,7 @@ async def _write(field: BodyPartReader, upload: Upload, limit: asyncio.Timeout) 
         await upload.write(chunk)
         before = num_bytes
         num_bytes += len(chunk)
-        if num_bytes >> 20 > before >> 20:  # each MiB wins more time
+        if num_bytes >> 20 > before >> 20:  # each MiB restarts the timeout
             limit.reschedule(loop.time() + READ_TIMEOUT_S)
 
 
@@ -158,14 +158,14 @@ async def file_content(call: HttpCall) -> web.StreamResponse:
 
 
 async def delete_file(call: HttpCall) -> web.StreamResponse:
-    """Delete a file that no batch is reading."""
+    """Delete a file. Status 409 while a batch reads it."""
     store, owner = store_of(call)
     await store.delete(owner, call.tail)
     return call.answer(Deleted(id=call.tail, object="file"))
 
 
 def store_of(call: HttpCall) -> tuple[FileStore, str]:
-    """Return the server's files and the caller's name in them. Raise NotFound if it keeps none."""
+    """Return the file store and the caller's owner name in it. Raise NotFound without a store."""
     if call.context.batches is None:
         raise NotFound(OFF, code="files_off")
     return call.context.batches.store, owner_key(call.caller.owner)

@@ -1,4 +1,4 @@
-"""The process of one front end of `moeserve serve --standby`; standby.py starts two of them."""
+"""The process of a front end under `moeserve serve --standby`; standby.py starts two of them."""
 
 import logging
 import os

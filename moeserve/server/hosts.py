@@ -1,8 +1,8 @@
-"""The names under which a server answers that is open to this machine.
+"""The check of the Host header, which stops DNS rebinding.
 
-A web page may point its own name at 127.0.0.1 (DNS rebinding). For the browser, a server there is
-then part of the page's site: the page may send any request and read the answers. CORS does not
-apply, since nothing crosses origins. But the browser still sends the page's name, in Host.
+A web page may point its own name at 127.0.0.1. For the browser, a server there is then part of the
+page's site: the page may send any request and read the answers. CORS does not apply, since nothing
+crosses origins. But the browser still sends the page's name, in Host.
 """
 
 import ipaddress
@@ -20,10 +20,10 @@ _HOST = re.compile(r"\*|[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 
 
 class Hosts:
-    """The rule for Host: loopback names and addresses, and those of `allowed_hosts`.
+    """The allowed hosts: loopback names and addresses, and those of `allowed_hosts`.
 
-    It applies to an address of this machine that needs no key, and wherever `allowed_hosts` is set.
-    Raise ConfigError for a host that cannot be one.
+    The check applies on a loopback address without keys, and whenever `allowed_hosts` is set.
+    Raise ConfigError for an invalid host in `allowed_hosts`.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -62,7 +62,7 @@ def host_of(request: web.BaseRequest) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address means this machine, whatever a name server says."""
+    """Whether a name or an address means this machine, independent of name servers."""
     host = host.lower().strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -1,7 +1,7 @@
-"""HTTP under the app: connections with every limit set, errors in our shape, and event streams.
+"""The HTTP layer below the app: connections with limits, errors in the API's shape, event streams.
 
-aiohttp's own defaults would inflate compressed bodies, wait for ever for a request's head, keep
-idle connections for an hour, and continue to compute for a client that has left.
+aiohttp's defaults would decompress bodies, wait forever for a request's head, keep idle connections
+for an hour, and continue to compute for a client that has disconnected.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ MAX_HEADERS = 128
 MAX_HEADER_BYTES = 16 * 1024
 MAX_FILES = 65_536
 MIN_FILES = 64  # sockets and files of the server itself
-RESERVED_FILES = 128  # for engines, checkpoints and logs; all others are for connections
-FIRST_PROBE_S = 0.25  # after the first look at a client that sends no more; doubled each time
+RESERVED_FILES = 128  # for engines, checkpoints and logs; the rest is for connections
+FIRST_PROBE_S = 0.25  # pause after the first probe of a half-closed connection; doubled each time
 MAX_PROBE_S = 4.0
-STALL_S = 30.0  # a reader of events that reads nothing for so long is gone
+STALL_S = 30.0  # a stream is dropped if its client reads nothing for this long
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 _SSE_HEADERS = {
@@ -47,7 +47,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 def request_id_of(request: web.BaseRequest) -> str:
-    """Return the client's own id if it is a harmless one, otherwise a new one."""
+    """Return the client's X-Request-Id if it is harmless, otherwise a new id."""
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
@@ -56,7 +56,7 @@ def split_target(request: web.BaseRequest) -> tuple[str, str]:
     """Return the authority and the path of a request's target (RFC 9112, section 3.2).
 
     Clients of a proxy, and some proxies, send the absolute form, `GET http://host:8000/v1/models`.
-    Others have no authority there.
+    Other targets have no authority.
     """
     target = request.raw_path
     if (absolute := _ABSOLUTE.match(target)) is not None:
@@ -65,7 +65,7 @@ def split_target(request: web.BaseRequest) -> tuple[str, str]:
 
 
 def path_of(request: web.BaseRequest) -> str:
-    """Return the path of a request, as it was sent."""
+    """Return the path of a request, not decoded."""
     return split_target(request)[1]
 
 
@@ -80,9 +80,9 @@ def check_headers(request: web.BaseRequest) -> None:
 class Connection(RequestHandler):
     """One client connection."""
 
-    # When an unfinished request head began to arrive. The first head's time starts at connect.
+    # When an incomplete request head began to arrive. The first head's time starts at connect.
     head_since: float | None = None
-    half_closed = False  # the client sends no more, and waits for its answers
+    half_closed = False  # the client has closed its sending side, and waits for its answers
 
     def __init__(
         self, server: "HttpServer", loop: asyncio.AbstractEventLoop, **options: Any
@@ -90,8 +90,8 @@ class Connection(RequestHandler):
         super().__init__(server, loop=loop, **options)
         self._server = server
         self._num_answered = 0
-        self._is_answering = False  # the head of a whole answer may have been sent
-        self._last: tuple[Any, Any] | None = None  # the last request's head, and its body
+        self._is_answering = False  # the head of a non-streamed answer may have been sent
+        self._last: tuple[Any, Any] | None = None  # head and body of the last request
 
     @property
     def idle(self) -> bool:
@@ -132,10 +132,10 @@ class Connection(RequestHandler):
         return result
 
     def eof_received(self) -> bool:  # type: ignore[override]  # as in asyncio.Protocol
-        """Handle the end of what the client sends. Return whether the connection stays open.
+        """Handle the client's end of stream. Return whether the connection stays open.
 
-        The client may have left, or wait for its answer (`nc -N`): TCP does not say which. One that
-        has got a part of a stream has left.
+        The client may have disconnected, or wait for its answer (`nc -N`): TCP does not tell which.
+        A client that has received a part of a stream counts as disconnected.
         """
         super().eof_received()
         if self.transport is None or self._has_begun() or not self._owes_an_answer():
@@ -145,9 +145,9 @@ class Connection(RequestHandler):
         return True
 
     def _owes_an_answer(self) -> bool:
-        """Return whether whole requests came, by HTTP/1.1 and without TLS.
+        """Return whether complete requests arrived, by HTTP/1.1 and without TLS.
 
-        TLS, as asyncio has it, is closed in both directions at once.
+        asyncio closes TLS in both directions at once.
         """
         if self.idle or self._last is None:
             return False
@@ -166,11 +166,11 @@ class Connection(RequestHandler):
         return request is not None and request.writer.output_size > 0
 
     def _probe_client(self, pause_s: float) -> None:
-        """End the connection of a client that has left; try again after a pause.
+        """Abort the connection if the client has disconnected; otherwise probe again after a pause.
 
-        A client that has left answers bytes with a reset. Before an answer begins, the bytes are an
-        interim response, which other clients ignore. Nobody reads the socket any more, so the reset
-        is no event of the loop.
+        A disconnected client answers any bytes with a reset. Before an answer begins, an interim
+        response (100 Continue) is sent as a probe, which other clients ignore. Nothing reads the
+        socket any more, so the event loop does not notice the reset.
         """
         if self.transport is None:
             return
@@ -189,7 +189,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the answer to a request that the parser refused, or to a bug in the app."""
+        """Return the answer to a request that the parser refused, or after a bug in the app."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so no error can be sent")
         request_id = request_id_of(request)
@@ -230,9 +230,9 @@ def _parse_error(error: BaseException | None) -> HttpError:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it may, up to MAX_FILES: each connection is one.
+    """Raise the limit of open files as far as allowed, up to MAX_FILES. Each connection needs one.
 
-    Raises ConfigError if the sockets to the engine would not fit.
+    Raises ConfigError if the limit is too low for the sockets to the engine.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
@@ -248,7 +248,7 @@ def raise_file_limit() -> None:
 class HttpServer(web.Server):
     """aiohttp's server with a `Connection` for each client.
 
-    Where the process may open no more files, each new connection closes the one that has been idle
+    When no more files can be opened, each new connection closes the connection that has been idle
     for the longest time.
     """
 
@@ -302,10 +302,10 @@ class HttpServer(web.Server):
 class SseStream:
     """One response of server-sent events.
 
-    The status line is sent by `start`, so until then an error can set it. While the socket takes
-    data (`free`), each delta is one `write`. When the socket is full, `send` waits, and the front
-    end merges the deltas that come meanwhile into one. So a slow reader costs at most its own
-    answer in memory.
+    `start` sends the status line, so an error can set the status until then. While the socket
+    accepts data (`free`), each delta is one `write`. When the socket is full, `send` waits, and the
+    front end merges the deltas that arrive meanwhile into one. So a slow reader takes at most the
+    memory of its own answer.
     """
 
     def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
@@ -341,13 +341,15 @@ class SseStream:
         )
 
     def write(self, frames: bytes) -> None:
-        """Send whole frames now, past aiohttp's writer, which costs more than the system call."""
+        """Send complete frames now, without aiohttp's writer, which costs more than the system
+        call.
+        """
         assert self._transport is not None
         self.sent_at = self._loop.time()
         self._transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames)
 
     async def send(self, frames: bytes) -> None:
-        """Send whole frames. Wait for a slow reader; raise ConnectionError when it is gone."""
+        """Send complete frames. Wait for a slow reader; raise ConnectionError when it is gone."""
         self.sent_at = self._loop.time()
         self.sending = True
         await self._response.write(frames)
@@ -374,9 +376,9 @@ class SseStream:
 
 
 class StreamWatch:
-    """One timer for all streams. It pings silent ones and drops stalled ones.
+    """One timer for all streams: pings silent ones and drops stalled ones.
 
-    Whatever goes wrong with a stream drops that stream alone.
+    An error with a stream drops only that stream.
     """
 
     def __init__(self, streams: set[SseStream], ping_s: float, *, stall_s: float = STALL_S) -> None:

@@ -1,4 +1,4 @@
-"""Internal requests, such as the lines of batches. They use the handlers, without a connection."""
+"""Internal requests, such as the lines of batches. They use the handlers without a connection."""
 
 import asyncio
 import uuid
@@ -15,7 +15,7 @@ from moeserve.server.call import HttpCall
 from moeserve.server.errors import as_request_error, error_response
 from moeserve.server.file_store import owner_key
 
-LOW_PRIORITY = 1_000_000  # behind all others: smaller numbers go first
+LOW_PRIORITY = 1_000_000  # after all others: smaller numbers go first
 
 
 class InternalCall(HttpCall):
@@ -27,10 +27,15 @@ class InternalCall(HttpCall):
 async def ask(
     app: App, connection: RequestHandler, path: str, body: bytes, owner: str
 ) -> web.Response:
-    """Return the answer to POST `path`, good or bad.
+    """Return the answer to POST `path`, also if it is an error.
 
-    owner: the owner in the file store. The request is one of the owner's API key: it pays the key's
-    rates and shares its prefix cache. connection: any one; it is not used.
+    Args:
+        app: The app.
+        connection: Any connection; it is not used.
+        path: The route.
+        body: The JSON body.
+        owner: The owner in the file store. The request belongs to the owner's API key: it counts in
+            the key's rates and shares its prefix cache.
     """
     call = InternalCall(
         app.context, _request(connection, path, body), uuid.uuid4().hex, _caller(app, owner)
@@ -45,7 +50,7 @@ async def ask(
 
 def _caller(app: App, owner: str) -> Caller:
     known = app.context.auth.owner(owner, owner_key)
-    if known is None:  # the key was removed; nobody else may share what its batches leave behind
+    if known is None:  # the key was removed: its batches share prefixes with nobody
         return Caller(owner, priority=LOW_PRIORITY)
     return Caller(known.owner, name=known.name, rates=known.rates, priority=LOW_PRIORITY)
 

@@ -1,4 +1,4 @@
-"""Logprobs in the shapes of chats, completions and vLLM's prompt_logprobs."""
+"""Logprobs in the formats of chats, completions and vLLM's prompt_logprobs."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,10 +11,10 @@ FLOOR = -9999.0  # JSON has no minus infinity
 
 
 class LogprobFormat:
-    """Writes logprobs with `num_top` alternatives.
+    """Formats logprobs with `num_top` alternatives.
 
-    as_ids: write tokens as "token_id:7", which is exact where text is not. So does a server without
-    a tokenizer.
+    as_ids: write tokens as "token_id:7", which is exact even if text is not. A server without a
+    tokenizer always does so.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""GET /metrics for Prometheus: the front end's counters.
+"""GET /metrics for Prometheus.
 
-Names are vLLM's where the meaning is the same. Labels: `engine` is an engine's data-parallel rank.
+Metrics with the meaning of a vLLM metric have its name. The label `engine` is an engine's
+data-parallel rank.
 
-With `--metrics-names vllm`, metrics that vLLM has too begin with vllm: and carry its label
+With `--metrics-names vllm`, the metrics that vLLM has too begin with vllm: and have its label
 `engine`, for dashboards and routers made for vLLM. Sums over several engines have engine="all".
 """
 
@@ -44,7 +45,7 @@ VLLM_NAMES = (  # the beginnings of vLLM's names
     "iteration_tokens_",
     "spec_decode_",
 )
-MAX_SERIES = 4096  # layers x experts; beyond it, rows per expert are in /v1/experts only
+MAX_SERIES = 4096  # layers x experts; above it, loads per expert are only in /v1/experts
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Gauge = GaugeMetricFamily
@@ -118,31 +119,31 @@ ALWAYS = (
     _Single(
         Gauge,
         "num_requests_active",
-        "sequences that a client is waiting for",
+        "sequences that clients are waiting for",
         _stat("num_active"),
     ),
     _Single(
         Gauge,
         "overlap_efficiency",
-        "1 - exposed / all communication; 1: all is hidden",
+        "1 - exposed / total communication time; 1: all is overlapped",
         _stat("total.overlap_efficiency"),
     ),
     _Single(
         Gauge,
         "kv_cache_usage_perc",
-        "share of KV blocks in use; 1 is all",
+        "fraction of KV blocks in use",
         _of("cache_usage"),
     ),
     _Single(
         Counter,
         "prompt_tokens",
-        "prompt tokens of sequences that began, cached ones included",
+        "prompt tokens of started sequences, including cached tokens",
         _stat("prompt_tokens"),
     ),
     _Single(
         Counter,
         "generation_tokens",
-        "tokens generated",
+        "generated tokens",
         _stat("generation_tokens"),
     ),
     _Single(
@@ -160,7 +161,7 @@ ALWAYS = (
     _Single(
         Counter,
         "num_preemptions",
-        "sequences sent back to wait for blocks",
+        "preemptions of sequences for lack of KV blocks",
         _stat("preemptions"),
     ),
     _Single(
@@ -172,7 +173,7 @@ ALWAYS = (
     _Single(
         Counter,
         "exposed_comm_seconds",
-        "the part for which the model stood still",
+        "the part of comm_seconds in which the model waited",
         _stat("total.exposed_comm_s"),
     ),
     _Single(
@@ -186,7 +187,7 @@ WITH_EXPERTS = (
     _Single(
         Gauge,
         "expert_balance",
-        "mean over fullest rank, for the recent load; 1 is even",
+        "mean over maximum load of ranks, recently; 1 is even",
         _of("view.experts.balance"),
     ),
     _Single(
@@ -198,7 +199,7 @@ WITH_EXPERTS = (
     _Single(
         Counter,
         "expert_moved_bytes",
-        "bytes of expert weights that ranks fetched",
+        "bytes of expert weights that ranks loaded to move experts",
         _of("view.experts.moved_bytes"),
     ),
 )
@@ -212,7 +213,7 @@ WITH_STATES = (
     _Single(
         Gauge,
         "num_states_running",
-        "state blocks that requests in the batch hold",
+        "state blocks of running requests",
         lambda scrape: scrape.num_states - scrape.last("num_free_states"),
     ),
     _Single(
@@ -226,7 +227,7 @@ WITH_DRAFTS = (
     _Single(
         Counter,
         "spec_decode_num_drafts",
-        "rows whose drafts were verified",
+        "sequences whose drafts were verified, in all steps",
         lambda scrape: scrape.stats.drafts[0],
     ),
     _Single(
@@ -242,12 +243,12 @@ WITH_DRAFTS = (
         lambda scrape: sum(scrape.stats.accepted_drafts),
     ),
 )
-# Of `FrontStats.expert_cache`, in its order: name, help, and the factor to the metric's unit.
+# For each number in `FrontStats.expert_cache`: name, help, and the factor to the metric's unit.
 EXPERT_CACHE = (
-    ("expert_cache_hits", "experts that steps found in memory or on their way there", 1),
-    ("expert_cache_misses", "experts that steps had to have read from disk", 1),
-    ("expert_cache_stall_seconds", "time for which steps waited for experts", 1e-6),
-    ("expert_cache_read_bytes", "bytes of experts read, wrong guesses included", 1),
+    ("expert_cache_hits", "experts that were in memory or being read when needed", 1),
+    ("expert_cache_misses", "experts that had to be read from disk when needed", 1),
+    ("expert_cache_stall_seconds", "time in which steps waited for experts", 1e-6),
+    ("expert_cache_read_bytes", "bytes of experts read, including unused prefetches", 1),
 )
 # name, help, and the field of `FrontStats`.
 HISTOGRAMS = (
@@ -266,16 +267,20 @@ HISTOGRAMS = (
     ),
     ("iteration_tokens_total", "tokens of an engine step", "step_tokens"),
 )
-# Counters of each engine, also of those that have gone: name, help, and the field of `EngineStats`.
+# Counters of all engines, including removed ones: name, help, and the field of `EngineStats`.
 ENGINE_COUNTERS = (
     ("engine_restarts", "times that the engine was lost and replaced", "restarts"),
-    ("engine_steps", "steps with requests of its own", "steps"),
+    ("engine_steps", "steps in which the engine had requests", "steps"),
     ("engine_step_seconds", "time of these steps in the model", "step_s"),
-    ("engine_vote_seconds", "time until all engines had agreed on these steps", "vote_s"),
+    ("engine_vote_seconds", "time of the votes on these steps", "vote_s"),
     ("engine_comm_seconds", "time of transfers between ranks, summed over transfers", "comm_s"),
-    ("engine_exposed_comm_seconds", "the part for which the model stood still", "exposed_comm_s"),
+    (
+        "engine_exposed_comm_seconds",
+        "the part of engine_comm_seconds in which the model waited",
+        "exposed_comm_s",
+    ),
 )
-# Gauges of the engines that exist: name, help, and the value of an engine and its newest step.
+# Gauges of the present engines: name, help, and the value, by an engine and its newest step.
 ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineView, Any], float]], ...] = (
     (
         "engine_up",
@@ -284,7 +289,7 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineView, Any], float]], ...] =
     ),
     (
         "engine_epoch",
-        "the epoch in which the engine serves; 0: in none",
+        "epoch of the engine's group; 0: in no group",
         lambda engine, last: engine.epoch,
     ),
     (
@@ -294,7 +299,7 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineView, Any], float]], ...] =
     ),
     (
         "engine_requests_waiting",
-        "sequences that wait in the engine",
+        "sequences waiting in the engine",
         lambda engine, last: last.num_waiting if last else 0,
     ),
 )
@@ -306,7 +311,7 @@ def exposition(context: Context) -> tuple[bytes, str]:
 
 
 class _Collector(Collector):
-    """Reads the numbers of one scrape where they already are, so counting costs nothing extra."""
+    """Collects the metrics of a scrape from existing statistics, so they cost nothing otherwise."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -317,7 +322,7 @@ class _Collector(Collector):
         yield _family(Gauge, "engine_ready", "1 while requests are served", [], [([], is_ready)])
         answers = list(context.responses.items())
         labels = ["route", "status"]
-        yield _family(Counter, "http_responses", "answers by route and status", labels, answers)
+        yield _family(Counter, "http_responses", "responses by route and status", labels, answers)
         if context.front is None:
             return
         metrics = _front_metrics(context.front)
@@ -386,7 +391,7 @@ def _accepted_by_position(stats: FrontStats, name: str) -> Metric:
     return _family(
         Counter,
         "spec_decode_num_accepted_tokens_per_pos",
-        "draft tokens that were accepted, by position behind the last known token",
+        "draft tokens that were accepted, by position after the last known token",
         ["model_name", "position"],
         [((name, position), count) for position, count in enumerate(stats.accepted_drafts)],
     )
@@ -432,7 +437,7 @@ def _expert_metrics(experts: ExpertsView, name: str) -> Iterator[Metric]:
         yield _family(
             Counter,
             "expert_rows",
-            "rows sent to each expert",
+            "tokens sent to each expert",
             ["model_name", "layer", "expert"],
             [((name, *divmod(index, num_experts)), count) for index, count in enumerate(counts)],
         )

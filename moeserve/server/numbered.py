@@ -1,7 +1,4 @@
-"""Streams whose events have ids, and the rest of an answer after one of them.
-
-`resume.py` says what an id means.
-"""
+"""Event ids of streams, and resuming an answer after one of them. `resume.py` explains the ids."""
 
 from collections.abc import AsyncIterator
 
@@ -19,7 +16,7 @@ class Numbered(StreamWriter):
         self._head = b"id: %b:" % key.encode()
         self._tokens = [0] * num_choices  # written so far, of each choice
         self._ended = [False] * num_choices
-        self._skip = 0  # events of the closing that the reader has already
+        self._skip = 0  # events of the closing that the client already has
 
     def opening(self) -> bytes:
         return self._with_ids(self._writer.opening(), during=self._position(), after=None)
@@ -50,8 +47,8 @@ class Numbered(StreamWriter):
     def _with_ids(self, frames: bytes, *, during: bytes, after: bytes | None) -> bytes:
         """Return the events of some frames with ids.
 
-        during: the position of all events but the last one. after: that of the last one; None where
-        it has none of its own.
+        during: the position of all events but the last. after: the position of the last event; None
+        if it is `during`, too.
         """
         out = b""
         events = _events(frames)
@@ -64,15 +61,15 @@ class Numbered(StreamWriter):
     async def resume(
         self, deltas: AsyncIterator[tuple[int, Delta]], position: StreamPosition
     ) -> bytes:
-        """Return the events of an answer after a position, as far as the answer is known.
+        """Return the known events of an answer after a position.
 
-        deltas: from the first one on, cut at the position (see `StreamPosition.cuts`). Raises
-        InvalidRequest if the answer ends before the position.
+        deltas: all deltas from the first on, cut at the position (see `StreamPosition.cuts`).
+        Raises InvalidRequest if the answer ends before the position.
         """
         opening = _events(self.opening())
         out = b"".join(opening[position.events :]) if position.is_start else b""
-        part = Delta(position.choice)  # the delta that the position is inside of
-        rest = dict[int, Delta]()  # what follows the position, by choice
+        part = Delta(position.choice)  # the delta that contains the position
+        rest = dict[int, Delta]()  # the known answer after the position, by choice
         while (
             self._tokens != position.tokens
             or self._ended != position.ended

@@ -1,7 +1,8 @@
-"""GET /openapi.json, made from the route table and its structs, and the page that shows it.
+"""GET /openapi.json, generated from the route table and its structs, and the page that shows it.
 
-A new route needs nothing here. Fields have the bounds of the structs; token ids have those of the
-model's vocabulary. `assets/docs` has the page, and examples of requests by operation.
+A new route needs no change here. Summaries are the handlers' docstrings; field descriptions are the
+comments beside the structs' fields. Token ids have the bounds of the model's vocabulary.
+`assets/docs` has the page, and examples of requests by operation.
 """
 
 import base64
@@ -30,19 +31,19 @@ _STATUSES = {
     400: "A field is missing, of the wrong type, or out of its range; `param` names it",
     401: "The API key is missing or wrong",
     403: "The API key does not allow this",
-    404: "There is no such model or object",
+    404: "The model or object does not exist",
     408: "The body did not arrive in time",
-    409: "The server's present state does not allow this; the message says why",
+    409: "The server's current state does not allow this; the message gives the reason",
     413: "The body is too large",
-    415: "The body is of another type, or not in UTF-8",
-    503: "Loading, draining or overloaded: try again after `Retry-After` seconds",
+    415: "The body has an unsupported media type or is not UTF-8",
+    503: "Loading, draining or overloaded: retry after `Retry-After` seconds",
 }
 _RETRY_AFTER = {
     "Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}
 }
 _REQUEST_ID = {
     "X-Request-Id": {
-        "description": "names the request in the server's log",
+        "description": "identifies the request in the server's log",
         "schema": {"type": "string"},
     }
 }
@@ -58,7 +59,7 @@ _SCHEMES = {
 def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) -> bytes:
     """Return the document as JSON.
 
-    vocab_size: None while no model is loaded. keyed: whether requests need a key.
+    vocab_size: None until the model is loaded. keyed: whether requests need a key.
     """
     kinds = {
         kind
@@ -106,7 +107,7 @@ def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) ->
 
 
 def _describe_fields(components: dict[str, Any], kinds: Collection[Any]) -> None:
-    """Make the comments beside a struct's fields the descriptions of these fields."""
+    """Use the comments beside the structs' fields as descriptions of these fields."""
     for kind in _structs_of(kinds):
         properties = components.get(kind.__name__, {}).get("properties", {})
         for base in kind.__mro__:
@@ -198,7 +199,7 @@ def _tag(route: Route) -> str:
 
 
 def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
-    """Return the answers by status: each likely one by itself, all others as `default`."""
+    """Return the responses by status: each likely status, and all others as `default`."""
     content: dict[str, Any] = {
         route.media: {} if route.gives is None else {"schema": shapes[route.gives]}
     }
@@ -224,13 +225,13 @@ def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
         found[str(status)] = {"description": _STATUSES[status], **error}
     if route.gives is protocol.StatusResponse:
         found["503"] = {
-            "description": "Not now",
+            "description": "Not ready",
             "headers": _REQUEST_ID | _RETRY_AFTER,
             "content": content,
         }
     elif "503" in found:
         found["503"]["headers"] = _REQUEST_ID | _RETRY_AFTER
-    return found | {"default": {"description": "Another failure, in the same shape", **error}}
+    return found | {"default": {"description": "Another error, in the same shape", **error}}
 
 
 def _statuses(route: Route) -> set[int]:
@@ -248,7 +249,7 @@ def _statuses(route: Route) -> set[int]:
 
 @cache
 def page() -> tuple[bytes, str]:
-    """Return the page, and the content security policy by which only its own script runs."""
+    """Return the page, and a content security policy that allows only its own script."""
     text = (_ASSETS / "index.html").read_text(encoding="utf-8")
     allowed = {}
     for tag, body in re.findall(r"<(style|script)>(.*?)</\1>", text, re.DOTALL):

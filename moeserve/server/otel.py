@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each request, below that of its sender (W3C traceparent).
+"""OpenTelemetry: a span for each request, with the client's span as parent (W3C traceparent).
 
 Needs the extra `otel`.
 """
@@ -65,12 +65,14 @@ class Spans:
         span.end(began_ns + round(record.duration_ms * 1e6))
 
     def close(self) -> None:
-        """Send the spans that wait; blocks."""
+        """Send all queued spans; blocks."""
         self._provider.shutdown()
 
 
 def spans_to(endpoint: str, model: str) -> Spans:
-    """Return spans that go to an OTLP collector (HTTP). Raise ConfigError without the extra."""
+    """Return an observer that sends spans to an OTLP collector (HTTP). Raise ConfigError without
+    the extra.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

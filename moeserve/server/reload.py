@@ -1,4 +1,4 @@
-"""Files that are read again while the server runs: when they change, and on SIGHUP."""
+"""Reloads files while the server runs: when they change, and on SIGHUP."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-CHECK_S = 2.0  # between two looks at the files
+CHECK_S = 2.0  # interval of checks for changed files
 
 T = TypeVar("T")
 Stamp = tuple[int, int, int]  # changes when a file is written or replaced
@@ -25,15 +25,15 @@ class _Watched:
     paths: Sequence[str]
     read: Callable[[], Any]
     use: Callable[[Any], None]
-    stamps: list[Stamp | None] = field(default_factory=list)  # of the content that is used
-    error: str = ""  # of the last reading
+    stamps: list[Stamp | None] = field(default_factory=list)  # of the content in use
+    error: str = ""  # error of the last attempt to read
 
 
 class Reloads:
-    """The files to watch, and what is done with their content.
+    """The watched files, and the functions that read and use them.
 
-    Files are read in a thread, and their content is used on the event loop, all of it at once.
-    Content that is bad changes nothing; it is read again until it is good.
+    A thread reads the files; their content is put to use on the event loop, all at once. Invalid
+    content changes nothing, and is read again until it is valid.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class Reloads:
     def add(self, paths: Sequence[str], read: Callable[[], T], use: Callable[[T], None]) -> None:
         """Watch files: call `read` when one changes and on SIGHUP, and `use` with its result.
 
-        Without paths it is SIGHUP alone. The present content counts as used. `read` runs in a
+        Without paths, only SIGHUP counts. The current content counts as used. `read` runs in a
         thread and may raise ConfigError.
         """
         self._watched.append(_Watched(paths, read, use, [_stamp(path) for path in paths]))
 
     async def check(self, *, force: bool = False) -> None:
-        """Read what has changed, or everything if `force`. Raise nothing."""
+        """Reload changed files, or all files if `force`. Never raises."""
         async with self._checking:
             for watched in self._watched:
                 try:
@@ -65,9 +65,9 @@ class Reloads:
         try:
             watched.use(await asyncio.to_thread(watched.read))
         except Exception as error:
-            if force or str(error) != watched.error:  # once, not at every look
+            if force or str(error) != watched.error:  # once, not at every check
                 log.error(
-                    "not reloaded, the content before stays in use: %s",
+                    "not reloaded, the previous content stays in use: %s",
                     error,
                     exc_info=None if isinstance(error, ConfigError) else error,
                 )
@@ -81,7 +81,7 @@ class Reloads:
     async def watching(self) -> AsyncIterator[None]:
         """Check on a timer and on SIGHUP inside the block.
 
-        Without anything to watch, SIGHUP ends the process as it does without a handler.
+        Without watched files, SIGHUP ends the process, because there is no handler.
         """
         if not self._watched:
             yield

@@ -1,9 +1,10 @@
-"""From a JSON object to a checked struct: which fields are refused, ignored or unknown.
+"""Converts a JSON object to a checked struct, and decides which fields are refused, ignored or
+unknown.
 
-Strange input is refused here, before it costs anything. Types are strict. A field that is null or
-absent has its default: the model's (generation_config.json), else the server's. Each route declares
-its own fields. Values inside a request are checked one by one, so that errors name their places:
-structs, and lists of objects whose `type` says what they are.
+Invalid input is refused here, before it costs anything. Types are strict. A field that is null or
+absent has its default: the model's (generation_config.json), otherwise the server's. Each route
+declares its own fields. Nested structs, and lists of objects with a `type`, are checked one by one,
+so that errors name the place.
 """
 
 import re
@@ -29,7 +30,7 @@ _NO_INTEGER = re.compile(r"Expected `int[^`]*`, got `float` - at `\$((?:\.\w+|\[
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 R = TypeVar("R", bound=Struct)
-# Field -> (reason, values that ask for nothing). So does null.
+# Field -> (reason, values without effect, which are accepted). So is null.
 Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]
 OpenName = Annotated[str, Meta(max_length=4096)]
 
@@ -37,18 +38,18 @@ OpenName = Annotated[str, Meta(max_length=4096)]
 class StreamOptions(Struct, kw_only=True):
     """The options of a stream of chunks."""
 
-    include_usage: bool = False  # a last chunk with token counts
-    continuous_usage_stats: bool = False  # token counts in every chunk
+    include_usage: bool = False  # send a last chunk with token counts
+    continuous_usage_stats: bool = False  # send token counts in every chunk
     include_obfuscation: bool = False
 
 
 class Sampling(StructuredFields, kw_only=True):
     """Fields that all generating routes share. Ranges are those of `moeserve.SamplingParams`."""
 
-    # Fields that a route refuses, besides those that all routes refuse.
+    # Fields that this route refuses, in addition to those that all routes refuse.
     refused: ClassVar[Refusals] = {}
-    # Fields that are accepted and change nothing. The Warning header names them, unless they have
-    # one of these values (or null), which ask for nothing.
+    # Fields that are accepted but have no effect. The Warning header names them, unless they have
+    # one of these default values (or null).
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"store": (False,)}
 
     model: str | None = None
@@ -86,7 +87,7 @@ class Sampling(StructuredFields, kw_only=True):
     store: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that are not null and that `SamplingParams` has, too."""
+        """Return the fields of `SamplingParams` that are not null."""
         found = {name: value for name in _PLAIN if (value := getattr(self, name)) is not None}
         if (constraint := self.constraint()) is not None:
             found["structured_outputs"] = constraint[0]
@@ -98,7 +99,7 @@ class Sampling(StructuredFields, kw_only=True):
         return []
 
     def ignored(self) -> list[str]:
-        """Return the names of the fields in this request that are accepted and change nothing."""
+        """Return the names of this request's fields that are accepted but have no effect."""
         return [
             name
             for name, harmless in self.no_effect.items()
@@ -107,9 +108,9 @@ class Sampling(StructuredFields, kw_only=True):
 
 
 _PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
-_TOOLS = "tools belong to chats: use /v1/chat/completions"
+_TOOLS = "tools are only supported in chats: use /v1/chat/completions"
 _OLD = "OpenAI's functions of 2023 are not supported: use tools and tool_choice"
-MEDIA = "this server takes and gives text only"
+MEDIA = "this server supports text only"
 _REFUSED: Refusals = {
     "tools": (_TOOLS, ([],)),
     "tool_choice": (_TOOLS, ("none",)),
@@ -132,17 +133,17 @@ _REFUSED: Refusals = {
         ("",),
     ),
     "documents": ("documents are not supported: put them into a message", ([],)),
-    "chat_template": ("a request cannot bring its own template", ()),
-    "truncate_prompt_tokens": ("prompts are never truncated here; shorten it yourself", ()),
+    "chat_template": ("a request cannot have its own template", ()),
+    "truncate_prompt_tokens": ("prompts are never truncated; shorten the prompt yourself", ()),
     "kv_transfer_params": ("KV transfer is not supported", ()),
 }
 
 
 def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
-    """Return `value` as a struct. Raises InvalidRequest naming the field.
+    """Convert `value` to a struct. Raises InvalidRequest that names the field.
 
-    strict: "5" is not an integer. 5.0 is one everywhere: many clients have no other numbers. It
-    becomes 5 in `value`.
+    strict: "5" is not an integer. 5.0 is always accepted as one, since many clients have only
+    floats; it becomes 5 in `value`.
     """
     for attempt in range(MAX_INTEGRAL_FLOATS + 1):
         try:
@@ -154,7 +155,9 @@ def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
 
 
 def _made_integer(value: Any, fault: str) -> bool:
-    """Replace the integral float that msgspec's message is about by an integer, if it is one."""
+    """Replace the float that msgspec's message is about by an integer; return False if it is not
+    integral.
+    """
     if (match := _NO_INTEGER.match(fault)) is None:
         return False
     *path, last = [int(index) if index else name for name, index in _STEP.findall(match[1])]
@@ -180,8 +183,8 @@ class Decoded(NamedTuple, Generic[R]):
     """A checked request body."""
 
     request: R
-    unknown: list[str]  # names of fields that this server does not know
-    ignored: list[str]  # names of fields that it knows, and that change nothing
+    unknown: list[str]  # names of unknown fields
+    ignored: list[str]  # names of known fields without effect
 
 
 def decode(raw: dict[str, Any], kind: type[R]) -> Decoded[R]:
@@ -231,13 +234,13 @@ def _check_common(request: Sampling) -> None:
 
 
 def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
-    """Raise ContextLengthExceeded if a text is too long even in the longest tokens.
+    """Raise ContextLengthExceeded if a text is too long even if all its tokens were the longest.
 
-    It is called before the text is tokenized.
+    Called before the text is tokenized.
     """
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
         too_long = errors.ContextLengthExceeded(
-            # Clients know the error by its first words, which are OpenAI's.
+            # Clients recognize the error by its first words, which are OpenAI's.
             f"this model's maximum context length is {max_model_len} tokens; the prompt's "
             f"{num_chars} characters do not fit",
             param=param,
@@ -248,7 +251,7 @@ def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param:
         raise too_long
 
 
-Kinds = dict[str, type[Struct]]  # the structs of objects by their `type`
+Kinds = dict[str, type[Struct]]  # `type` of an object -> its struct
 
 
 class TextItem(Struct, kw_only=True):
@@ -258,7 +261,7 @@ class TextItem(Struct, kw_only=True):
 
 
 class RefusalItem(Struct, kw_only=True):
-    """A part of an assistant's content in which it declines to answer. It is text as well."""
+    """A part of an assistant's content in which it declines to answer. It counts as text."""
 
     refusal: str
 
@@ -268,9 +271,7 @@ class RefusalItem(Struct, kw_only=True):
 
 
 def convert_at(value: Any, kind: type[R], where: str) -> R:
-    """Return a value inside a request as a struct. Raises InvalidRequest naming the field, under
-    `where`.
-    """
+    """Convert a nested value to a struct. Raises InvalidRequest that names the field at `where`."""
     try:
         return convert(value, kind)
     except errors.InvalidRequest as error:
@@ -280,23 +281,21 @@ def convert_at(value: Any, kind: type[R], where: str) -> R:
 
 
 def typed_at(value: Any, kinds: Kinds, where: str, default: str = "") -> Any:
-    """Return an object as the struct that its `type` names in `kinds`. Raises InvalidRequest."""
+    """Convert an object to the struct of its `type` in `kinds`. Raises InvalidRequest."""
     name = value.get("type") or default if isinstance(value, dict) else default
     if isinstance(name, str) and name in kinds:
         return convert_at(value, kinds[name], where)
     known = " or ".join(kinds)
     raise errors.InvalidRequest(
-        f"{where}.type must be {known}, not {shorten(str(name))!r}: {MEDIA}, and calls functions "
-        "of yours",
+        f"{where}.type must be {known}, not {shorten(str(name))!r}: {MEDIA}, and tools that the "
+        "client runs",
         param=f"{where}.type",
         code="unsupported_parameter",
     )
 
 
 def text_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> str:
-    """Return the text of a content: itself, or its parts on lines of their own. Raises
-    InvalidRequest.
-    """
+    """Return the text of a content; parts are joined by line breaks. Raises InvalidRequest."""
     return "\n".join(texts_at(content, kinds, where))
 
 
@@ -309,11 +308,12 @@ def texts_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> l
 
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Make errors about a chat that are raised inside the block name the fields of its dialect.
+    """Rename the fields in errors that are raised inside the block, from a chat's to a dialect's.
 
-    names: the chat's field -> the dialect's. [] stands for an index, which stays if both have it; a
-    dialect's name without it stands for the whole list, whose positions are others. The path after
-    a field stays.
+    Args:
+        names: The chat's field -> the dialect's field. [] stands for an index, which is kept if
+            both names have it. If only the chat's name has it, the positions in the dialect's list
+            differ, and the error names the whole list. The path after a field is kept.
     """
     try:
         yield
@@ -328,7 +328,7 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
             keeps_path = not match.groups() or "[]" in theirs
             before = match[0] if keeps_path else param
             error.param = renamed + param.removeprefix(before)
-            if error.message.startswith(before):  # elsewhere the word is prose
+            if error.message.startswith(before):  # inside the message the word may be prose
                 error.message = renamed + error.message.removeprefix(before)
             break
         raise

@@ -1,4 +1,4 @@
-"""The responses that a server stores: in memory, within bounds, each for its own key only."""
+"""The stored responses of /v1/responses: in memory, bounded, and visible only to their own key."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ Key = tuple[str, str]  # owner, response id: nobody sees another key's responses
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response and all the items that it answers, those of its predecessors included."""
+    """A response and all its input items, including those of its predecessors."""
 
     response: bytes  # JSON, like the items
     items: bytes
 
     @property
     def num_bytes(self) -> int:
-        """The approximate memory that it takes."""
+        """The approximate memory use."""
         return len(self.response) + len(self.items)
 
 
@@ -31,7 +31,7 @@ class Cancellable(Protocol):
     """A running response."""
 
     async def cancel(self) -> msgspec.Struct:
-        """End the response, and return it as far as it came."""
+        """Abort the response, and return it with the output so far."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ResponseStore:
     _running: dict[Key, Cancellable] = field(default_factory=dict)
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
-        """Store a response, and forget others to make room."""
+        """Store a response, and evict the least recently used ones if necessary."""
         if self.max_count == 0 or stored.num_bytes > self.max_bytes:
             return
         self._stored[owner, response_id] = stored
@@ -55,7 +55,7 @@ class ResponseStore:
             self.num_bytes -= forgotten.num_bytes
 
     def get(self, owner: str, response_id: str) -> Stored:
-        """Return a response. Raises NotFound, with the remedy if this server stores none."""
+        """Return a response. Raises NotFound, with the remedy if storing is off."""
         key = owner, response_id
         if key not in self._stored:
             raise NotFound(
@@ -66,13 +66,13 @@ class ResponseStore:
         return self._stored[key]
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Forget a response. Raises NotFound."""
+        """Delete a response. Raises NotFound."""
         self.num_bytes -= self.get(owner, response_id).num_bytes
         del self._stored[owner, response_id]
 
     @contextmanager
     def running(self, owner: str, response_id: str, running: Cancellable) -> Iterator[None]:
-        """Let `find_running` find a response inside the block."""
+        """Register a running response for `find_running` inside the block."""
         key = owner, response_id
         self._running[key] = running
         try:
@@ -81,16 +81,16 @@ class ResponseStore:
             del self._running[key]
 
     def find_running(self, owner: str, response_id: str) -> Cancellable | None:
-        """Return a response that is not finished, None if there is none."""
+        """Return a running response, None if there is none with that id."""
         return self._running.get((owner, response_id))
 
     def _why(self) -> str:
         if self.max_count == 0:
             return (
-                ": none are kept; set max_stored_responses under server: in a settings file, or "
+                ": storing is off; set max_stored_responses under server: in a settings file, or "
                 "send the whole input"
             )
         return (
-            f": the last {self.max_count} are, in at most {self.max_bytes:,} bytes, while the "
-            "server runs"
+            f": the server keeps the last {self.max_count} responses, in at most "
+            f"{self.max_bytes:,} bytes, until it stops"
         )

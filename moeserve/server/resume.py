@@ -1,9 +1,10 @@
 """Resumable streams: the ids of their events, and the requests that resume one after an event.
 
-An id says how many tokens of each choice had come, with "e" for a choice that had ended:
-`KEY:17.12e`. Several events may come of one delta, or before the first and after the last one;
-`KEY:17.12+0.3~2` is the second one of the delta that brought choice 0 three more tokens. `Numbered`
-writes the answer again with deltas that end at these positions, and drops what the reader has.
+An id has the number of tokens of each choice that were sent, with "e" if the choice had ended:
+`KEY:17.12e`. One delta may give several events, and there are events before the first delta and
+after the last one. `KEY:17.12+0.3~2` is the second event of the delta that added three tokens to
+choice 0. To resume, `Numbered` writes the answer again with deltas that end at these positions, and
+drops the events that the client has.
 """
 
 import hashlib
@@ -29,13 +30,13 @@ _ID = re.compile(
 
 @dataclass
 class StreamPosition:
-    """A position in an answer, which may be inside of a delta."""
+    """A position in an answer, which may be inside a delta."""
 
-    tokens: list[int]  # of each choice
-    ended: list[bool]  # whether a choice has ended
-    events: int = 0  # of the delta, or of the opening or closing, that the reader has
-    choice: int = -1  # of the delta; -1: the position is not inside of one
-    more: int = 0  # the tokens of the delta
+    tokens: list[int]  # number of tokens of each choice
+    ended: list[bool]  # whether each choice has ended
+    events: int = 0  # events of the delta, opening or closing that the client has
+    choice: int = -1  # choice of the delta; -1: the position is between deltas
+    more: int = 0  # number of tokens of the delta
     ends: bool = False  # whether the delta ends the choice
 
     @property
@@ -44,7 +45,7 @@ class StreamPosition:
         return self.choice < 0 and not any(self.tokens) and not any(self.ended)
 
     def cuts(self) -> dict[int, set[int]]:
-        """Return the token counts of each choice at which a delta has to end."""
+        """Return the token counts of each choice at which a delta must end."""
         cuts = {index: {num} for index, num in enumerate(self.tokens)}
         if self.choice >= 0:
             cuts[self.choice].add(self.tokens[self.choice] + self.more)
@@ -58,16 +59,16 @@ class StreamKey:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     digest: bytes = b""  # of the request
-    # Of a stream that is resumed:
+    # Only for a resumed stream:
     recorded: StreamLog | None = None
     position: StreamPosition | None = None
 
 
 def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
-    """Return the key of a stream that is kept, None for other answers.
+    """Return the key of a resumable stream, None for other answers.
 
-    A request that resumes a stream gets the id of the one that began it. Raises RequestError for a
-    wrong Last-Event-ID.
+    A request that resumes a stream gets the request id of the original request. Raises RequestError
+    for an invalid Last-Event-ID.
     """
     path = path_of(call.request)
     last = call.request.headers.get(RESUME_HEADER)
@@ -80,7 +81,7 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
         raise not_resumable()
     if resumable is None:
         raise InvalidRequest(
-            f"{RESUME_HEADER}: this server keeps no streams: put `resume_window: 30` under "
+            f"{RESUME_HEADER}: this server does not resume streams; set `resume_window: 30` under "
             "`server:` in the file for --config",
             param=RESUME_HEADER,
         )
@@ -120,7 +121,7 @@ def _position(id: re.Match[str]) -> StreamPosition:
 
 
 def no_such_event() -> InvalidRequest:
-    """Return the error for an id that no event of the stream has."""
+    """Return the error for an id of no event of the stream."""
     return InvalidRequest(f"{RESUME_HEADER}: the answer has no such event", param=RESUME_HEADER)
 
 

@@ -13,19 +13,19 @@ from moeserve.server.call import HttpCall
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. Of the routes that fit a request, the first one counts."""
+    """One operation. The first route that matches a request handles it."""
 
     method: str
-    # A path that ends in "/" (but "/" itself) takes the rest of the URL, up to `suffix`, as its
+    # A path that ends in "/" (except "/" itself) takes the rest of the URL, up to `suffix`, as its
     # argument.
     path: str
     handler: Callable[[HttpCall], Awaitable[web.StreamResponse]]
     takes: type[msgspec.Struct] | None = None  # the struct of the body
     gives: type[msgspec.Struct] | None = None  # the struct of the answer
-    event: Any = None  # the struct of a streamed answer's events, or a union of such
+    event: Any = None  # the struct of a streamed answer's events, or a union of structs
     query: type[msgspec.Struct] | None = None  # the struct of the URL's parameters
     probe: bool = False  # needs no key
-    form: bool = False  # the body comes as multipart/form-data, not as JSON
-    media: str = "application/json"  # the type of an answer that is no struct
-    error: type[msgspec.Struct] = ErrorResponse  # the struct of failures
+    form: bool = False  # the body is multipart/form-data, not JSON
+    media: str = "application/json"  # the media type of an answer that is not a struct
+    error: type[msgspec.Struct] = ErrorResponse  # the struct of errors
     suffix: str = ""

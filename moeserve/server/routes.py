@@ -146,5 +146,5 @@ METRICS_ROUTES = tuple(
     for route in ROUTES
     if route.gives is StatusResponse or route.path == "/metrics"
 )
-# for people, so /openapi.json leaves them out
+# The web page, which /openapi.json omits.
 PAGES = (Route("GET", "/", ui.page, probe=True), Route("GET", "/ui/", ui.asset, probe=True))

@@ -1,8 +1,8 @@
-"""`moeserve serve`: listens first, loads the model meanwhile, and ends in order.
+"""Runs the server of `moeserve serve`: listens first, loads the model meanwhile, and shuts down.
 
-The first SIGTERM or Ctrl-C drains: /readyz says 503 at once, running requests may finish for
-`shutdown_timeout` seconds, then they end with finish_reason "abort"; the exit code is 0. A second
-signal ends the process at once.
+The first SIGTERM or Ctrl-C drains: /readyz answers 503 at once, and running requests may finish
+within `shutdown_timeout` seconds, after which they end with finish_reason "abort". The exit code is
+0. A second signal ends the process at once.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ from moeserve.version import __version__
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-FLUSH_S = 5.0  # for the ends of answers to reach their clients
-JOURNAL_PAUSE_S = 1.0  # before a journal that failed is followed again
+FLUSH_S = 5.0  # time for the last events to reach the clients
+JOURNAL_PAUSE_S = 1.0  # pause before following a failed journal again
 
 T = TypeVar("T")
 OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
@@ -77,7 +77,7 @@ def serve(config: Config) -> int:
         ports.append(config.server.metrics_port)
     sockets = [bind(config.server, port) for port in ports]
     if config.parallel.standby:
-        # imported here, because it needs what starts engines
+        # Imported only here, because it imports the code that starts engines.
         from moeserve.server.standby import keep_front_ends
 
         return keep_front_ends(config, sockets)
@@ -90,7 +90,7 @@ def serve(config: Config) -> int:
 def serve_in_turn(
     config: Config, root: Root, sockets: list[socket.socket], turn: SimpleQueue[bytes]
 ) -> int:
-    """Prepare a front end of several, and serve when its turn comes. Return the exit code."""
+    """Prepare a front end under --standby, and serve when its turn comes. Return the exit code."""
     raise_file_limit()
     context = _context(config)
 
@@ -103,7 +103,7 @@ def serve_in_turn(
         context.began = time.monotonic()
         is_ours.set()
         streams = await following
-        # The files may have changed since this process began: no revoked key may come back.
+        # The files may have changed since this process started: a revoked key must not be valid.
         await _reloads(context).check(force=True)
         assert isinstance(prepared.link, Fleet)
         prepared.link.continue_from(snapshot)
@@ -117,7 +117,7 @@ def serve_in_turn(
 
 
 async def _follow(root: Root, is_ours: asyncio.Event) -> list[StreamLog]:
-    """Return the streams of the front end before this one. A bug there costs streams at most."""
+    """Return the streams of the previous front end. A bug in this only loses streams."""
     while not is_ours.is_set():
         try:
             return list((await follow(root, is_ours)).streams.values())
@@ -133,7 +133,7 @@ def _context(config: Config) -> Context:
     if config.server.access_log is not None:
         context.observers.append(AccessLog(config.server.access_log))
     if config.server.otel_endpoint is not None:
-        from moeserve.server.otel import spans_to  # here, because its library is an extra
+        from moeserve.server.otel import spans_to  # its library is optional
 
         name = (config.model.served_model_name or config.model.model).partition(",")[0]
         context.observers.append(spans_to(config.server.otel_endpoint, name))
@@ -141,23 +141,24 @@ def _context(config: Config) -> Context:
 
 
 def _reloads(context: Context) -> Reloads:
-    """Return the files to read again while the server runs."""
+    """Return the files to reload while the server runs."""
     reloads = Reloads()
     auth = context.auth
     if auth.paths:
         reloads.add(auth.paths, auth.read, auth.use)
     for observer in context.observers:
         if isinstance(observer, AccessLog):
-            reloads.add([], observer.read, observer.use)  # on SIGHUP: each line changes the file
+            # Only on SIGHUP, since each line changes the file.
+            reloads.add([], observer.read, observer.use)
     if (tls := context.tls) is not None:
         reloads.add(tls.paths, tls.read, tls.use)
     return reloads
 
 
 def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
-    """Return a socket that listens. Clients may connect from now on.
+    """Return a listening socket. Clients can connect from now on.
 
-    port: instead of the configured one. Raise AddressInUse or ConfigError.
+    port: used instead of the configured one. Raise AddressInUse or ConfigError.
     """
     host = config.host
     if host.startswith("[") and host.endswith("]"):  # an IPv6 address as in a URL
@@ -184,9 +185,9 @@ def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
 async def listening(
     sock: socket.socket, context: Context, metrics_sock: socket.socket | None = None
 ) -> AsyncIterator[None]:
-    """Answer requests on `sock` inside the block. At its end, open connections are cut off.
+    """Answer requests on `sock` inside the block. At its end, open connections are closed.
 
-    metrics_sock: answers those routes that need no key there, /metrics included.
+    metrics_sock: answers the probes and /metrics without a key.
     """
     keepalive_s = context.config.keepalive_timeout
     async with AsyncExitStack() as stack:
@@ -238,7 +239,7 @@ async def _accepting(
 
 
 async def _batches(app: App, server: HttpServer) -> Batches | None:
-    """Return the batches, those of an earlier server too. None without a folder for files."""
+    """Return the batches, including those of an earlier run. None if `files_dir` is not set."""
     config = app.context.config
     if config.files_dir is None:
         return None
@@ -302,7 +303,7 @@ async def _serve(
 
 
 def print_lines(lines: list[str]) -> None:
-    """Print lines for people. Nothing depends on them, so a full disk or a closed pipe is fine."""
+    """Print lines to stdout. A full disk or a closed pipe only gives a warning."""
     try:
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
@@ -312,7 +313,7 @@ def print_lines(lines: list[str]) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Drop the bytes that wait in a broken stream. Python would write them again at its end."""
+    """Drop the buffered bytes of a broken stream, which Python would write again at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -339,7 +340,7 @@ def _stop_signals() -> asyncio.Event:
         if stop.is_set():
             log.warning("second %s: stopping now", number.name)
             os._exit(128 + number)  # the engine process ends when its parent does
-        log.info("%s: draining; once more stops now", number.name)
+        log.info("%s: draining; a second signal stops at once", number.name)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -348,7 +349,7 @@ def _stop_signals() -> asyncio.Event:
 
 
 def _base_url(sock: socket.socket, context: Context) -> str:
-    """Return a URL under which this machine reaches the server."""
+    """Return a URL of the server for clients on this machine."""
     scheme = "http" if context.tls is None else "https"
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -357,17 +358,17 @@ def _base_url(sock: socket.socket, context: Context) -> str:
 
 
 def _hello(context: Context, sock: socket.socket) -> str:
-    """Return the first log line, while the model is still loading."""
+    """Return the text of the first log line, while the model is still loading."""
     warning = ""
     if not context.auth.required and not is_loopback(context.config.host):
-        warning = "; ANYONE who reaches this address may use it: set --api-key-file"
+        warning = "; ANYONE who can connect may use this server: set --api-key-file"
     return f"{_base_url(sock, context)} (moeserve {__version__}; loading the model){warning}"
 
 
 def _ready_lines(
     context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float
 ) -> list[str]:
-    """Return the lines for people, printed once the model is ready. seconds: the start's time."""
+    """Return the lines that are printed when the model is ready. seconds: the time of the start."""
     url = _base_url(sock, context)
     model = front.model_name
     tokens = (ready.num_blocks - 1) * ready.block_size
@@ -384,7 +385,7 @@ def _ready_lines(
         f"  keys     {keys}; routes: {url}/openapi.json",
     ]
     if context.config.ui:
-        lines.append(f"  page     {url}/ to talk to it and to watch it")
+        lines.append(f"  page     {url}/ (playground and live engine view)")
     lines += [f"  note     {note}" for note in ready.notes]
     lines.append("")
     if front.chat_template is not None:
@@ -396,14 +397,18 @@ def _ranks(front: FrontEnd) -> list[str]:
     if front.fleet is None:
         return []
     view = front.fleet.view
-    how = f"experts over {view.dp * view.tp} ranks" if view.together else "each on its own"
+    how = (
+        f"experts sharded over {view.dp * view.tp} ranks"
+        if view.together
+        else "all experts in each"
+    )
     pids = ", ".join(str(engine.pid) for engine in view.engines)
     engines = f"{view.dp} engines (dp) of {view.tp} processes (tp), {how}"
     return [f"  ranks    {engines}; engine processes {pids}"]
 
 
 def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:
-    """Return a command and a program that send a first request."""
+    """Return a shell command and a Python program that send a first request."""
     key = " -H 'Authorization: Bearer KEY'" if keyed else ""
     argument = ', api_key="KEY"' if keyed else ""
     message = '{"role": "user", "content": "Tell me a story."}'

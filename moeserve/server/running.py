@@ -1,4 +1,4 @@
-"""A generating request while it runs: the deltas of its generations, its counts and its ending."""
+"""A running request: the deltas of its generations, its token counts, and how it ends."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -15,7 +15,7 @@ Deltas = AsyncGenerator[tuple[int, Delta]]
 
 @dataclass
 class Counts:
-    """Token counts of one HTTP request, as OpenAI bills them: each prompt once, whatever n is."""
+    """Token counts of one HTTP request. Like OpenAI, each prompt counts once, whatever n is."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -51,15 +51,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """The facts that an answer begins with."""
+    """The fields that are known when an answer begins."""
 
     request_id: str
     created: int
     model: str
-    fingerprint: str  # changes when the same seed may give other tokens
+    fingerprint: str  # changes when the same seed may give different tokens
 
     def fields(self, prefix: str, object: str) -> dict[str, Any]:
-        """Return the fields of OpenAI's whole answers and chunks."""
+        """Return the common fields of OpenAI's answers and chunks."""
         return {
             "id": f"{prefix}-{self.request_id}",
             "object": object,
@@ -70,7 +70,7 @@ class AnswerHead:
 
 
 class RequestAborted(RequestError, http_status=499, code="request_aborted"):
-    """The request was ended by its id: on purpose, so clients should not send it again."""
+    """The request was aborted by its id: on purpose, so clients should not retry it."""
 
 
 class RunningRequest:
@@ -90,11 +90,11 @@ class RunningRequest:
         self.owner = owner  # see `Caller`
         self.head = head
         self.counts = counts
-        # Set once the request was ended by its id. Its reader gets finish_reason "abort".
+        # Set when the request was aborted by its id. Its client gets finish_reason "abort".
         self.aborted: RequestAborted | None = None
         self._open = {(prompt, index) for prompt in range(len(generations)) for index in range(n)}
-        # The next delta of any of several prompts. What comes while it waits here is merged by its
-        # generation, as for one prompt, so a slow reader costs no more than its own answers.
+        # The next delta of any of several prompts. While it waits here, generations merge further
+        # deltas, as with one prompt, so a slow reader takes only the memory of its own answers.
         self._queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(maxsize=1)
         self._pumps: list[asyncio.Task[None]] = []
         if len(generations) > 1:
@@ -116,7 +116,7 @@ class RunningRequest:
             for prompt, index in sorted(self._open):
                 delta = Delta(index, finish_reason="abort")
                 if (sequence := self.generations[prompt].sequences[index]).parser is not None:
-                    sequence.read(delta)  # what it held back
+                    sequence.read(delta)  # text that the parser held back
                 yield prompt, delta
 
     async def _next(self) -> tuple[int, Delta]:
@@ -131,7 +131,7 @@ class RunningRequest:
         try:
             async for delta in generation:
                 await self._queue.put((prompt, delta))
-        except Exception as error:  # of any kind: whoever reads the answer gets it
+        except Exception as error:  # raised again by `deltas`
             await self._queue.put(error)
 
     def give_to(self, taker: Callable[[Delta], bool] | None) -> None:
@@ -140,7 +140,7 @@ class RunningRequest:
             self.generations[0].taker = taker
 
     async def abort(self) -> int:
-        """End the request; its reader gets finish_reason "abort". Return the number of sequences
+        """Abort the request; its client gets finish_reason "abort". Return the number of sequences
         that were running.
         """
         num_open = len(self._open)
@@ -150,7 +150,7 @@ class RunningRequest:
         return num_open
 
     def expire(self) -> None:
-        """End the request with an error because its time is over."""
+        """Abort the request at its deadline, with an error."""
         for generation in self.generations:
             generation.abort()
             generation.fail(
@@ -158,7 +158,7 @@ class RunningRequest:
             )
 
     async def aclose(self) -> None:
-        """Abort what still runs, unless it is resumable. There is no reader any more."""
+        """Abort the sequences that still run, unless the stream is resumable."""
         await cancel(*self._pumps)
         for generation in self.generations:
             await generation.aclose()

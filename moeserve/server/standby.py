@@ -4,9 +4,9 @@
       the listening sockets               front end 1: waits, with tokenizer and templates read
       the engines, by cluster/node.py
 
-When the front end that serves dies, the other one takes over at once. Connections wait in the
-backlog meanwhile, and the engines keep their weights. All end with the root process, which does so
-little that it has few reasons to end.
+When the serving front end dies, the other one takes over at once. Meanwhile connections wait in the
+backlog, and the engines keep their weights. All processes end with the root process, which does so
+little that it hardly ever fails.
 """
 
 import asyncio
@@ -34,25 +34,25 @@ from moeserve.errors import ConfigError, EngineDied
 
 log = logging.getLogger(__name__)
 
-CRASHED = 70  # exit code of a front end after a bug (EX_SOFTWARE); other codes are for people
+CRASHED = 70  # exit code of a front end after a bug (EX_SOFTWARE); it is replaced after that
 MAX_SILENT = 10  # heartbeats that a front end may miss
 MAX_TAKEOVERS = 5  # within WINDOW_S; one more ends the server
 WINDOW_S = 300.0
-RESUME_S = 60.0  # for clients to come back for their streams, where the settings have no time
-CONNECT_S = 600.0  # for a front end to read the model's headers and connect
-MAX_PAUSE_S = 60.0  # between two starts of a front end that waits
+RESUME_S = 60.0  # default of `resume_window`: time for clients to resume their streams
+CONNECT_S = 600.0  # time for a front end to read the model's headers and connect
+MAX_PAUSE_S = 60.0  # between two starts of a standby front end
 
 
 class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Order to start a front end. It serves once a FleetSnapshot or null comes."""
+    """The order to start a front end. It serves once it receives a FleetSnapshot or null."""
 
     config: Config
     root: Root
-    fds: list[int]  # our stdout, which a launcher may read, and the listening sockets
+    fds: list[int]  # the root's stdout, which a launcher may read, and the listening sockets
 
 
 def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
-    """Serve until a signal comes or a front end ends on its own. Return the exit code."""
+    """Serve until a signal arrives or a front end exits by itself. Return the exit code."""
     if not config.server.resume_window:
         config = replace(config, server=replace(config.server, resume_window=RESUME_S))
     return asyncio.run(_keep(config, sockets))
@@ -78,13 +78,13 @@ async def _keep(config: Config, sockets: list[socket.socket]) -> int:
 
 
 def reads_again(config: ServerConfig) -> bool:
-    """Return whether a front end reads files again on SIGHUP. Otherwise SIGHUP ends a process."""
+    """Whether a front end reloads files on SIGHUP. Otherwise SIGHUP ends the process."""
     files = config.api_key_file, config.admin_key_file, config.ssl_certfile, config.access_log
     return any(files)
 
 
 class FrontEndProcess:
-    """A front end, and the agent that starts its engines once it serves."""
+    """A front end's process, and the agent that starts its engines once it serves."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class FrontEndProcess:
     ) -> None:
         """Start the process. Raise ConfigError.
 
-        number: of this front end, from 0. follows: that of the one that serves, or -1.
+        number: number of this front end, from 0. follows: number of the serving one, or -1.
         """
         address = f"ipc://{host.folder}/root-{number}.sock"
         token = secrets.token_hex(16)
@@ -130,15 +130,15 @@ class FrontEndProcess:
             raise
 
     def serve(self, snapshot: FleetSnapshot | None) -> None:
-        """Let the front end serve, with the engines that the one before had in the end."""
+        """Let the front end serve, with the engines of the previous one."""
         self.agent.continue_from(snapshot)
         self._agent_task = spawn(self.agent.run(), name="agent", on_error=self._agent_failed)
         self.child.hand_over(msgspec.json.encode(snapshot))
 
     def _agent_failed(self, name: str, error: Exception) -> None:
-        """End a front end that cannot start engines any more, so that the next one takes over."""
+        """Kill a front end that cannot start engines any more, so that the next one takes over."""
         if isinstance(error, EngineDied) and self.agent.beats:
-            return  # the front end ends; one that does not is silent now, and killed for that
+            return  # the front end ends; if it does not, it is silent now and will be killed
         log_error(name, error)
         self.child.kill(f"lost its agent: {error}")
 
@@ -156,17 +156,17 @@ class FrontEndProcess:
 
 
 class FrontEnds:
-    """The front end that serves, and the one that waits."""
+    """The serving front end, and the standby."""
 
     def __init__(self, config: Config, host: LocalHost, orphans: Orphans, fds: list[int]) -> None:
         self._config = config
         self._host = host
         self._orphans = orphans
         self._fds = fds
-        self._number = 0  # of the next one
+        self._number = 0  # number of the next front end
         self._stopping = False
-        self._failures = 0  # of front ends that waited, in a row
-        self._next_s = 0.0  # when to start another one that waits
+        self._failures = 0  # consecutive failures of standby front ends
+        self._next_s = 0.0  # earliest start of the next standby
         self._secret = secrets.token_hex(16)
         self._serving = self._new(-1)
         self._waiting: FrontEndProcess | None = None
@@ -185,16 +185,16 @@ class FrontEnds:
         )
 
     def stop(self) -> None:
-        """Let running requests finish. A second call ends them."""
+        """Let running requests finish. A second call aborts them."""
         self._stopping = True
         self._serving.child.terminate()
 
     def reload(self) -> None:
-        """Let the front end that serves read its files again. The next one does when it begins."""
+        """Make the serving front end reload its files. The standby does so when its turn comes."""
         self._serving.child.send_signal(signal.SIGHUP)
 
     async def run(self) -> int:
-        """Serve until a front end ends for good. Return its exit code."""
+        """Serve until a front end ends without a crash. Return its exit code."""
         takeovers: deque[float] = deque(maxlen=MAX_TAKEOVERS)
         snapshot: FleetSnapshot | None = None
         while True:
@@ -217,18 +217,18 @@ class FrontEnds:
             self._serving = waiting if waiting is not None and is_there else self._new(-1)
 
     async def _until_death(self) -> Death:
-        """Return when the front end that serves is dead. Replace the other one when it dies."""
+        """Wait until the serving front end is dead. Replace the standby when it dies."""
         serving = self._serving
         silent = 0
         beats = 0
         dying = asyncio.create_task(serving.child.death())
         while not dying.done():
-            # Once the first one has read its settings: what is wrong with them is said once then.
+            # Only after the first one has read its settings, so that their errors appear once.
             if beats and not self._stopping:
                 await self._keep_one_waiting()
             await asyncio.wait([dying], timeout=HEARTBEAT_S)
-            # Turns of this loop are counted, not seconds: after the whole machine stood still
-            # nobody is to blame.
+            # Count iterations of this loop, not seconds: if the whole machine was suspended, no
+            # process was silent.
             silent = silent + 1 if beats and beats == serving.agent.beats else 0
             beats = serving.agent.beats
             if silent >= MAX_SILENT:
@@ -236,13 +236,13 @@ class FrontEnds:
         return dying.result()
 
     async def _keep_one_waiting(self) -> None:
-        """Replace a front end that waits and has died, and start one where there is none."""
+        """Replace a dead standby, or start one if there is none."""
         if self._waiting is not None and not self._waiting.child.alive:
             await self._waiting.close()
             lived_s = (await self._waiting.child.death()).lived_s
             self._waiting = None
             self._failures = 0 if lived_s > MAX_PAUSE_S else self._failures + 1
-            self._retry_later("the front end that stood by is gone")
+            self._retry_later("the standby front end has died")
         if self._waiting is None and time.monotonic() >= self._next_s:
             try:
                 self._waiting = self._new(self._serving.number)

@@ -28,7 +28,7 @@ async def readyz(call: HttpCall) -> web.StreamResponse:
 
 
 async def startupz(call: HttpCall) -> web.StreamResponse:
-    """Answer 200 once the model has been ready, whatever comes later."""
+    """Answer 200 once the model has been ready, even if it is not ready any more."""
     return _status(call, call.context.started)
 
 
@@ -50,7 +50,7 @@ async def version(call: HttpCall) -> web.StreamResponse:
 
 
 async def receipt_key(call: HttpCall) -> web.StreamResponse:
-    """Return the public key of receipts, and the weights and numerics that they name."""
+    """Return the public key of receipts, and the weights and numerics in them."""
     front, ready = call.context.serving()
     signer = front.receipt_signer
     if signer is None or signer.key is None:
@@ -62,7 +62,7 @@ async def receipt_key(call: HttpCall) -> web.StreamResponse:
 
 
 async def list_models(call: HttpCall) -> web.StreamResponse:
-    """List the one model that is served, by each of its names."""
+    """List the served model under each of its names."""
     front, _ = call.context.serving()
     return call.answer(ModelList(data=[_card(call, name) for name in front.model_names]))
 
@@ -71,7 +71,7 @@ async def retrieve_model(call: HttpCall) -> web.StreamResponse:
     """Describe a model; its id may contain slashes."""
     if not call.tail:
         call.context.serving()
-        raise ModelNotFound("no model is named in the path")
+        raise ModelNotFound("the path has no model name")
     return call.answer(_card(call, call.tail))
 
 
@@ -89,8 +89,8 @@ def _card(call: HttpCall, name: str) -> ModelCard:
 
 
 async def metrics(call: HttpCall) -> web.StreamResponse:
-    """Return numbers for Prometheus."""
-    # Imported at the first scrape, in a thread: its library would delay the start.
+    """Return metrics in Prometheus's text format."""
+    # Imported at the first scrape, in a thread, because its library would delay the start.
     module = await asyncio.to_thread(import_module, "moeserve.server.metrics")
     body, media_type = module.exposition(call.context)
     return web.Response(body=body, headers=call.headers() | {"Content-Type": media_type})
@@ -102,17 +102,18 @@ class WatchQuery(msgspec.Struct):
     stream: Annotated[
         bool | msgspec.UnsetType,
         msgspec.Meta(
-            description="send it each interval_s, until the client leaves or the server drains"
+            description="send the state every interval_s seconds, until the client disconnects or "
+            "the server drains"
         ),
     ] = msgspec.UNSET
     interval_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = 1.0
 
 
 async def experts(call: HttpCall) -> web.StreamResponse:
-    """Show where experts are, how busy, and how the engines fare; `stream=true`: again each
-    `interval_s`.
+    """Return the placement and load of experts, and the state of the engines. With `stream=true`,
+    send them every `interval_s` seconds.
     """
-    from moeserve.server.experts import expert_status  # here, because of numpy
+    from moeserve.server.experts import expert_status  # imports numpy
 
     front, _ = call.context.serving()
     query = call.query(WatchQuery)

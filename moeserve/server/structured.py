@@ -1,7 +1,7 @@
-"""The fields of a request that constrain the text of its answer, and the constraint they make.
+"""The fields of a request that constrain the text of its answer.
 
 `response_format` is OpenAI's, `structured_outputs` vLLM's, `guided_*` are vLLM's older names.
-`strict` of a JSON schema changes nothing: every schema is enforced.
+`strict` of a JSON schema has no effect: every schema is enforced.
 """
 
 from typing import Annotated, Any, Literal
@@ -27,8 +27,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | None = None  # of a json_object, as llama.cpp and Together have it
-    structures: list[Any] | None = None  # of a structural_tag, like triggers
+    schema: dict[str, Any] | None = None  # for json_object, as in llama.cpp and Together
+    structures: list[Any] | None = None  # for structural_tag, like triggers
     triggers: list[Any] | None = None
 
 
@@ -44,9 +44,9 @@ class StructuredFields(Struct, kw_only=True):
     guided_whitespace_pattern: str | None = None
 
     def constraint(self) -> tuple[StructuredOutputsParams, str] | None:
-        """Return the constraint and the field that has it; None if any text will do.
+        """Return the constraint and the name of its field; None without a constraint.
 
-        Raises InvalidRequest for several, or for fields that do not belong together.
+        Raises InvalidRequest for several constraints or contradicting fields.
         """
         options = self.structured_outputs or StructuredOutputsParams()
         asked = {

@@ -33,7 +33,7 @@ S = TypeVar("S", bound=Sampling)
 
 
 class Terms:
-    """What one generating request may use, by its key, its headers and its body."""
+    """The terms of one generating request, from its key, its headers and its body."""
 
     def __init__(self, call: HttpCall, request: Sampling, stream: StreamKey | None) -> None:
         self.call = call
@@ -49,13 +49,13 @@ class Terms:
         return self.stream is not None and self.stream.recorded is not None
 
     def time_left_s(self) -> float | None:
-        """Return the seconds until the request must be over; None for no limit."""
+        """Return the seconds until the request's deadline; None for no limit."""
         return None if self._ends_at is None else self._ends_at - time.monotonic()
 
     def admit(
         self, front: FrontEnd, num_sequences: int
     ) -> AbstractContextManager[Reservation | None]:
-        """Reserve room for the request's sequences; None if the request resumes a stream.
+        """Reserve the admission of the request's sequences; None if the request resumes a stream.
 
         Raises what `FrontEnd.admit` raises.
         """
@@ -72,7 +72,9 @@ class Terms:
             self.call.caller.rates.take(0 if self.resumes else num_prompt_tokens)
 
     def settle(self, generations: Sequence[Generation]) -> None:
-        """Charge the tokens that were generated, and note the time of the first one."""
+        """Charge the generated tokens that were not charged yet, and record the time of the first
+        one.
+        """
         call = self.call
         sequences = [sequence for generation in generations for sequence in generation.sequences]
         call.first_at = min((s.first_at for s in sequences if s.first_at is not None), default=None)
@@ -98,7 +100,7 @@ class Terms:
                     key.recorded, options.get("parser"), key.position.cuts()
                 )
         except TimeoutError:
-            raise DeadlineExceeded("the stream was not replayed in the request's time") from None
+            raise DeadlineExceeded("the stream was not replayed before the deadline") from None
 
     def record(self, front: FrontEnd, generation: Generation) -> None:
         """Keep the generation of a new stream, so that it can be resumed."""
@@ -124,14 +126,16 @@ async def read_generating(call: HttpCall, kind: type[S]) -> tuple[S, Terms]:
 
 
 def _priority(caller: Caller, asked: int | None) -> int:
-    """Return the priority that a request asks for, but none before that of its key."""
+    """Return the requested priority, but not an earlier one than the key's."""
     if caller.priority is None or asked is None:
         return (caller.priority if asked is None else asked) or 0
     return max(caller.priority, asked)
 
 
 def _salt(call: HttpCall, asked: str | None) -> str:
-    """Return the cache salt. It keeps hits, which can be timed, among the requests of one key."""
+    """Return the cache salt. With several keys it includes the owner: cache hits can be timed, so
+    keys must not share prefixes.
+    """
     owner = call.caller.owner if call.context.auth.several_owners else ""
     return f"{owner}:{asked or ''}" if owner or asked else ""
 
@@ -161,9 +165,16 @@ async def running_request(
 ) -> AsyncIterator[RunningRequest]:
     """Run all prompts or none inside the block. Sequences that still run at its end are aborted.
 
-    reservation: from `terms.admit`. options: further arguments of `FrontEnd.generate`. The request
-    is known by its id meanwhile. Raises what `FrontEnd.generate` raises for the first refused
-    prompt.
+    The request is registered by its id meanwhile. Raises what `FrontEnd.generate` raises for the
+    first refused prompt.
+
+    Args:
+        terms: The terms of the request.
+        front: The front end.
+        prompts: Token ids.
+        params: The sampling parameters.
+        reservation: From `terms.admit`.
+        options: Further arguments of `FrontEnd.generate`.
     """
     call = terms.call
     counts = Counts(prompt_tokens=sum(map(len, prompts)))
@@ -192,9 +203,9 @@ async def running_request(
     try:
         yield running
     except (ConnectionError, asyncio.CancelledError):
-        raise  # the reader left, and may come back
+        raise  # the client disconnected, and may resume the stream
     except Exception:
-        if not terms.resumes:  # a stream survives a request for a place that it does not have
+        if not terms.resumes:  # a failed request to resume does not end the stream
             await running.abort()
         raise
     finally:

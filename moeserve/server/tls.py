@@ -1,18 +1,19 @@
-"""TLS: the server's certificate and key, which may be replaced while it runs."""
+"""TLS: the server's certificate and key, which can be replaced while it runs."""
 
 import ssl
 
 from moeserve.config import ServerConfig
 from moeserve.errors import ConfigError
 
-HANDSHAKE_S = 15.0  # for a client to finish the handshake
-GOODBYE_S = 2.0  # for a client to answer the end of a connection
+HANDSHAKE_S = 15.0  # time for a client to finish the handshake
+GOODBYE_S = 2.0  # time for a client to confirm the end of a connection
 
 
 class Tls:
-    """The certificate and key of new connections. Open ones keep those with which they began.
+    """The certificate and key of new connections. Open connections keep theirs.
 
-    A listener has one context for good, so that context asks for the present one in each handshake.
+    A listener cannot change its SSL context, so its context looks up the current one in each
+    handshake.
     """
 
     def __init__(self, certfile: str, keyfile: str | None) -> None:
@@ -24,12 +25,12 @@ class Tls:
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called in each handshake, also without a server name."""
+        """Use the current context. Called in each handshake, also without a server name."""
         if connection.context is not self._present:
             connection.context = self._present
 
     def use(self, context: ssl.SSLContext) -> None:
-        """Use a context that `read` returned for all later connections."""
+        """Use a context from `read` for all later connections."""
         self._present = context
 
     def read(self) -> ssl.SSLContext:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's formats."""
 
 import asyncio
 from typing import Any
@@ -42,7 +42,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class TokenizerInfo(Answer, kw_only=True):
-    """The fields of tokenizer_config.json, for clients that count tokens by HTTP."""
+    """The fields of tokenizer_config.json, for clients that count tokens over HTTP."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     bos_token: str | None = None

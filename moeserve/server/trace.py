@@ -27,7 +27,7 @@ class TraceQuery(msgspec.Struct):
 
 
 class TraceItem(msgspec.Struct, kw_only=True):
-    """A span of `dur` microseconds, or a name or a sort index of a pid or tid."""
+    """A span of `dur` microseconds, or metadata (a name or a sort index) of a pid or tid."""
 
     name: str
     ph: str  # "X": a span; "M": metadata
@@ -57,7 +57,7 @@ class TraceFile(msgspec.Struct, kw_only=True, rename="camel"):
 async def take_trace(call: HttpCall) -> web.StreamResponse:
     """Trace the next step on all ranks, for ui.perfetto.dev.
 
-    Takes no body; waits for a step up to `timeout_s`.
+    Takes no body. Waits up to `timeout_s` seconds for a step.
     """
     check_admin(call)
     front, ready = call.context.serving()
@@ -67,7 +67,7 @@ async def take_trace(call: HttpCall) -> web.StreamResponse:
 
 
 def trace_file(trace: Trace, view: FleetView) -> TraceFile:
-    """Return a trace with a process per rank and a thread per track. The first span begins at 0."""
+    """Convert a trace: a process per rank, a thread per track. The first span begins at 0."""
     hosts = {engine.rank: engine.host for engine in view.engines}
     zeros_ns = _zeros_ns(trace.ranks, hosts)
     starts_ns = [
@@ -88,9 +88,9 @@ def trace_file(trace: Trace, view: FleetView) -> TraceFile:
 
 
 def _zeros_ns(ranks: Iterable[Traced], hosts: Mapping[int, str]) -> dict[str, int]:
-    """Return one moment on the clock of each machine.
+    """Return the time of the same moment on the clock of each machine.
 
-    Clocks count from different zeros, but all engines begin the step at about the same time.
+    Clocks have different origins, but all engines begin the step at about the same time.
     """
     zeros_ns: dict[str, int] = {}
     for rank in ranks:

@@ -1,7 +1,7 @@
 """The page at `/` and its files: a playground and a live view of the engine.
 
-The page uses the API as any client does. No key is needed to load it; it asks for one when the API
-needs it. The policy lets it load, run and reach nothing but files and routes of this server.
+The page uses the API like any client. It loads without a key, and asks for one when the API needs
+it. Its content security policy allows only files and routes of this server.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _TYPES = {
     "svg": "image/svg+xml",
 }
 _HEADERS = {
-    # Browsers keep the files, but ask each time: the files of one version belong together.
+    # Browsers cache the files but revalidate them, since the files of one version belong together.
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; form-action 'none'; base-uri 'none'; "
@@ -64,7 +64,7 @@ def _send(call: HttpCall, name: str) -> web.Response:
     body, own = file
     headers = call.headers() | _HEADERS | own
     known = call.request.headers.get("If-None-Match", "")
-    # A proxy that compresses makes the tag weak, W/"...", which is as good here.
+    # A proxy that compresses makes the tag weak (W/"..."), which is sufficient here.
     if own["ETag"] in known:
         return web.Response(status=304, headers=headers)
     return web.Response(body=body, headers=headers)

@@ -1,9 +1,9 @@
-"""Writers turn the deltas of an answer into a dialect: events of a stream, or one whole answer.
+"""Writers convert the deltas of an answer to a dialect: events of a stream, or one whole answer.
 
-`ChunkWriter` is for OpenAI's older dialects, whose streams are chunks of several choices,
-`EventWriter` for the newer ones, whose streams are named events about the blocks of one answer. A
-plain chunk costs one JSON encoding of its text and two concatenations: what stays the same in all
-chunks of a choice is encoded once.
+`ChunkWriter` is for OpenAI's older dialects, whose streams are chunks of several choices.
+`EventWriter` is for the newer ones, whose streams are named events about the blocks of one answer.
+A plain chunk costs one JSON encoding of its text and two concatenations, because the constant parts
+of a choice's chunks are encoded once.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from moeserve.server.requests import Sampling, StreamOptions
 from moeserve.server.running import RunningRequest
 from moeserve.text.answer_format import Part
 
-MARK = "\0"  # stands for the text of a chunk in its template
+MARK = "\0"  # placeholder for the text of a chunk in its template
 
 OpenChoice = protocol.OpenChatChoice | protocol.OpenCompletionChoice
 encode = msgspec.json.Encoder().encode
@@ -56,7 +56,7 @@ class Writer(StreamWriter):
 
     @abstractmethod
     def add(self, prompt: int, delta: Delta) -> None:
-        """Add a delta to a whole answer, and count its tokens."""
+        """Add a delta to the whole answer, and count its tokens."""
 
     @abstractmethod
     def whole(self) -> msgspec.Struct:
@@ -64,9 +64,9 @@ class Writer(StreamWriter):
 
 
 class ChunkWriter(Writer):
-    """Writes choices. The number of a choice is prompt number * n + sequence number."""
+    """Writes choices. The index of a choice is prompt number * n + sequence number."""
 
-    # The struct of a choice that ends.
+    # The struct of a choice in its last chunk.
     last_choice: type[protocol.ChatChunkChoice] | type[protocol.CompletionChoice]
 
     def __init__(
@@ -76,7 +76,7 @@ class ChunkWriter(Writer):
         chunk: protocol.ChatCompletionChunk | protocol.Completion,
         form: LogprobFormat | None,
     ) -> None:
-        """chunk: the fields that all chunks begin with. form: None without logprobs."""
+        """chunk: the common fields of all chunks. form: None without logprobs."""
         options = request.stream_options or StreamOptions()
         self.running = running
         self.counts = running.counts
@@ -96,13 +96,13 @@ class ChunkWriter(Writer):
         ]
         self._before = [self._head + before for before, _ in templates]
         self._after = templates[0][1] + self._tail
-        # Of a whole answer: [prompt][sequence], and the texts of each choice.
+        # For a whole answer: the sequences as [prompt][sequence], and the texts of each choice.
         self._sequences = [[Delta(index) for index in range(self.n)] for _ in range(num_prompts)]
         self._texts: list[list[str]] = [[] for _ in templates]
 
     @abstractmethod
     def choice(self, index: int, text: str) -> OpenChoice:
-        """Return a choice that does not end."""
+        """Return a choice of a chunk that is not its last."""
 
     @abstractmethod
     def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> Any:
@@ -135,7 +135,7 @@ class ChunkWriter(Writer):
         )
 
     def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:
-        """Put a delta's logprobs and token ids into its choice, if they were asked for."""
+        """Add a delta's logprobs and token ids to its choice, if requested."""
         if self.form is not None:
             choice.logprobs = self.logprobs(choice.index, self.form, delta)
         if self.token_ids:
@@ -163,7 +163,7 @@ class ChunkWriter(Writer):
         self._sequences[prompt][delta.index].add(delta)
 
     def sequences(self) -> list[list[Delta]]:
-        """Return the added sequences as [prompt][sequence], each in one delta."""
+        """Return the added sequences as [prompt][sequence], each merged into one delta."""
         texts = iter(self._texts)
         for sequences in self._sequences:
             for sequence in sequences:
@@ -172,10 +172,10 @@ class ChunkWriter(Writer):
 
 
 class EventWriter(Writer):
-    """Writes blocks, one after the other: text, reasoning or a call.
+    """Writes an answer as a sequence of blocks: text, reasoning or a call.
 
-    Subclasses keep the answer itself, whose last block is the open one, and emit events about each
-    change. Without a stream, events are not encoded.
+    Subclasses hold the answer, whose last block is the open one, and emit an event for each change.
+    Without a stream, events are not encoded.
     """
 
     def __init__(self, chat: Conversation, *, stream: bool) -> None:
@@ -184,25 +184,25 @@ class EventWriter(Writer):
         self.last = Delta(0)  # the latest delta
         self._stream = stream
         self._frames = bytearray()
-        # Of the open block: "content", "reasoning", "arguments" (of a call), or "" for none.
+        # Kind of the open block: "content", "reasoning", "arguments" (a call), or "" for none.
         self.kind = ""
         self._texts: list[str] = []  # of the open block
 
     @abstractmethod
     def begin_block(self, part: Part) -> None:
-        """Begin a block of a part's kind, without its text, but with a call's name."""
+        """Begin a block of the part's kind. A call has its name; the text follows later."""
 
     @abstractmethod
     def extend_block(self, text: str) -> None:
-        """Emit the event about more text of the open block."""
+        """Emit the event for more text of the open block."""
 
     @abstractmethod
     def end_block(self, text: str, *, complete: bool) -> None:
-        """End the open block, whose text is known now. complete: whether it was not cut off."""
+        """End the open block with its whole text. complete: False if it was cut off."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Set what is known only at the end of the answer."""
+        """Set the fields that are known only at the end of the answer."""
 
     def add(self, prompt: int, delta: Delta) -> None:
         self.counts.add(delta)
@@ -218,10 +218,10 @@ class EventWriter(Writer):
             self.aborted()
 
     def aborted(self) -> None:
-        """Act on the end of a request that was aborted."""
+        """Handle the end of an aborted request."""
 
     def begin(self, part: Part) -> None:
-        """Begin a block. The arguments of a call belong to its block."""
+        """Begin a block. A call and its arguments are one block."""
         self.kind = "arguments" if part.kind == "call" else part.kind
         self.begin_block(part)
 
@@ -237,7 +237,7 @@ class EventWriter(Writer):
         return self.emitted()
 
     def emit(self, event: Any) -> None:
-        """Emit an event, a struct with a `type`, as it is now: what it refers to may change."""
+        """Emit an event, a struct with a `type`. Encode it at once, since it may change later."""
         if self._stream:
             self._frames += b"event: " + event.type.encode() + b"\ndata: " + encode(event) + b"\n\n"
 

@@ -106,7 +106,7 @@ async def until_two(pair: Server) -> None:
 def test_the_banner_says_what_runs(pair: Server) -> None:
     pids = ", ".join(str(engine.pid) for engine in engines(pair))
     assert (
-        "2 engines (dp) of 1 processes (tp), experts over 2 ranks; engine processes"
+        "2 engines (dp) of 1 processes (tp), experts sharded over 2 ranks; engine processes"
         in pair.log.read_text()
     )
     assert pids in pair.log.read_text()

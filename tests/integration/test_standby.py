@@ -78,7 +78,7 @@ def engines(server: Server) -> set[int]:
 
 def stands_by(server: Server) -> Callable[[], bool]:
     """Return a condition: a standby follows the journal of the active front end."""
-    news = ("a front end stands by", "takes over", "that stood by is gone")
+    news = ("a front end stands by", "takes over", "the standby front end has died")
 
     def last_news() -> str:
         lines = server.log.read_text().splitlines()

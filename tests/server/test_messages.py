@@ -315,7 +315,7 @@ REFUSED = [
         "thinking.budget_tokens must be below max_tokens",
     ),
     ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
-    ({"stop": ["x"]}, "stop: here it is stop_sequences"),
+    ({"stop": ["x"]}, "stop: use stop_sequences on this route"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"container": "c"}, "container"),

@@ -24,7 +24,7 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
 
 
 async def render(call: HttpCall) -> web.StreamResponse:
-    """Show the prompt that a conversation becomes, as text and as token ids."""
+    """Return the rendered prompt of a conversation, as text and as token ids."""
     request = await call.read(ChatRequest)
     with fields_named(_NAMES):
         text, prompt = await prompt_of(call, request)

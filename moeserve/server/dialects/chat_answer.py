@@ -48,7 +48,7 @@ class ChatWriter(ChunkWriter):
         return form.chat(delta.logprobs)
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
-        """Return the chunks of a delta: of a parsed answer, one for each part."""
+        """Return the chunks of a delta: one for each part, if the answer is parsed."""
         if not self._chat.parsed:
             return super().frames(prompt, delta)
         self.counts.add(delta)
@@ -78,7 +78,7 @@ class ChatWriter(ChunkWriter):
         return parts
 
     def _part_frame(self, index: int, part: Part) -> bytes:
-        """Return the chunk of one part. All chunks of a text are alike, except for the new text."""
+        """Return the chunk of one part. Chunks of one block differ only in the text."""
         key = index, part.kind, part.number
         if (template := self._templates.get(key)) is None:
             delta = _choice_delta(part._replace(text=MARK))
@@ -89,7 +89,7 @@ class ChatWriter(ChunkWriter):
         return template[0] + encode(part.text) + template[1]
 
     def _finish_reason(self, delta: Delta) -> str | None:
-        """Return the reason as OpenAI has it: a request that named the tool gets "stop"."""
+        """Return OpenAI's finish reason: "stop" if the request named the tool."""
         named = self._chat.tools.choice == "named" and delta.finish_reason == "tool_calls"
         return "stop" if named else delta.finish_reason
 
@@ -116,7 +116,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _message(parts: list[Part]) -> protocol.ChatMessage:
-    """Return the message of a whole answer. Only beside calls is its content null."""
+    """Return the message of a whole answer. Its content is null only if it has calls."""
     message = protocol.ChatMessage()
     calls = list[dict[str, Any]]()
     for part in parts:

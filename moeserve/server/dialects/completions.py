@@ -1,6 +1,6 @@
 """POST /v1/completions: text or token ids, one prompt or many, with echo and logprobs.
 
-It is no dialect of a conversation: what follows a prompt has no parts.
+This is not a dialect of conversations: a completion is plain text, without parts.
 """
 
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ Prompt = str | list[int]
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    """One text or several to continue, as text or token ids. max_tokens may be 0 with echo."""
+    """One or several prompts to complete, as text or token ids. max_tokens may be 0 with echo."""
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
@@ -41,7 +41,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 async def completions(call: HttpCall) -> web.StreamResponse:
-    """Continue texts or token ids, whole or as a stream of chunks."""
+    """Complete prompts, as a whole answer or as a stream of chunks."""
     request, terms = await read_generating(call, CompletionRequest)
     if request.stream:
         _check_stream(request)
@@ -55,7 +55,7 @@ async def completions(call: HttpCall) -> web.StreamResponse:
         )
     constraint = request.constraint()
     options = {} if constraint is None else {"grammar_param": constraint[1]}
-    # Admission comes before any work on texts that may not run.
+    # Admission comes first, so that a refused request costs no work.
     with terms.admit(front, params.n * len(asked)) as reservation:
         prompts = await _encode(front, ready, asked, request)
         async with running_request(
@@ -90,7 +90,7 @@ def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> S
 
 
 def split_prompts(prompt: Any) -> list[Prompt]:
-    """Return OpenAI's four forms (text, texts, ids, lists of ids) as prompts of one kind."""
+    """Convert OpenAI's four forms (text, texts, ids, lists of ids) to a list of prompts."""
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
@@ -135,7 +135,7 @@ def _check_stream(request: CompletionRequest) -> None:
 
 
 class CompletionWriter(ChunkWriter):
-    """Writes what follows each prompt."""
+    """Writes the completions of each prompt."""
 
     last_choice = CompletionChoice
 
@@ -147,7 +147,7 @@ class CompletionWriter(ChunkWriter):
         *,
         echo: list[str] | None,
     ) -> None:
-        """echo: the text of each prompt, which comes before its answers."""
+        """echo: the text of each prompt, which is put before its completions."""
         form = None
         if request.logprobs is not None:
             form = LogprobFormat(
@@ -161,7 +161,7 @@ class CompletionWriter(ChunkWriter):
         self._offsets: dict[int, int] = {}  # of the next token's text in each choice
 
     def opening(self) -> bytes:
-        """Return the chunks with prompts and their token ids, if they were asked for."""
+        """Return the chunks with prompts and their token ids, if requested."""
         out = b""
         for index in range(self.n * len(self.running.generations)):
             prompt = index // self.n
@@ -183,7 +183,7 @@ class CompletionWriter(ChunkWriter):
     def whole(self) -> Completion:
         found = self.sequences()
         if self._request.max_tokens == 0:
-            # One token was made to get at the prompt's logprobs.
+            # One token was generated to get the prompt's logprobs.
             self.counts.completion_tokens = 0
             for sequences in found:
                 for i, s in enumerate(sequences):
@@ -199,7 +199,7 @@ class CompletionWriter(ChunkWriter):
         return answer
 
     def _whole_choice(self, prompt: int, first: Delta, sequence: Delta) -> CompletionChoice:
-        """first: the first sequence of the prompt, which alone has the prompt's logprobs."""
+        """first: the prompt's first sequence, the only one with the prompt's logprobs."""
         echo = self._echo[prompt] if self._echo else ""
         ids = self.running.generations[prompt].prompt_token_ids
         rows = first.prompt_logprobs

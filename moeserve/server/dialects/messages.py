@@ -15,7 +15,7 @@ from moeserve.server.dialects.messages_request import CountTokensRequest, Messag
 from moeserve.server.requests import fields_named
 from moeserve.server.terms import read_generating
 
-# This dialect's names of a chat's fields.
+# Chat field -> its name in this dialect.
 _NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "stop": "stop_sequences",
@@ -47,9 +47,9 @@ async def count_tokens(call: HttpCall) -> web.StreamResponse:
 
 @contextmanager
 def anthropic_errors() -> Iterator[None]:
-    """Make errors about a chat that are raised inside the block speak this dialect.
+    """Convert errors about a chat that are raised inside the block to this dialect.
 
-    Claude Code knows a prompt that is too long by these words only, and reads by how much.
+    Claude Code recognizes a prompt that is too long by exactly these words, and parses the numbers.
     """
     try:
         with fields_named(_NAMES):

@@ -19,7 +19,7 @@ class TextBlock(Struct, tag="text", kw_only=True):
     """Text for the user."""
 
     text: str = ""
-    # Neither null nor absent: clients differ in which of them they refuse.
+    # Neither null nor absent, because some clients reject null and others reject absence.
     citations: list[dict[str, Any]] = []
 
 
@@ -27,7 +27,7 @@ class ThinkingBlock(Struct, tag="thinking", kw_only=True):
     """The reasoning before an answer."""
 
     thinking: str = ""
-    signature: str = ""  # a digest, for clients that send only signed blocks back
+    signature: str = ""  # a digest, since some clients send only signed blocks back
 
 
 class ToolUseBlock(Struct, tag="tool_use", kw_only=True):
@@ -35,7 +35,7 @@ class ToolUseBlock(Struct, tag="tool_use", kw_only=True):
 
     id: str
     name: str
-    # The JSON of an object, as the stream's deltas have it; {} in the first event about the call.
+    # A JSON object, the joined text of the stream's deltas; {} in the first event of the call.
     input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] = field(
         default_factory=lambda: Raw(b"{}")
     )
@@ -54,7 +54,7 @@ class ThinkingTokens(Struct):
 class MessageUsage(Struct, kw_only=True):
     """Token counts."""
 
-    input_tokens: int  # those that were not found in the prefix cache
+    input_tokens: int  # prompt tokens that were not found in the prefix cache
     cache_creation: None = None
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
@@ -72,7 +72,7 @@ class ContextEdits(Struct):
 
 
 class CountedContext(Struct):
-    """The number of tokens without context management, which is the number with it."""
+    """The number of tokens before context management, which changes nothing."""
 
     original_input_tokens: int
 
@@ -90,7 +90,7 @@ class MessageAnswer(Answer, tag="message", kw_only=True):
     stop_details: None = None
     container: None = None
     usage: MessageUsage
-    # For requests that have it. A stream has it in its message_delta.
+    # Only if the request has it. In a stream it is in message_delta.
     context_management: ContextEdits | UnsetType = UNSET
 
 
@@ -102,7 +102,7 @@ class TokenCount(Answer, kw_only=True):
 
 
 class EventDelta(Struct, kw_only=True):
-    """New content of a block, or, without a type, why the message ended."""
+    """New content of a block. Without a type: why the message ended."""
 
     # text_delta, thinking_delta, signature_delta or input_json_delta
     type: str | UnsetType = UNSET
@@ -169,9 +169,9 @@ class MessageWriter(EventWriter):
         self.emit(MessageEvent(type="content_block_stop", index=self._index))
 
     def aborted(self) -> None:
-        """Raise RequestAborted if the request was ended by its id, else EngineLost.
+        """Raise RequestAborted if the request was aborted by its id, otherwise EngineLost.
 
-        The dialect has no ending for either.
+        The dialect has no stop reason for either.
         """
         raise self.chat.running.aborted or EngineLost(
             "the server stopped before this request could finish"

@@ -1,4 +1,4 @@
-"""The body of POST /v1/messages, and the chat that it becomes."""
+"""The body of POST /v1/messages, and its conversion to a chat."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -35,7 +35,7 @@ class _Thinking(Struct, kw_only=True):
 
 
 class _Redacted(Struct):
-    """Thinking that only its maker can read. The model does not see it."""
+    """Encrypted thinking, which the model does not see."""
 
 
 class _ToolUse(Struct, kw_only=True):
@@ -74,7 +74,7 @@ class _ClientTool(Struct, kw_only=True):
 
 
 class ToolChoice(Struct, kw_only=True):
-    """Whether tools have to be called."""
+    """Whether tools must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None  # of the one tool, for type tool
@@ -85,8 +85,8 @@ class ThinkingConfig(Struct, kw_only=True):
     """Whether the model reasons first."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=MIN_BUDGET)] | None = None  # an effort, no limit
-    display: Literal["summarized", "omitted"] | None = None  # omitted: the text is hidden
+    budget_tokens: Annotated[int, Meta(ge=MIN_BUDGET)] | None = None  # an effort, not a limit
+    display: Literal["summarized", "omitted"] | None = None  # omitted: hide the text
 
 
 class OutputFormat(Struct, kw_only=True):
@@ -104,8 +104,8 @@ class OutputConfig(Struct, kw_only=True):
     format: OutputFormat | None = None
 
 
-_ELSEWHERE = "this belongs to other routes; here an answer is one message"
-_HOSTED = "nothing runs beside the model here"
+_ELSEWHERE = "this is supported on other routes only; here an answer is one message"
+_HOSTED = "the server runs no tools or containers"
 
 
 class CountTokensRequest(Sampling, kw_only=True):
@@ -114,17 +114,17 @@ class CountTokensRequest(Sampling, kw_only=True):
     refused: ClassVar[Refusals] = {
         "container": (_HOSTED, ()),
         "mcp_servers": (_HOSTED, ([],)),
-        "speed": ("there is one speed", ("standard",)),
-        "response_format": ("here it is output_config.format", ()),
-        "reasoning_effort": ("here it is output_config.effort", ()),
-        "stop": ("here it is stop_sequences", ()),
+        "speed": ("only the standard speed is supported", ("standard",)),
+        "response_format": ("use output_config.format on this route", ()),
+        "reasoning_effort": ("use output_config.effort on this route", ()),
+        "stop": ("use stop_sequences on this route", ()),
         "n": (_ELSEWHERE, (1,)),
         "prompt_logprobs": (_ELSEWHERE, ()),
         "return_token_ids": (_ELSEWHERE, (False,)),
         "return_tokens_as_token_ids": (_ELSEWHERE, (False,)),
     }
-    # It asks for the model to read less than what was sent, some day. It never does: a prompt that
-    # is too long is refused.
+    # Context management would remove parts of a long conversation. Here the model reads all of it,
+    # and a prompt that is too long is refused.
     no_effect = Sampling.no_effect | {"context_management": ({}, {"edits": []})}
 
     model: str
@@ -139,7 +139,7 @@ class CountTokensRequest(Sampling, kw_only=True):
     context_management: dict[str, Any] | None = None
 
     def ignored(self) -> list[str]:
-        """Return the names of the fields in this request that are accepted and change nothing."""
+        """Return the names of this request's fields that are accepted but have no effect."""
         found = super().ignored()
         for i, message in enumerate(self.messages):
             blocks = message.content if isinstance(message.content, list) else []
@@ -181,10 +181,9 @@ class CountTokensRequest(Sampling, kw_only=True):
         )
 
     def _system(self) -> str | None:
-        """Return the system prompt, without the line in which Claude Code says whom to bill.
+        """Return the system prompt, without Claude Code's billing line.
 
-        That line changes with every new conversation, so with it nothing of the prompt would be
-        found in the prefix cache.
+        That line changes with every conversation, so no prompt would be found in the prefix cache.
         """
         if self.system is None:
             return None
@@ -218,7 +217,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _chat_messages(given: InputMessage, where: str) -> list[Message]:
-    """Return a turn as messages. Each tool result is one, in order with the text around it."""
+    """Convert a turn to messages: one for each tool result, in order with the text around it."""
     if isinstance(given.content, str):
         return [Message(role=given.role, content=given.content)]
     found: list[Message] = []

@@ -1,5 +1,5 @@
-"""/v1/responses, OpenAI's newer API for chats: create, retrieve, cancel, delete, and the input of a
-response.
+"""/v1/responses, OpenAI's newer API for chats: create, retrieve, cancel and delete responses, and
+list their input.
 """
 
 import uuid
@@ -28,7 +28,7 @@ from moeserve.server.requests import fields_named
 from moeserve.server.response_store import Stored
 from moeserve.server.terms import read_generating
 
-# This dialect's names of a chat's fields.
+# Chat field -> its name in this dialect.
 _NAMES = {
     "messages[]": "input",
     "messages": "input",
@@ -81,11 +81,11 @@ async def count_input_tokens(call: HttpCall) -> web.StreamResponse:
 
 async def compact_response(call: HttpCall) -> web.StreamResponse:
     """Refuse to compact a conversation."""
-    raise NotFound("conversations are not compacted here; shorten the input yourself")
+    raise NotFound("compacting conversations is not supported; shorten the input yourself")
 
 
 class RetrieveQuery(Struct):
-    """stream: stored responses come whole, so only false is taken."""
+    """stream: only false is supported, since stored responses are returned as a whole."""
 
     stream: Literal["false"] = "false"
 
@@ -100,24 +100,24 @@ async def retrieve_response(call: HttpCall) -> web.StreamResponse:
 
 
 async def delete_response(call: HttpCall) -> web.StreamResponse:
-    """Forget a stored response."""
+    """Delete a stored response."""
     call.context.store.delete(call.caller.owner, call.tail)
     return call.answer(Deleted(id=call.tail, object="response"))
 
 
 async def cancel_response(call: HttpCall) -> web.StreamResponse:
-    """End a response that is running; its own reader gets what came so far."""
+    """Cancel a running response. Its own client gets the output so far."""
     store = call.context.store
     owner = call.caller.owner
     running = store.find_running(owner, call.tail)
     if running is None:
         store.get(owner, call.tail)
-        raise Conflict("the response has ended already: only a running one can be cancelled")
+        raise Conflict("the response has already ended: only running responses can be cancelled")
     return call.answer(await running.cancel())
 
 
 class ItemsQuery(Struct):
-    """A page: `limit` items in this order, of those after the item `after`."""
+    """A page: up to `limit` items in this order, after the item `after`."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -135,7 +135,7 @@ async def list_input_items(call: HttpCall) -> web.StreamResponse:
 
 
 def _history(call: HttpCall, request: ResponsesRequest) -> Items:
-    """Return the items of the responses before this one.
+    """Return the items of the previous responses.
 
     Raises InvalidRequest if they are not stored.
     """
@@ -156,7 +156,7 @@ def _history(call: HttpCall, request: ResponsesRequest) -> Items:
 
 
 def stored_items(request: ResponsesRequest, key: str) -> Items:
-    """Return the input items as they are listed later: with ids, and texts as parts."""
+    """Return the input items in the form in which they are listed: with ids, and texts as parts."""
     found = []
     for i, given in enumerate(request.items()):
         item = {"type": "message", "id": f"item_{key}{i}"} | given

@@ -27,12 +27,12 @@ from moeserve.text.answer_format import Part
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 _ARGUMENTS = "response.function_call_arguments"
 # fmt: off
-# Fields of a response that repeat those of its request,
+# Fields of a response that repeat fields of its request.
 _REPEATED = (
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
     "prompt_cache_key", "reasoning", "safety_identifier", "user",
 )
-# and those that are the sampling's, defaults included.
+# Fields of a response that are sampling parameters, including defaults.
 _SAMPLING = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
 # fmt: on
 
@@ -42,7 +42,7 @@ class OutputText(Struct, tag="output_text", kw_only=True):
 
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[TokenLogprob] = []  # of all the answer's tokens, if they were asked for
+    logprobs: list[TokenLogprob] = []  # of all tokens of the answer, if requested
 
 
 class ReasoningText(Struct, tag="reasoning_text", kw_only=True):
@@ -112,7 +112,7 @@ class IncompleteDetails(Struct):
 
 
 class Response(Answer, kw_only=True):
-    """A response, with the parameters that it was made with."""
+    """A response, with the parameters of its request."""
 
     id: str
     object: str = "response"
@@ -266,7 +266,9 @@ class ResponseWriter(EventWriter):
         self._tell("response.output_item.done", output_index=number, item=item)
 
     def finish(self) -> None:
-        """Set the status. A response without parts gets an empty message: clients expect a text."""
+        """Set the status. A response without parts gets an empty message, since clients expect
+        text.
+        """
         response = self.response
         match self.last.finish_reason:
             case "length":
@@ -283,7 +285,7 @@ class ResponseWriter(EventWriter):
         self._end()
 
     async def cancel(self) -> Response:
-        """End the response. Whoever reads it gets what came so far, as does the caller."""
+        """Abort the response, and return it. Its client gets the output so far, too."""
         self.response.status = "cancelled"
         await self.chat.running.abort()
         return self.response

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the chat that it becomes."""
+"""The body of POST /v1/responses, and its conversion to a chat."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -73,7 +73,7 @@ class TextFormat(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields
     """The format of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    # Of a json_schema:
+    # Only for json_schema:
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
@@ -91,11 +91,11 @@ class ReasoningConfig(Struct, kw_only=True):
     """`reasoning` of a request."""
 
     effort: ReasoningEffort | None = None  # a variable of the template
-    summary: Literal["auto"] | None = None  # there are none
+    summary: Literal["auto"] | None = None  # summaries are not supported
 
 
-_ELSEWHERE = "this belongs to other routes; here an answer is one response"
-_HOSTED = "nothing but responses is kept here: send it with the input"
+_ELSEWHERE = "this is supported on other routes only; here an answer is one response"
+_HOSTED = "the server stores responses only: send this with the input"
 
 
 class ResponsesRequest(Sampling, kw_only=True):
@@ -106,16 +106,16 @@ class ResponsesRequest(Sampling, kw_only=True):
         "conversation": (_HOSTED, ()),
         "prompt": (_HOSTED, ()),
         "moderation": ("moderation is not supported", ()),
-        "messages": ("here the conversation is `input`", ()),
-        "max_tokens": ("here it is max_output_tokens", ()),
-        "response_format": ("here it is text.format", ()),
-        "reasoning_effort": ("here it is reasoning.effort", ()),
+        "messages": ("use input on this route", ()),
+        "max_tokens": ("use max_output_tokens on this route", ()),
+        "response_format": ("use text.format on this route", ()),
+        "reasoning_effort": ("use reasoning.effort on this route", ()),
         "n": (_ELSEWHERE, (1,)),
         "prompt_logprobs": (_ELSEWHERE, ()),
         "return_token_ids": (_ELSEWHERE, (False,)),
     }
-    # All of them ask for the model to read less than what was sent, some day. It never does: an
-    # input that is too long is refused.
+    # These would remove parts of a long input. Here the model reads all of it, and an input that is
+    # too long is refused.
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "context_management": ([],),
         "truncation": ("disabled",),
@@ -131,7 +131,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: PositiveCount | None = None
-    # Of tools that run on the server. There are none.
+    # For tools that run on the server, of which there are none.
     max_tool_calls: PositiveCount | None = None
     top_logprobs: NumLogprobs | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
@@ -143,7 +143,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     safety_identifier: OpenName | None = None
 
     def ignored(self) -> list[str]:
-        """Return the names of the fields in this request that are accepted and change nothing."""
+        """Return the names of this request's fields that are accepted but have no effect."""
         found = super().ignored()
         if self.text is not None and self.text.verbosity is not None:
             found.append("text.verbosity")
@@ -164,17 +164,17 @@ class ResponsesRequest(Sampling, kw_only=True):
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     def function_tools(self) -> list[FunctionTool]:
-        """Return the tools, checked. Raises InvalidRequest naming one that is no function."""
+        """Return the checked tools. Raises InvalidRequest that names a tool that is no function."""
         kinds: Kinds = {"function": FunctionTool}
         return [typed_at(tool, kinds, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
     def chat(self, history: list[dict[str, Any]]) -> ChatRequest:
-        """Return the request as a chat that continues the items of `history`. Raises
+        """Convert the request to a chat that continues the items of `history`. Raises
         InvalidRequest.
         """
         messages = chat_messages([*history, *self.items()])
         if self.instructions is not None:
-            # Templates want one such message.
+            # Templates expect a single system message.
             if messages and messages[0].role in ("system", "developer"):
                 messages[0].content = f"{self.instructions}\n\n{messages[0].content}"
             else:
@@ -195,7 +195,7 @@ class ResponsesRequest(Sampling, kw_only=True):
 
 
 def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Return the items as messages. The reasoning, text and calls of one turn become one message.
+    """Convert items to messages. The reasoning, text and calls of one turn become one message.
 
     Raises InvalidRequest.
     """
@@ -263,7 +263,7 @@ class _AllowedTools(Struct):
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return a choice in the shape of chats, whose functions are a level deeper."""
+    """Convert a choice to the shape of chats, in which functions are nested a level deeper."""
     if not isinstance(choice, dict):
         return choice
     match typed_at(
