@@ -1,7 +1,7 @@
-"""A latent attention block in one native call, and the choice of tokens that its queries attend to;
-CPU tensors only.
+"""The native (C++) fused MLA layer, and its selection of tokens. CPU tensors only.
 
-T tokens, D model width, H heads of this rank, L rank of the latents, C width of a cache entry.
+Shapes: T tokens, D model width, H heads of this rank, L rank of the latents, C width of a cache
+entry.
 """
 
 from typing import Any
@@ -21,12 +21,13 @@ _empty = torch.empty
 
 
 class LatentBlock:
-    """The products to queries and latents, `latent_rope_cache`, attention between the heads'
-    products and, if given, the output product in one call, with the bits of separate ones
-    (csrc/bindings/latent.cpp).
+    """A fused MLA layer (csrc/bindings/latent.cpp), with the bits of separate calls.
 
-    narrow: the product to compressed queries and the fp32 weights of their norm, whose epsilon is
-    the rule's. x [T, D] -> [T, D], or [T, H * v] without the output product.
+    It computes queries, latents, `latent_rope_cache`, the products per head, attention and, if
+    given, the output product: x [T, D] -> [T, D], or [T, H * v] without the output product.
+
+    narrow: the product to compressed queries, and the fp32 weights of their norm, which has the
+        epsilon of `rule`.
     """
 
     __slots__ = ("_block", "_columns", "_dtype", "_keep", "_shape")
@@ -63,8 +64,9 @@ class LatentBlock:
     def __call__(
         self, x_TD: Tensor, at: RopeCacheInputs, latent_cache: Tensor, plan: NativeAttentionMetadata
     ) -> Tensor:
-        """Take what `latent_rope_cache` and `attention` take, all of x's dtype and contiguous but
-        x's rows.
+        """Run the block. For the arguments see `latent_rope_cache` and `attention`.
+
+        All have x's dtype, and are contiguous, except for the stride between rows of x.
         """
         cos_T1p, sin_T1p, slot_mapping_T = at
         assert x_TD.dtype is latent_cache.dtype is self._dtype, (

@@ -1,14 +1,14 @@
-"""Matrix products and paged attention in C++, alone or with the rest of a decoder layer's half in
-one call.
+"""The native (C++) matrix products, paged attention, and fused blocks of a decoder layer.
 
-An output of a product is one fp32 chain of fused multiply-adds over the inputs in ascending order
-(csrc/kernels/product.hpp), so its bits depend only on its row and its column's weights: not on
-other rows, columns, threads, or the processor's vector width. Those of attention, one function for
-prefill and decode, depend on query and context alone (csrc/kernels/attention.hpp).
-`AttentionBlock`, `GatedMLPBlock` and `ExpertsBlock` have the bits of separate calls
-(csrc/bindings/layer.cpp), without the interpreter in between: it takes longer than small calls.
+Results are batch-invariant. An output of a product is one chain of fp32 fused multiply-adds over
+the inputs in ascending order (csrc/kernels/product.hpp), so its bits depend on its row and its
+column's weights only: not on other rows or columns, threads, or the vector width of the processor.
+Attention has one function for prefill and decode, whose bits depend on query and context only
+(csrc/kernels/attention.hpp). `AttentionBlock`, `GatedMLPBlock` and `ExpertsBlock` fuse several
+calls into one (csrc/bindings/layer.cpp) with the same bits, because the interpreter takes longer
+than small kernels.
 
-T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
+Shapes: T tokens, D model width, H heads and G KV heads of this rank, d width of a head, E experts.
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 BLOCK = 16  # columns of a packed block
-HUGE = 2 << 20
-# of packed bytes: a new number for any other, so that none are taken for these
-# (loader/packed_cache.py)
+HUGE = 2 << 20  # bytes of a huge page
+# Version of the packed layout. Change it with the layout, so that cached files of an older layout
+# are not used (loader/packed_cache.py).
 LAYOUT = 1
-BYTES_IN_12_BITS = 1.53  # of a weight, with tables and room for escapes
-HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels know
-# Memory for so many packed bytes, aligned to 64, and whether they are there already.
+BYTES_IN_12_BITS = 1.53  # bytes per compressed weight, with tables and room for escapes
+HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels support
+# Allocates memory for packed weights: number of bytes -> (uint8 memory aligned to 64 bytes, whether
+# it has the packed weights already).
 Room = Callable[[int], tuple[Tensor, bool]]
-# Moves a layer's packed experts [e, bytes of one] out of memory from a Room; returns where kernels
-# find them.
+# Writes a layer's packed experts [e, bytes of one], in memory from a Room, to disk. Returns the
+# handle by which kernels find them.
 ToDisk = Callable[[Tensor], Any]
 _native: Any = native()
 _empty = torch.empty
 
 
 def new_room(num_bytes: int) -> tuple[Tensor, bool]:
-    """A `Room` of new memory, on large pages where there are enough bytes for them."""
+    """Allocate new memory, on huge pages if it is large enough (a `Room`)."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes >= HUGE:
         _native.advise_huge_pages(memory.data_ptr(), num_bytes)
@@ -70,8 +71,9 @@ def new_room(num_bytes: int) -> tuple[Tensor, bool]:
 
 
 def packing_of(weight: Weight, columns: int | None = None, lossless: bool = False) -> Any:
-    """Return how a weight [..., N, K], or `columns` rows of it, is packed. lossless: bf16 in 12
-    bits.
+    """Return the packed format of a weight [..., N, K], or of `columns` outputs of it.
+
+    lossless: compress bf16 weights to 12 bits.
     """
     rows = columns or weight.shape[-2]
     depth = weight.shape[-1]
@@ -90,37 +92,41 @@ def packing_of(weight: Weight, columns: int | None = None, lossless: bool = Fals
 
 
 def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
-    """Pack a matrix to the address `to`, each block `step` bytes behind the one before.
-    all_threads: on the pool.
+    """Pack a matrix to the address `to`.
 
-    Raises CheckpointError for weights that do not fit 12 bits.
+    step: bytes between the starts of two blocks. all_threads: use the thread pool.
+
+    Raises CheckpointError for weights that cannot be compressed to 12 bits.
     """
-    weight_NK = (
-        weight_NK.contiguous()
-        if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1
-        else weight_NK
-    )
     w = weight_NK
-    values, rest = (
-        (w.values, (w.scales, w.zeros, w.mins)) if isinstance(w, Quantised) else (w, (None,) * 3)
-    )
-    supers = w.supers if isinstance(w, Quantised) and w.supers else (None, None)
-    of_groups = (address(part) for part in (*rest, *supers))
+    if isinstance(w, Quantised) or w.stride(1) != 1:
+        w = w.contiguous()
+    values = w
+    group_parts: tuple[Tensor | None, ...] = (None,) * 5  # scales, zeros, mins, d, dmin
+    if isinstance(w, Quantised):
+        values = w.values
+        group_parts = (w.scales, w.zeros, w.mins, *(w.supers or (None, None)))
     if not _native.pack(
-        packing, values.data_ptr(), values.stride(0), *of_groups, to, step, all_threads
+        packing,
+        values.data_ptr(),
+        values.stride(0),
+        *(address(part) for part in group_parts),
+        to,
+        step,
+        all_threads,
     ):
         raise CheckpointError(
-            f"weights {list(w.shape)} do not fit 12 bits: of 16 outputs' weights, "
-            "more than one in a thousand has none "
-            "of the 16 most frequent upper bytes; use lossless_compression=off"
+            f"weights {list(w.shape)} cannot be compressed to 12 bits: in a block of 16 outputs, "
+            "more than one weight in a thousand has an upper byte that is not among the 16 most "
+            "frequent ones; use lossless_compression=off"
         )
 
 
 class NativeLinear:
-    """y = x W^T + b for x [M, K] of the weight's dtype; rows of x may be strided. The weight is
-    packed, and not kept. lossless: bf16 in 12 bits.
+    """y = x W^T + b, for x [M, K] of the weight's dtype, with any stride between rows.
 
-    x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
+    Keeps only the packed weight. lossless: compress bf16 weights to 12 bits. For example x [[1,
+    2]], weight [[3, 4]], bias [5] -> [[16]].
     """
 
     __slots__ = (
@@ -161,7 +167,7 @@ class NativeLinear:
             else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
         )
         self._bias_at = address(self._bias)
-        # For calls that do more than one product; the memory stays this object's.
+        # A reference to this object's memory, for fused blocks.
         self.matrix = _native.Matrix(self._packing, self.packed.data_ptr(), self._bias_at)
 
     @property
@@ -201,7 +207,7 @@ class NativeHeads:
         for head in () if is_there else range(self._shape[0]):
             to = self._packed.data_ptr() + head * self._packing.bytes
             pack(self._packing, weight_HNK[head], to, self._packing.block_bytes, all_threads=True)
-        # For calls that do more than one product; the memory stays this object's.
+        # A reference to this object's memory, for fused blocks.
         self.matrices = _native.HeadMatrices(self._packing, self._packed.data_ptr(), self._shape[0])
 
     @property
@@ -215,8 +221,9 @@ class NativeHeads:
         return self._shape[1]
 
     def __call__(self, x_THK: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the products [T, H, N], in `out` where it is given; the elements of a row must
-        lie side by side.
+        """Return the products [T, H, N], written to `out` if given.
+
+        The last dimension of x and `out` must be contiguous.
         """
         heads, width, depth = self._shape
         out_THN = _empty((x_THK.shape[0], heads, width), dtype=self._dtype) if out is None else out
@@ -238,10 +245,10 @@ class NativeHeads:
 
 @dataclass(frozen=True, slots=True)
 class NativeAttentionMetadata:
-    """The attention metadata of one step; keeps the tables alive that `pieces` points to."""
+    """The attention metadata of one step."""
 
     num_tokens: int
-    pieces: Any  # _native.AttentionPlan
+    pieces: Any  # _native.AttentionPlan, which points into `blocks_RN`
     blocks_RN: Tensor
     shape: HeadShape
     block_size: int
@@ -250,7 +257,7 @@ class NativeAttentionMetadata:
 def plan_attention(
     group: GroupInputs, step: StepInputs, shape: HeadShape
 ) -> NativeAttentionMetadata:
-    """Cut attention into pieces; see `PlanAttention`."""
+    """Divide attention into pieces for threads; see `PlanAttention`."""
     blocks_RN = group.blocks_RN
     size = group.block_size
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
@@ -272,11 +279,10 @@ def attention(
     sinks_H: Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Attend to the paged cache as ops/attention.py does: [T', H * v] of q's dtype, all sums in
-    fp32.
+    """Return attention over the paged cache, [T', H * v] in q's dtype; see ops/attention.py.
 
-    q_THd: already scaled; heads of a token lie side by side, tokens may be further apart. v_cache:
-    contiguous, or a part of k_cache's entries from their first element on, which cannot be int8.
+    All sums are fp32. q_THd: already scaled; contiguous per token, with any stride between tokens.
+    v_cache: contiguous, or a view of the first elements of k_cache's entries (not with int8).
     """
     (num_rows, num_heads, d), v = q_THd.shape, plan.shape.v_dim
     assert HeadShape(num_heads, k_cache.shape[2], d, v) == plan.shape, (
@@ -311,8 +317,7 @@ def attention(
 
 
 class AttentionBlock:
-    """The QKV product, `qk_norm_rope_cache`, attention and, if given, the output product in one
-    call.
+    """A fused attention layer: qkv, `qk_norm_rope_cache`, attention and, if given, the output.
 
     x [T, D] -> [T, D], or [T, H * v] without the output product.
     """
@@ -348,8 +353,9 @@ class AttentionBlock:
     def __call__(
         self, x_TD: Tensor, at: RopeCacheInputs, cache: LayerCache, plan: NativeAttentionMetadata
     ) -> Tensor:
-        """Take what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's
-        dtype or int8.
+        """Run the block. For the arguments see `qk_norm_rope_cache` and `attention`.
+
+        All must be contiguous. Both caches have x's dtype or int8.
         """
         (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
@@ -371,9 +377,7 @@ class AttentionBlock:
 
 
 class GatedMLPBlock:
-    """Both products of an MLP and its activation in one call: x [T, D] -> [T, N]; rows of x may be
-    strided.
-    """
+    """A fused MLP: x [T, D] -> [T, N], with any stride between rows of x."""
 
     __slots__ = ("_columns", "_depth", "_dtype", "_keep", "native")
 
@@ -405,8 +409,9 @@ class GatedMLPBlock:
 
 
 class ExpertsBlock:
-    """Router, experts and weighted sum of tokens that stay on their rank, in one call: x [T, D] ->
-    [T, D].
+    """A fused MoE layer for tokens that stay on their rank: x [T, D] -> [T, D].
+
+    Computes router, experts and weighted sum.
     """
 
     __slots__ = ("_block", "_keep", "_num_experts")
@@ -432,16 +437,16 @@ class ExpertsBlock:
         )  # fmt: skip
 
     def expect(self, block: ExpertsBlock) -> None:
-        """Let experts on disk be read ahead for the next layer's block."""
+        """Prefetch experts on disk for `block`, the next layer's."""
         self._block.expect(block._block)
 
     def __call__(
         self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Return the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding
-        and become zero.
+        """Return the results [T, D] and the number of tokens of each expert.
 
-        packed: what `NativeExperts.pack` made; expert e is local expert e.
+        Rows from num_tokens on are padding, and get zeros. packed: from `NativeExperts.pack`;
+        expert e is local expert e.
         """
         assert isinstance(num_tokens, int), num_tokens
         assert x_TD.dtype is packed.dtype, (x_TD.dtype, packed.dtype)

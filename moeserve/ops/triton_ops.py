@@ -1,7 +1,7 @@
-"""The Triton kernels (kernels/) with the interfaces of the ops table.
+"""The table of the Triton kernels (kernels/).
 
-Imported only where they serve: importing triton takes half a second. T tokens, H heads and G KV
-heads of this rank, d head width.
+Imported only if it is used, because importing triton takes half a second. Shapes: T tokens, H heads
+and G KV heads of this rank, d width of a head.
 """
 
 import logging
@@ -43,16 +43,17 @@ from moeserve.ops.table import Ops
 from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle, parts_of
 
 log = logging.getLogger(__name__)
-# tokens of the smallest block that FlashAttention may load whole, with NaN that others left there
+# FlashAttention may load whole blocks of this many tokens or more, and with them NaN that an
+# earlier request left in the block.
 WHOLE = 64
-BLOCKS_M = (16, 32, 64, 128)  # rows of a tile that launches may ask for
+BLOCKS_M = (16, 32, 64, 128)  # rows per tile of possible launches
 
 
 class QuantisedLinear:
-    """y = x W^T + b with a weight of 4 or 8 bits, widened in registers: a grouped product with one
-    expert.
+    """y = x W^T + b with a weight of 4 or 8 bits: a grouped product with one expert.
 
-    x [M, 64] of ones, weight [1, 64] of int8 1 with scale 1/4, bias [5] -> [M, 1] of 21
+    Weights are dequantized in registers. For example x [M, 64] of ones, weight [1, 64] of int8 1
+    with scale 1/4, bias [5] -> [M, 1] of 21.
     """
 
     __slots__ = ("_bias", "_num_outputs", "_weight")
@@ -62,9 +63,8 @@ class QuantisedLinear:
         self._bias = bias
         self._num_outputs = weight.shape[0]
         for block_m in BLOCKS_M:
-            align_rows(
-                1, block_m, weight.values.device
-            )  # its tables must not be made while a graph is recorded
+            # Creates cached tables, which must not happen while a CUDA graph is captured.
+            align_rows(1, block_m, weight.values.device)
 
     @property
     def parts(self) -> list[Tensor | None]:
@@ -84,7 +84,7 @@ class QuantisedLinear:
 
 
 class ExactLinear:
-    """y = x W^T + b whose sums have one order for any number of rows."""
+    """y = x W^T + b, batch-invariant: the order of sums does not depend on the number of rows."""
 
     __slots__ = ("_bias_N", "_weight_NK")
 
@@ -99,32 +99,27 @@ class ExactLinear:
 
 
 def pack_exact(weight: Weight, bias: Tensor | None) -> LinearMethod:
-    """Pack a linear layer whose sums have one order for any number of rows. A part of a larger
-    tensor is copied.
-    """
+    """Pack a batch-invariant linear layer. A view of a larger tensor is copied."""
     if isinstance(weight, Quantised):
         return QuantisedLinear(weight, bias)
     return ExactLinear(weight, bias)
 
 
 def _own(weight: Tensor) -> Tensor:
-    """The weight with no other memory beside it, row by row."""
-    return (
-        weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight
-    ).contiguous()
+    """Return a contiguous weight that is not a view of a larger tensor."""
+    is_view = weight.untyped_storage().nbytes() > weight.nbytes
+    return (weight.clone() if is_view else weight).contiguous()
 
 
 def pack_fast(weight: Weight, bias: Tensor | None) -> LinearMethod:
-    """Pack a linear layer for torch, or for Triton where its weight is quantised."""
-    return (
-        QuantisedLinear(weight, bias)
-        if isinstance(weight, Quantised)
-        else PlainLinear(weight, bias)
-    )
+    """Pack a linear layer, computed by torch, or by Triton if the weight is quantized."""
+    if isinstance(weight, Quantised):
+        return QuantisedLinear(weight, bias)
+    return PlainLinear(weight, bias)
 
 
 def pack_heads(weight_HNK: Weight) -> HeadsLinear:
-    """Pack a product per head for one launch; quantised ones for one each."""
+    """Pack products per head, for one launch, or for one launch per head if quantized."""
     if isinstance(weight_HNK, Quantised):
         return PlainHeads(weight_HNK, pack_exact)
     return partial(heads_linear, w_HNK=_own(weight_HNK))
@@ -139,8 +134,11 @@ def plan_attention(
     exact: bool,
     by_flash: Callable[[AttentionShape, int], bool] | None = None,
 ) -> AttentionMetadata | FlashMetadata:
-    """See `PlanAttention`. dtype: of queries. exact: bits depend on nothing but query and context.
-    by_flash: whether FlashAttention takes steps whose longest row has so many new tokens."""
+    """Return the attention metadata of a step; see `PlanAttention`.
+
+    dtype: of queries. exact: batch-invariant. by_flash: decides whether FlashAttention computes a
+    step, given the sizes and the most new tokens of a row.
+    """
     counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
     bounds = Bounds(
         rows=len(counts_R),
@@ -167,24 +165,14 @@ def plan_attention(
 
 
 def with_flash_attention(ops: Ops, cache: CacheConfig, *, asked: bool, misfit: str) -> Ops:
-    """Return the table with attention by FlashAttention-3: in all steps if it was asked for, else
-    in those in which it was measured to be faster; the table itself if something is in the way.
+    """Return the table with FlashAttention-3, or unchanged if it is not supported.
 
-    misfit: why it cannot compute one of the layers, empty if it can.
-    Raises ConfigError if it was asked for and something is in the way.
+    asked: use it in all steps (attention_backend=fa3), and raise ConfigError if it is not
+        supported. Otherwise it is used in steps for which it was measured to be faster.
+    misfit: why it does not support one of the layers; empty if it does.
     """
-    why = (
-        misfit,
-        "its bits may depend on the batch; use --determinism fast" if ops.exact else "",
-        f"it computes in bfloat16 and float16, not in {ops.dtype}"
-        if ops.dtype == torch.float32
-        else "",
-        f"it reads no cache in {cache.kv_cache_dtype}" if cache.kv_cache_dtype != "auto" else "",
-        f"it reads behind a context's end in blocks of {WHOLE} tokens and more"
-        if cache.block_size >= WHOLE
-        else "",
-    )
-    if obstacle := next(filter(None, why), None) or flash_attention.obstacle(ops.device):
+    obstacle = _flash_attention_obstacle(ops, cache, misfit)
+    if obstacle:
         if asked:
             raise ConfigError(
                 f"attention_backend=fa3: {obstacle}; or choose attention_backend: auto"
@@ -204,6 +192,20 @@ def with_flash_attention(ops: Ops, cache: CacheConfig, *, asked: bool, misfit: s
     )
 
 
+def _flash_attention_obstacle(ops: Ops, cache: CacheConfig, misfit: str) -> str | None:
+    if misfit:
+        return misfit
+    if ops.exact:
+        return "its bits may depend on the batch; use --determinism fast"
+    if ops.dtype == torch.float32:
+        return f"it computes in bfloat16 and float16, not in {ops.dtype}"
+    if cache.kv_cache_dtype != "auto":
+        return f"it does not support a KV cache in {cache.kv_cache_dtype}"
+    if cache.block_size >= WHOLE:
+        return f"it reads beyond the end of a context in blocks of {WHOLE} tokens and more"
+    return flash_attention.obstacle(ops.device)
+
+
 def _attention_by_plan(
     q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: object, **options: Any
 ) -> Tensor:
@@ -213,7 +215,7 @@ def _attention_by_plan(
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> TileMetadata:
-    """See ops/recurrence.py. The kernels find the tiles of their tokens themselves."""
+    """See ops/recurrence.py. The kernels compute the tiles of their tokens on the device."""
     return TileMetadata(group.blocks_RN, *step.rows_on_device, group.block_size, TILE)
 
 
@@ -229,8 +231,8 @@ def index_select(
 
 
 def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
-    """Return the table of the Triton kernels. exact: a row's bits depend on nothing but the row."""
-    on_cpu = device.type == "cpu"  # interpreted: only there do torch's last columns need care
+    """Return the table of the Triton kernels. exact: batch-invariant."""
+    on_cpu = device.type == "cpu"  # Triton's interpreter; torch's CPU loops have a scalar tail
     products = "triton, batch-invariant" if exact else f"torch on {device.type}"
     return Ops(
         device=device,

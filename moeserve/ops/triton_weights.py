@@ -1,7 +1,8 @@
-"""Weights in the layouts of the grouped Triton kernels, and which kernels serve a format.
+"""The grouped Triton kernels for each weight format, and the layouts of their weights.
 
-e local experts, N outputs, K inputs, I expert width, D model width. Every tensor of a layout,
-scales included, has the expert first, so an expert is copied tensor by tensor, whatever the format.
+Shapes: e local experts, N outputs, K inputs, I inner width of an expert, D model width. Every
+tensor of a layout, including scales, has the expert as its first dimension, so one expert can be
+copied tensor by tensor in any format.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.kernels.grouped_weight_only import (
     GROUPS,
-    LEAST,
+    MIN_K,
     Narrow,
     down_narrow,
     gate_up_narrow,
@@ -29,93 +30,81 @@ from moeserve.kernels.grouped_weight_only import (
 )
 from moeserve.ops.quantised import Quantised, Weight
 
-E4M3_GPUS = (8, 9)  # compute capability of the first whose compiler knows e4m3
+E4M3_GPUS = (8, 9)  # the lowest compute capability whose compiler supports e4m3
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels that serve one kind of weights.
+    """The kernels for one weight format."""
 
-    lay: weights [e, N, K] to the kernels' layout. rows(x, to): what gate_up takes for x, aligned
-    so. launch(num_rows, w2, x): launch parameters for so many rows like x and weights like w2.
-    gate_up, down: as those of kernels/grouped_gemm.py. flashinfer: whether flashinfer_moe.py serves
-    where the parameters say so, and w13 is as it has it.
-    """
-
-    lay: Callable[[Any], Any]
-    launch: Callable[[int, Any, Tensor], Config]
-    gate_up: Callable[..., Any]
-    down: Callable[..., Tensor]
+    lay: Callable[[Any], Any]  # weights [e, N, K] -> the kernels' layout
+    launch: Callable[[int, Any, Tensor], Config]  # (number of rows, w2, x) -> launch parameters
+    gate_up: Callable[..., Any]  # see kernels/grouped_gemm.py
+    down: Callable[..., Tensor]  # see kernels/grouped_gemm.py
+    # (x, alignment of rows) -> the input of gate_up, for example quantized activations
     rows: Callable[[Tensor, Alignment], Any] = lambda x, to: x
+    # flashinfer_moe.py is used if the launch parameters say so; w13 then has its layout
     flashinfer: bool = False
 
 
 def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
-    """Return the kernels for such experts. Raises ConfigError where only one of the weights is
-    quantised.
+    """Return the kernels for such experts.
+
+    Raises ConfigError if only one of the weights is quantized.
     """
     if isinstance(w13_eFD, Quantised) != isinstance(w2_eDI, Quantised):
         up, down = (getattr(weight, "kind", weight.dtype) for weight in (w13_eFD, w2_eDI))
         raise ConfigError(
-            f"of some experts gate and up are {up} and down is {down}: Triton's "
-            "kernels take both quantised or "
-            "none; use another checkpoint, or --device cpu with kernels: native"
+            f"some experts have gate and up in {up}, but down in {down}: Triton's kernels need "
+            "both quantized or none; use another checkpoint, or --device cpu with kernels: native"
         )
     if isinstance(w2_eDI, Tensor):
         return PLAIN
-    rows_too = multiplies_e4m3(w2_eDI.kind, w2_eDI.rows, w2_eDI.group, *w2_eDI.shape[-2:])
-    return W8A8 if rows_too else WEIGHT_ONLY
+    e4m3_activations = multiplies_e4m3(w2_eDI.kind, w2_eDI.rows, w2_eDI.group, *w2_eDI.shape[-2:])
+    return W8A8 if e4m3_activations else WEIGHT_ONLY
 
 
 def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
-    """Return whether activations become e4m3, too: that kernel takes whole blocks of 128 x 128
-    weights with one scale.
+    """Return whether activations become e4m3 for such weights.
 
-    DeepSeek's and Qwen's blocks, I 768, D 2048 -> True; a scale per output -> False; I 96 -> False
+    That kernel needs scales of whole blocks of 128 x 128 weights. For example blocks of DeepSeek
+    with I 768 and D 2048 -> True; a scale per output, or I 96 -> False.
     """
     return kind == "fp8" and not any(size % BLOCK for size in (rows, group, *sizes))
 
 
 def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
-    """Return why no kernel takes weights with `inputs` inputs in groups of `group` (0: all); empty
-    if one does.
+    """Return why no kernel supports weights with `inputs` inputs; empty if one does.
+
+    group: inputs per scale; 0: all.
     """
     if kind in ("int4", "fp4"):
-        fits = _group_of_pairs(group or inputs, inputs)
-        return (
-            ""
-            if fits
-            else f"{kind} products take groups of {GROUPS[0]}s and inputs of {2 * GROUPS[0]}s"
-        )
+        if _group_of_pairs(group or inputs, inputs):
+            return ""
+        return f"{kind} products take groups of {GROUPS[0]}s and inputs of {2 * GROUPS[0]}s"
     if (
         kind == "fp8"
         and device.type == "cuda"
         and torch.cuda.get_device_capability(device) < E4M3_GPUS
     ):
         return "e4m3 needs a GPU of compute capability 8.9 or more"
-    return (
-        f"{kind} products take groups and inputs of {LEAST}s"
-        if group % LEAST or inputs % LEAST
-        else ""
-    )
+    if group % MIN_K or inputs % MIN_K:
+        return f"{kind} products take groups and inputs of {MIN_K}s"
+    return ""
 
 
 def parts_of(weights: Any) -> list[Tensor]:
-    """Return the tensors of a layout."""
-    return (
-        [weights]
-        if isinstance(weights, Tensor)
-        else [getattr(weights, name) for name in _names(weights)]
-    )
+    """Return the tensors of packed weights."""
+    if isinstance(weights, Tensor):
+        return [weights]
+    return [getattr(weights, name) for name in _names(weights)]
 
 
 def with_parts(weights: Any, parts: Sequence[Tensor]) -> Any:
-    """Return the layout with other tensors, in the order of `parts_of`."""
-    return (
-        parts[0]
-        if isinstance(weights, Tensor)
-        else replace(weights, **dict(zip(_names(weights), parts, strict=True)))
-    )
+    """Return the packed weights with other tensors, in the order of `parts_of`."""
+    if isinstance(weights, Tensor):
+        return parts[0]
+    return replace(weights, **dict(zip(_names(weights), parts, strict=True)))
 
 
 def _names(weights: Any) -> list[str]:
@@ -125,15 +114,16 @@ def _names(weights: Any) -> list[str]:
 
 
 def _group_of_pairs(group: int, inputs: int) -> int:
-    """The group of kernels for 4 bits, a part of the weights' own; 0: none.
+    """Return the group size that 4-bit kernels use for weights in groups of `group`; 0: none.
 
-    128, 192 inputs -> 32, since 128 are worked off in 128s
+    It divides `group`, and inputs must be a multiple of the kernels' step for it. For example
+    groups of 128 with 192 inputs -> 32, because kernels with groups of 128 take 128 inputs at once.
     """
     return next((g for g in GROUPS[::-1] if group % g == 0 and inputs % (2 * half_of(g)) == 0), 0)
 
 
 def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor:
-    """Scale of groups for parts of them: for each `step` inputs."""
+    """Repeat the scales of groups, to one scale per `step` inputs."""
     return scales_eNG.repeat_interleave(group // step, -1)[..., : inputs // step]
 
 
@@ -161,7 +151,7 @@ def _lay_e4m3(w: Quantised) -> Scaled:
 
 
 def _sizes(w2: Any) -> tuple[int, int, int]:
-    """Return e, I and D, as launches have them."""
+    """Return e, I and D, the order of sizes in launch parameters."""
     experts, dim, width = w2.shape
     return experts, width, dim
 

@@ -144,6 +144,6 @@ def test_what_cannot_be_compressed(make_checkpoint: Any) -> None:
     )
     with pytest.raises(
         CheckpointError,
-        match=r"weights \[16, 64\] do not fit 12 bits.* use lossless_compression=off",
+        match=r"weights \[16, 64\] cannot be compressed to 12 bits.* use lossless_compression=off",
     ):
         NativeLinear(bits.view(torch.bfloat16), lossless=True)
