@@ -36,7 +36,7 @@ async def test_a_server_without_and_with_experts(capsys: pytest.CaptureFixture[s
         live.engine.outbox.put(
             Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4))
         )
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not (live.front.ready and live.front.ready.num_experts):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
         assert await asyncio.to_thread(main.main, command) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,6 +10,7 @@ from aiohttp import web
 from moeserve import AsyncClient
 from moeserve.client import faults
 from tests.client.scripted import Server
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -31,13 +31,10 @@ async def server() -> AsyncIterator[Server]:
 @pytest.fixture
 async def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncClient]:
     monkeypatch.setattr(faults, "FIRST_DELAY_S", 0.001)
-    async with AsyncClient(server.url, timeout_s=5) as client:
+    async with AsyncClient(server.url, timeout_s=30) as client:
         yield client
 
 
 @pytest.fixture
 def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_port()

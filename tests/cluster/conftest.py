@@ -42,7 +42,7 @@ class Reader:
 
     async def until(self, condition: Callable[[FromEngine], bool]) -> Any:
         """Return the next message that meets the condition."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             while True:
                 self._unread = self._unread or await self.link.outbox.drain(wait=True)
                 self.seen.append(msg := self._unread.pop(0))

@@ -17,7 +17,7 @@ from moeserve.errors import Conflict, InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 
 from .test_fleet import answers, fleet, some, until
-from .test_node import Cluster, Node, cluster
+from .test_node import BOOT_S, Cluster, Node, cluster
 
 Make = Callable[..., Cluster]
 
@@ -52,7 +52,7 @@ async def test_a_drained_machine_costs_no_token_and_returns_with_its_engines(
         with pytest.raises(Conflict, match="node-1 is drained already"):
             await front.fleet.scaling.drain(1)
         again = two.node()
-        await until(lambda: front.ready.max_num_seqs == 32)
+        await until(lambda: front.ready.max_num_seqs == 32, BOOT_S)
         assert front.fleet.dp == 4
         assert machines(front) == ["here", "here"]
         assert len(again.engines(front)) == 2
@@ -117,7 +117,7 @@ async def test_scaling_fills_the_machines_that_are_here_evenly_and_takes_the_las
         assert await scale(2) == 1
         assert hosts(front) == ["node-0", "node-0"]
         again = two.node()
-        await until(lambda: front.ready.max_num_seqs == 24)
+        await until(lambda: front.ready.max_num_seqs == 24, BOOT_S)
         assert hosts(front) == ["node-0", "node-0", "node-1"]
         late = await some(front, 3, 50)
         assert await streams == answers(8, 500)

@@ -33,14 +33,9 @@ from moeserve.config import CacheConfig, Config, DeviceConfig, ModelConfig, Para
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import PROTOCOL_VERSION
+from tests.ports import free_port
 
 SECRET = "a secret of the whole cluster"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -68,7 +63,7 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[Rendezvous]:
         await machines.close()
 
 
-async def joins(config: Config, secret: str = SECRET, within_s: float = 1.0) -> Admitted:
+async def joins(config: Config, secret: str = SECRET, within_s: float = 20.0) -> Admitted:
     return await join(
         config, secret.encode(), registration(config, "/there"), time.monotonic() + within_s
     )
@@ -92,7 +87,7 @@ async def test_each_machine_is_let_in_once(config: Config, tmp_path: Path) -> No
     with pytest.raises(
         ConfigError, match=r"nobody listens at .*: start machine 0 first, or check --rendezvous"
     ):
-        await joins(on(config, 1), within_s=0.3)
+        await joins(on(config, 1), within_s=1.0)
 
 
 async def test_a_machine_that_does_not_come_back_frees_its_place(
@@ -101,7 +96,8 @@ async def test_a_machine_that_does_not_come_back_frees_its_place(
     monkeypatch.setattr("moeserve.cluster.host.CONNECT_S", 0.1)
     async with opened(config, tmp_path):
         await joins(on(config, 1))
-        for _ in range(100):
+        deadline_s = time.monotonic() + 15
+        while time.monotonic() < deadline_s:
             with suppress(ConfigError):
                 await joins(on(config, 1))
                 return
@@ -113,7 +109,7 @@ async def test_another_key_is_told_apart_from_nobody_there(config: Config, tmp_p
         with pytest.raises(
             ConfigError, match=r"machine 1 could not join: .* is the cluster key there the same"
         ):
-            await joins(on(config, 1), "another secret of some length", within_s=0.5)
+            await joins(on(config, 1), "another secret of some length", within_s=2.0)
         await joins(on(config, 1))
 
 
@@ -132,7 +128,7 @@ async def test_another_protocol_is_named(
         finally:
             wire.close()
         assert isinstance(gone, PeerGone)
-        assert "protocol 99, the listening one 1" in gone.cause
+        assert f"protocol 99, the listening one {PROTOCOL_VERSION}" in gone.cause
 
 
 async def test_nonsense_and_strangers_are_not_answered(config: Config, tmp_path: Path) -> None:
@@ -177,7 +173,7 @@ async def test_an_error_costs_one_message_and_not_the_rendezvous(
         with monkeypatch.context() as broken:
             broken.setattr(rendezvous, "misfit", lambda *args: 1 / 0)
             with pytest.raises(ConfigError, match="no answer"):
-                await joins(on(config, 1), within_s=0.5)
+                await joins(on(config, 1), within_s=2.0)
         assert "background task 'rendezvous' failed: ZeroDivisionError" in caplog.text
         await joins(on(config, 1))
         assert machines.hosts[1].taken

@@ -12,7 +12,7 @@ from .test_fleet import Open, answers, fleet, kill, some, until
 
 __all__ = ["fleet"]  # a fixture
 
-STALL_S = 1.5
+STALL_S = 2.0
 
 
 def restarts(front: FrontEnd) -> list[int]:
@@ -22,7 +22,7 @@ def restarts(front: FrontEnd) -> list[int]:
 async def test_an_engine_that_stops_while_the_others_wait_for_it_is_replaced(fleet: Open) -> None:
     """The group breaks before its silence is noticed: from then on it is held for the next meeting,
     where it is waited for, and steps are not expected of it any more."""
-    async with fleet(2, stall_s=STALL_S) as front:
+    async with fleet(2, stall_s=2 * STALL_S) as front:  # time for the other one to be back
         streams = await some(front, 6, 300)
         first = front.fleet.view.engines[0].pid
 

@@ -52,7 +52,7 @@ from moeserve.runner.group import GroupedRunner
 from moeserve.runner.remote import Team
 from moeserve.sampling import GrammarSpec, TokenSampling
 from moeserve.text.tokenizer import Tokenizer
-from tests.comm.ranks import free_port
+from tests.ports import free_port
 from tests.runner.harness import Driver, Request
 
 PAIR = Role(world=World(size=2, tp_size=2, ranks_on_host=2), grouped=True)
@@ -316,7 +316,7 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
         (worker,) = psutil.Process(ready.pid).children()
         os.kill(ready.pid, signal.SIGKILL)
         assert (await ear.first(EngineGone)).exit_code == -signal.SIGKILL
-        _, alive = await asyncio.to_thread(psutil.wait_procs, [worker], 5)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, [worker], 15)
         assert not alive
     finally:
         process.send(Drain(0.0))
@@ -341,7 +341,7 @@ def test_a_worker_that_dies_at_its_start_is_named_with_its_last_words(short_dir:
     team.start()
     with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 is gone: .* exited with code 1"):
         team.wait_connected()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 15
     team.close()
 
 
@@ -367,5 +367,5 @@ def test_a_failure_of_what_watches_workers_ends_the_engine(
         team.start()
     with pytest.raises(EngineDied, match=r"tp worker.*: OSError: too many open files"):
         team.wait_connected()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 15
     team.close()

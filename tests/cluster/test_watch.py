@@ -30,9 +30,9 @@ async def test_all_engines_are_traced(fleet: Open, ep: str) -> None:  # noqa: F8
         view = front.monitor.view(front.state, front.ready)
         with pytest.raises(Conflict, match=r"no step ran within 0\.1 s"):
             await front.monitor.tracing.take(view, 0.1)
-        streams = await some(front, 8, 400)
+        streams = await some(front, 8, 800)
         for _ in range(3):
-            trace = await front.monitor.tracing.take(view, 5.0)
+            trace = await front.monitor.tracing.take(view, 20.0)
             assert [rank.dp_rank for rank in trace.ranks] == [0, 1]
             assert not trace.missing
             assert all(
@@ -40,4 +40,4 @@ async def test_all_engines_are_traced(fleet: Open, ep: str) -> None:  # noqa: F8
                 for rank in trace.ranks
             )
             assert ep == "off" or trace.ranks[0].step == trace.ranks[1].step
-        assert await streams == answers(8, 400)
+        assert await streams == answers(8, 800)

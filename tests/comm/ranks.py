@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from moeserve.comm.members import Members
 from moeserve.errors import PeerLost
+from tests.ports import free_port
 
 T = TypeVar("T")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def members_of(

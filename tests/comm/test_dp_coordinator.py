@@ -25,16 +25,22 @@ from moeserve.comm.stream import frame
 from moeserve.engine.plan import StepDecision
 from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote
 from moeserve.errors import ConfigError, PeerLost, StepSkew
-from tests.comm.ranks import free_port, members_of, together
+from tests.comm.ranks import members_of, together
 from tests.comm.relay import DOWN, FORGERIES, UP, Relay, once
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-async def coordinators_of(size: int, folder: Path, **changes: object) -> list[DPCoordinator]:
-    """All of a group on this loop."""
-    members = [replace(one, **changes) for one in members_of(size, str(folder))]  # type: ignore[arg-type]
-    return list(await asyncio.gather(*map(open_coordinator, members)))
+async def coordinators_of(
+    size: int, folder: Path, deadline_s: float | None = None
+) -> list[DPCoordinator]:
+    """All of a group on this loop. deadline_s: of a vote, but not of meeting."""
+    coordinators = list(await asyncio.gather(*map(open_coordinator, members_of(size, str(folder)))))
+    if deadline_s is not None:
+        for coordinator in coordinators:
+            coordinator.members = replace(coordinator.members, deadline_s=deadline_s)  # type: ignore[attr-defined]
+    return coordinators
 
 
 async def votes(coordinators: list[DPCoordinator], **fields: object) -> list[object]:
@@ -80,7 +86,7 @@ async def test_any_engine_wakes_all_that_sleep_and_only_once(tmp_path: Path) -> 
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in sleeping)
         vote = asyncio.create_task(coordinators[waker].decide(Vote(step + 1, 1, has_work=True)))
-        await asyncio.wait_for(asyncio.gather(*sleeping), 5.0)
+        await asyncio.wait_for(asyncio.gather(*sleeping), 15.0)
         assert all(
             coordinator.woken for rank, coordinator in enumerate(coordinators) if rank != waker
         )
@@ -138,7 +144,7 @@ async def test_whoever_leaves_breaks_the_group_for_all_with_what_it_knew(
 
 @pytest.mark.parametrize("silent", [0, 2])
 async def test_a_silent_engine_is_named_after_the_deadline(silent: int, tmp_path: Path) -> None:
-    coordinators = await coordinators_of(3, tmp_path, deadline_s=0.3)
+    coordinators = await coordinators_of(3, tmp_path, deadline_s=2.0)
     await votes(coordinators, step=0)
     began_s = time.monotonic()
     waiting = [
@@ -147,21 +153,21 @@ async def test_a_silent_engine_is_named_after_the_deadline(silent: int, tmp_path
     for error in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(error, PeerLost)
         assert error.missing == (silent,)
-    assert time.monotonic() - began_s > 0.25
+    assert time.monotonic() - began_s > 1.9
     close(coordinators)
 
 
 async def test_a_group_that_sleeps_has_no_deadline(tmp_path: Path) -> None:
-    coordinators = await coordinators_of(2, tmp_path, deadline_s=0.05)
+    coordinators = await coordinators_of(2, tmp_path, deadline_s=0.5)
     await votes(coordinators, step=0)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(1.0)
     decisions = await votes(coordinators, step=1, has_work=True)
     assert all(d.action is Action.RUN for d in decisions)  # type: ignore[attr-defined]
     close(coordinators)
 
 
 async def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    members = [replace(one, deadline_s=0.3) for one in members_of(6, str(tmp_path), tp_size=2)]
+    members = [replace(one, deadline_s=2.0) for one in members_of(6, str(tmp_path), tp_size=2)]
     errors = await asyncio.gather(
         open_coordinator(members[0]), open_coordinator(members[2]), return_exceptions=True
     )
@@ -198,7 +204,7 @@ async def test_a_stranger_that_says_nothing_or_nonsense_holds_nobody_up(tmp_path
     strangers[1].send(os.urandom(500))
     strangers[2].close()
     followers = await asyncio.gather(*map(open_coordinator, members[1:]))
-    close([await asyncio.wait_for(leader, 5.0), *followers])
+    close([await asyncio.wait_for(leader, 15.0), *followers])
     for stranger in strangers:
         stranger.close()
 
@@ -219,7 +225,7 @@ async def test_a_folder_that_is_not_there_is_a_clear_error(tmp_path: Path) -> No
 def on_hosts(size: int) -> list[Members]:
     hosts = tuple(f"host{r}" for r in range(size))
     vote = f"127.0.0.1:{free_port()}"
-    return [replace(one, host_of=hosts, vote=vote, deadline_s=5.0) for one in members_of(size)]
+    return [replace(one, host_of=hosts, vote=vote) for one in members_of(size)]
 
 
 async def test_several_hosts_meet_over_tcp() -> None:
@@ -294,7 +300,7 @@ async def test_a_network_that_is_not_up_is_waited_for(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", unreachable)
     with pytest.raises(PeerLost, match="engine 0 did not open the vote") as caught:
-        await open_coordinator(replace(follower, deadline_s=0.1))
+        await open_coordinator(replace(follower, deadline_s=1.0))
     assert caught.value.missing == (0,)
     assert len(tries) > 1
 
@@ -347,6 +353,7 @@ def test_parking_never_loses_a_wake_up(size: int, tmp_path: Path) -> None:
 
 VOTER = """
 import asyncio, json, sys
+from dataclasses import replace
 from moeserve.engine.vote import Vote
 from moeserve.errors import PeerLost
 from moeserve.comm.dp_coordinator import open_coordinator
@@ -355,6 +362,7 @@ from moeserve.comm.members import Members
 async def main():
     members = Members(**json.loads(sys.argv[1]))
     coordinator = await open_coordinator(members)
+    coordinator.members = replace(members, deadline_s=float(sys.argv[2]))
     print("in", flush=True)
     step = 0
     while True:
@@ -370,10 +378,13 @@ except PeerLost as error:
 
 
 def voters(size: int, folder: Path, deadline_s: float) -> list[subprocess.Popen[str]]:
+    """Processes that vote on and on. deadline_s: of a vote; all of them start at the same time,
+    which takes long on a busy machine.
+    """
     started = []
-    for one in members_of(size, str(folder), deadline_s=deadline_s):
+    for one in members_of(size, str(folder), deadline_s=40.0):
         member = json.dumps({name: getattr(one, name) for name in one.__slots__})
-        command = [sys.executable, "-c", VOTER, member]
+        command = [sys.executable, "-c", VOTER, member, str(deadline_s)]
         started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
     for process in started:
         assert process.stdout is not None
@@ -383,7 +394,7 @@ def voters(size: int, folder: Path, deadline_s: float) -> list[subprocess.Popen[
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize(("blow", "deadline_s"), [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 3.0)])
+@pytest.mark.parametrize(("blow", "deadline_s"), [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 4.0)])
 def test_a_dead_or_stopped_process_is_named(
     victim: int, blow: int, deadline_s: float, tmp_path: Path
 ) -> None:
@@ -393,7 +404,7 @@ def test_a_dead_or_stopped_process_is_named(
     try:
         for rank, process in enumerate(processes):
             if rank != victim:
-                cause, missing = json.loads(process.communicate(timeout=10)[0])
+                cause, missing = json.loads(process.communicate(timeout=20)[0])
                 assert missing == [victim], cause
                 assert f"engine {victim}" in cause
         if blow == signal.SIGKILL:

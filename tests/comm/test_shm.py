@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,17 @@ from tests.warm import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_native = pytest.mark.skipif(native() is None, reason="the native module was not built")
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """This process's files by number. What earlier tests left may close at any time: compare what
+    is new.
+    """
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.add((path.name, os.readlink(path)))
+    return found
 
 
 @contextmanager
@@ -127,7 +138,7 @@ def test_shapes_that_differ_are_told(tmp_path: Path) -> None:
 
 @needs_native
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
-    members = members_of(4, str(tmp_path), tp_size=4, deadline_s=0.3)
+    members = members_of(4, str(tmp_path), tp_size=4, deadline_s=2.0)
     lost: dict[int, PeerLost] = {}
 
     def join(rank: int) -> None:
@@ -137,7 +148,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
 
     together([lambda r=r: join(r) for r in (0, 2)])
     assert lost[0].missing == lost[2].missing == (1, 3)
-    assert "in 0.3 s: 1, 3" in str(lost[0])
+    assert "in 2 s: 1, 3" in str(lost[0])
     assert not list(tmp_path.iterdir())
 
 
@@ -157,7 +168,7 @@ def connected(path: Path) -> socket.socket:
 
 @needs_native
 def test_strangers_do_not_get_in(tmp_path: Path) -> None:
-    members = members_of(2, str(tmp_path), tp_size=2, deadline_s=5)
+    members = members_of(2, str(tmp_path), tp_size=2)
     tensors = [ShmTensor(rank, 2) for rank in range(2)]
     refused: list[PeerLost] = []
 
@@ -193,9 +204,6 @@ def test_leaving_ends_a_join(rank: int, tmp_path: Path) -> None:
 
 @needs_native
 def test_leaving_wakes_waiters_and_frees_everything(tmp_path: Path) -> None:
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:moeserve")
 
@@ -214,7 +222,8 @@ def test_leaving_wakes_waiters_and_frees_everything(tmp_path: Path) -> None:
         tensors[0].leave()
         wait(tensors[0], "left its engine's group")
     gc.collect()
-    assert (descriptors(), mappings()) == before
+    assert descriptors() - before[0] == set()
+    assert mappings() == before[1]
     assert not list(tmp_path.iterdir())
 
 
@@ -267,14 +276,14 @@ def test_the_other_end_of_a_process_hears_a_goodbye(tmp_path: Path) -> None:
 @needs_native
 def test_memory_that_is_too_small_is_refused_and_nothing_stays_open() -> None:
     module = shm.module()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     small = module.Region(4096)
     own = module.Region(8192)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(RuntimeError, match=r"has 4096 bytes .* expected 8192"):
         module.Channel(0, [0, 1], 0, [-1, ours.detach()], own, [-1, os.dup(small.fd)])
     del small, own
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert descriptors() - before == set()
 
 
 def test_without_native_code_the_message_says_what_to_do(

@@ -29,10 +29,10 @@ from moeserve.messages import (
     TraceNext,
     UpdatePlacement,
 )
-from tests.comm.ranks import free_port
 from tests.comm.relay import DOWN, UP, Relay, flipped
 from tests.engine.group_harness import Group, GroupModel, Step
 from tests.engine.harness import GRAMMAR
+from tests.ports import free_port
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 

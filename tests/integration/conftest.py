@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,11 +19,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ports import free_port
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+
+def command_of(process: psutil.Process) -> str:
+    """Return the words that started it; none if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 @dataclass
@@ -41,7 +45,7 @@ class Server:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=30) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -66,20 +70,17 @@ class Server:
             try:
                 if self.get("/readyz")[0] == 200:
                     return
-            except (urllib.error.URLError, ConnectionError):
+            except (OSError, http.client.HTTPException):  # it does not listen yet, or is slow
                 pass
             time.sleep(0.05)
         raise AssertionError(f"not ready in {timeout_s} s:\n{self.log.read_text()}")
 
     def engine(self) -> psutil.Process:
         """The engine process, a child of the server."""
-        children = [
-            p
-            for p in psutil.Process(self.process.pid).children(recursive=True)
-            if "moeserve.cluster.engine_main" in " ".join(p.cmdline())
-        ]
-        assert len(children) == 1, children
-        return children[0]
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        engines = [it for it in children if "moeserve.cluster.engine_main" in command_of(it)]
+        assert len(engines) == 1, engines
+        return engines[0]
 
     def stop(self) -> int:
         if self.process.poll() is None:

@@ -50,7 +50,7 @@ from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.group import GroupedRunner
 from moeserve.runner.remote import Team
 from moeserve.sampling import TokenSampling
-from tests.comm.ranks import free_port
+from tests.ports import free_port
 
 
 class WorkerThread:

@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import Server, free_port
+from tests.ports import free_port
+
+from .conftest import Server
 
 BOOT_S = 60
 # A loopback address for each process of pytest: the port of an allocation is fixed.

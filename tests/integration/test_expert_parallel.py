@@ -183,4 +183,4 @@ async def test_sigterm_finishes_what_runs_and_exits_0(pair: Server, alone: list[
         pair.process.terminate()
         await until(lambda: pair.get("/readyz")[0] == 503)
         assert await streams.end() == alone
-    assert pair.process.wait(10) == 0
+    assert pair.process.wait(30) == 0

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from .conftest import Server, free_port
+from tests.ports import free_port
+
+from .conftest import Server
 from .test_standby import stands_by, story, until
 
 BOOT_S = 60
@@ -110,7 +112,7 @@ def test_two_machines_from_one_command(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 0
         assert "SIGINT: draining" in server.log.read_text()
-        assert psutil.wait_procs(everything, timeout=10)[1] == []
+        assert psutil.wait_procs(everything, timeout=30)[1] == []
 
 
 async def test_front_ends_of_machine_0_die_and_then_all_of_it(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         everything = psutil.Process(server.process.pid).children(recursive=True)
         assert len(everything) >= 4  # two parts, two servers
         server.process.kill()
-        assert psutil.wait_procs(everything, timeout=20)[1] == []
+        assert psutil.wait_procs(everything, timeout=30)[1] == []
 
 
 def test_a_model_that_is_not_there_ends_all(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ import aiohttp
 import psutil
 import pytest
 
-from .conftest import Server, free_port
+from tests.ports import free_port
+
+from .conftest import Server
 from .test_expert_parallel import ADMIN, BODIES, BOOT_S, tokens
 from .test_faults import until
 
@@ -133,7 +135,7 @@ class Machines:
     def whys(self, **options: dict[str, str]) -> list[str]:
         """Return the messages of agents that cannot join."""
         nodes = [self.node(log, **settings) for log, settings in options.items()]
-        assert [node.wait(20) for node in nodes] == [2] * len(nodes)
+        assert [node.wait(BOOT_S) for node in nodes] == [2] * len(nodes)
         return [(self.folder / log).read_text() for log in options]
 
     def engine_of(self, node: subprocess.Popen[bytes]) -> psutil.Process:
@@ -267,7 +269,7 @@ async def test_a_drained_machine_costs_no_token_and_may_return(
                 assert (answer.status, said in await answer.text()) == (status, True), (
                     await answer.text()
                 )
-    assert pair.node.wait(10) == 0
+    assert pair.node.wait(30) == 0
     assert await streams == alone
     assert pair.server.get("/readyz")[0] == 200
     assert states(pair.server) == (["serving"], ["here", "drained"])
@@ -284,12 +286,12 @@ def test_without_machine_0_all_others_end(pair: Pair, machines: Machines) -> Non
     assert len(ours) >= 2
     assert len(theirs) >= 2
     pair.server.process.kill()
-    assert pair.node.wait(10) == 1
+    assert pair.node.wait(30) == 1
     assert (
         "serve: machine 0 is lost: the connection was closed"
         in (machines.folder / pair.log).read_text()
     )
-    assert psutil.wait_procs([*ours, *theirs], timeout=10)[1] == []
+    assert psutil.wait_procs([*ours, *theirs], timeout=30)[1] == []
 
 
 def states(server: Server) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-from tests.integration.conftest import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 MOST_FILES = 70  # three of them read the answer in its tool format

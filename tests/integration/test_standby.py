@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from moeserve import AsyncClient
+from tests.ports import free_port
 
-from .conftest import Server, free_port, running_server
+from .conftest import Server, command_of, running_server
 
 FLAGS = ("--standby", "--dp", "2", "--max-model-len", "512", "--kv-cache-bytes", "64MiB")
 BODY = {
@@ -32,7 +33,7 @@ BODY = {
 }
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
@@ -60,9 +61,7 @@ def front_ends(server: Server, root: psutil.Process | None = None) -> list[psuti
     """
     children = (root or psutil.Process(server.process.pid)).children()
     found = [
-        child
-        for child in children
-        if "moeserve.server.front_end_process" in " ".join(child.cmdline())
+        child for child in children if "moeserve.server.front_end_process" in command_of(child)
     ]
     return sorted(found, key=psutil.Process.create_time)
 
@@ -72,8 +71,16 @@ def engines(server: Server) -> set[int]:
     return {
         it.pid
         for it in children
-        if it.name() == "moeserve-engine" or "engine_main" in " ".join(it.cmdline())
+        if name_of(it) == "moeserve-engine" or "engine_main" in command_of(it)
     }
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return its name; none if it has ended."""
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
 
 
 def stands_by(server: Server) -> Callable[[], bool]:
@@ -90,7 +97,7 @@ def stands_by(server: Server) -> Callable[[], bool]:
 def kill(process: psutil.Process) -> None:
     process.kill()
     with suppress(psutil.NoSuchProcess):
-        process.wait(10)
+        process.wait(30)
 
 
 def admins(folder: Path) -> tuple[str, ...]:
@@ -313,7 +320,7 @@ def test_the_engines_of_another_machine_outlive_the_front_end_too(tmp_path: Path
             assert {child.pid for child in node.children()} == far
             until(stands_by(server))
             assert change(server, "drain", {"machine": 1})["dp"] == 1
-            assert shell.wait(10) == 0
+            assert shell.wait(30) == 0
             kill(front_ends(server)[0])
             server.wait_ready()
             assert tokens(server) == expected
@@ -323,7 +330,7 @@ def test_the_engines_of_another_machine_outlive_the_front_end_too(tmp_path: Path
             until(lambda: experts(server)["dp"] == 2)
             assert tokens(server) == expected
             assert server.stop() == 0
-            assert shell.wait(10) == 0
+            assert shell.wait(30) == 0
     finally:
         for process in (
             [*psutil.Process(shell.pid).children(), psutil.Process(shell.pid)]

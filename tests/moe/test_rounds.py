@@ -17,7 +17,7 @@ from moeserve.models.workspace import Inflow, workspace_bytes
 from moeserve.moe.all2all import registry
 from moeserve.moe.all2all.registry import USUAL_RANKS, most_rows
 from tests.comm import fake_nccl
-from tests.comm.ranks import free_port, members_of, together
+from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import INTERPRETED, ON_CPU, facts_of, make
 from tests.moe.contract.backends import NAMES as ALL
 from tests.moe.inflow_rank import (
@@ -31,6 +31,7 @@ from tests.moe.inflow_rank import (
     WIDTH,
     Rank,
 )
+from tests.ports import free_port
 from tests.runner.expert_checkpoint import spec_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -17,7 +17,7 @@ from moeserve.messages import Join, PlacementResult, PlacementTable
 from moeserve.models.hf_config import read_model_spec
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.group import GroupedRunner
-from tests.comm.ranks import free_port
+from tests.ports import free_port
 from tests.runner.harness import Driver, Request
 
 Chunks = Sequence[tuple[Request, int]]

@@ -342,7 +342,7 @@ async def test_lines_pay_their_keys_rates_and_wait_for_them(keeping: Any, tmp_pa
     async with keeping(api_key_file=str(path)) as live:
         async with client_of(live, "few") as client:
             waiting = await start(client, *[line(name) for name in "abc"])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 while (await client.batches.retrieve(waiting.id)).request_counts.completed < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             with pytest.raises(openai.RateLimitError):

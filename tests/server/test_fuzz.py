@@ -189,7 +189,7 @@ async def _check(live: Any, asked: Asked) -> None:
         assert isinstance(error["message"], str)
         assert len(body) < 4000
         assert error.keys() == {"message", "type", "param", "code"} or told["type"] == "error"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (  # noqa: ASYNC110
             live.context.running
             or live.context.streams

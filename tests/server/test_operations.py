@@ -222,7 +222,7 @@ async def test_a_deadline_ends_a_request(live):
         status, body, _ = await live.post(CHAT, ASK, X_Request_Timeout=bad)
         assert (status, body["error"]["param"]) == (400, "X-Request-Timeout")
     live.engine.gate.set()
-    assert (await live.post(CHAT, ASK, X_Request_Timeout="5"))[0] == 200
+    assert (await live.post(CHAT, ASK, X_Request_Timeout="60"))[0] == 200
 
 
 async def test_the_servers_own_deadline_ends_a_stream_with_an_error(launch):

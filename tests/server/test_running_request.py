@@ -66,6 +66,6 @@ async def test_any_exception_ends_the_request(num):
     await asyncio.sleep(0)
     all_of_them[-1].fail(LookupError("not a RequestError"))
     with pytest.raises(LookupError):
-        await asyncio.wait_for(reader, 5)
+        await asyncio.wait_for(reader, 20)
     await running.aclose()
     assert all(task.done() for task in running._pumps)

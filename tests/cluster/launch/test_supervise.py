@@ -156,7 +156,7 @@ async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
         await launch(
             place("a", FOREVER), place("b", refused, hello=False), place("c", "pass", hello=False)
         )
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 15
     with pytest.raises(ConfigError, match="cannot run /no/ssh: No such file"):
         await launch(LaunchTarget("a", ("/no/ssh",)))
 
