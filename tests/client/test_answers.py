@@ -228,7 +228,7 @@ async def test_cancelling_closes_the_socket(server: Server, client: AsyncClient)
 
 async def test_wait_ready_polls_until_200(server: Server, client: AsyncClient) -> None:
     server.script = [error(503), error(503), answer({"status": "ready"})]
-    await client.wait_ready(5)
+    await client.wait_ready(30)
     assert [path for _, path, _ in server.seen] == ["/readyz"] * 3
 
 
@@ -244,7 +244,7 @@ async def test_wait_ready_uses_health_where_there_is_no_readyz(
     server: Server, client: AsyncClient
 ) -> None:
     server.script = [error(404), answer({})]
-    await client.wait_ready(5)
+    await client.wait_ready(30)
     assert [path for _, path, _ in server.seen] == ["/readyz", "/health"]
 
 

@@ -146,7 +146,7 @@ async def test_keys() -> None:
         assert (await right.models.list()).data
         with pytest.raises(errors.Unauthorized):
             await wrong.models.list()
-        await wrong.wait_ready(5)  # probes need no key
+        await wrong.wait_ready(30)  # probes need no key
 
 
 async def test_a_loading_server_is_not_ready() -> None:

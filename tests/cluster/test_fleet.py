@@ -65,7 +65,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch, warm: None) -> Open:
         )
         runs = asyncio.create_task(front.run())
         try:
-            async with asyncio.timeout(50):  # both cores may be busy
+            async with asyncio.timeout(120):  # both cores may be busy
                 if ready:
                     await front.wait_ready()
                 yield front

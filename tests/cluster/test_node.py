@@ -32,7 +32,7 @@ from tests.ports import free_port
 from .test_fleet import FAST, answers, some, until
 from .test_rendezvous import SECRET
 
-BOOT_S = 40
+BOOT_S = 90
 
 
 @dataclass

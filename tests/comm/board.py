@@ -16,7 +16,7 @@ class Board:
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor] = [torch.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=40)
+        self.barrier = threading.Barrier(size, timeout=100)
         self.gathers = 0
 
 

@@ -33,7 +33,7 @@ def members_of(
     ]
 
 
-def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[T]:
+def together(calls: Sequence[Callable[[], T]], timeout_s: float = 100.0) -> list[T]:
     """Run the calls at the same time, one thread each, and return their results.
 
     Raises the first error; a rank's own error comes before PeerLost.

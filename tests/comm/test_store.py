@@ -167,7 +167,7 @@ def test_no_name_is_asked_for(tmp_path: Path) -> None:
     script = NAMELESS.format(resolver=resolver, python=sys.executable)
     command = ["unshare", "--net", "--mount", "bash", "-c", script]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )
     if "Operation not permitted" in done.stderr or "Permission denied" in done.stderr:
         pytest.skip("this user may not make a network namespace")

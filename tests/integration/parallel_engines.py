@@ -291,7 +291,9 @@ class Engines:
         )
         return [next(filter(wanted, engine.news)) for engine in self.engines]
 
-    async def until(self, condition: Callable[[], bool], what: str, within_s: float = 50.0) -> None:
+    async def until(
+        self, condition: Callable[[], bool], what: str, within_s: float = 120.0
+    ) -> None:
         deadline_s = asyncio.get_running_loop().time() + within_s
         while not condition():
             for engine in self.engines:

@@ -16,7 +16,7 @@ from tests.ports import free_port
 
 from .conftest import Server
 
-BOOT_S = 60
+BOOT_S = 90
 # A loopback address for each process of pytest: the port of an allocation is fixed.
 ADDRESS = f"127.77.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"
 FLAGS = [

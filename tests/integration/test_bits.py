@@ -107,7 +107,7 @@ def alone(path: Any, dtype: str, **more: Any) -> list[Any]:
 
 
 @pytest.mark.full("models", keep="each")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FEW)
 def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpoint: Any) -> None:
@@ -115,14 +115,14 @@ def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpo
 
 
 @pytest.mark.full("models", keep=2)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in FEW])
 def test_nor_in_any_other_family(family: str, make_checkpoint: Any) -> None:
     check(make_checkpoint(family).path, "float32")
 
 
 @pytest.mark.full("models", keep=2)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
 @pytest.mark.parametrize(
     ("family", "dtype", "quantization"),
@@ -143,7 +143,7 @@ def test_nor_with_quantised_weights(
 
 
 @pytest.mark.full("models", keep=1)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
 @pytest.mark.parametrize(
     "kinds", [("Q4_K", "Q6_K"), ("MXFP4",), ("Q5_K", "IQ4_XS"), ("Q4_K",), ("Q6_K",)]
@@ -158,7 +158,7 @@ def test_nor_of_a_gguf_file(kinds: tuple[str, ...], make_checkpoint: Any, tmp_pa
 
 
 @pytest.mark.full("models", keep=2)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("family", "dtype", "kernels"),
     [

@@ -26,7 +26,7 @@ BODIES = [
     for i in range(8)
 ]
 ADMIN = {"X-Api-Key": "root"}
-BOOT_S = 45  # two processes that import torch on a busy machine
+BOOT_S = 90  # two processes that import torch on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ class Streams:
         ]
 
     async def begun(self, count: int = 10) -> None:
-        await until(lambda: all(len(seen) >= count for seen in self.seen), 30)
+        await until(lambda: all(len(seen) >= count for seen in self.seen), 60)
 
     async def end(self) -> list[list[int]]:
-        async with asyncio.timeout(50):
+        async with asyncio.timeout(120):
             return await asyncio.gather(*self.tasks)
 
 

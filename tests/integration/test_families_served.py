@@ -57,7 +57,7 @@ def alone(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.full("models", keep=2)
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize(("family", "form"), CASES)
 async def test_two_engines_say_what_one_says_though_one_dies(
     family: str, form: str, make_checkpoint: Any, tmp_path: Path

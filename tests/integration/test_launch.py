@@ -19,7 +19,7 @@ from tests.ports import free_port
 from .conftest import Server
 from .test_standby import stands_by, story, until
 
-BOOT_S = 60
+BOOT_S = 90
 FLAGS = [
     "--threads",
     "1",

@@ -126,7 +126,7 @@ def test_an_answer_format(my_parts: Any) -> None:
 def test_a_broken_plugin_ends_the_server_at_start(group: str, install: Install) -> None:
     install("bad-package", {group: {"bad": "bad_module:x"}}, {"bad_module.py": "1 / 0\n"})
     command = [sys.executable, "-m", "moeserve.cli.main", "serve", "demo", "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 2
     assert "plugin 'bad' of bad-package 1.0" in done.stderr
     assert "ZeroDivisionError" in done.stderr

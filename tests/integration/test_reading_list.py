@@ -49,7 +49,7 @@ def catches(pid: int) -> bool:
     return bool(caught >> (signal.SIGUSR1 - 1) & 1)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes are traced")
 def test_one_request_passes_the_listed_files(tmp_path: Path) -> None:
     listed, on_timers = reading_list()

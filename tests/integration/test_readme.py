@@ -23,7 +23,7 @@ def test_python_block_prints_something(code, server):
         "AsyncClient()", f"AsyncClient(base_url={server.url + '/v1'!r})"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False
     )
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.strip()) > 20
@@ -33,7 +33,7 @@ def test_curl_block_streams_an_answer(server):
     (code,) = [c for c in SHELL if c.startswith("curl")]
     code = code.replace("http://127.0.0.1:8000", server.url)
     run = subprocess.run(
-        ["bash", "-c", code], capture_output=True, text=True, timeout=50, check=False
+        ["bash", "-c", code], capture_output=True, text=True, timeout=150, check=False
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.rstrip().endswith("data: [DONE]")

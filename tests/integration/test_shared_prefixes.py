@@ -39,7 +39,7 @@ def tree(rng: random.Random) -> list[list[int]]:
 
 
 @pytest.mark.full("models", keep=1)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("family", "num_blocks", "num_states", "settings"), CASES)
 def test_what_is_cached_changes_no_bit(
     family: str, num_blocks: int, num_states: int, settings: dict[str, Any], make_checkpoint: Any

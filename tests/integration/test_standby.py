@@ -110,7 +110,7 @@ def change(server: Server, what: str, body: object = None) -> dict[str, Any]:
     data = b"" if body is None else json.dumps(body).encode()
     headers = {"X-Api-Key": "root", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/admin/{what}", data, headers, method="POST")
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         return dict(json.load(answer))
 
 

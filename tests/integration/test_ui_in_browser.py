@@ -21,7 +21,7 @@ from tests.server.test_harmony import CALLS, TOOLS, answering
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or ""
 browsers = pytest.importorskip("playwright.async_api")
-pytestmark = [pytest.mark.timeout(90), pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
 DONE = "article.assistant:last-child[aria-busy=false]"
 
 

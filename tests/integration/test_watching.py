@@ -63,7 +63,7 @@ async def watch(server: Server, client: AsyncClient, session: aiohttp.ClientSess
         asyncio.create_task(tokens(session, server.url, *one))
         for one in zip(bodies, seen, strict=True)
     ]
-    await until(lambda: all(seen), 30)
+    await until(lambda: all(seen), 60)
     status, file = await trace(session, server.url, 20)
     assert status == 200, file
     look_at(file)

@@ -5,6 +5,7 @@ everything back.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -82,6 +83,7 @@ async def test_idle_connections(patient, wanted):
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + 500), hard))
     try:
         port = await patient(room=wanted + 100, head_s=300)
+        gc.collect()  # what earlier tests left would close meanwhile
         before = len(os.listdir("/proc/self/fd"))
         words = [sys.executable, "-c", IDLE_CLIENTS, str(port), str(wanted), LIVEZ.decode()]
         clients = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import re
 from typing import Any
 
 import msgspec
@@ -359,16 +359,22 @@ async def test_hostile_grammars_do_not_hold_up_others(live):
     """
     known = PROMPTS[CHAT] | {"guided_choice": ["a"]}
     assert (await live.post(CHAT, known))[0] == 200
-    hostile = [PROMPTS[CHAT] | {"guided_regex": f"(a{{1,30}}){{1,{n}}}b"} for n in (2000, 2001)]
-    slow = asyncio.gather(*(live.post(CHAT, body) for body in hostile))
+    hostile = [
+        {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(num)]}
+        for num in (60, 61)
+    ]
+    slow = asyncio.gather(
+        *(live.post(CHAT, PROMPTS[CHAT] | {"guided_json": schema}) for schema in hostile)
+    )
     await asyncio.sleep(0.05)
-    longest = 0.0
+    answered = 0
     while not slow.done():
-        began = time.perf_counter()
         assert (await live.post(CHAT, known))[0] == 200
-        longest = max(longest, time.perf_counter() - began)
-    assert longest < 0.5
-    assert all(status in (200, 400) for status, _, _ in await slow)
+        answered += 1
+    assert answered > 5  # one or two where a check holds up the loop
+    for status, answer, _ in await slow:
+        assert status == 400
+        assert re.search("too long|too large", answer["error"]["message"])
 
 
 async def test_a_server_without_a_tokenizer_or_an_end_token(live):

@@ -18,7 +18,7 @@ from moeserve.cluster.launch.files import Deployment
 from moeserve.errors import ConfigError
 
 STANDIN = Path(__file__).with_name("kubectl_standin.py")
-WAIT_S = 20.0
+WAIT_S = 60.0
 RUNS = {"running": {"startedAt": "2026-11-25T00:00:00Z"}}
 NEVER_FITS = {
     "type": "PodScheduled",

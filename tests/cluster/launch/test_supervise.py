@@ -101,7 +101,7 @@ async def test_a_second_signal_ends_all_at_once(capfd: pytest.CaptureFixture[str
     running = asyncio.create_task(launch(place("a", until_killed), place("b", until_killed)))
     said = ""
     for number, state in ((signal.SIGTERM, "starting"), (signal.SIGINT, "draining")):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while f"a (machine 0 of 2): {state}" not in said:
                 said += capfd.readouterr().err
                 await asyncio.sleep(0.01)
@@ -138,7 +138,7 @@ async def test_a_machine_that_joins_while_the_first_one_serves_is_ready_once_tha
         launch(place("a", ready, FOREVER, ended(0)), place("b", later, joins, FOREVER))
     )
     said = ""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "b (machine 1 of 2): ready" not in said:
             said += capfd.readouterr().err
             await asyncio.sleep(0.01)
