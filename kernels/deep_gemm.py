@@ -37,7 +37,7 @@ CONFIG: Config = {**WINS, "block_m": TILE}  # launch parameters that select Deep
 
 
 @cache
-def obstacle(device: torch.device) -> str | None:
+def unsupported_reason(device: torch.device) -> str | None:
     """Return why DeepGEMM cannot be used on a device, None if it can."""
     try:
         package = importlib.import_module("deep_gemm")

@@ -36,7 +36,7 @@ SUMS = 1024  # outputs that a program adds at a time: 8 per thread, so that all 
 # Indices in `control`, which is pinned host memory.
 TOLD = 0  # the host sets it to 1 to abort a barrier
 FAILED = 1  # a barrier sets it to 1 if it fails
-WRONG = 2  # from here on, the state of each rank at the failure, see `meet`
+WRONG = 2  # from here on, the state of each rank at the failure, see `barrier`
 CALLS = 1024  # a flag is (number of the barrier) * CALLS + (id of the call)
 
 
@@ -198,7 +198,7 @@ def _tile(words: int) -> dict[str, int]:
     return {"ROWS": TILE // block, "BLOCK": block}
 
 
-def meet(
+def barrier(
     bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int
 ) -> None:
     """Run a barrier on the device: wait until the streams of all ranks have reached it.

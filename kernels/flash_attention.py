@@ -48,7 +48,7 @@ class FlashMetadata:
 
 
 @cache
-def obstacle(device: torch.device) -> str | None:
+def unsupported_reason(device: torch.device) -> str | None:
     """Return why FlashAttention-3 cannot be used on a device, None if it can."""
     try:
         function = getattr(importlib.import_module(PACKAGE), FUNCTION, None)

@@ -33,7 +33,7 @@ def _function() -> Any:
 
 
 @cache
-def obstacle(device: torch.device, blocks: bool) -> str | None:
+def unsupported_reason(device: torch.device, blocks: bool) -> str | None:
     """Return why FlashInfer cannot be used on a device, None if it can.
 
     blocks: whether the weights are e4m3 with block scales.

@@ -255,11 +255,15 @@ def grouped_jobs(
         default = products.launch(size, *products.about, facts_of(device).name)
         up = replace(products.up, rows=size)
         both = {"up_": up, "down_": replace(up, width=dim, inner=width, matrices=1)}
-        rival = deep_gemm.WINS if kind == "fp8" and deep_gemm.obstacle(device) is None else None
+        rival = (
+            deep_gemm.WINS
+            if kind == "fp8" and deep_gemm.unsupported_reason(device) is None
+            else None
+        )
         if (
             kind == "plain"
             and dtype != torch.float32
-            and flashinfer_moe.obstacle(device, False) is None
+            and flashinfer_moe.unsupported_reason(device, False) is None
         ):
             rival = flashinfer_moe.WINS
         yield Job(
@@ -394,7 +398,7 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
     )
     misfit = flash_attention.misfit(
         shape.dim, shape.v_dim, latent=shape.latent
-    ) or flash_attention.obstacle(device)
+    ) or flash_attention.unsupported_reason(device)
     fast = [] if misfit else paged_attention.tile_rows(shape, invariant=False)
     blocks = (torch.randperm(ROWS * per_row, device=device).int() + 1).view(ROWS, per_row)
     for rows, new, invariant in (

@@ -47,7 +47,7 @@ MARK = -1  # number of the ping that follows the last message of a lost front en
 
 
 def main() -> None:
-    """Run an engine until it is told to stop or fails, and end the process."""
+    """Run an engine until it stops or fails, and end the process."""
     # Ctrl-C reaches all processes of the terminal, but the front end decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     later: SimpleQueue[bytes] = SimpleQueue()  # orders of further front ends

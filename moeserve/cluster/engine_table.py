@@ -52,7 +52,9 @@ class EngineTable:
         state = self._states[rank].after(event)
         if state != self._states[rank]:
             self._states[rank] = state
-            if not isinstance(event, Phase):  # frequent, and nobody waits for one
+            if not isinstance(
+                event, Phase
+            ):  # phases are frequent, and no condition depends on them
                 self.wake()
         return state
 

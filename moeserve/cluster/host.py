@@ -123,9 +123,9 @@ class RemoteHost:
     async def start(self, name: str, order: bytes) -> Process:
         """Wait for the agent, and order it to start an engine, which ends with the agent."""
         await self.here.wait()
-        process = RemoteProcess(self.tell, next(self._ids), name)
+        process = RemoteProcess(self.send, next(self._ids), name)
         self._processes[process.id] = process
-        self.tell(Start(process.id, name, order))
+        self.send(Start(process.id, name, order))
         return process
 
     def admit(self, folder: str) -> tuple[str, str]:
@@ -156,12 +156,12 @@ class RemoteHost:
             return
         if self._wire is not None:
             # Let the node close the connection, because closing it here could lose the message.
-            self.tell(Shutdown(cause))
+            self.send(Shutdown(cause))
             self._released = True
             await asyncio.wait([self._serving], timeout=SHUTDOWN_S)
         await cancel(self._serving)
 
-    def tell(self, msg: ToNode) -> None:
+    def send(self, msg: ToNode) -> None:
         """Send the agent a message, or drop it if the agent is gone (with its processes)."""
         with suppress(Overloaded):
             if self._wire is not None:
@@ -243,7 +243,7 @@ class RootHost(RemoteHost):
         inbox: Inbox[FromNode | PeerGone] = Inbox("root link")
         wire = connect(root.address, token=root.token, receives=FromNode, inbox=inbox)
         self._spawn_serve(wire, inbox)
-        beats = every(HEARTBEAT_S, lambda: self.tell(Heartbeat()), name="root heartbeat")
+        beats = every(HEARTBEAT_S, lambda: self.send(Heartbeat()), name="root heartbeat")
         self._beating = spawn(beats, name="root heartbeat", on_error=log_error)
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
@@ -262,20 +262,20 @@ class RootHost(RemoteHost):
 class RemoteProcess(Process):
     """A process that an agent has started. It ends with the agent."""
 
-    def __init__(self, tell: Callable[[ToNode], None], id: int, name: str) -> None:
+    def __init__(self, send: Callable[[ToNode], None], id: int, name: str) -> None:
         super().__init__(name, pid=0)
         self.id = id
-        self._tell = tell  # sends the agent an order
+        self._send = send  # sends an order to the agent
         self._begun_s = time.monotonic()
         self._death = asyncio.get_running_loop().create_future()
 
     def kill(self, reason: str) -> None:
         """Order the agent to send SIGKILL."""
-        self._tell(Signal(self.id, reason or "was killed"))
+        self._send(Signal(self.id, reason or "was killed"))
 
     def terminate(self) -> None:
         """Order the agent to send SIGTERM."""
-        self._tell(Signal(self.id))
+        self._send(Signal(self.id))
 
     def started(self, pid: int) -> None:
         """Record that the process runs."""

@@ -41,7 +41,7 @@ from moeserve.cluster.host import (
     Started,
     ToNode,
 )
-from moeserve.cluster.launch.protocol import tell
+from moeserve.cluster.launch.protocol import report_state
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
 from moeserve.cluster.rendezvous import (
@@ -254,7 +254,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         self._host.keep(self._config)
         if self._config.parallel.node_rank:
             log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
-            tell("joined")
+            report_state("joined")
         if self._orphans:
             self._sweeping = spawn(
                 self._sweep(), name="sweep of orphaned engines", on_error=log_error
@@ -325,11 +325,11 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             death = Death(msg.name, 0, 1, 0.0, (str(error),))
         else:
             self._engines[msg.id] = RunningEngine(child, order)
-            self._tell(Started(msg.id, child.pid))
+            self._send(Started(msg.id, child.pid))
             death = await child.death()
             del self._engines[msg.id]
         del self._lives[msg.id]
-        while not self._tell(Ended(msg.id, death)):  # noqa: ASYNC110  # once in a life
+        while not self._send(Ended(msg.id, death)):  # noqa: ASYNC110  # once in a life
             await asyncio.sleep(AGAIN_S)
 
     def _life_failed(self, id: int, name: str, error: Exception) -> None:
@@ -340,13 +340,13 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         if engine is not None:
             engine.child.kill("was not watched any more")
         reason = f"the agent of its machine failed: {error!r}"
-        self._tell(Ended(id, Death(name, 0, -signal.SIGKILL, 0.0, (), reason)))
+        self._send(Ended(id, Death(name, 0, -signal.SIGKILL, 0.0, (), reason)))
 
     async def _orphan_or_new(self, msg: Start, order: EngineOrder) -> Child:
         """Give the order to the orphan of that name, or start a new engine if it does not fit."""
         orphan = None if self._orphans is None else self._orphans.pop(msg.name, None)
         if orphan is not None and orphan.child.alive:
-            if same_engine(orphan.order, order):
+            if can_take_over(orphan.order, order):
                 orphan.child.hand_over(msgspec.json.encode(order), self._relay(msg.id))
                 return orphan.child
             orphan.child.kill("has other settings than the new front end")
@@ -356,7 +356,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
     def _relay(self, id: int) -> Callable[[str], None]:
         def forward(line: str) -> None:
             to_stderr(line)
-            self._tell(LogLine(id, line))
+            self._send(LogLine(id, line))
 
         return forward
 
@@ -385,13 +385,13 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             if (life := self._lives.pop(msg.id, None)) is not None:  # it is still starting
                 life.cancel()
                 why = msg.reason or "was stopped before it began"
-                self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), why)))
+                self._send(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), why)))
         elif msg.reason:
             engine.child.kill(msg.reason)
         else:
             engine.child.terminate()
 
-    def _tell(self, msg: FromNode) -> bool:
+    def _send(self, msg: FromNode) -> bool:
         """Send a message. Return False if machine 0 does not keep up, so that it was dropped."""
         try:
             self._wire.send(msg)
@@ -400,14 +400,17 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         return True
 
 
-def same_engine(ours: EngineOrder, asked: EngineOrder) -> bool:
-    """Return whether an engine started with order `ours` can serve by order `asked`.
+def can_take_over(started: EngineOrder, new: EngineOrder) -> bool:
+    """Return whether an engine that was started with one order can serve under a new one.
 
-    Its connection, its rank and the placement may differ, because a Join sets them.
+    Its connection, its rank and the placement may differ, because the new order or a Join sets
+    them.
     """
-    world = asked.role.world
-    if (ours.role.world.tp_size, ours.role.world.ep) != (world.tp_size, world.ep):
+    world = new.role.world
+    if (started.role.world.tp_size, started.role.world.ep) != (world.tp_size, world.ep):
         return False
-    role = msgspec.structs.replace(ours.role, placement=asked.role.placement, world=world)
-    same = {"address": asked.address, "token": asked.token, "born_s": asked.born_s, "role": role}
-    return msgspec.structs.replace(ours, **same) == asked
+    role = msgspec.structs.replace(started.role, placement=new.role.placement, world=world)
+    adapted = msgspec.structs.replace(
+        started, address=new.address, token=new.token, born_s=new.born_s, role=role
+    )
+    return adapted == new

@@ -184,7 +184,7 @@ class Scaling:
         if isinstance(root, RootHost):
             engines = {state.rank: state.machine for state in self._fleet.member_states}
             placement = self._fleet.groups[0].placement
-            root.tell(FleetSnapshot(engines, self._engines_before, placement))
+            root.send(FleetSnapshot(engines, self._engines_before, placement))
 
     async def close(self, cause: str) -> None:
         """Release groups and machines after the engines have ended.

@@ -221,8 +221,9 @@ class Worker:
             self._runner.leave()
 
     def _report_placement(self) -> None:
-        """Report progress until the placement is in force or given up; between steps nothing else
-        reports it.
+        """Report progress until the placement is active or has failed.
+
+        Steps report it, too, but there may be none meanwhile.
         """
         last: int | None = None
         peers = self._here.peers

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.comm.shm import module
 from moeserve.errors import ConfigError
-from moeserve.kernels.exchange import meet
+from moeserve.kernels.exchange import barrier
 
 if TYPE_CHECKING:
     from moeserve._native import Region
@@ -149,7 +149,7 @@ class CudaMemory:
         call: int,
     ) -> None:
         """Launch the kernel that waits for all ranks; see kernels/exchange.py."""
-        meet(bases_R, state, rank, control, timeout_s, call)
+        barrier(bases_R, state, rank, control, timeout_s, call)
 
     def _call(self, remedy: str, name: str, *arguments: Any) -> None:
         code = getattr(self._lib, name)(*arguments)

@@ -203,7 +203,7 @@ def _flash_attention_obstacle(ops: Ops, cache: CacheConfig, misfit: str) -> str 
         return f"it does not support a KV cache in {cache.kv_cache_dtype}"
     if cache.block_size >= WHOLE:
         return f"it reads beyond the end of a context in blocks of {WHOLE} tokens and more"
-    return flash_attention.obstacle(ops.device)
+    return flash_attention.unsupported_reason(ops.device)
 
 
 def _attention_by_plan(

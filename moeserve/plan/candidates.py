@@ -188,8 +188,8 @@ def candidates(
             for redundant in (
                 (0, dp * tp) if sharded and zipf and dp * tp <= spec.num_experts else (0,)
             ):
-                asked = config.scheduler.max_num_batched_tokens
-                for tokens in (asked,) if asked else STEP_TOKENS:
+                given = config.scheduler.max_num_batched_tokens
+                for tokens in (given,) if given else STEP_TOKENS:
                     parallel = replace(
                         config.parallel, dp=dp, tp=tp, ep=ep, redundant_experts=redundant
                     )

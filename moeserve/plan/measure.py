@@ -1,4 +1,4 @@
-"""The benchmark behind `moeserve simulate --measure`: it times real steps for calibration.py.
+"""The benchmark of `moeserve simulate --measure`: it times real steps for calibration.py.
 
 It runs different numbers of streams, each of which sends one request after the other with mixed
 lengths. Then it sends single prompts.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.kernels import exchange as module
 from moeserve.kernels.align import align
-from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG, collect, gather, meet, publish
+from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG, barrier, collect, gather, publish
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 from tools.gpu.references import (
@@ -59,7 +59,7 @@ class Ranks:
         return self.part(rank, 0, (self.size,), torch.int64)
 
     def meet(self, rank: int, timeout_s: float = 1.0) -> None:
-        meet(self.bases, self.states[rank], rank, self.control, timeout_s, 5)
+        barrier(self.bases, self.states[rank], rank, self.control, timeout_s, 5)
 
 
 def ints(*rows: list[int]) -> Tensor:

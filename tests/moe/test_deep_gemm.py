@@ -129,7 +129,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", made)
     monkeypatch.setattr(configs, "_folders", [configs.FOLDER])
-    caches = (deep_gemm.obstacle, configs.table)
+    caches = (deep_gemm.unsupported_reason, configs.table)
     for cached in caches:
         cached.cache_clear()
     yield made
@@ -329,7 +329,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
             "exact": False,
             "sizes": SIZES,
         }
-        deep_gemm.obstacle.cache_clear()
+        deep_gemm.unsupported_reason.cache_clear()
         return DeepGemmExperts(**(given | changes)).caps.obstacle
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -413,7 +413,7 @@ def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPat
     assert [
         job.rival for job in tuning.grouped_jobs(2, 128, 128, 2, torch.float32, DEVICE, "fp8")
     ] == [None]
-    monkeypatch.setattr(deep_gemm, "obstacle", lambda device: None)
+    monkeypatch.setattr(deep_gemm, "unsupported_reason", lambda device: None)
     (job,) = tuning.grouped_jobs(2, 128, 128, 2, torch.float32, DEVICE, "fp8")
     FOUND.clear()
     ours = job.run(job.default).clone()

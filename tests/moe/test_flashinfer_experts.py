@@ -136,7 +136,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", made)
     monkeypatch.setattr(configs, "_folders", [configs.FOLDER])
     FOUND.clear()
-    caches = (flashinfer_moe.obstacle, configs.table, launch_of)
+    caches = (flashinfer_moe.unsupported_reason, configs.table, launch_of)
     for cached in caches:
         cached.cache_clear()
     yield made
@@ -327,7 +327,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
             "exact": False,
             "sizes": SIZES,
         }
-        flashinfer_moe.obstacle.cache_clear()
+        flashinfer_moe.unsupported_reason.cache_clear()
         return str(FlashInferExperts(**(given | {"dtype": HALF} | more)).caps.obstacle)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -394,7 +394,7 @@ def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPat
         return found
 
     assert job().rival is None
-    monkeypatch.setattr(flashinfer_moe, "obstacle", lambda device, blocks: None)
+    monkeypatch.setattr(flashinfer_moe, "unsupported_reason", lambda device, blocks: None)
     assert [job(torch.float32).rival, job(kind="int8").rival, job(kind="fp8").rival] == [None] * 3
     ours = job()
     assert ours.rival is not None

@@ -149,7 +149,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, flash_attention.PACKAGE, made)
     monkeypatch.setattr(configs, "_folders", [configs.FOLDER])
     FOUND.clear()
-    caches = flash_attention.obstacle, configs.table
+    caches = flash_attention.unsupported_reason, configs.table
     for cached in caches:
         cached.cache_clear()
     yield made
@@ -160,7 +160,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def as_on_hopper(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the device look like a Hopper GPU."""
-    monkeypatch.setattr(flash_attention, "obstacle", lambda device: None)
+    monkeypatch.setattr(flash_attention, "unsupported_reason", lambda device: None)
 
 
 def flash_plan(step: Step, padded: bool) -> FlashMetadata:
@@ -284,8 +284,8 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     cuda = torch.device("cuda")
 
     def why(device: torch.device = cuda) -> str:
-        flash_attention.obstacle.cache_clear()
-        return str(flash_attention.obstacle(device))
+        flash_attention.unsupported_reason.cache_clear()
+        return str(flash_attention.unsupported_reason(device))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why() == "None"
@@ -332,7 +332,7 @@ def test_a_table_that_cannot_have_it_says_so(
             with_flash_attention(ops, **(NEEDS | changes))
         assert with_flash_attention(ops, **(NEEDS | changes | {"asked": False})) is ops
     assert "attention: fa3" in with_flash_attention(fast, **NEEDS).chosen
-    monkeypatch.setattr(flash_attention, "obstacle", lambda device: "not here")
+    monkeypatch.setattr(flash_attention, "unsupported_reason", lambda device: "not here")
     with pytest.raises(ConfigError, match="attention_backend=fa3: not here"):
         with_flash_attention(fast, **NEEDS)
 
@@ -386,7 +386,7 @@ def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tuning, "PREFILL", 40)
     shape = AttentionShape(4, 2, 64, 64, 16, torch.float16)
     assert {job.rival for job in tuning.attention_jobs(shape, DEVICE)} == {None}
-    monkeypatch.setattr(flash_attention, "obstacle", lambda device: None)
+    monkeypatch.setattr(flash_attention, "unsupported_reason", lambda device: None)
     jobs = {job.size: job for job in tuning.attention_jobs(shape, DEVICE)}
     assert {size: job.rival for size, job in jobs.items()} == {
         16: flash_attention.WINS,

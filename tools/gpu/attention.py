@@ -113,7 +113,7 @@ def by_flash(
 
     Each case is q, k, v and the arguments of the plan.
     """
-    if (why := flash_attention.obstacle(bench.device)) is not None:
+    if (why := flash_attention.unsupported_reason(bench.device)) is not None:
         return why
     runs = [
         partial(

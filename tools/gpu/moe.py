@@ -193,8 +193,14 @@ def compared(
     batches = [
         batch_of(bench, shape, tokens, case.routing) for _ in range(ROUTINGS if bench.times else 1)
     ]
-    config = launch_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, bench.dtype,
-                       facts_of(bench.device).name)  # fmt: skip
+    config = launch_of(
+        tokens * shape.top_k,
+        shape.experts,
+        shape.width,
+        shape.dim,
+        bench.dtype,
+        facts_of(bench.device).name,
+    )
     aligned = [align(batch.ids, shape.experts, config["block_m"]) for batch in batches]
     pairs = list(zip(batches, aligned, strict=True))
     candidates: dict[str, list[Run]] = {
@@ -266,7 +272,7 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     out = bench.random(tokens * shape.top_k, shape.dim)
     run = lambda: down_fp8(gate_up_fp8(x, w13, to, config, shape.top_k), w2, to, config, out)  # noqa: E731
     candidates = {"w8a8": [run]}
-    why = deep_gemm.obstacle(bench.device)
+    why = deep_gemm.unsupported_reason(bench.device)
     if why is None:
         tiles = align(batch.ids, shape.experts, deep_gemm.TILE)
         chosen = deep_gemm.CONFIG
@@ -275,8 +281,10 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
                 deep_gemm.gate_up(x, w13, tiles, chosen, shape.top_k), w2, tiles, chosen, out
             )
         ]
-    found = {name: figures(samples, **work_of(shape, [batch], 0.5))
-             for name, samples in bench.time(candidates, {"deep_gemm"}).items()}  # fmt: skip
+    found = {
+        name: figures(samples, **work_of(shape, [batch], 0.5))
+        for name, samples in bench.time(candidates, {"deep_gemm"}).items()
+    }
     return {
         "tokens": tokens,
         "config": dict(config),
@@ -317,7 +325,7 @@ def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
 def run(bench: Bench, peers_folder: Path | None) -> None:
     peers, notes = load_peers(peers_folder)
     if not bench.part[0]:
-        why = flashinfer_moe.obstacle(bench.device, blocks=False)
+        why = flashinfer_moe.unsupported_reason(bench.device, blocks=False)
         bench.found["peers"] = notes | ({"flashinfer": why} if why else {})
 
     @lru_cache(maxsize=1)
@@ -327,7 +335,7 @@ def run(bench: Bench, peers_folder: Path | None) -> None:
         them = dict[str, PeerMoe | FlashInferMoe]()
         for name, peer in peers.items():
             them[name] = PeerMoe(peer, shape.experts, shape.width, shape.dim)
-        if flashinfer_moe.obstacle(bench.device, blocks=False) is None:
+        if flashinfer_moe.unsupported_reason(bench.device, blocks=False) is None:
             them["flashinfer"] = FlashInferMoe(weights.w13)
         return weights, them
 

@@ -251,7 +251,7 @@ KillMode=mixed
 TimeoutStopSec={it.stop_s}
 Restart=always
 RestartSec=1
-# Exit codes 3 to 5: checkpoint, port or memory. A new try would end alike.
+# Exit codes 3 to 5: checkpoint, port or memory. A restart would fail again.
 # Exit code 2 may mean that machine 0 is not there yet.
 RestartPreventExitStatus=3 4 5
 LimitNOFILE=65536

@@ -29,7 +29,7 @@ from moeserve.cluster.launch.protocol import (
     SILENCE_S,
     Order,
     PartHello,
-    say,
+    write_message,
 )
 
 END_S = 10.0  # for a server to end when the launcher is gone, before it is killed
@@ -39,7 +39,7 @@ def main() -> int:
     """Run the part, and return the server's exit code (128 + n after signal n)."""
     with socket.create_server(("", 0)) as free:
         port = int(free.getsockname()[1])
-    say(msgspec.json.encode(PartHello(_own_address(sys.argv[1]), port)).decode())
+    write_message(msgspec.json.encode(PartHello(_own_address(sys.argv[1]), port)).decode())
     line = _read_line()
     if not line:
         return 0  # the launcher has ended, or does not need this part
@@ -62,7 +62,7 @@ def main() -> int:
         threading.Thread(target=_obey, args=(child,), daemon=True).start()
         code = child.wait()
     code = code if code >= 0 else 128 - code
-    say(f"{ENDED}{code}")
+    write_message(f"{ENDED}{code}")
     return code
 
 
@@ -101,7 +101,7 @@ def _obey(child: subprocess.Popen[bytes]) -> None:
         elif DRAIN in commands:
             child.terminate()
         if PING in commands:
-            say(PONG)
+            write_message(PONG)
     child.terminate()
     try:
         child.wait(END_S)

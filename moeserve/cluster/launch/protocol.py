@@ -50,16 +50,16 @@ class Order(msgspec.Struct, frozen=True):
     key: str  # the cluster's secret
 
 
-def tell(what: str) -> None:
+def report_state(state: str) -> None:
     """Report a state of this machine to the launcher, if there is one."""
     if NNODES in os.environ:
-        say(what)
+        write_message(state)
 
 
-def say(what: str) -> None:
+def write_message(text: str) -> None:
     """Write a message to the launcher."""
     with suppress(OSError, ValueError):  # the launcher is gone, which part.py notices itself
-        sys.stdout.write(f"{MARK}{what}\n")
+        sys.stdout.write(f"{MARK}{text}\n")
         sys.stdout.flush()
 
 
@@ -73,7 +73,7 @@ async def report(state: Callable[[], str]) -> None:
     def send_change() -> None:
         nonlocal sent
         if (now := state()) != sent:
-            tell(now)
+            report_state(now)
             sent = now
 
     if NNODES in os.environ:

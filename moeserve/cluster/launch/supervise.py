@@ -150,11 +150,11 @@ class Launch:
             if await self._is_over(FAREWELL_S if code == 0 else pause_s):
                 return 0
             if len(restarts) >= self._max_restarts:
-                told = (
+                why = (
                     f"{machine.name} ended {len(restarts) + 1} times within an hour;"
                     " --max-restarts allows more"
                 )
-                return self._give_up(told, 1)
+                return self._give_up(why, 1)
             restarts.append(now)
             if not await self._reach(machine):
                 return 0

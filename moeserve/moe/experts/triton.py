@@ -58,7 +58,7 @@ EXACT = "bits of {} may depend on the batch; use --determinism fast"
 class PackedTriton:
     """The packed weights of a layer's local experts."""
 
-    kernels: laid.Kernels  # for the weights' format
+    kernels: laid.Kernels  # the kernels for the weights' format
     w13: Any  # [e, ...] in the kernels' layout; gate rows, then up rows (FlashInfer: up rows first)
     w2: Any  # [e, ...] in the kernels' layout
     biases: tuple[Tensor, ...]  # fp32 [e, 2I] and [e, D], or empty
@@ -176,7 +176,7 @@ class DeepGemmExperts(TritonExperts):
             ("" if blocks else "deep_gemm takes experts in e4m3 blocks of 128 x 128")
             or (EXACT.format("deep_gemm") if exact else "")
             or ("" if asked or deep_gemm.is_faster(device, *sizes) else deep_gemm.NOT_MEASURED)
-            or deep_gemm.obstacle(device)
+            or deep_gemm.unsupported_reason(device)
         )
         self.caps = replace(
             TritonExperts.caps, name="deep_gemm", biases=False, width_step=BLOCK, obstacle=obstacle
@@ -210,7 +210,7 @@ class FlashInferExperts(TritonExperts):
                 if asked or flashinfer_moe.is_faster(device, *sizes, dtype)
                 else flashinfer_moe.NOT_MEASURED
             )
-            or flashinfer_moe.obstacle(device, blocks)
+            or flashinfer_moe.unsupported_reason(device, blocks)
         )
         self.caps = replace(
             TritonExperts.caps,
