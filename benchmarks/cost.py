@@ -235,7 +235,16 @@ def order(folder: Path) -> dict[str, Any]:
             times = {}
             for config, known in facts.items():
                 block_m, block_n, depth, _, stages = config
-                up = Product(tokens * top_k, experts, 2 * width, dim, depth, 1, 2, 2)
+                up = Product(
+                    rows=tokens * top_k,
+                    experts=experts,
+                    width=2 * width,
+                    inner=dim,
+                    depth=depth,
+                    matrices=1,
+                    weight_bytes=2,
+                    row_bytes=2,
+                )
                 both = up, replace(up, width=dim, inner=width)
                 launch = {"block_m": block_m, "block_n": block_n, "stages": stages, "group": group}
                 times[config] = (

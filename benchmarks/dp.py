@@ -33,26 +33,26 @@ PROMPT_TOKENS = 32
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--model", default="demo")
-    args.add_argument("--dtype", default="auto", help="[auto]")
-    args.add_argument("--batch", type=int, default=32)
-    args.add_argument("--tokens", type=int, default=40, help="tokens of each answer [40]")
-    args.add_argument("--rounds", type=int, default=5)
-    args.add_argument("--kv-cache-bytes", type=int, default=2**29)
-    asked = args.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--model", default="demo")
+    flags.add_argument("--dtype", default="auto", help="[auto]")
+    flags.add_argument("--batch", type=int, default=32)
+    flags.add_argument("--tokens", type=int, default=40, help="tokens of each answer [40]")
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--kv-cache-bytes", type=int, default=2**29)
+    args = flags.parse_args()
     common = {
-        "dtype": asked.dtype,
-        "max_num_seqs": asked.batch,
-        "max_model_len": PROMPT_TOKENS + asked.tokens + 8,
-        "kv_cache_bytes": asked.kv_cache_bytes,
+        "dtype": args.dtype,
+        "max_num_seqs": args.batch,
+        "max_model_len": PROMPT_TOKENS + args.tokens + 8,
+        "kv_cache_bytes": args.kv_cache_bytes,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "rebalance": "off",
     }
-    one = config_of(asked.model, dp=1, threads=2, **common)
-    two = config_of(asked.model, dp=2, threads=1, **common)
-    save("dp", asked, asyncio.run(compare(one, two, asked.batch, asked.tokens, asked.rounds)))
+    one = config_of(args.model, dp=1, threads=2, **common)
+    two = config_of(args.model, dp=2, threads=1, **common)
+    save("dp", args, asyncio.run(compare(one, two, args.batch, args.tokens, args.rounds)))
 
 
 async def compare(

@@ -144,7 +144,7 @@ def cgroup(limit: int | None) -> Iterator[Path | None]:
 
 
 def run(
-    words: Sequence[str], files: Sequence[Path], limit: int | None, asked: Any = None
+    words: Sequence[str], files: Sequence[Path], limit: int | None, case: Any = None
 ) -> dict[str, Any]:
     """Run a case's process and return the last line that it prints, decoded from JSON.
 
@@ -162,7 +162,7 @@ def run(
             text=True,
             cwd=common.ROOT,
             check=True,
-            input=json.dumps(asked),
+            input=json.dumps(case),
             preexec_fn=lambda: procs and procs.write_text(str(os.getpid())),
         )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -191,8 +191,8 @@ def cases(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     def theirs(tokens: list[int]) -> dict[str, Any]:
         words = [args.llamacpp, "benchmarks/llama_cpp_logits.py", "decode", str(model)]
-        asked = {"tokens": tokens, "timed": args.tokens - 1, "threads": args.threads}
-        seconds = run(words, [model], limit, asked)["seconds"]
+        case = {"tokens": tokens, "timed": args.tokens - 1, "threads": args.threads}
+        seconds = run(words, [model], limit, case)["seconds"]
         return {"tokens_per_s": len(seconds) / sum(seconds), "slowest_s": max(seconds)}
 
     rounds: list[dict[str, dict[str, Any]]] = []

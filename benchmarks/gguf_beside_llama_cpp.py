@@ -65,30 +65,30 @@ def main() -> None:
     )
     flags.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
     flags.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    save("gguf-beside-llama-cpp", asked := flags.parse_args(), run(asked))
+    save("gguf-beside-llama-cpp", args := flags.parse_args(), run(args))
 
 
-def run(asked: argparse.Namespace) -> dict[str, Any]:
-    asked.dir.mkdir(parents=True, exist_ok=True)
-    plain = asked.dir / "F32.gguf"
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    args.dir.mkdir(parents=True, exist_ok=True)
+    plain = args.dir / "F32.gguf"
     if not plain.exists():
         write_demo(plain)
     tokenizer = Tokenizer.load(resolve_model_dir("demo"))
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     results: dict[str, Any] = {}
-    for kind in asked.types:
-        file = asked.dir / f"{kind}.gguf"
-        dequantized = asked.dir / f"{kind}-f32.gguf"
+    for kind in args.types:
+        file = args.dir / f"{kind}.gguf"
+        dequantized = args.dir / f"{kind}-f32.gguf"
         if not file.exists():
-            llama_cpp(asked.llamacpp, "quantise", plain, file, kind)
+            llama_cpp(args.llamacpp, "quantise", plain, file, kind)
         if not dequantized.exists():
             write_dequantized(file, dequantized)
         case = {"prompts": prompts, "texts": prompts, "max_tokens": MAX_TOKENS, "top": TOP}
-        answers = llama_cpp(asked.llamacpp, "run", dequantized, case=case)["greedy"]
+        answers = llama_cpp(args.llamacpp, "run", dequantized, case=case)["greedy"]
         case["texts"] = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        exact = llama_cpp(asked.llamacpp, "run", dequantized, case=case)
-        found = {"llama.cpp": llama_cpp(asked.llamacpp, "run", file, case=case)}
-        for dtype in asked.dtypes:
+        exact = llama_cpp(args.llamacpp, "run", dequantized, case=case)
+        found = {"llama.cpp": llama_cpp(args.llamacpp, "run", file, case=case)}
+        for dtype in args.dtypes:
             for activations in ("int8", "float"):
                 found[f"moeserve {dtype} {activations}"] = moeserve(file, case, dtype, activations)
         results["version"] = exact["version"]

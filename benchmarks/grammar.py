@@ -40,15 +40,15 @@ END = "<|end|>"
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument(
         "--tokenizer", type=Path, help="a model directory; its first special token ends answers"
     )
-    args.add_argument(
+    flags.add_argument(
         "--answers", type=int, default=6, help="random answers per grammar [%(default)s]"
     )
-    asked = args.parse_args()
-    tokenizer = Tokenizer.load(asked.tokenizer) if asked.tokenizer else Tokenizer(synthetic(), {})
+    args = flags.parse_args()
+    tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else Tokenizer(synthetic(), {})
     added = tokenizer.backend.get_added_tokens_decoder()
     end = min(i for i, token in added.items() if token.special)
     size = tokenizer.backend.get_vocab_size()
@@ -58,12 +58,12 @@ def main() -> None:
     vocabulary_s = perf_counter() - began
     checker.check(GrammarSpec("json_object"), "")  # starts the sandbox process
     results = {
-        name: measure(spec, grammars, checker, end, asked.answers) for name, spec in specs().items()
+        name: measure(spec, grammars, checker, end, args.answers) for name, spec in specs().items()
     }
     checker.close()
     save(
         "grammar",
-        asked,
+        args,
         {"vocab_size": size, "vocabulary_s": round(vocabulary_s, 2), "grammars": results},
     )
 

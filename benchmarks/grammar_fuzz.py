@@ -78,18 +78,18 @@ GRAMMARS = (
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--seconds", type=float, default=300, help="[%(default)s]")
-    args.add_argument("--seed", type=int, default=0, help="[%(default)s]")
-    args.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    asked = args.parse_args()
-    if asked.worker:
-        work(asked.seconds, asked.seed)
+    flags = parser(__doc__)
+    flags.add_argument("--seconds", type=float, default=300, help="[%(default)s]")
+    flags.add_argument("--seed", type=int, default=0, help="[%(default)s]")
+    flags.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.worker:
+        work(args.seconds, args.seed)
         return
-    until = monotonic() + asked.seconds
+    until = monotonic() + args.seconds
     results = Counter[str]()
     crashes = []
-    seed = asked.seed
+    seed = args.seed
     longest: dict[str, Any] = {}
     slow: list[str] = []
     while (left := until - monotonic()) > 1:
@@ -113,7 +113,7 @@ def main() -> None:
         seed += 1
     save(
         "grammar-fuzz",
-        asked,
+        args,
         {"crashes": len(crashes)} | results | longest | {"crashed": crashes[:5], "slow": slow[:9]},
     )
 
@@ -134,9 +134,12 @@ def work(seconds: float, seed: int) -> None:
     while monotonic() < until:
         turn += 1
         run = settings(
-            max_examples=BATCH, deadline=None, database=None, phases=[Phase.generate],
+            max_examples=BATCH,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
-        )(given(SPECS)(lambda spec: None if monotonic() > until else fuzzer.one(spec)))  # fmt: skip
+        )(given(SPECS)(lambda spec: None if monotonic() > until else fuzzer.one(spec)))
         seeded(seed * 100_000 + turn)(run)()
         fuzzer.tell()
     checker.close()

@@ -82,8 +82,14 @@ def expert_cases(rounds: int) -> list[dict[str, Any]]:
                 kernel.run(inbound, packed, out)
 
         weights = len(layers) * experts * 3 * WIDTH * HIDDEN
-        cases.append({"kernel": "experts", "experts": experts, "rows": rows,
-                      **figures(run, 2 * weights, 2 * weights * rows, rounds)})  # fmt: skip
+        cases.append(
+            {
+                "kernel": "experts",
+                "experts": experts,
+                "rows": rows,
+                **figures(run, 2 * weights, 2 * weights * rows, rounds),
+            }
+        )
     return cases
 
 
@@ -99,8 +105,15 @@ def linear_cases(rounds: int) -> list[dict[str, Any]]:
                     linear(x)
 
             weights = len(layers) * depth * columns
-            cases.append({"kernel": "linear", "inputs": depth, "outputs": columns, "rows": rows,
-                          **figures(run, 2 * weights, 2 * weights * rows, rounds)})  # fmt: skip
+            cases.append(
+                {
+                    "kernel": "linear",
+                    "inputs": depth,
+                    "outputs": columns,
+                    "rows": rows,
+                    **figures(run, 2 * weights, 2 * weights * rows, rounds),
+                }
+            )
     return cases
 
 

@@ -34,38 +34,38 @@ MOMENTS = ("idle", "prefill", "decode", "rebalance")
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--dp", type=int, default=2)
-    args.add_argument("--tp", type=int, default=1)
-    args.add_argument("--fork-server", choices=("on", "off"), default="on")
-    args.add_argument("--rest-s", type=float, default=4.0, help="mean seconds between kills [4]")
-    args.add_argument("--streams", type=int, default=32)
-    args.add_argument("--tokens", type=int, default=150)
-    args.add_argument("--kills", type=int, default=20)
-    args.add_argument("--seed", type=int, default=1)
-    asked = args.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--dp", type=int, default=2)
+    flags.add_argument("--tp", type=int, default=1)
+    flags.add_argument("--fork-server", choices=("on", "off"), default="on")
+    flags.add_argument("--rest-s", type=float, default=4.0, help="mean seconds between kills [4]")
+    flags.add_argument("--streams", type=int, default=32)
+    flags.add_argument("--tokens", type=int, default=150)
+    flags.add_argument("--kills", type=int, default=20)
+    flags.add_argument("--seed", type=int, default=1)
+    args = flags.parse_args()
     # The deaths are intended, so they must not count as a crash loop.
-    fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
+    fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=args.kills + 1)
     parallel: dict[str, Any] = {
-        "dp": asked.dp,
-        "tp": asked.tp,
-        "fork_server": asked.fork_server,
+        "dp": args.dp,
+        "tp": args.tp,
+        "fork_server": args.fork_server,
         "rebalance": "off",
     }
     config = config_of("demo", threads=1, max_model_len=1024, kv_cache_bytes=2**26, **parallel)
-    save("kills", asked, asyncio.run(run(config, asked)))
+    save("kills", args, asyncio.run(run(config, args)))
 
 
-async def run(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
-    rng = random.Random(asked.seed)
+async def run(config: Config, args: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(args.seed)
     async with opening.open_front_end(config, child=True) as front:
         await front.wait_ready()
-        undisturbed = await Streams(front, asked.streams, asked.tokens).end()
+        undisturbed = await Streams(front, args.streams, args.tokens).end()
         kills = []
-        for number in range(asked.kills):
+        for number in range(args.kills):
             await until(lambda: complete(front))
-            await asyncio.sleep(rng.uniform(0, 2 * asked.rest_s))
-            kills.append(await kill(front, MOMENTS[number % 4], undisturbed, asked.tokens, rng))
+            await asyncio.sleep(rng.uniform(0, 2 * args.rest_s))
+            kills.append(await kill(front, MOMENTS[number % 4], undisturbed, args.tokens, rng))
             # Printed at once, so that an interrupted run leaves results.
             print(kills[-1], file=sys.stderr, flush=True)
     marks = ("noticed", "process", "ready", "joined", "half of the streams", "moving")
@@ -74,9 +74,9 @@ async def run(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
         "dp": config.parallel.dp,
         "tp": config.parallel.tp,
         "fork_server": config.parallel.fork_server,
-        "rest_s": asked.rest_s,
-        "streams": asked.streams,
-        "tokens": asked.tokens,
+        "rest_s": args.rest_s,
+        "streams": args.streams,
+        "tokens": args.tokens,
         "median_s": {name: round(median(times), 3) for name, times in reached.items()},
         "max_s": {name: max(times) for name, times in reached.items()},
         "lost": sum(kill["lost"] for kill in kills),

@@ -63,12 +63,12 @@ def plain_buffers() -> None:
     llama_cpp.llama_cpp.llama_model_default_params = plain
 
 
-def decode(model: str, asked: dict[str, Any]) -> dict[str, Any]:
+def decode(model: str, case: dict[str, Any]) -> dict[str, Any]:
     import llama_cpp
 
     plain_buffers()
-    tokens = asked["tokens"]
-    threads = asked["threads"]
+    tokens = case["tokens"]
+    threads = case["threads"]
     seconds = []
     llm = llama_cpp.Llama(
         model,
@@ -78,20 +78,20 @@ def decode(model: str, asked: dict[str, Any]) -> dict[str, Any]:
         n_threads_batch=threads,
         verbose=False,
     )
-    llm.eval(tokens[: -asked["timed"]])
-    for token in tokens[-asked["timed"] :]:
+    llm.eval(tokens[: -case["timed"]])
+    for token in tokens[-case["timed"] :]:
         start = time.perf_counter()
         llm.eval([token])
         seconds.append(time.perf_counter() - start)
     return {"version": llama_cpp.__version__, "seconds": seconds}
 
 
-def run(model: str, asked: dict[str, Any]) -> dict[str, Any]:
+def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
     import llama_cpp
     import numpy as np
 
     plain_buffers()
-    longest = max(len(text) for text in asked["texts"] + asked["prompts"]) + asked["max_tokens"]
+    longest = max(len(text) for text in case["texts"] + case["prompts"]) + case["max_tokens"]
     llm = llama_cpp.Llama(
         model,
         n_ctx=longest + 8,
@@ -110,22 +110,22 @@ def run(model: str, asked: dict[str, Any]) -> dict[str, Any]:
 
     greedy = []
     tops = []
-    for prompt in asked["prompts"]:
+    for prompt in case["prompts"]:
         tokens = []
         rows = logits(prompt)
-        for _ in range(asked["max_tokens"]):
+        for _ in range(case["max_tokens"]):
             tokens.append(int(rows[-1].argmax()))
             llm.eval(tokens[-1:])
             rows = llm.scores[: len(prompt) + len(tokens)]
         greedy.append(tokens)
-    for text in asked["texts"]:
+    for text in case["texts"]:
         rows = logits(text)
         rows = (
             rows
             - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True))
             - rows.max(-1, keepdims=True)
         )
-        best = np.argsort(-rows, -1)[:, : asked["top"]]
+        best = np.argsort(-rows, -1)[:, : case["top"]]
         tops.append(
             [
                 {int(token): float(row[token]) for token in ids}

@@ -44,19 +44,20 @@ from moeserve.models.hf_config import read_model_spec
 CASES = {
     case.name: case
     for case in (
-        Case("decode-1", 1, 32, 65),
-        Case("decode-8", 8, 32, 65),
-        Case("decode-32", 32, 32, 33),
-        Case("prefill-1x1024", 1, 1024, 1),
-        Case("prefill-8x512", 8, 512, 1),
-        Case("decode-64", 64, 32, 33),
-        Case("decode-128", 128, 32, 33),
+        Case("decode-1", batch=1, prompt_tokens=32, new_tokens=65),
+        Case("decode-8", batch=8, prompt_tokens=32, new_tokens=65),
+        Case("decode-32", batch=32, prompt_tokens=32, new_tokens=33),
+        Case("prefill-1x1024", batch=1, prompt_tokens=1024, new_tokens=1),
+        Case("prefill-8x512", batch=8, prompt_tokens=512, new_tokens=1),
+        Case("decode-64", batch=64, prompt_tokens=32, new_tokens=33),
+        Case("decode-128", batch=128, prompt_tokens=32, new_tokens=33),
     )
 }
 USUAL = list(CASES)[:5]
 OF_GGUF = ("llamacpp", "moeserve-gguf")
 START = "start"  # case: seconds from a process's start to its first answer
-WARM_UP = Case("warm-up", 4, 512, 8)  # touches every weight: maps files, grows buffers
+# Touches every weight: maps files and grows buffers.
+WARM_UP = Case("warm-up", batch=4, prompt_tokens=512, new_tokens=8)
 BUSY_S = 0.3  # how long to watch for other programs before a case
 BUSY_PERCENT = 10.0  # of the CPUs: warn above this
 Sample = dict[str, Any]

@@ -54,11 +54,11 @@ class Conversation:
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--conversations", type=int, default=150)
-    args.add_argument("--multiples", type=int, nargs="+", default=MULTIPLES)
-    asked = args.parse_args()
-    save("prefix-hits", asked, measure(asked.conversations, asked.multiples))
+    flags = parser(__doc__)
+    flags.add_argument("--conversations", type=int, default=150)
+    flags.add_argument("--multiples", type=int, nargs="+", default=MULTIPLES)
+    args = flags.parse_args()
+    save("prefix-hits", args, measure(args.conversations, args.multiples))
 
 
 def measure(conversations: int, multiples: list[int]) -> dict[str, Any]:

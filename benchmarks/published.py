@@ -65,12 +65,12 @@ PREFILLS = ((1024, 57_700), (2048, 54_500), (4096, 50_300))
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument(
         "--tables",
         help="systems/data of aiconfigurator-core, or aiconfigurator for the installed one",
     )
-    asked = args.parse_args()
+    args = flags.parse_args()
     rows = list(table())
     errors = [abs(row["error"]) for row in rows if not row["fitted"]]
     result: dict[str, Any] = {
@@ -78,17 +78,17 @@ def main() -> None:
         "median_error": median(errors),
         "worst_error": max(errors),
     }
-    if asked.tables:
-        result["other_shapes"] = [other_shapes(asked.tables, name) for name in ("h100", "h200")]
+    if args.tables:
+        result["other_shapes"] = [other_shapes(args.tables, name) for name in ("h100", "h200")]
         MEASURED.update(
-            {name: read_tables(asked.tables, DEVICES[name]) for name in ("h100", "h200")}
+            {name: read_tables(args.tables, DEVICES[name]) for name in ("h100", "h200")}
         )
         for row, measured in zip(rows, table(), strict=True):
             row |= {
                 "predicted_with_tables": measured["predicted"],
                 "error_with_tables": measured["error"],
             }
-    save("published", asked, result)
+    save("published", args, result)
 
 
 def table() -> list[dict[str, Any]]:
@@ -97,33 +97,78 @@ def table() -> list[dict[str, Any]]:
     qwen = spec_of(QWEN3_30B)
     h100 = DEVICES["h100"]
     h200 = DEVICES["h200"]
+    tensorrt = served(
+        v3,
+        h200,
+        dp=8,
+        num_input=1000,
+        num_output=1000,
+        rows=1024,
+        tokens=2048,
+        kv_tokens=900_000,
+    )
     rows = [
-        row("DeepSeek profile, H800, prefill EP32, 4k prompts, tokens/s/node", PROFILE, 62_713,
-            8 * prefill(v3, h100, 32, 16_384, 4096)),
-        row("DeepSeek profile, H800, decode EP128, 128 rows, 4k, tokens/s/node", PROFILE,
-            18_598, 8 * decode(v3, h100, 128, 128, 4096)),
-        row("SGLang, 96 H100, decode EP72, 256 rows, 2k, tokens/s/node", BLOG, 22_282,
-            8 * decode(v3, h100, 72, 256, 2048), fitted=True),
-        *(row(f"SGLang, 96 H100, prefill EP32, {n // 1024}k prompts, tokens/s/node", BLOG, there,
-              8 * prefill(v3, h100, 32, 16_384, n), fitted=n == 4096)
-          for n, there in PREFILLS),
-        row("TensorRT-LLM, 8 H200, R1 fp8 DEP8, 1000/1000, output tokens/s/GPU",
-            "TensorRT-LLM perf overview", 1627,
-            served(v3, h200, 8, 1, 1000, 1000, 1024, 2048, 900_000) * 1000 / 8),
-        row("vLLM, H100 NVL, Qwen3-30B-A3B, 4096/8, requests/s", "vllm#54742", 9.15,
-            served(qwen, H100_NVL, 1, 1, 4096, 8, 256)),
-        row("vLLM, H100 NVL, Qwen3-30B-A3B, 128/1024, 256 rows, requests/s", "vllm#54742", 6.35,
-            served(qwen, H100_NVL, 1, 1, 128, 1024, 256)),
-        row("vLLM, H100 NVL, Qwen3-30B-A3B, 1024/128, 64 rows, requests/s", "vllm#54742", 15.1,
-            served(qwen, H100_NVL, 1, 1, 1024, 128, 64)),
-    ]  # fmt: skip
+        row(
+            "DeepSeek profile, H800, prefill EP32, 4k prompts, tokens/s/node",
+            PROFILE,
+            published=62_713,
+            predicted=8 * prefill(v3, h100, dp=32, tokens=16_384, length=4096),
+        ),
+        row(
+            "DeepSeek profile, H800, decode EP128, 128 rows, 4k, tokens/s/node",
+            PROFILE,
+            published=18_598,
+            predicted=8 * decode(v3, h100, dp=128, rows=128, context=4096),
+        ),
+        row(
+            "SGLang, 96 H100, decode EP72, 256 rows, 2k, tokens/s/node",
+            BLOG,
+            published=22_282,
+            predicted=8 * decode(v3, h100, dp=72, rows=256, context=2048),
+            fitted=True,
+        ),
+        *(
+            row(
+                f"SGLang, 96 H100, prefill EP32, {n // 1024}k prompts, tokens/s/node",
+                BLOG,
+                published=there,
+                predicted=8 * prefill(v3, h100, dp=32, tokens=16_384, length=n),
+                fitted=n == 4096,
+            )
+            for n, there in PREFILLS
+        ),
+        row(
+            "TensorRT-LLM, 8 H200, R1 fp8 DEP8, 1000/1000, output tokens/s/GPU",
+            "TensorRT-LLM perf overview",
+            published=1627,
+            predicted=tensorrt * 1000 / 8,
+        ),
+        row(
+            "vLLM, H100 NVL, Qwen3-30B-A3B, 4096/8, requests/s",
+            "vllm#54742",
+            published=9.15,
+            predicted=served(qwen, H100_NVL, num_input=4096, num_output=8, rows=256),
+        ),
+        row(
+            "vLLM, H100 NVL, Qwen3-30B-A3B, 128/1024, 256 rows, requests/s",
+            "vllm#54742",
+            published=6.35,
+            predicted=served(qwen, H100_NVL, num_input=128, num_output=1024, rows=256),
+        ),
+        row(
+            "vLLM, H100 NVL, Qwen3-30B-A3B, 1024/128, 64 rows, requests/s",
+            "vllm#54742",
+            published=15.1,
+            predicted=served(qwen, H100_NVL, num_input=1024, num_output=128, rows=64),
+        ),
+    ]
     tokens = {64: 0.316, 512: 0.350, 4096: 0.691, 16384: 2.463}
     rows += [
         row(
             f"vLLM experts, H200, 128 of 768 x 2048, {t} tokens, ms",
             "aiconfigurator-core",
-            there,
-            expert_ms(qwen, h200, t),
+            published=there,
+            predicted=expert_ms(qwen, h200, t),
         )
         for t, there in tokens.items()
     ]
@@ -131,12 +176,16 @@ def table() -> list[dict[str, Any]]:
 
 
 def row(
-    what: str, source: str, published: float, predicted: float, *, fitted: bool = False
+    what: str, source: str, *, published: float, predicted: float, fitted: bool = False
 ) -> dict[str, Any]:
     return {
-        "what": what, "source": source, "published": published, "predicted": round(predicted, 3),
-        "fitted": fitted, "error": round(predicted / published - 1, 4),
-    }  # fmt: skip
+        "what": what,
+        "source": source,
+        "published": published,
+        "predicted": round(predicted, 3),
+        "fitted": fitted,
+        "error": round(predicted / published - 1, 4),
+    }
 
 
 def spec_of(values: dict[str, Any]) -> ModelSpec:
@@ -163,27 +212,34 @@ def prefill(spec: ModelSpec, device: Device, dp: int, tokens: int, length: int) 
         operations = 2 * mixer.num_heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)
         cost.attending = [replace(kind, operations=operations) for kind in cost.attending]
     rows = tokens // length
-    shape = Shape(tokens, rows, rows, (float(tokens),), (tokens * length / 2,))
+    shape = Shape(
+        tokens=tokens,
+        rows=rows,
+        samples=rows,
+        reads=(float(tokens),),
+        pairs=(tokens * length / 2,),
+    )
     return tokens / cost.seconds([shape] * dp)
 
 
-def step(spec: ModelSpec, device: Device, dp: int, tp: int, rows: int, context: int) -> float:
+def step(spec: ModelSpec, device: Device, dp: int, rows: int, context: int) -> float:
     """Return the seconds of a step in which each engine decodes `rows` requests."""
-    _, cost = cost_of(spec, device, dp, tp)
-    shape = Shape(rows, rows, rows, (float(rows * context),), (float(rows * context),))
+    _, cost = cost_of(spec, device, dp)
+    positions = (float(rows * context),)
+    shape = Shape(tokens=rows, rows=rows, samples=rows, reads=positions, pairs=positions)
     return max(cost.seconds([shape] * dp), cost.host_seconds(shape))
 
 
 def decode(spec: ModelSpec, device: Device, dp: int, rows: int, context: int) -> float:
     """Return output tokens per second per device."""
-    return rows / step(spec, device, dp, 1, rows, context)
+    return rows / step(spec, device, dp, rows, context)
 
 
 def served(
     spec: ModelSpec,
     device: Device,
-    dp: int,
-    tp: int,
+    *,
+    dp: int = 1,
     num_input: int,
     num_output: int,
     rows: int,
@@ -192,9 +248,10 @@ def served(
 ) -> float:
     """Return the most requests per second of all engines together, in closed form.
 
-    Each engine runs at most `rows` requests at once.
+    Each engine runs at most `rows` requests at once and `tokens` tokens per step. kv_tokens limits
+    the KV cache; 0 leaves its size to the device's memory.
     """
-    config, cost = cost_of(spec, device, dp, tp, max_num_seqs=rows, max_num_batched_tokens=tokens)
+    config, cost = cost_of(spec, device, dp, max_num_seqs=rows, max_num_batched_tokens=tokens)
     memory = rank_memory(spec, config, device)
     if kv_tokens:
         memory = replace(
@@ -240,9 +297,13 @@ def other_shapes(source: str, name: str) -> dict[str, Any]:
                 shares.append(
                     device.expert * computes_s / (took_s - (1 - device.overlap) * reads_s)
                 )
-    return {"device": name, "points": len(errors), "median_error": round(median(errors), 4),
-            "median_size": round(median(map(abs, errors)), 4),
-            "share": round(median(shares), 3)}  # fmt: skip
+    return {
+        "device": name,
+        "points": len(errors),
+        "median_error": round(median(errors), 4),
+        "median_size": round(median(map(abs, errors)), 4),
+        "share": round(median(shares), 3),
+    }
 
 
 if __name__ == "__main__":

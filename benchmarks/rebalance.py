@@ -55,21 +55,21 @@ TOP_K = 4
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument(
         "--steps",
         type=int,
         default=1500,
         help="steps measured before and while weights move [1500]",
     )
-    asked = args.parse_args()
+    args = flags.parse_args()
     torch.set_num_threads(1)
     results = {
         "placement": [placed(s, redundant) for s in (0.8, 1.0, 1.2) for redundant in (0, 16, 32)],
         "large": solve_time(60, 256, 64, 64),
-        "moving": moving(asked.steps),
+        "moving": moving(args.steps),
     }
-    save("rebalance", asked, results)
+    save("rebalance", args, results)
 
 
 def zipf(layers: int, experts: int, s: float, rng: np.random.Generator) -> NDArray[np.float64]:

@@ -35,25 +35,25 @@ WARM_S = 2.0
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--model", default="demo")
-    args.add_argument("--dp", type=int, default=2)
-    args.add_argument("--streams", type=int, default=16)
-    args.add_argument("--rounds", type=int, default=5)
-    args.add_argument("--seconds", type=float, default=6.0, help="seconds of each period [6]")
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--model", default="demo")
+    flags.add_argument("--dp", type=int, default=2)
+    flags.add_argument("--streams", type=int, default=16)
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--seconds", type=float, default=6.0, help="seconds of each period [6]")
+    flags.add_argument(
         "--pause", type=float, default=0.0, help="seconds between one placement and the next [0]"
     )
-    asked = args.parse_args()
+    args = flags.parse_args()
     config = config_of(
-        asked.model,
-        dp=asked.dp,
+        args.model,
+        dp=args.dp,
         threads=1,
         max_model_len=1024,
         kv_cache_bytes=2**28,
         rebalance="off",
         skip_tokenizer_init=True,
-        max_num_seqs=asked.streams,
+        max_num_seqs=args.streams,
     )
 
     rebalancing.Rebalancer = Restless  # type: ignore[attr-defined]
@@ -61,9 +61,9 @@ def main() -> None:
     async def run() -> dict[str, Any]:
         async with opening.open_front_end(config, child=True) as front:
             await front.wait_ready()
-            return await measure(front, asked.streams, asked.rounds, asked.seconds, asked.pause)
+            return await measure(front, args.streams, args.rounds, args.seconds, args.pause)
 
-    save("rebalance-live", asked, {"model": asked.model, "dp": asked.dp, **asyncio.run(run())})
+    save("rebalance-live", args, {"model": args.model, "dp": args.dp, **asyncio.run(run())})
 
 
 class Restless(Rebalancer):

@@ -45,10 +45,10 @@ SHAPES = ((8, 2, 32), (8, 4, 32), (64, 8, 64))  # (ranks, nodes, redundant exper
 
 
 def main() -> None:
-    args = parser(__doc__)
-    asked = args.parse_args()
+    flags = parser(__doc__)
+    args = flags.parse_args()
     cases = [(s, groups) for groups in (GROUPS, 1) for s in (0.5, 1.0)]
-    save("rebalance-nodes", asked, [result for case in cases for result in compared(*case)])
+    save("rebalance-nodes", args, [result for case in cases for result in compared(*case)])
 
 
 def compared(s: float, groups: int) -> list[dict[str, Any]]:
@@ -110,10 +110,15 @@ def judged(
     new = solve(seen_LE, start, 1, policy)
     took_s = time.perf_counter() - began_s
     load_LR = rank_loads(later_LE, new)
-    on_LNE = np.stack([
-        [np.bincount(row, minlength=EXPERTS) for row in new.experts_LS[layer].reshape(nodes, -1)]
-        for layer in range(LAYERS)
-    ])  # fmt: skip
+    on_LNE = np.stack(
+        [
+            [
+                np.bincount(row, minlength=EXPERTS)
+                for row in new.experts_LS[layer].reshape(nodes, -1)
+            ]
+            for layer in range(LAYERS)
+        ]
+    )
     counts_LNE = new.counts()[:, None]
     lost_LN = (on_LNE == counts_LNE).sum(2)
     return {

@@ -67,47 +67,47 @@ class Answers:
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--model", default="demo")
-    args.add_argument("--requests", type=int, default=10_000)
-    args.add_argument("--speculate", nargs="+", default=["ngram:4", "suffix", "auto", "mtp:3"])
-    args.add_argument("--dp", type=int, default=2)
-    args.add_argument("--dbo", choices=["auto", "on", "off"], default="on")
-    args.add_argument("--kills", type=int, default=4, help="kills per proposer [%(default)s]")
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--model", default="demo")
+    flags.add_argument("--requests", type=int, default=10_000)
+    flags.add_argument("--speculate", nargs="+", default=["ngram:4", "suffix", "auto", "mtp:3"])
+    flags.add_argument("--dp", type=int, default=2)
+    flags.add_argument("--dbo", choices=["auto", "on", "off"], default="on")
+    flags.add_argument("--kills", type=int, default=4, help="kills per proposer [%(default)s]")
+    flags.add_argument(
         "--kv-cache-bytes",
         type=int,
         default=3 << 20,
         help="KV cache of each disturbed engine [%(default)s]",
     )
-    args.add_argument("--seed", type=int, default=1)
-    asked = args.parse_args()
+    flags.add_argument("--seed", type=int, default=1)
+    args = flags.parse_args()
     end_as_asked()
     # The deaths are intended, so they must not count as a crash loop.
-    fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
-    save("same-tokens", asked, asyncio.run(run(asked)))
+    fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=args.kills + 1)
+    save("same-tokens", args, asyncio.run(run(args)))
 
 
-async def run(asked: argparse.Namespace) -> dict[str, Any]:
-    folder = resolve_model_dir(asked.model)
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    folder = resolve_model_dir(args.model)
     spec = read_model_spec(folder)
     source = RandomRequests(
-        Tokenizer.load(folder), ChatTemplate.load(folder), spec.vocab_size, asked.seed
+        Tokenizer.load(folder), ChatTemplate.load(folder), spec.vocab_size, args.seed
     )
-    requests = [source.request(i) for i in range(asked.requests)]
+    requests = [source.request(i) for i in range(args.requests)]
     shared: dict[str, Any] = {"max_model_len": MAX_PROMPT + MAX_TOKENS + 16, "max_num_seqs": 64}
     quiet: dict[str, Any] = {
         "enable_prefix_caching": False,
         "threads": min(2, len(os.sched_getaffinity(0))),
     }
     disturbed: dict[str, Any] = {
-        "dp": asked.dp,
-        "dbo": asked.dbo,
+        "dp": args.dp,
+        "dbo": args.dbo,
         "threads": 1,
-        "kv_cache_bytes": asked.kv_cache_bytes,
+        "kv_cache_bytes": args.kv_cache_bytes,
     }
-    async with AsyncEngine(asked.model, **shared, **quiet) as engine:
-        expected, seconds = await Load(engine, requests, 0, random.Random(asked.seed)).run()
+    async with AsyncEngine(args.model, **shared, **quiet) as engine:
+        expected, seconds = await Load(engine, requests, 0, random.Random(args.seed)).run()
     gc.collect()
     gc.freeze()
     tokens = sum(len(answer.tokens) for answers in expected for answer in answers.sequences)
@@ -121,14 +121,14 @@ async def run(asked: argparse.Namespace) -> dict[str, Any]:
         "refused": Counter(answers.error for answers in expected if answers.error),
         "without speculation": {"tokens": tokens, "seconds": round(seconds, 1)},
     }
-    for speculate in asked.speculate:
+    for speculate in args.speculate:
         try:
             SpeculationSpec.parse(speculate).resolve(has_mtp=spec.mtp is not None)
         except MoeserveError as error:
             results[speculate] = {"left out": str(error)}
             continue
-        async with AsyncEngine(asked.model, speculate=speculate, **shared, **disturbed) as engine:
-            load = Load(engine, requests, asked.kills, random.Random(asked.seed))
+        async with AsyncEngine(args.model, speculate=speculate, **shared, **disturbed) as engine:
+            load = Load(engine, requests, args.kills, random.Random(args.seed))
             found, seconds = await load.run()
             stats = engine.front.stats
             results[speculate] = {

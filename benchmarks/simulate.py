@@ -66,25 +66,25 @@ SPREAD = 0.5
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--model", default="demo")
-    args.add_argument("--dp", type=int, default=1)
-    args.add_argument("--input", type=int, default=128, help="mean tokens of a prompt [128]")
-    args.add_argument("--output", type=int, default=64, help="mean tokens of an answer [64]")
-    args.add_argument("--max-num-seqs", type=int, default=64, help="batch slots per engine [64]")
-    args.add_argument("--seconds", type=float, default=20.0, help="length of each load [20]")
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--model", default="demo")
+    flags.add_argument("--dp", type=int, default=1)
+    flags.add_argument("--input", type=int, default=128, help="mean tokens of a prompt [128]")
+    flags.add_argument("--output", type=int, default=64, help="mean tokens of an answer [64]")
+    flags.add_argument("--max-num-seqs", type=int, default=64, help="batch slots per engine [64]")
+    flags.add_argument("--seconds", type=float, default=20.0, help="length of each load [20]")
+    flags.add_argument(
         "--foreign", type=float, default=0.04, help="tolerated share of others [0.04]"
     )
-    args.add_argument(
+    flags.add_argument(
         "--tries", type=int, default=10, help="tries for all seven parts together [10]"
     )
-    asked = args.parse_args()
-    threads = {"threads": 1} if asked.dp > 1 else {}
+    args = flags.parse_args()
+    threads = {"threads": 1} if args.dp > 1 else {}
     config = config_of(
-        asked.model,
-        dp=asked.dp,
-        max_num_seqs=asked.max_num_seqs,
+        args.model,
+        dp=args.dp,
+        max_num_seqs=args.max_num_seqs,
         max_model_len=1024,
         kv_cache_bytes=2**28,
         rebalance="off",
@@ -94,24 +94,24 @@ def main() -> None:
         fork_server="off",
         **threads,
     )
-    found = asyncio.run(compare(config, asked))
+    found = asyncio.run(compare(config, args))
     sizes, apart = (
         sorted(abs(x) for load in found["loads"] for x in load[key].values())
         for key in ("error", "apart")
     )
     result = {
         "model": found["calibration"]["model"],
-        "dp": asked.dp,
-        "input": asked.input,
-        "output": asked.output,
+        "dp": args.dp,
+        "input": args.input,
+        "output": args.output,
         "median_error": median(sizes),
         "worst_error": sizes[-1],
         "median_apart": median(apart),
         "worst_apart": apart[-1],
         **found,
     }
-    name = "" if asked.model == "demo" else f"-{Path(asked.model).resolve().parent.name}"
-    save(f"simulate{name}-dp{asked.dp}", asked, result)
+    name = "" if args.model == "demo" else f"-{Path(args.model).resolve().parent.name}"
+    save(f"simulate{name}-dp{args.dp}", args, result)
 
 
 class Alone:
@@ -158,9 +158,9 @@ def own_seconds() -> float:
     return sum(t.user + t.system for t in times) + ended.children_user + ended.children_system
 
 
-async def compare(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
-    alone = Alone(asked.foreign, asked.tries)
-    lengths = (asked.input, asked.output)
+async def compare(config: Config, args: argparse.Namespace) -> dict[str, Any]:
+    alone = Alone(args.foreign, args.tries)
+    lengths = (args.input, args.output)
     calibration = await alone.run(partial(measure, config))
     spec = read_model_spec(resolve_model_dir(config.model.model))
     groups = groups_of(spec.kv_rules, config.cache.block_size)
@@ -169,13 +169,13 @@ async def compare(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
         done = simulate(limits_of(calibration), groups, MeasuredCost(calibration), trace, config)
         return summarise(done.clients, done.steps, calibration.delay_s)
 
-    capacity = predict(synthetic([0.0] * 8 * asked.max_num_seqs, *lengths, SPREAD))[
+    capacity = predict(synthetic([0.0] * 8 * args.max_num_seqs, *lengths, SPREAD))[
         "request_throughput"
     ]
     traces = []
     for load in LOADS:
         times = arrival_times(
-            max(20, round(load * capacity * asked.seconds)), load * capacity, 1.0, 0
+            max(20, round(load * capacity * args.seconds)), load * capacity, 1.0, 0
         )
         traces.append(synthetic(times, *lengths, SPREAD))
     async with opening.open_front_end(config, child=True) as front:

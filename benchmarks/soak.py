@@ -53,33 +53,33 @@ KNOWN = (
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--minutes", type=float, default=30.0)
-    args.add_argument("--model", default="demo")
-    args.add_argument("--dp", type=int, default=2)
-    args.add_argument("--tp", type=int, default=1)
-    args.add_argument("--dbo", choices=["auto", "on", "off"], default="auto")
-    args.add_argument("--all2all", default="auto")
-    args.add_argument("--kills", type=int, default=4)
-    args.add_argument("--seed", type=int, default=1)
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--minutes", type=float, default=30.0)
+    flags.add_argument("--model", default="demo")
+    flags.add_argument("--dp", type=int, default=2)
+    flags.add_argument("--tp", type=int, default=1)
+    flags.add_argument("--dbo", choices=["auto", "on", "off"], default="auto")
+    flags.add_argument("--all2all", default="auto")
+    flags.add_argument("--kills", type=int, default=4)
+    flags.add_argument("--seed", type=int, default=1)
+    flags.add_argument(
         "--rate", type=float, default=40.0, help="requests per second in a burst [40]"
     )
-    args.add_argument(
+    flags.add_argument(
         "--patience",
         type=float,
         default=60.0,
         help="seconds without a token that count as a hang [60]",
     )
-    asked = args.parse_args()
+    args = flags.parse_args()
     # The deaths are intended, so they must not count as a crash loop.
-    fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
+    fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=args.kills + 1)
     config = config_of(
-        asked.model,
-        dp=asked.dp,
-        tp=asked.tp,
-        dbo=asked.dbo,
-        all2all=asked.all2all,
+        args.model,
+        dp=args.dp,
+        tp=args.tp,
+        dbo=args.dbo,
+        all2all=args.all2all,
         threads=1,
         max_model_len=MAX_LEN,
         kv_cache_bytes=2**23,
@@ -90,11 +90,11 @@ def main() -> None:
         async with opening.open_front_end(config, child=True) as front:
             await front.wait_ready()
             soak = Soak(
-                front, 60 * asked.minutes, random.Random(asked.seed), asked.patience, asked.rate
+                front, 60 * args.minutes, random.Random(args.seed), args.patience, args.rate
             )
-            return await soak.run(asked.kills, asked.dp)
+            return await soak.run(args.kills, args.dp)
 
-    save("soak", asked, asyncio.run(run()))
+    save("soak", args, asyncio.run(run()))
 
 
 class Soak:

@@ -70,32 +70,31 @@ class Case:
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
+    flags.add_argument(
         "--model", type=Path, help="folder of the 1.5b model, written if missing [temporary]"
     )
-    args.add_argument(
+    flags.add_argument(
         "--layers",
         type=int,
         default=CONFIG["num_hidden_layers"],
         help="fewer for a trial [%(default)s]",
     )
-    args.add_argument("--rounds", type=int, default=5)
-    args.add_argument("--tokens", type=int, default=128, help="tokens of each answer [%(default)s]")
-    asked = args.parse_args()
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument(
+        "--tokens", type=int, default=128, help="tokens of each answer [%(default)s]"
+    )
+    args = flags.parse_args()
     end_as_asked()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
-        if set(asked.what) - {"demo"}:
-            model = asked.model or Path(folder, "model")
+        if set(args.what) - {"demo"}:
+            model = args.model or Path(folder, "model")
             if not (model / "model.safetensors").is_file():
-                write_model(model, asked.layers)
+                write_model(model, args.layers)
             cases = [
-                case
-                for what in asked.what
-                if what != "demo"
-                for case in cases_of(what, asked.tokens)
+                case for what in args.what if what != "demo" for case in cases_of(what, args.tokens)
             ]
             settings = {
                 "max_model_len": 2048,
@@ -103,10 +102,10 @@ def main() -> None:
                 "kv_cache_bytes": 3 << 30,
                 "packed_cache": folder,
             }
-            results |= measure(str(model), cases, asked, settings)
-        if "demo" in asked.what:
-            results |= measure("demo", demo_cases(asked.tokens), asked, {})
-    save("speculation", asked, results)
+            results |= measure(str(model), cases, args, settings)
+        if "demo" in args.what:
+            results |= measure("demo", demo_cases(args.tokens), args, {})
+    save("speculation", args, results)
 
 
 def cases_of(what: str, tokens: int) -> list[Case]:
@@ -175,9 +174,12 @@ def plain(
         for _ in range(batch):
             ids = [rng.randrange(LOOP, CONFIG["eos_token_id"]) for _ in range(allowed or 512)]
             params = SamplingParams(
-                temperature=2.0, seed=rng.randrange(2**40), max_tokens=tokens, ignore_eos=True,
+                temperature=2.0,
+                seed=rng.randrange(2**40),
+                max_tokens=tokens,
+                ignore_eos=True,
                 allowed_token_ids=ids if allowed else None,
-            )  # fmt: skip
+            )
             made.append((rng.choices(ids, k=512) if allowed else ids, params))
         return made
 
@@ -206,9 +208,12 @@ def with_schemas(
             }
             schema = {"type": "array", "items": record, "minItems": tokens}
             params = SamplingParams(
-                temperature=2.0, seed=rng.randrange(2**40), max_tokens=tokens, ignore_eos=True,
+                temperature=2.0,
+                seed=rng.randrange(2**40),
+                max_tokens=tokens,
+                ignore_eos=True,
                 structured_outputs=StructuredOutputsParams(json=schema),
-            )  # fmt: skip
+            )
             made.append(([rng.randrange(CONFIG["eos_token_id"]) for _ in range(64)], params))
         return made
 
@@ -237,7 +242,7 @@ def demo_cases(tokens: int) -> list[Case]:
 
 
 def measure(
-    model: str, cases: Sequence[Case], asked: argparse.Namespace, settings: Mapping[str, Any]
+    model: str, cases: Sequence[Case], args: argparse.Namespace, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the ratios and samples of each case."""
     results = {}
@@ -248,7 +253,7 @@ def measure(
                 if name not in engines:
                     speculate = None if name == OFF else name
                     engines[name] = stack.enter_context(LLM(model, speculate=speculate, **settings))
-            results[case.name] = one_case(case, engines, asked.rounds)
+            results[case.name] = one_case(case, engines, args.rounds)
             shown = {name: row.get("ratio", row) for name, row in results[case.name].items()}
             print(case.name, shown, file=sys.stderr, flush=True)
     return results

@@ -226,12 +226,12 @@ def runner_tables(num_slots: int, steps: int) -> TablesWork:
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    args.add_argument("--steps", type=int, default=1000)
-    given = args.parse_args()
-    tables = runner_tables(max(NUM_RUNNING), given.steps)
-    save("step", given, measure(NUM_RUNNING, steps=given.steps, tables=tables, clock=given.clock))
+    flags = parser(__doc__)
+    flags.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    flags.add_argument("--steps", type=int, default=1000)
+    args = flags.parse_args()
+    tables = runner_tables(max(NUM_RUNNING), args.steps)
+    save("step", args, measure(NUM_RUNNING, steps=args.steps, tables=tables, clock=args.clock))
 
 
 if __name__ == "__main__":

@@ -69,23 +69,25 @@ SCRIPTS: dict[str, tuple[list[str], Callable[[Any], Figures]]] = {
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("before", type=Path, help="a built checkout of the state to compare with")
-    args.add_argument("--what", nargs="+", choices=["model", *SCRIPTS], default=["model", *SCRIPTS])
-    args.add_argument("--rounds", type=int, default=5)
-    asked = args.parse_args()
-    if not (asked.before / "moeserve").is_dir():
-        args.error(f"{asked.before} is no checkout of moeserve: it has no folder moeserve/")
+    flags = parser(__doc__)
+    flags.add_argument("before", type=Path, help="a built checkout of the state to compare with")
+    flags.add_argument(
+        "--what", nargs="+", choices=["model", *SCRIPTS], default=["model", *SCRIPTS]
+    )
+    flags.add_argument("--rounds", type=int, default=5)
+    args = flags.parse_args()
+    if not (args.before / "moeserve").is_dir():
+        flags.error(f"{args.before} is no checkout of moeserve: it has no folder moeserve/")
     end_as_asked()
-    checkouts = {"before": asked.before.resolve(), "after": ROOT}
+    checkouts = {"before": args.before.resolve(), "after": ROOT}
     compared = {
         what: compare_models if what == "model" else partial(compare_scripts, what)
-        for what in asked.what
+        for what in args.what
     }
     save(
         "turns",
-        asked,
-        {what: compare(checkouts, asked.rounds) for what, compare in compared.items()},
+        args,
+        {what: compare(checkouts, args.rounds) for what, compare in compared.items()},
     )
 
 

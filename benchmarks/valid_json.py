@@ -29,24 +29,24 @@ TEMPERATURES = (0.0, 0.5, 1.0, 1.0, 1.5)
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument(
         "--per-schema", type=int, default=10, help="requests per schema [%(default)s]"
     )
-    args.add_argument("--max-tokens", type=int, default=400, help="[%(default)s]")
-    args.add_argument("--speculate", default="", help="as of `moeserve serve`")
-    asked = args.parse_args()
+    flags.add_argument("--max-tokens", type=int, default=400, help="[%(default)s]")
+    flags.add_argument("--speculate", default="", help="as of `moeserve serve`")
+    args = flags.parse_args()
     requests = [
-        (schema, request(schema, n, asked.max_tokens))
+        (schema, request(schema, n, args.max_tokens))
         for schema in generated()
-        for n in range(asked.per_schema)
+        for n in range(args.per_schema)
     ]
-    settings = {"speculate": asked.speculate} if asked.speculate else {}
+    settings = {"speculate": args.speculate} if args.speculate else {}
     texts, results = measure(requests, settings)
     if settings:
         plain, _ = measure(requests, {})
         results["different from those without speculation"] = sum(map(differ, texts, plain))
-    save("valid-json", asked, results)
+    save("valid-json", args, results)
 
 
 def request(schema: dict[str, Any], n: int, max_tokens: int) -> tuple[str, SamplingParams]:

@@ -32,31 +32,31 @@ WARM_UP = 200
 
 
 def main() -> None:
-    args = parser(__doc__)
-    args.add_argument("--votes", type=int, default=3000)
-    args.add_argument("--engines", type=int, nargs="+", default=NUM_ENGINES)
-    args.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
-    args.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--votes", type=int, default=3000)
+    flags.add_argument("--engines", type=int, nargs="+", default=NUM_ENGINES)
+    flags.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
+    flags.add_argument(
         "--tcp", action="store_true", help="vote over TCP, encrypted, as between machines"
     )
-    args.add_argument("--member", help=argparse.SUPPRESS)
-    asked = args.parse_args()
-    if asked.member:
-        members = Members(**json.loads(asked.member))
-        print(json.dumps(run(asked.loop, members, asked.votes)))
+    flags.add_argument("--member", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.member:
+        members = Members(**json.loads(args.member))
+        print(json.dumps(run(args.loop, members, args.votes)))
         return
-    results = [measure(count, asked) for count in asked.engines]
+    results = [measure(count, args) for count in args.engines]
     save(
         "vote",
-        asked,
-        {"cores": len(os.sched_getaffinity(0)), "loop": asked.loop, "results": results},
+        args,
+        {"cores": len(os.sched_getaffinity(0)), "loop": args.loop, "results": results},
     )
 
 
-def measure(num_engines: int, asked: argparse.Namespace) -> dict[str, Any]:
+def measure(num_engines: int, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="moeserve-vote-") as directory:
         started = []
-        hosts = [f"host {rank}" if asked.tcp else "one" for rank in range(num_engines)]
+        hosts = [f"host {rank}" if args.tcp else "one" for rank in range(num_engines)]
         vote = f"127.0.0.1:{free_port()}"
         for rank in range(num_engines):
             member = {
@@ -73,9 +73,9 @@ def measure(num_engines: int, asked: argparse.Namespace) -> dict[str, Any]:
                 "--member",
                 json.dumps(member),
                 "--votes",
-                str(asked.votes),
+                str(args.votes),
                 "--loop",
-                asked.loop,
+                args.loop,
             ]
             command = [sys.executable, "-m", "benchmarks.vote", *words]
             started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))

@@ -185,21 +185,45 @@ class PeerMoe:
         return run
 
     def _arguments(
-        self, x: Tensor, w: Tensor, out: Tensor, shares: Tensor, sorted_ids: Tensor, slots: Tensor,
-        num_padded: Tensor, fan: int, weighted: bool, config: dict[str, int],
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        x: Tensor,
+        w: Tensor,
+        out: Tensor,
+        shares: Tensor,
+        sorted_ids: Tensor,
+        slots: Tensor,
+        num_padded: Tensor,
+        fan: int,
+        weighted: bool,
+        config: dict[str, int],
+    ) -> dict[str, Any]:
         """Return the arguments by the names that both engines' kernels use."""
         known: dict[str, Any] = {
-            "a_ptr": x, "b_ptr": w, "c_ptr": out, "topk_weights_ptr": shares,
-            "sorted_token_ids_ptr": sorted_ids, "expert_ids_ptr": slots,
-            "num_tokens_post_padded_ptr": num_padded, "N": w.shape[1], "K": w.shape[2],
-            "EM": len(sorted_ids), "num_valid_tokens": shares.numel(), "stride_am": x.stride(0),
-            "stride_ak": x.stride(1), "stride_be": w.stride(0), "stride_bk": w.stride(2),
-            "stride_bn": w.stride(1), "stride_cm": out.stride(0), "stride_cn": out.stride(1),
-            "MUL_ROUTED_WEIGHT": weighted, "top_k": fan, "ROUTER_TOPK": shares.shape[1],
-            "compute_type": getattr(tl, str(x.dtype).removeprefix("torch.")), "SPLIT_K": 1,
+            "a_ptr": x,
+            "b_ptr": w,
+            "c_ptr": out,
+            "topk_weights_ptr": shares,
+            "sorted_token_ids_ptr": sorted_ids,
+            "expert_ids_ptr": slots,
+            "num_tokens_post_padded_ptr": num_padded,
+            "N": w.shape[1],
+            "K": w.shape[2],
+            "EM": len(sorted_ids),
+            "num_valid_tokens": shares.numel(),
+            "stride_am": x.stride(0),
+            "stride_ak": x.stride(1),
+            "stride_be": w.stride(0),
+            "stride_bk": w.stride(2),
+            "stride_bn": w.stride(1),
+            "stride_cm": out.stride(0),
+            "stride_cn": out.stride(1),
+            "MUL_ROUTED_WEIGHT": weighted,
+            "top_k": fan,
+            "ROUTER_TOPK": shares.shape[1],
+            "compute_type": getattr(tl, str(x.dtype).removeprefix("torch.")),
+            "SPLIT_K": 1,
             "even_Ks": w.shape[2] % config["BLOCK_SIZE_K"] == 0,
-        }  # fmt: skip
+        }
         known |= {name: config[name] for name in TILE_KEYS}
         known |= dict.fromkeys(NONE) | dict.fromkeys(ZERO, 0) | dict.fromkeys(OFF, False)
         names = self.peer.kernel.arg_names

@@ -141,10 +141,12 @@ def dense(bench: Bench, width: int, inner: int, rows: int) -> dict[str, Any]:
     x = bench.random(rows, inner)
     copies = bench.copies(width * inner * x.element_size())
     weights = [bench.random(width, inner, scale=inner**-0.5) for _ in range(copies)]
-    samples = bench.time({
-        "moeserve": [partial(linear, x, w) for w in weights],
-        "cublas": [partial(torch.nn.functional.linear, x, w) for w in weights],
-    })  # fmt: skip
+    samples = bench.time(
+        {
+            "moeserve": [partial(linear, x, w) for w in weights],
+            "cublas": [partial(torch.nn.functional.linear, x, w) for w in weights],
+        }
+    )
     work = {
         "num_bytes": (width * inner + rows * (width + inner)) * x.element_size(),
         "flops": 2 * rows * width * inner,
