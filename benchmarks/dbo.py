@@ -56,37 +56,37 @@ LENGTHS: dict[Mode, int] = {"off": CHUNK, "auto": CHUNK, "on": 4}
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--layers", type=int, default=4)
-    made.add_argument("--hidden", type=int, default=1024)
-    made.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--layers", type=int, default=4)
+    flags.add_argument("--hidden", type=int, default=1024)
+    flags.add_argument(
         "--heads",
         type=int,
         default=8,
         help="heads of width 128, with a quarter as many KV heads [%(default)s]",
     )
-    made.add_argument("--experts", type=int, default=8)
-    made.add_argument("--top-k", type=int, default=2)
-    made.add_argument("--expert-size", type=int, default=1024)
-    made.add_argument(
+    flags.add_argument("--experts", type=int, default=8)
+    flags.add_argument("--top-k", type=int, default=2)
+    flags.add_argument("--expert-size", type=int, default=1024)
+    flags.add_argument(
         "--tokens", type=int, default=1024, help="tokens of a rank's prefill step [%(default)s]"
     )
-    made.add_argument(
+    flags.add_argument(
         "--prompt", type=int, default=256, help="tokens of each request in that step [%(default)s]"
     )
-    made.add_argument(
+    flags.add_argument(
         "--batch", type=int, default=16, help="requests of a rank's decode step [%(default)s]"
     )
-    made.add_argument(
+    flags.add_argument(
         "--ratio", type=float, default=0.6, help="communication time / compute time [%(default)s]"
     )
-    made.add_argument(
+    flags.add_argument(
         "--rounds", type=int, default=12, help="prefill steps of each mode [%(default)s]"
     )
-    made.add_argument(
+    flags.add_argument(
         "--auto-rounds", type=int, default=24, help=f"rounds of {CHUNK} decode steps [%(default)s]"
     )
-    args = made.parse_args()
+    args = flags.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("this needs two cores: each rank computes on one")

@@ -141,21 +141,21 @@ async def measure(args: argparse.Namespace, server: subprocess.Popen[bytes]) -> 
 
 
 def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("--start", required=True)
-    made.add_argument("--lose", required=True)
-    made.add_argument("--back", required=True)
-    made.add_argument("--url", required=True)
-    made.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--start", required=True)
+    flags.add_argument("--lose", required=True)
+    flags.add_argument("--back", required=True)
+    flags.add_argument("--url", required=True)
+    flags.add_argument(
         "--with", dest="launcher", default="ssh", help="its name, in the file's name [%(default)s]"
     )
-    made.add_argument("--streams", type=int, default=16)
-    made.add_argument("--max-tokens", type=int, default=400)
-    made.add_argument(
+    flags.add_argument("--streams", type=int, default=16)
+    flags.add_argument("--max-tokens", type=int, default=400)
+    flags.add_argument(
         "--away", type=float, default=3.0, help="seconds that the machine is gone [%(default)s]"
     )
-    made.add_argument("--rounds", type=int, default=3)
-    args = made.parse_args()
+    flags.add_argument("--rounds", type=int, default=3)
+    args = flags.parse_args()
     server = subprocess.Popen(args.start)
     try:
         results = asyncio.run(measure(args, server))

@@ -164,19 +164,19 @@ async def measure(args: argparse.Namespace, url: str, root: psutil.Process) -> d
 
 
 def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("--dp", type=int, default=2)
-    made.add_argument("--streams", type=int, default=32)
-    made.add_argument("--max-tokens", type=int, default=300)
-    made.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--dp", type=int, default=2)
+    flags.add_argument("--streams", type=int, default=32)
+    flags.add_argument("--max-tokens", type=int, default=300)
+    flags.add_argument(
         "--kills", type=int, default=4, help="more than 5 within five minutes end the server"
     )
-    made.add_argument(
+    flags.add_argument(
         "--rest-s", type=float, default=4.0, help="seconds between kills [%(default)s]"
     )
-    args = made.parse_args()
-    flags = ("--standby", "--dp", str(args.dp), "--threads", "1", "--max-model-len", "1024")
-    with running_server("demo", *flags) as server:
+    args = flags.parse_args()
+    words = ("--standby", "--dp", str(args.dp), "--threads", "1", "--max-model-len", "1024")
+    with running_server("demo", *words) as server:
         server.wait("/readyz")
         results = asyncio.run(measure(args, f"http://127.0.0.1:{server.port}", server.process))
         server.process.terminate()
