@@ -56,14 +56,31 @@ SMALL: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 64, "eos_token_id": None, "dtype": "float32",
 }  # fmt: skip
-SMALL_QWEN3 = {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
-               "moe_intermediate_size": 32}  # fmt: skip
-SMALL_GPT_OSS = {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8,
-                 "num_experts_per_tok": 2, "experts_per_token": 2,
-                 "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
-SMALL_V2 = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8,
-            "num_experts_per_tok": 2, "moe_intermediate_size": 32}  # fmt: skip
+SMALL_QWEN3 = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+SMALL_GPT_OSS = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "experts_per_token": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+SMALL_V2 = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 FP8_BLOCKS = {
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 }
