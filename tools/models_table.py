@@ -26,30 +26,37 @@ from moeserve.models.spec import ModelSpec
 PATH = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Models
 
-Written by `tools/models_table.py` from the registry (`moeserve/models/registry.py`); a test
-compares the two.
+For people who choose a model: the supported architectures, and what works with each.
+`tools/models_table.py` writes this page from the registry (`moeserve/models/registry.py`), and a
+test compares the two.
 
-A checkpoint is served if its `config.json` names one of these architectures and has no key that
-changes the numbers in a way that is not computed; such a key is refused by name. Every family is
-compared with transformers' own implementation, tokens and logits, in `tests/models`, and its bits
-alone with its bits in company. Expert parallelism (`--dp`, `--ep`), tensor parallelism (`--tp`),
-prefix caching, preemption, replay and dual-batch overlap work with every family. Weights may be
-quantised in every format of [quantization.md](quantization.md).
+A checkpoint is served if its `config.json` names one of these architectures, and has no key that
+changes the numbers in a way that is not implemented; such a key is refused by name.
 
-**What a checkpoint can run.** Pickled weights are refused, and Python files of a checkpoint
-(`auto_map`) are never imported. A chat template is a program in Jinja: it runs in a process of its
-own, with limits on time and memory ([security.md](security.md)). Links may lead to files below the
-model's folder, and from a snapshot of the Hugging Face cache to its `blobs`; others are refused.
+- **All families** support expert parallelism (`--dp`, `--ep`), tensor parallelism (`--tp`), prefix
+  caching, preemption, replay, dual-batch overlap, and every format of
+  [quantization.md](quantization.md).
+- **Tests** (`tests/models`) compare every family with transformers' implementation, tokens and
+  logits, and the bits of a request alone with its bits in a batch.
+- **Code of a checkpoint.** Pickled weights are refused, and Python files (`auto_map`) are never
+  imported. A chat template is a program in Jinja, which runs in a sandbox process with limits on
+  time and memory ([security.md](security.md)). Links may point to files below the model's folder,
+  and from a snapshot of the Hugging Face cache to its `blobs`; others are refused.
+- **Names.** A model is a folder, a GGUF file (`model.gguf`, `X.GGUF`, a blob of Ollama), or a copy
+  in the Hugging Face cache: `org/name`, and `org/name/Q4` or `org/name/file.gguf` for a folder or a
+  file in it.
+- **Other families** can come from a package ([plugins.md](plugins.md)).
 
-**Names.** A model is a folder, a GGUF file (whatever its name: `X.GGUF`, a blob of Ollama), or a
-copy in the Hugging Face cache: `org/name`, and `org/name/Q4` or `org/name/file.gguf` for a folder
-or a file in it. Families that are not in this table can come from a package
-([plugins.md](plugins.md)).
+The columns:
 
-Sizes are those of the default configuration in transformers. **KV**: elements that one token leaves
-behind in one layer, or those of a recurrent layer's state ([recurrent.md](recurrent.md)). **int8
-KV**: whether `kv_cache_dtype: int8` is possible; states stay fp32. **MTP**: whether a head for
-multi-token prediction is read where a checkpoint has one ([speculation.md](speculation.md)).
+- **mixers**: attention or recurrence of the layers, with the sizes of transformers' default
+  configuration.
+- **KV**: elements of the KV cache per token and layer, or of a recurrent layer's state
+  ([recurrent.md](recurrent.md)).
+- **layers see**: the positions that a token attends to.
+- **int8 KV**: whether `kv_cache_dtype: int8` is supported; states stay fp32.
+- **MTP**: whether an MTP head is loaded if the checkpoint has one
+  ([speculation.md](speculation.md)).
 
 | architecture | mixers | KV | layers see | experts | router | int8 KV | MTP |
 |---|---|---|---|---|---|---|---|
@@ -151,7 +158,7 @@ def _router(moe: MoE) -> str:
     words += ["+ bias"] * rule.bias + [f"{rule.kept_groups} of {rule.groups} groups"] * (
         rule.groups > 1
     )
-    words += ["renormalised"] * rule.renormalize + [f"x {rule.scale:g}"] * (rule.scale != 1)
+    words += ["renormalized"] * rule.renormalize + [f"x {rule.scale:g}"] * (rule.scale != 1)
     return ", ".join(words)
 
 

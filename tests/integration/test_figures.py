@@ -302,7 +302,6 @@ FACTS = (  # digits of the comparison that name a case or a format
     "32 streams",
 )
 NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has them
-    "12 to 21 minutes on two cores": "the test suite's own time: pytest prints it",
     "waits longer than 10 s is refused": "a limit of moeserve/frontend/grammars.py",
     "within 5 s:": "a limit, which tests/integration/test_machines.py checks",
     "No room within 60 s": "a limit, PLACE_S of moeserve/cluster/launch/on_ray.py",
