@@ -1,8 +1,7 @@
-"""The seam of answer formats: how a family of models writes reasoning and tool calls into its text.
+"""The interface of answer formats: how a model family writes reasoning and tool calls as text.
 
-A format reads answers (text with marks in, parts out) and gives a grammar for answers that a
-request constrains. Implementations: `harmony.py`, and `answer_data.py` for the data under
-`formats/`.
+A format has a parser, which splits answers into parts, and a grammar for constrained answers.
+Implementations: `harmony.py` (gpt-oss), and `answer_data.py` for the YAML files in `formats/`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,20 +15,18 @@ Tool = Mapping[str, Any]
 
 
 class Part(NamedTuple):
-    """A piece of an answer. The joined arguments of a call are the text of one JSON object.
+    """A piece of an answer. The joined arguments of a call are the text of one JSON object."""
 
-    A conversation (`server/conversation.py`) sets number and id.
-    """
-
-    # "call" begins a tool call, whose name is `text`; "arguments" belong to the latest call
+    # "call" begins a tool call with the name `text`; "arguments" belong to the latest call
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
+    # Set by `server/conversation.py`:
     number: int = -1  # of the tool call, from 0
     id: str = ""  # of the tool call
 
 
 class ToolFault(GrammarFault):
-    """A tool that a format cannot offer the model. field: of its function."""
+    """A tool that a format does not support. field: the field of its function with the fault."""
 
     def __init__(
         self, tool: Tool, field: Literal["name", "parameters"], message: str, where: str = ""
@@ -40,24 +37,21 @@ class ToolFault(GrammarFault):
 
 
 class AnswerParser(Protocol):
-    """Splits one answer into its parts. The answer comes in pieces, and the joined texts do not
-    depend on the pieces.
-    """
+    """Splits one answer into its parts, however it is divided into pieces."""
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
-        """Return the parts that are certain after `text`. final: nothing follows."""
+        """Return the parts that `text` completes. final: it is the end of the answer."""
 
 
 class AnswerFormat(Protocol):
-    """One format with one tokenizer. stop_ids: tokens that end an answer besides the model's own
-    end tokens.
+    """A format with a tokenizer.
 
-    prompt: the rendered prompt of the answer; its end shows whether the template has opened the
-    reasoning.
+    Methods take the rendered `prompt`, because its end shows whether the template has already
+    opened the reasoning.
     """
 
     name: str
-    stop_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]  # tokens that end an answer, in addition to the model's end tokens
 
     def parser(
         self,
@@ -67,11 +61,15 @@ class AnswerFormat(Protocol):
         continued: bool = False,
         required: bool = False,
     ) -> AnswerParser:
-        """Return the parser of one answer, which takes the text of `Tokenizer.marked_pieces`. It
-        gives a call when the call is complete, and only then.
+        """Return the parser of one answer, for the text of `Tokenizer.marked_pieces`.
 
-        continued: the answer continues a message of the prompt. required: it must call a tool, so a
-        piece of a mark at its end is no content.
+        It returns calls when they are complete.
+
+        Args:
+            tools: The tools in the request.
+            prompt: The rendered prompt.
+            continued: The answer continues the last message of the prompt.
+            required: The answer must call a tool, so an incomplete mark at its end is not content.
         """
 
     def constraint(
@@ -82,25 +80,27 @@ class AnswerFormat(Protocol):
         parallel: bool = True,
         prompt: str = "",
     ) -> GrammarSpec | None:
-        """Return the grammar of an answer, None for any answer.
+        """Return the grammar of an answer; None if any answer is allowed.
 
         Args:
             tools: The tools that the model may call.
-            required: There is at least one call. Otherwise calls are free, but if a tool is
+            required: The answer has at least one call. Otherwise calls are optional; if a tool is
                 `strict`, calls have known names, and its arguments match its schema.
             parallel: More than one call is allowed.
-            prompt: See the class.
+            prompt: The rendered prompt.
 
         Raise ToolFault for a tool that the format cannot write, GrammarFault if all tools together
         are too large.
         """
 
     def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
-        """Return the grammar of an answer whose content matches `grammar`; reasoning may come
-        first. Raise GrammarFault for grammars that cannot be part of another.
+        """Return the grammar of an answer with optional reasoning, then content of `grammar`.
+
+        Raise GrammarFault for grammars that cannot be part of another one.
         """
 
     def call_id(self, name: str, index: int, random: str) -> str:
-        """Return an id for the answer's call number `index`, in the form that the model's template
-        expects. random: 32 hexadecimal digits for it.
+        """Return an id for call number `index`, in the form that the chat template expects.
+
+        random: 32 hexadecimal digits to use in it.
         """

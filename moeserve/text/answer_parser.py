@@ -1,5 +1,6 @@
-"""The parser of all formats whose syntax is data: one generator reads an answer from its beginning
-to its end.
+"""The parser of all answer formats that are data (`formats/`).
+
+One generator reads an answer from beginning to end; it yields when it needs more text.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,11 +25,11 @@ _SEPARATOR = Stops([";", ","])
 
 
 class DataParser:
-    """Splits one answer into its parts.
+    """Splits one answer into reasoning, content and tool calls.
 
-    White space between the parts is dropped; inside content it stays. A call comes when it is
-    complete. Text that begins like a call and is not one is content. A call that the end of the
-    text cuts off is dropped, since running it would be wrong, and so would be showing its markup.
+    White space between parts is dropped. A call is returned when it is complete. Text that begins
+    like a call but is not one becomes content. A call that is cut off by the end of the answer is
+    dropped, because neither running it nor showing its markup would be right.
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class DataParser:
         """Begin an answer.
 
         Args:
-            reading: The format.
-            tools: The tools that the model was offered.
-            reasons: The answer begins inside the reasoning.
-            required: It must call a tool, so the beginning of a call at its end is no content.
+            reading: The format, prepared for the tokenizer.
+            tools: The tools in the request.
+            reasons: The answer begins within the reasoning.
+            required: The answer must call a tool, so an incomplete mark at its end is not content.
         """
         self._reading = reading
         functions = [
@@ -102,7 +103,7 @@ class DataParser:
         return bool((yield from self._text.next_of(self._reading.think_start)))
 
     def _reasoning(self) -> Wait[str]:
-        """Take the reasoning and return "", or the opening of a call that ended it."""
+        """Read the reasoning. Return the opening of a call that ended it, or ""."""
         flow = _Flow("reasoning", self._parts)
         flow.trim()
         flow.add((yield from self._text.space()))
@@ -116,7 +117,7 @@ class DataParser:
         return "" if stop == self._reading.think.close else stop
 
     def _section(self) -> Wait[None]:
-        """Take the calls between a section's marks. Without a call, the section is text."""
+        """Read the calls in a section. A section without calls is content."""
         text = self._text
         reading = self._reading
         before = self._num_calls
@@ -141,7 +142,7 @@ class DataParser:
             held = []
 
     def _bare_calls(self) -> Wait[None]:
-        """Take calls without a mark at their beginning."""
+        """Read calls that begin without a mark."""
         text = self._text
         while True:
             space = yield from text.space()
@@ -156,8 +157,9 @@ class DataParser:
                 return
 
     def _call(self, opener: str, before: str = "") -> Wait[bool]:
-        """Take what follows the opening of a call, and return whether it was one. before: the text
-        that is shown besides if not.
+        """Read the rest of a call, and return whether it was one.
+
+        before: text before the opening, which is content, too, if this is not a call.
         """
         text = self._text
         reading = self._reading
@@ -167,7 +169,7 @@ class DataParser:
             yield from BODIES[reading.calls.content](text, reading, sink)
         except Unfinished:
             text.take_rest()
-            # Without a mark at the beginning, it may be anything.
+            # Text without an opening mark may be anything, so it is shown.
             shown = not opener and not self._required
         except Malformed:
             shown = True
@@ -184,13 +186,13 @@ class DataParser:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts with neighbours of one kind as one, but each call for itself."""
+    """Return the parts with adjacent ones of the same kind joined, except for calls."""
     kinds = groupby(parts, lambda part: (part.kind, id(part) if part.kind == "call" else 0))
     return [Part(kind, "".join(part.text for part in same)) for (kind, _), same in kinds]
 
 
 class _Flow:
-    """Text of one kind, whose white space at the end is held back until more comes."""
+    """Collects text of one kind, and holds back trailing white space until more text comes."""
 
     def __init__(self, kind: Any, parts: list[Part]) -> None:
         self._kind = kind
@@ -200,7 +202,7 @@ class _Flow:
         self.is_empty = True
 
     def trim(self) -> None:
-        """Drop white space before the first text."""
+        """Drop leading white space."""
         self._trim = True
         if self.is_empty:
             self._space.clear()
@@ -223,7 +225,7 @@ class _Flow:
             self._space.append(space)
 
     def end(self, *, keep: bool) -> None:
-        """End the text. keep: with the white space at its end."""
+        """End the text. keep: keep trailing white space."""
         if keep and self._space:
             self._parts.append(Part(self._kind, "".join(self._space)))
         self._space.clear()

@@ -1,7 +1,6 @@
-"""The data of answer formats: files in `formats/`, and what a parser makes of one for one
-tokenizer.
+"""Loads answer formats from YAML files (`formats/`, plugins), and prepares them for a parser.
 
-The keys are those of `Syntax`; docs/tool-calls.md describes them with an example.
+The keys of a file are the fields of `Syntax`; docs/tool-calls.md describes them with an example.
 """
 
 import re
@@ -23,30 +22,32 @@ FORMATS = Path(__file__).parent / "formats"
 
 
 class Span(Struct, forbid_unknown_fields=True):
-    """Text between two marks. noise: other text between the calls inside is dropped."""
+    """Text between two marks."""
 
     open: str
     close: str
-    noise: bool = False
+    noise: bool = False  # drop text between the calls inside
 
 
 class Parameter(Struct, forbid_unknown_fields=True):
     """A parameter between tags: `open`, the text of `header`, `end`, the value, `close`."""
 
     open: str
-    header: str  # a regex with the groups key and, where it says whether the value is one, text
+    # A regex with the group key, and optionally the group text, which tells whether the value is a
+    # text
+    header: str
     end: str
     close: str
-    write: str  # how a model writes one, with {key}, {value} and {type}
-    write_text: str = ""  # the same for texts, where they differ
-    newlines: bool = False  # one newline at each end of the value belongs to the tags
+    write: str  # the text of a parameter, with {key}, {value} and {type}
+    write_text: str = ""  # the same for string values, if it differs
+    newlines: bool = False  # a newline at each end of the value belongs to the tags
     escaped: bool = False  # keys and names are escaped as in XML
 
 
 class Calls(Struct, forbid_unknown_fields=True):
-    """The calls of an answer.
+    """The syntax of tool calls.
 
-    | content | what a call is |
+    | content | a call is |
     |---|---|
     | json | an object with name and arguments, or a list of such objects |
     | object | `header` (group name), the mark `arguments`, an object |
@@ -56,31 +57,31 @@ class Calls(Struct, forbid_unknown_fields=True):
 
     open: list[str]  # marks before a call; "" for calls without a mark
     content: Literal["json", "object", "tags", "python"]
-    write: str  # how a model writes one call, with {name}, {index} and {arguments}
-    close: str = ""  # after a call; may be missing at the end of the text
+    write: str  # the text of a call, with {name}, {index} and {arguments}
+    close: str = ""  # mark after a call; may be missing at the end of the answer
     header: str = ""  # a regex
     arguments: str = ""
-    bare: str = ""  # the first characters of calls without a mark
-    before: str = ""  # text that a model writes before the calls, between them and after them
-    between: str = ""
-    after: str = ""
-    id: str = "call_{random:.24}"  # of calls in a history, as the template expects it
-    quote: str = ""  # around texts in objects whose keys are bare
+    bare: str = ""  # possible first characters of calls without a mark
+    before: str = ""  # text before the calls in an answer
+    between: str = ""  # text between two calls
+    after: str = ""  # text after the calls
+    id: str = "call_{random:.24}"  # id of a call, in the form that the template expects
+    quote: str = ""  # quotation mark of strings, in objects with bare keys
     parameter: Parameter | None = None
 
 
 class Syntax(Struct, forbid_unknown_fields=True):
-    """One file."""
+    """An answer format, the content of one file."""
 
     about: str
-    # Regexes, all of which match the chat template of such a model. Of several formats, the one
-    # with most regexes is picked.
+    # Regexes that must all match the model's chat template. If several formats match, the one with
+    # the most regexes is used.
     template: list[str]
     calls: Calls
     reasoning: Span | None = None
     section: Span | None = None  # around the calls
-    call_ends_reasoning: bool = False  # also reasoning that was not closed
-    dropped: list[str] = []  # marks that mean nothing
+    call_ends_reasoning: bool = False  # a call ends reasoning that was not closed
+    dropped: list[str] = []  # marks without meaning
     stop: list[str] = []  # tokens that end an answer
 
 
@@ -110,7 +111,7 @@ def load(name: str) -> Syntax:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the formats that are data."""
+    """Return the names of all formats from files."""
     return tuple(sorted((*_FILES, *ANSWER_FORMATS)))
 
 
@@ -119,8 +120,9 @@ _NO_PARAMETER = Parameter("", "", "", "", "")
 
 
 class Reading:
-    """A syntax with one tokenizer, for parsers: its parts, with empty ones for parts that it lacks,
-    and the marks to look for in each context. special: names of the tokenizer's control tokens.
+    """A `Syntax` prepared for parsers: the marks to search for in each context.
+
+    Parts that the syntax lacks are empty. special: names of the tokenizer's control tokens.
     """
 
     def __init__(self, syntax: Syntax, special: Collection[str]) -> None:

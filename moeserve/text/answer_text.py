@@ -1,7 +1,6 @@
-"""The text of an answer while it comes. Parsers are generators that yield where they need more.
+"""Streaming input for parsers of answers. Parsers are generators that yield when they need more.
 
-Whatever a parser does depends on the text and on its end alone, never on the pieces in which the
-text came.
+The result of a parser depends on the whole text only, never on how it is divided into pieces.
 """
 
 import re
@@ -18,7 +17,7 @@ _MAX_NAME = 63  # characters of a control token
 _CONTROL = re.compile(f"{CONTROL_BEGIN}[^{CONTROL_BEGIN}{CONTROL_END}]*{CONTROL_END}")
 _MARKS = str.maketrans("", "", CONTROL_BEGIN + CONTROL_END)
 _SPACE = re.compile(r"[ \t\r\n]*")
-MAX_HEADER = 512  # characters of a name with what is around it
+MAX_HEADER = 512  # characters of the header of a call or parameter, which has its name
 
 
 class Malformed(Exception):
@@ -30,7 +29,7 @@ class Unfinished(Malformed):
 
 
 class Stops:
-    """Literals to look for. special: the names of control tokens, which are marked in answers."""
+    """Literals to search for. special: the names of control tokens, which are marked in answers."""
 
     def __init__(self, literals: Iterable[str], special: Sequence[str] = ()) -> None:
         controls = re.compile(
@@ -62,37 +61,39 @@ def _prefixes(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text with its control tokens as text."""
+    """Return a text with control tokens as ordinary text."""
     return text.translate(_MARKS)
 
 
 def without_controls(text: str, kept: Collection[str] = ()) -> str:
-    """Return a text without its control tokens. kept: names of tokens that stay, as text."""
+    """Return a text without control tokens. kept: names of tokens to keep as ordinary text."""
     if CONTROL_BEGIN in text or CONTROL_END in text:
         return plain(_CONTROL.sub(lambda found: found[0] if plain(found[0]) in kept else "", text))
     return text
 
 
 class AnswerText:
-    """The part of an answer that came and is not taken yet. Methods that are generators yield where
-    they need more.
+    """The part of an answer that has arrived and is not consumed yet.
 
-    drops_begun: the beginning of a stop at the end of the text is not emitted.
+    Methods that are generators yield when they need more text. drops_begun: do not emit an
+    incomplete stop at the end of the answer.
     """
 
     def __init__(self, *, drops_begun: bool = False) -> None:
         self._drops_begun = drops_begun
         self._text = ""
         self._at = 0
-        # The arguments of an `until` that has emitted everything.
+        # The arguments of an `until` that has emitted everything: the fast path of `feed`
         self._passing: tuple[Stops, Emit] | None = None
         self.ended = False
-        # Gets what is taken, if a parser puts a list here for text that may turn out malformed.
+        # If a parser sets a list, consumed text is appended to it, in case it is malformed.
         self.taken: list[str] | None = None
 
     def feed(self, text: str, *, final: bool) -> bool:
-        """Append to the text. Return whether its reader has to look at it: not if `until` would
-        emit it all. final: nothing follows.
+        """Append text, and return whether the parser must run.
+
+        It need not run if `until` would emit all of the text; then this emits it. final: it is the
+        end of the answer.
         """
         if self._passing is not None and not final:
             stops, emit = self._passing
@@ -107,11 +108,11 @@ class AnswerText:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything was taken."""
+        """Whether everything is consumed."""
         return self._at == len(self._text)
 
     def take(self, end: int) -> str:
-        """Take the text up to a position."""
+        """Consume and return the text up to a position."""
         text = self._text[self._at : end]
         self._at = end
         if self.taken is not None:
@@ -119,20 +120,18 @@ class AnswerText:
         return text
 
     def take_rest(self) -> None:
-        """Take all there is."""
+        """Consume everything."""
         self.take(len(self._text))
 
     def ends_within(self, stops: Stops) -> bool:
-        """Whether the text has ended, and its rest is the beginning of a stop."""
+        """Return whether the answer has ended with an incomplete stop."""
         return self.ended and not self.is_empty and bool(stops.partial.match(self._text, self._at))
 
     def until(self, stops: Stops, emit: Emit) -> Wait[str]:
-        """Take and emit the text before the first of the stops. Take and return that stop; return
-        "" at the end of the text.
-        """
+        """Emit the text before the first stop, and return the stop; "" at the end of the answer."""
         while True:
             end = len(self._text)
-            # Most texts have nothing to look at any closer.
+            # Most texts have no beginning of a stop.
             begun = stops.first.search(self._text, self._at)
             if begun and (found := stops.full.search(self._text, begun.start())):
                 emit(self.take(found.start()))
@@ -154,8 +153,9 @@ class AnswerText:
             yield
 
     def header(self, stops: Stops, *, take: bool = True) -> Wait[str]:
-        """Return a short text before one of the stops. take: take the text, not the stop. Raise
-        Malformed.
+        """Return a short text before one of the stops, which is not consumed.
+
+        take: consume the text. Raise Malformed if it is longer than MAX_HEADER.
         """
         while True:
             found = stops.full.search(self._text, self._at, self._at + MAX_HEADER)
@@ -168,7 +168,7 @@ class AnswerText:
             yield from self._more()
 
     def next_of(self, stops: Stops, *, take: bool = True) -> Wait[str]:
-        """Return the stop that comes next, "" if something else does. take: take it."""
+        """Return the stop that comes next, "" if there is other text. take: consume the stop."""
         while True:
             if found := stops.full.match(self._text, self._at):
                 if take:
@@ -181,7 +181,7 @@ class AnswerText:
             yield
 
     def space(self) -> Wait[str]:
-        """Take and return white space."""
+        """Consume and return white space."""
         pieces = []
         while True:
             found = _SPACE.match(self._text, self._at)
@@ -198,8 +198,9 @@ class AnswerText:
         return self._text[self._at : self._at + 1]
 
     def match(self, pattern: re.Pattern[str], most: int = 0) -> Wait[str]:
-        """Take and return the text that matches a run of characters. most: its greatest length, 0
-        for the text that is there now.
+        """Consume and return the text that matches a run of characters.
+
+        most: its maximum length, beyond which Malformed is raised; 0: match only available text.
         """
         while True:
             found = pattern.match(self._text, self._at)
@@ -211,7 +212,7 @@ class AnswerText:
             yield
 
     def exactly(self, count: int) -> Wait[str]:
-        """Take and return so many characters. Raise Unfinished."""
+        """Consume and return `count` characters. Raise Unfinished if the answer ends before."""
         while len(self._text) - self._at < count:
             yield from self._more()
         return self.take(self._at + count)

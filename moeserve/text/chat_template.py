@@ -1,8 +1,8 @@
-"""Finds a model's own Jinja template, and renders chat messages as prompt text by it.
+"""Loads a model's chat template (Jinja), and renders chat messages to a prompt with it.
 
-Templates come with checkpoints, so they may be anybody's code. They run in processes of their own
-(`template_sandbox`), which bound their reach, their time and their memory. One pool of these
-processes serves the whole program; it starts with the first template and is closed at exit.
+Templates come with checkpoints, so they are untrusted code. They run in sandbox processes
+(`template_sandbox`) with limits on access, time and memory. One pool of these processes serves the
+whole program; it starts with the first template and is closed at exit.
 """
 
 import asyncio
@@ -23,20 +23,21 @@ from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.tokenizer import Tokenizer
 
-_CONTINUE = "\ufdd3"  # marks the end of the message to be continued, while the template works on it
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has counts
-_CLOCK = "strftime_now"  # the template function that shows the date; a request may set the date
+_CONTINUE = "\ufdd3"  # marks the end of the message to continue, during rendering
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first one in a message is used
+_CLOCK = "strftime_now"  # the template's function for the date, which a request may set
 _RESERVED = frozenset({
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
     "chat_template", "conversation", "tokenize", "return_dict", "return_tensors", "padding",
     "truncation", "max_length",
 })  # fmt: skip
-MAX_SECONDS = 2.0  # of CPU time for one rendering
+MAX_SECONDS = 2.0  # CPU time of one rendering
 MAX_KWARGS = 32
 MAX_KWARG_CHARS = 4096
 MAX_TEMPLATE_CHARS = 2 * 2**20
-_OURS = {"deepseek_v32": "deepseek_v32.jinja"}  # by model_type
-# A conversation with a call whose message has no text; the content is filled in by the probe.
+# model_type -> moeserve's own template, for a model whose format is published as Python code
+_OWN_TEMPLATES = {"deepseek_v32": "deepseek_v32.jinja"}
+# A conversation with a tool call in a message without text. The probe tries values of its content.
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
 _CALL_PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
@@ -71,12 +72,13 @@ class ChatTemplate:
         for_tools: str | None = None,
         sandboxes: SandboxPool = SANDBOXES,
     ) -> None:
-        """Render small conversations. Raise CheckpointError for a template that does not compile or
-        leaves the sandbox.
+        """Probe the template with small conversations.
+
+        Raise CheckpointError if it does not compile or exceeds the limits of the sandbox.
 
         Args:
             source: The template's text.
-            origin: The file that the source comes from, for error messages.
+            origin: The file of the source, for error messages.
             for_tools: The variant for requests with tools.
             sandboxes: The processes that render.
         """
@@ -85,27 +87,29 @@ class ChatTemplate:
         self._sandboxes = sandboxes
         if max(len(source), len(self.source_for_tools)) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(
-                f"{origin}: refused: it has more than {MAX_TEMPLATE_CHARS:,} characters"
+                f"{origin}: rejected: it has more than {MAX_TEMPLATE_CHARS:,} characters"
             )
-        # Whether the template shows the model tools that it may call, and earlier calls.
+        # Whether the template renders definitions of tools, and earlier tool calls
         self.takes_tools = "tools" in self._probe(origin).split()
         self.takes_calls = "tool_calls" in self.source_for_tools
-        # The content that the template gets for a message that has calls and no text.
+        # The content of messages with tool calls and without text
         self._no_content = self._probe_no_content() if self.takes_calls else ""
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | str | None = None) -> "ChatTemplate | None":
-        """Return a model's template, None if it has none, as base models. Raise CheckpointError,
-        ConfigError.
+        """Return a model's template; None if it has none, like base models.
 
-        The first of these counts:
-        - the file that the user names (`override`);
+        The first of these is used:
+        - the file `override`;
         - `chat_template.jinja`, with `additional_chat_templates/tool_use.jinja` for requests with
           tools;
         - `chat_template` in chat_template.json or tokenizer_config.json: a text, or a list of named
           texts;
-        - moeserve's own, for a model whose format is published as Python code;
-        - the template that mistral-common writes for a tekken.json.
+        - moeserve's own template, for a model whose format is published as Python code;
+        - the template that mistral-common generates for a tekken.json.
+
+        Raise CheckpointError for a damaged or unsupported template, ConfigError for a missing
+        `override`.
         """
         if override is not None:
             if not Path(override).is_file():
@@ -121,9 +125,10 @@ class ChatTemplate:
                 origin = f"{model_dir / name} chat_template"
                 text, for_tools = _named(found, origin)
                 return cls(text, origin=origin, for_tools=for_tools)
-        if ours := _OURS.get(str(read_optional_json(model_dir, "config.json").get("model_type"))):
-            asset = files("moeserve") / "assets" / "chat_templates" / ours
-            return cls(asset.read_text(encoding="utf-8"), origin=ours)
+        model_type = str(read_optional_json(model_dir, "config.json").get("model_type"))
+        if own := _OWN_TEMPLATES.get(model_type):
+            asset = files("moeserve") / "assets" / "chat_templates" / own
+            return cls(asset.read_text(encoding="utf-8"), origin=own)
         if (path := model_dir / "tekken.json").is_file():
             return cls(_from_mistral_common(path), origin=f"mistral-common's template for {path}")
         return None
@@ -134,11 +139,11 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         **options: Unpack[RenderOptions],
     ) -> str:
-        """Return the prompt for `Tokenizer.encode_prompt`, in which control tokens that users typed
-        are marked. It may block for seconds.
+        """Return the prompt, for `Tokenizer.encode_prompt`. It may block for seconds.
 
         Contents are strings or lists of text parts; a tool call's arguments are an object, not JSON
-        text. Raise InvalidRequest if the template rejects the messages.
+        text. Control tokens typed by users are marked in the prompt. Raise InvalidRequest if the
+        template rejects the messages.
         """
         work = partial(self._render, tokenizer=tokenizer, messages=messages, **options)
         return self._sandboxes.submit(work).result()
@@ -150,8 +155,9 @@ class ChatTemplate:
         owner: str = "",
         **options: Unpack[RenderOptions],
     ) -> str:
-        """Do `render` in a thread of the pool. Requests of several owners take turns. Raise
-        Overloaded if that takes too long.
+        """Run `render` in a thread of the pool, fairly among owners.
+
+        Raise Overloaded if no process is free in time.
         """
         work = partial(self._render, tokenizer=tokenizer, messages=messages, **options)
         return await self._sandboxes.run(work, owner)
@@ -172,7 +178,7 @@ class ChatTemplate:
         owner: str = "",
         **options: Unpack[RenderOptions],
     ) -> list[int]:
-        """Do `encode` without blocking the event loop."""
+        """Run `encode` without blocking the event loop."""
         text = await self.render_async(tokenizer, messages, owner, **options)
         return await asyncio.to_thread(tokenizer.encode_prompt, text)
 
@@ -191,7 +197,7 @@ class ChatTemplate:
             raise InvalidRequest("messages must not be empty", param="messages")
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
-                "add_generation_prompt and continue_final_message exclude each other",
+                "add_generation_prompt and continue_final_message cannot both be true",
                 param="continue_final_message",
             )
         shield = tokenizer.control.shield
@@ -211,9 +217,9 @@ class ChatTemplate:
         }
         outcome, text = self._run(sandbox, variables | {"messages": shielded}, now)
         if outcome != "text":
-            what = {"rejects": "rejects", "limit": "exceeds its limits on"}.get(outcome, "fails on")
+            verb = {"rejects": "rejects", "limit": "exceeds its limits on"}.get(outcome, "fails on")
             raise InvalidRequest(
-                f"the model's chat template {what} these messages: {text[:200]}", param="messages"
+                f"the model's chat template {verb} these messages: {text[:200]}", param="messages"
             )
         if not continue_final_message:
             return text
@@ -226,10 +232,11 @@ class ChatTemplate:
         return text if rest.startswith(" ") else text.rstrip()  # the template trims contents
 
     def _shielded(self, message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
-        """Return a copy for the template: without fields that are None, with a content, and with
-        the reasoning under each name that templates use.
+        """Return a copy of a message for the template, with control tokens in texts shielded.
 
-        Tags in an assistant's message (`<think>`) stay tags, because the model wrote them.
+        The copy has no fields that are None, it has a content, and it has the reasoning under each
+        name that templates use. Tags in an assistant's message (`<think>`) are not shielded,
+        because the model wrote them.
         """
         role = message.get("role")
         given = {name: value for name, value in message.items() if value is not None}
@@ -254,8 +261,9 @@ class ChatTemplate:
         return _ask(sandbox, source, {"tools": None, "documents": None} | variables, now)
 
     def _probe(self, origin: str) -> str:
-        """Return the names of the template's variables. Raise CheckpointError if the simplest
-        conversation leaves the sandbox.
+        """Return the names of the template's variables.
+
+        Raise CheckpointError if it does not compile, or the simplest conversation exceeds a limit.
         """
         simple = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
 
@@ -269,18 +277,17 @@ class ChatTemplate:
 
         found = self._sandboxes.submit(work).result()
         for outcome, why in found:
-            if outcome in ("syntax", "limit"):  # others: it rejects this conversation, maybe alone
+            if outcome in ("syntax", "limit"):  # with others, it may still render conversations
                 raise CheckpointError(
-                    f"{origin}: refused: {why[:500]}. Pass another with --chat-template"
+                    f"{origin}: rejected: {why[:500]}. Pass another with --chat-template"
                 )
         return found[-1][1]
 
     def _probe_no_content(self) -> str | None:
-        """Return the content for messages with calls and without text: "", or None where the
-        template writes less for it.
+        """Return the content for messages with tool calls and without text: "" or None.
 
-        Most templates render both alike. Some fail on None or show the word None. A few take "" for
-        a turn of its own (DeepSeek-R1-Distill-Qwen).
+        Most templates render both equally. Some fail with None, or write the word None. A few write
+        an additional turn for "" (DeepSeek-R1-Distill-Qwen); these get None.
         """
 
         def work(sandbox: SandboxProcess) -> list[tuple[str, str]]:
@@ -322,9 +329,7 @@ def _named(found: Any, origin: str) -> tuple[str, str | None]:
 
 
 def _from_mistral_common(path: Path) -> str:
-    """Return the template that mistral-common makes for a tokenizer. The versions of tekken.json
-    differ in format.
-    """
+    """Return the template that mistral-common generates for a tekken.json of any version."""
     try:
         module = importlib.import_module(
             "mistral_common.integrations.chat_templates.chat_templates"
@@ -344,7 +349,7 @@ def _from_mistral_common(path: Path) -> str:
 
 
 def _shield_all(value: Any, shield: Callable[..., str], **options: bool) -> Any:
-    """Return JSON data in which the control tokens in all strings are broken by marks."""
+    """Return JSON data with the control tokens in all strings shielded."""
     if isinstance(value, str):
         return shield(value.replace(_CONTINUE, ""), **options)
     if isinstance(value, Mapping):
@@ -355,25 +360,21 @@ def _shield_all(value: Any, shield: Callable[..., str], **options: bool) -> Any:
 
 
 def _clock(given: Any) -> datetime:
-    """Return the date and time that the template shows: the one that the request gives, or the
-    present.
-    """
+    """Return the date and time for the template: from the request, or the current time."""
     if given is None:
         return datetime.now()
     try:
         return datetime.fromisoformat(given)
     except (TypeError, ValueError):
         raise InvalidRequest(
-            f"chat_template_kwargs.{_CLOCK} is the date that the template shows, such as "
+            f"chat_template_kwargs.{_CLOCK} must be a date for the template, such as "
             f'"2026-11-27" or "2026-11-27T09:30", not {str(given)[:64]!r}',
             param=f"chat_template_kwargs.{_CLOCK}",
         ) from None
 
 
 def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest unless chat_template_kwargs are scalars, under names that the caller
-    may set.
-    """
+    """Raise InvalidRequest unless chat_template_kwargs are scalars with permitted names."""
     param = "chat_template_kwargs"
     if len(kwargs) > MAX_KWARGS:
         raise InvalidRequest(f"{len(kwargs)} values; at most {MAX_KWARGS} are allowed", param=param)
@@ -396,13 +397,11 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
 def _ask(
     sandbox: SandboxProcess, source: str, variables: dict[str, Any] | None, now: datetime
 ) -> tuple[str, str]:
-    """Return the outcome of a rendering, and the text or the reason why there is none; see
-    `template_sandbox`.
-    """
+    """Return the outcome of a rendering, and its text or the reason; see `template_sandbox`."""
     try:
         line = msgspec.json.encode((source, variables, now.isoformat()))
     except (TypeError, UnicodeEncodeError) as error:
-        # From Python callers only: objects of other kinds, half a surrogate pair.
+        # Only possible for Python callers: objects that are not JSON, unpaired surrogates.
         return "fails", str(error)
     try:
         return msgspec.json.decode(sandbox.ask(line), type=tuple[str, str])

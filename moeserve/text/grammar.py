@@ -1,10 +1,9 @@
-"""Grammars in an engine: each is compiled once, and gives each request masks of the tokens that may
-come next.
+"""Grammars in an engine: compiled once, they compute token bitmasks for each request.
 
-`GrammarChecker` has accepted a grammar before it comes here. A mask is a row of int32
-[ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is token i. Bits of tokens that may follow are
-1. After a text that is complete and cannot continue, only end tokens may follow. A matcher's state
-is a function of its grammar and its tokens.
+`GrammarChecker` has accepted a grammar before it reaches an engine. A bitmask is int32
+[ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is 1 if token i is allowed next. After a text
+that is complete and cannot continue, only end tokens are allowed. The state of a matcher is a
+function of its grammar and its tokens.
 """
 
 import threading
@@ -28,16 +27,21 @@ MAX_CACHED = 64
 
 
 class Grammars:
-    """Compiles grammars for one model, and keeps the most recent ones by content. Thread-safe.
-
-    end_ids: the tokens that end an answer. Takes a second for a large vocabulary, of which the GIL
-    is held for little. Raises CheckpointError for a tokenizer that llguidance cannot read.
-    num_threads: for `fill_all`.
-    """
+    """Compiles the grammars of one model, and caches the most recent ones. Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int], num_threads: int = 1
     ) -> None:
+        """Prepare the vocabulary, which takes a second if it is large, mostly without the GIL.
+
+        Raise CheckpointError for a tokenizer that llguidance does not support.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            vocab_size: The number of logits.
+            end_ids: The tokens that end an answer.
+            num_threads: Threads of `fill_all`.
+        """
         size = tokenizer.backend.get_vocab_size()
         self.end_ids = frozenset(token_id for token_id in end_ids if 0 <= token_id < size)
         self.mask_words = -(-vocab_size // 32)
@@ -51,8 +55,9 @@ class Grammars:
             )
 
     def matcher(self, spec: GrammarSpec, tokens: Sequence[int] = ()) -> "Matcher":
-        """Return the state after `tokens`. Block while a new grammar compiles. Raise as
-        `Matcher.accept` does.
+        """Return a matcher in the state after `tokens`. It blocks while a new grammar compiles.
+
+        Raise InvalidRequest if it does not compile, and as `Matcher.accept` does.
         """
         with self._lock:
             first = self._cached.pop(spec, None)
@@ -67,7 +72,7 @@ class Grammars:
         return matcher
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
-        """Return llguidance's matcher at the beginning of the text. Raise InvalidRequest."""
+        """Compile a grammar to llguidance's matcher, in its initial state. Raise InvalidRequest."""
         try:
             found = LLMatcher(
                 self._tokenizer, grammar_source(spec, self._special), limits=limits(), log_level=0
@@ -88,12 +93,14 @@ class Grammars:
     def fill_all(
         self, rows: "Sequence[tuple[Matcher, int, Sequence[int]]]", bitmask_RW: NDArray[np.int32]
     ) -> dict[int, RequestError]:
-        """Fill the masks of many requests, on `num_threads` threads and without the GIL.
+        """Fill the bitmasks of many requests, on `num_threads` threads and without the GIL.
 
-        rows: matcher, first row, drafts; row first + k is the mask after k of the drafts. A row
-        after a draft that may not come there, or after an end token, allows every token, since
-        nothing there can be accepted. Return position in `rows` -> error for each request that
-        cannot continue; its masks are undefined.
+        rows: (matcher, first row, drafts) of each request. Row first + k is its mask after k
+        drafts. After a draft that is not allowed, or an end token, rows allow every token, because
+        no token there can be accepted.
+
+        Return index in `rows` -> error, for requests that cannot continue. Their masks are
+        undefined.
         """
         assert bitmask_RW.flags.c_contiguous
         assert bitmask_RW.shape[1] == self.mask_words
@@ -134,9 +141,9 @@ class Grammars:
 class Matcher:
     """The state of one request in its grammar.
 
-    state: llguidance's matcher. Matchers of one grammar share the lexer states that they have
-    computed, and a limit on their number. A matcher that meets the limit starts again with states
-    of its own, so that no request can fail because of others.
+    Matchers of one grammar share computed lexer states, and a limit on their number. A matcher that
+    reaches the limit starts again with its own lexer states, so that no request fails because of
+    others.
     """
 
     __slots__ = ("_alone", "_first", "_grammars", "_spec", "_tokens", "state")
@@ -144,14 +151,14 @@ class Matcher:
     def __init__(self, grammars: Grammars, spec: GrammarSpec, first: LLMatcher) -> None:
         self._grammars = grammars
         self._spec = spec
-        self._first = first  # at the beginning of the text; never moved
-        self.state = first.deep_copy()
+        self._first = first  # in the initial state; never advanced
+        self.state = first.deep_copy()  # llguidance's matcher
         self._tokens: list[int] = []
         self._alone = False
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that it has accepted."""
+        """The number of accepted tokens."""
         return len(self._tokens)
 
     @property
@@ -160,38 +167,41 @@ class Matcher:
         return self.state.is_stopped() and not self.state.is_error()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Accept these tokens; tokens after a text that is done are ignored. Raise RequestFailed if
-        the grammar does not allow one, or costs too much.
+        """Advance the state by tokens. Tokens after the end of the text are ignored.
+
+        Raise RequestFailed if the grammar does not allow a token, or costs too much.
         """
         if not self._advance(tokens):
             self._start_alone()
             if not self._advance(tokens):
-                why = (
+                reason = (
                     self.state.get_error()
                     or f"the grammar does not allow one of the tokens {list(tokens)[:8]}"
                 )
                 raise RequestFailed(
-                    f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {why[:300]}"
+                    f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {reason[:300]}"
                 )
         self._tokens += tokens
 
     def rewind(self, num_tokens: int) -> None:
-        """Return to the first `num_tokens` tokens. Raise as `accept` does."""
+        """Go back to the state after `num_tokens` tokens. Raise as `accept` does."""
         tokens = self._tokens[:num_tokens]
         self.state = self._first.deep_copy()
         self._tokens = []
         self.accept(tokens)
 
     def fill(self, mask_RW: NDArray[np.int32], drafts: Sequence[int] = ()) -> None:
-        """Write the masks after 0, 1, ... all of the drafts. Raise RequestFailed if the grammar
-        costs too much.
+        """Write the bitmasks after 0, 1, ... all drafts.
+
+        Raise RequestFailed if the grammar costs too much.
         """
         for error in self._grammars.fill_all([(self, 0, drafts)], mask_RW).values():
             raise error
 
     def recover(self) -> bool:
-        """Return whether the state had failed and was replaced by a new one. Raise RequestFailed if
-        it was replaced before.
+        """Replace a failed state by one with its own lexer states, and return whether it did.
+
+        Raise RequestFailed if the failed state already has its own.
         """
         if not self.state.is_error():
             return False

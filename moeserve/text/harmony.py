@@ -35,18 +35,18 @@ _NAME = re.compile(r"[^\s<]+")  # of a tool
 class HarmonyParser:
     """Splits one answer into its parts.
 
-    In the text of `Tokenizer.marked_pieces`, a control token differs from text that looks like it.
     The analysis channel is reasoning, a message to `functions.NAME` is a call, and everything else
-    on the channels commentary and final is content. in_message: the answer continues a message of
-    the prompt.
+    on the channels commentary and final is content. The text is that of `Tokenizer.marked_pieces`,
+    in which control tokens differ from text that looks like them.
     """
 
     def __init__(self, *, in_message: bool = False) -> None:
-        self._call: list[str] | None = None  # name and arguments of one that is not complete
-        self._held = ""  # may be the beginning of a control token
-        self._header: str | None = None if in_message else ""  # None inside a message
+        """in_message: the answer continues a message of the prompt."""
+        self._call: list[str] | None = None  # name and pieces of arguments of an incomplete call
+        self._held = ""  # possibly the beginning of a control token
+        self._header: str | None = None if in_message else ""  # None within a message
         self._kind: Literal["content", "reasoning"] = "content"
-        self._formatted = in_message  # whether a control token came
+        self._formatted = in_message  # a control token has occurred
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
         *pieces, rest = _CONTROL.split(self._held + text)
@@ -75,9 +75,7 @@ class HarmonyParser:
             parts.append(Part(self._kind, text))
 
     def _end_call(self, parts: list[Part], *, cut: bool) -> None:
-        """Add a call to the parts if it is whole. cut: the text ends here, so a part of a call is
-        dropped.
-        """
+        """Add the call to the parts if it is complete. cut: otherwise drop it."""
         if self._call is None:
             return
         name, *pieces = self._call
@@ -103,7 +101,7 @@ class HarmonyParser:
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
             if recipient and recipient[1].startswith("functions."):
                 self._call = [recipient[1].removeprefix("functions.")]
-            elif recipient:  # one of gpt-oss' own tools, which nobody offered
+            elif recipient:  # a built-in tool of gpt-oss, which the request did not offer
                 self._kind = "reasoning"
             self._header = None
         elif name == "<|start|>" or name in _ENDS:

@@ -1,4 +1,4 @@
-"""Stop strings, which end a text before them, and bad words, which a text must not contain."""
+"""Stop strings, which end an answer, and bad words, which an answer must not contain."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,16 +6,16 @@ from moeserve.errors import InvalidRequest
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_WORD_TOKENS = 64
-_BEFORE_WORDS = ("", " ", "\n")  # contexts in which a word has tokens of its own
+_BEFORE_WORDS = ("", " ", "\n")  # contexts of a word that may change its tokens
 
 
 class StopMatcher:
-    """Finds the first stop string in text that comes in pieces, and holds back only text that could
-    become one.
+    """Finds the first stop string in a stream of text.
 
-    The result does not depend on how the text was split. The match whose end comes first wins; of
-    several that end together, the one earlier in `stops`. A match counts only if it ends in text
-    that was pushed with active=True (min_tokens reached).
+    It holds back only text that could become a stop string, and the result does not depend on how
+    the text is divided. The match that ends first wins; of several that end together, the one
+    earlier in `stops`. A match must end in text that was pushed with active=True (after
+    min_tokens).
     """
 
     __slots__ = ("_by_first", "_held", "_include", "_inert", "_longest", "_stops")
@@ -27,12 +27,13 @@ class StopMatcher:
         for stop in self._stops:
             self._by_first.setdefault(stop[0], []).append(stop)
         self._include = include_stop
-        self._held = ""  # seen and not sent: a possible beginning of a stop string
-        self._inert = 0  # characters of `_held` in which no match may end
+        self._held = ""  # held back: a possible beginning of a stop string
+        self._inert = 0  # leading characters of `_held` in which no match may end
 
     def push(self, text: str, *, active: bool = True) -> tuple[str, str | None]:
-        """Return the text to send and the stop string that ended it, if any. Nothing may follow a
-        match.
+        """Return the text to send, and the stop string that ended it, if any.
+
+        Do not push more text after a match.
         """
         if not self._stops:
             return text, None
@@ -50,7 +51,7 @@ class StopMatcher:
         return given, None
 
     def flush(self) -> str:
-        """Return the text that was held back, when the text ends without a stop string."""
+        """Return the text that is held back, at the end of an answer without a stop string."""
         held = self._held
         self._held = ""
         return held
@@ -64,9 +65,7 @@ class StopMatcher:
         return best
 
     def _undecided(self, buffer: str) -> int:
-        """Return the start of the longest ending of `buffer` that is the beginning of a stop
-        string.
-        """
+        """Return the start of the longest suffix of `buffer` that is a prefix of a stop string."""
         end = len(buffer)
         for start in range(max(end - self._longest + 1, 0), end):
             for stop in self._by_first.get(buffer[start], ()):
@@ -76,11 +75,11 @@ class StopMatcher:
 
 
 def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences that must not be completed, so that no word appears: those of each
-    word at the start of a text, after a space, and after a line end.
+    """Return the token sequences that must not be completed, so that no bad word occurs.
 
-    The three differ in tokens and in their number: byte-level BPE has a token for " described" but
-    two for "described", SentencePiece marks the space before a word, also at the start of a text.
+    They are those of each word at the start of a text, after a space, and after a newline, because
+    these differ: byte-level BPE may have one token for " described" but two for "described", and
+    SentencePiece marks the space before a word, also at the start of a text.
     """
     contexts = [(context, _ids(tokenizer, context)) for context in _BEFORE_WORDS]
     sequences: dict[tuple[int, ...], None] = {}
@@ -90,7 +89,7 @@ def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int
         for context, before in contexts:
             ids = _ids(tokenizer, context + bare)
             if before and ids[: len(before)] == before:
-                ids = ids[len(before) :]  # the context has tokens of its own
+                ids = ids[len(before) :]  # remove the tokens of the context
             found.append(ids)
         if not found[0]:
             raise InvalidRequest(f"the bad word {word[:64]!r} has no tokens", param="bad_words")

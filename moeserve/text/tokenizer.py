@@ -1,8 +1,11 @@
-"""The tokenizer: text to ids and back, and the special tokens of its model directory.
+"""The tokenizer: encodes text to token ids, and decodes token ids in streams.
 
-A thin layer over Hugging Face `tokenizers` (tokenizer.json; `byte_bpe` reads others). Thread-safe;
-for long texts, encode and decode release the GIL. `ControlTokens` turns control tokens that a user
-typed into plain text; `Pieces` is the text of each id.
+A thin layer over Hugging Face `tokenizers` (tokenizer.json; `byte_bpe` reads other files).
+Thread-safe; for long texts, encode and decode release the GIL.
+
+- `Tokenizer` encodes and decodes whole texts.
+- `ControlTokens` encodes control tokens typed by a user as plain text.
+- `Pieces` is the text of each token id, and `Detokenizer` decodes with it token by token.
 """
 
 import codecs
@@ -35,8 +38,13 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
-_OF_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-_OTHER_VOCABULARIES = (
+_TEKKEN_TOKENS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
+_OTHER_VOCABULARIES = (  # files that are not read, for an error message
     "tokenizer.model",
     "tiktoken.model",
     "hy.tiktoken",
@@ -44,22 +52,21 @@ _OTHER_VOCABULARIES = (
     "vocab.txt",
     "vocab.json",
 )
-MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
-# noncharacters around control tokens' names
-CONTROL_BEGIN = "\ufdd1"
-CONTROL_END = "\ufdd2"
-SHORT = 1000  # characters or tokens
-_TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at least one
+# Unicode noncharacters, which are never part of a text; MARK is removed from users' texts.
+MARK = "\ufdd0"  # breaks control tokens in users' texts
+CONTROL_BEGIN = "\ufdd1"  # before the name of a control token
+CONTROL_END = "\ufdd2"  # after it
+SHORT = 1000  # characters or tokens; longer texts are encoded without the GIL
+_TAIL = 4  # tokens with the bytes of an incomplete character, which has at most four bytes
 _TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]|｜\w+｜")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A model's tokenizer. special_tokens: the ones with names, such as bos_token, for chat
-    templates.
-    """
+    """A model's tokenizer."""
 
     def __init__(self, backend: Backend, special_tokens: dict[str, str]) -> None:
+        """special_tokens: the texts of bos_token and so on, for chat templates."""
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
@@ -74,11 +81,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
-        """Read a model directory (tokenizer.json, else tekken.json or a known tiktoken file) or a
-        GGUF file.
+        """Load the tokenizer of a model directory or a GGUF file.
 
-        Raise CheckpointError for a missing, huge or damaged file. Python code in the directory is
-        never run.
+        In a directory it is tokenizer.json, or else tekken.json or a known tiktoken file. Python
+        code of the checkpoint is never run. Raise CheckpointError for a missing, huge or damaged
+        file.
         """
         config = read_optional_json(model_dir, "special_tokens_map.json") | read_optional_json(
             model_dir, "tokenizer_config.json"
@@ -93,7 +100,7 @@ class Tokenizer:
         if backend is None:
             raise CheckpointError(f"{path}: no such file. {_remedy(model_dir, config)}")
         if (model_dir / "tekken.json").is_file():
-            config = _OF_TEKKEN | config
+            config = _TEKKEN_TOKENS | config
         found = {name: config.get(name) for name in _NAMED}
         texts = {
             name: token.get("content") if isinstance(token, dict) else token
@@ -102,7 +109,7 @@ class Tokenizer:
         return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the ids of `text`. special: with the tokens around every text, such as BOS."""
+        """Return the ids of a text. special: add the tokens around every text, such as BOS."""
         try:
             return encode_ids(self.backend, text, special=special)
         except (UnicodeEncodeError, TypeError) as error:
@@ -111,18 +118,18 @@ class Tokenizer:
             ) from error
 
     def encode_prompt(self, rendered: str) -> list[int]:
-        """Return the ids of a rendered chat. Control tokens that a user typed are plain text."""
+        """Return the ids of a rendered chat. Control tokens typed by a user become plain text."""
         if MARK in rendered:
             return self.control.encode(rendered)
         return self.encode(rendered, special=False)
 
     def warm_up(self) -> None:
-        """Compute tables that the first unusual request would otherwise wait for, up to a second.
+        """Compute lazy tables, which takes up to a second and holds the GIL for much of it.
 
-        This holds the GIL for much of that time, so a server calls it before it serves.
+        Servers call it at start, so that no request has to wait.
         """
         _ = self.longest_token
-        with suppress(InvalidRequest):  # without a twin, requests that need it are refused
+        with suppress(InvalidRequest):  # without a twin, requests that need it are rejected
             _ = self.control.twin
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -140,22 +147,18 @@ class Tokenizer:
         return self._skipping if skip_special_tokens else self._visible
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the token's bytes, which need not be whole characters; b"" for an id without a
-        token.
-        """
+        """Return a token's bytes, which may be incomplete characters; b"" for an unused id."""
         piece = self._visible[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
     def token_text(self, token_id: int) -> str:
-        """Return the token alone as text: special tokens by name, broken characters as U+FFFD."""
+        """Return the text of a token alone, with incomplete characters as U+FFFD."""
         piece = self._visible[token_id]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     @cached_property
     def longest_token(self) -> int:
-        """The length of the longest token: a text of N characters has at least N / longest_token
-        tokens.
-        """
+        """The length of the longest token: N characters have at least N / longest_token tokens."""
         return max(len(token) for token in self.backend.get_vocab())
 
 
@@ -173,32 +176,34 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
-    """Return the remedy for a directory without a tokenizer that moeserve reads."""
+    """Return the remedy for a directory without a supported tokenizer, for an error message."""
     found = [name for name in _OTHER_VOCABULARIES if (model_dir / name).is_file()]
     files = f" ({', '.join(found)} cannot be read)" if found else ""
-    known = config.get("tokenizer_class")
-    code = isinstance(config.get("auto_map"), dict)
-    own = (
-        f" of {str(known)[:64]}, whose Python code is in the checkpoint and is never run"
-        if known and code
-        else ""
-    )
+    class_name = config.get("tokenizer_class")
+    has_code = isinstance(config.get("auto_map"), dict)
+    custom = ""
+    if class_name and has_code:
+        custom = (
+            f" of {str(class_name)[:64]}, whose Python code is in the checkpoint and is never run"
+        )
     return (
-        f"moeserve needs the fast tokenizer{own}{files}; save one with "
+        f"moeserve needs the fast tokenizer{custom}{files}; save one with "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) elsewhere, or serve token ids "
         "only, with `model: {skip_tokenizer_init: true}` in --config"
     )
 
 
 class ControlTokens:
-    """One tokenizer's control tokens: special ones, and added ones that look like tags (`<think>`,
-    `[INST]`).
+    """The control tokens of a tokenizer: special tokens, and added ones like `<think>` or `[INST]`.
 
-    A control token that a user typed (`<|im_end|>`) is text, one that the chat template wrote is a
-    token. `shield` puts an invisible mark inside each control token in user text, so that it no
-    longer matches. After rendering, `encode` gives the template's own control tokens private names,
-    removes the marks, and encodes with a twin tokenizer that knows only the private names. So typed
-    control tokens become ordinary text, and everything else gets its usual ids.
+    A control token from the chat template is a token; one that a user typed (`<|im_end|>`) is text:
+
+    1. `shield` inserts a mark into each control token in users' texts, so that it no longer
+       matches.
+    2. The template renders.
+    3. `encode` replaces the remaining control tokens, which are the template's, by private names.
+    4. It removes the marks, and encodes with a twin tokenizer that has only the private names. So
+       typed control tokens become ordinary text, and everything else gets its usual ids.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -214,22 +219,18 @@ class ControlTokens:
         self._special = _alternatives(special)
 
     def shield(self, text: str, *, only_special: bool = False) -> str:
-        """Return `text` with its control tokens broken by marks. only_special: tags such as
-        `<think>` stay.
-        """
+        """Return a text with marks in its control tokens. only_special: not in tags (`<think>`)."""
         pattern = self._special if only_special else self._any
         return pattern.sub(lambda match: match[0][:1] + MARK + match[0][1:], unshield(text))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a rendered prompt that contains marks. The first call may take a
-        second.
-        """
+        """Return the ids of a rendered prompt with marks. The first call may take a second."""
         named = self._any.sub(lambda match: self._names[match[0]], text)
         return encode_ids(self.twin, unshield(named), special=False)
 
     @cached_property
     def twin(self) -> Backend:
-        """The tokenizer with private names. Raise InvalidRequest if there cannot be one."""
+        """The tokenizer with private names. Raise InvalidRequest if it cannot be created."""
         spec: dict[str, Any] = json.loads(self._backend.to_str())
         names = self._names
         for token in spec["added_tokens"]:
@@ -249,7 +250,7 @@ class ControlTokens:
                 self._backend.token_to_id(content)
             ]:
                 raise InvalidRequest(
-                    "this model's tokenizer cannot take control tokens as plain text"
+                    "this model's tokenizer cannot encode control tokens as plain text"
                 )
         return twin
 
@@ -264,7 +265,7 @@ def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
 
 
 def unshield(text: str) -> str:
-    """Return `text` without marks, for display."""
+    """Return a text without marks, for display."""
     return text.replace(MARK, "")
 
 
@@ -274,16 +275,14 @@ def _alternatives(tokens: list[str]) -> re.Pattern[str]:
 
 
 class Pieces(dict[int, "str | bytes"]):
-    """Token id -> text, or bytes if they are not valid UTF-8 alone. `hidden` ids and ids without a
-    token have the text "". The text of `marked` ids is between CONTROL_BEGIN and CONTROL_END, for
-    parsers of answers.
+    """A table of token id -> text, or bytes if the token is not valid UTF-8 by itself.
 
-    Texts are computed on first use, so that streams need no decoder call per token. strips_start:
-    the decoder drops one space before the very first word of a text.
+    Entries are computed on first use, so streams need no decoder call per token. Unused ids have
+    the text "".
 
-    The decoders of byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and of SentencePiece with byte
-    fallback (Llama 2, Mixtral) are known. For others, whose text of a token depends on its
-    neighbours, the constructor raises CheckpointError.
+    Supports the decoders of byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and of SentencePiece with
+    byte fallback (Llama 2, Mixtral). With other decoders the text of a token may depend on its
+    neighbors; the constructor raises CheckpointError for them.
     """
 
     def __init__(
@@ -293,12 +292,19 @@ class Pieces(dict[int, "str | bytes"]):
         hidden: frozenset[int] = frozenset(),
         marked: frozenset[int] = frozenset(),
     ) -> None:
+        """Create an empty table.
+
+        Args:
+            backend: The tokenizer.
+            hidden: Ids whose text is "".
+            marked: Ids whose text is put between CONTROL_BEGIN and CONTROL_END, for parsers.
+        """
         super().__init__()
         self._marked = marked
         self._backend = backend
         self._hidden = hidden
         self._replacements: dict[str, str] = {}
-        self.strips_start = False
+        self.strips_start = False  # the decoder drops one space at the start of a text
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
         self._byte_level = [step.get("type") for step in steps] == ["ByteLevel"]
@@ -348,16 +354,16 @@ class Pieces(dict[int, "str | bytes"]):
 
 
 class Detokenizer:
-    """Token ids to text, one token at a time. The joined pieces are the text of all tokens.
+    """Decodes an answer token by token. The joined results are the text of all tokens.
 
-    A character whose bytes are spread over tokens is held back until it is whole; bytes that can
-    never become a character turn into U+FFFD at once. The answer continues the text of
-    `prompt_ids`. One token takes 0.15 us.
+    A character that spans several tokens is held back until it is complete. Invalid bytes become
+    U+FFFD at once. A token takes 0.15 us.
     """
 
     __slots__ = ("_pending", "_pieces", "_strip", "_utf8")
 
     def __init__(self, pieces: Pieces, prompt_ids: Sequence[int]) -> None:
+        """prompt_ids: the tokens that the answer continues."""
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = False  # whether the decoder holds an incomplete character
@@ -367,7 +373,7 @@ class Detokenizer:
         self._strip = pieces.strips_start and not any(pieces[token_id] for token_id in prompt_ids)
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain after this token, maybe empty."""
+        """Return the text that this token completes, maybe empty."""
         piece = self._pieces[token_id]
         if self._pending or self._strip or piece.__class__ is bytes:
             return self._slow(piece)
