@@ -37,13 +37,21 @@ END_S = 10.0  # for a server to end when the launcher is gone, before it is kill
 
 def main() -> int:
     """Run the part, and return the server's exit code (128 + n after signal n)."""
-    with socket.create_server(("", 0)) as free:
-        port = int(free.getsockname()[1])
-    write_message(msgspec.json.encode(PartHello(_own_address(sys.argv[1]), port)).decode())
-    line = _read_line()
-    if not line:
-        return 0  # the launcher has ended, or does not need this part
-    order = msgspec.json.decode(line, type=Order)
+    with socket.socket() as kept:
+        # Bound until the end, so that nobody gets the port before the server of machine 0 listens
+        # there: with this option both may bind it. This socket never listens.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        port = int(kept.getsockname()[1])
+        write_message(msgspec.json.encode(PartHello(_own_address(sys.argv[1]), port)).decode())
+        line = _read_line()
+        if not line:
+            return 0  # the launcher has ended, or does not need this part
+        return _run(msgspec.json.decode(line, type=Order))
+
+
+def _run(order: Order) -> int:
+    """Run the server of this machine, and return its exit code (128 + n after signal n)."""
     with suppress(OSError):
         os.chdir(order.folder)
     # The file has no name, and is in memory if there is /dev/shm.

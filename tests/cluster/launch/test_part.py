@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+import zmq
 
 from moeserve.cluster.launch.protocol import KILL, MARK
 
@@ -46,6 +48,16 @@ def test_it_says_by_which_address_it_was_reached_and_obeys() -> None:
         assert 1024 <= int(str(hello["port"])) < 65536
         out, _ = process.communicate(KILL.decode())
         assert (process.returncode, out.split("\n")[-2]) == (137, MARK + "ended 137")
+
+
+def test_nobody_gets_its_port_before_machine_0_listens_there() -> None:
+    with part() as process:
+        port = int(str(ordered(process)["port"]))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as listening:
+            listening.bind(f"tcp://127.0.0.1:{port}")
+        process.communicate(KILL.decode())
 
 
 @pytest.mark.parametrize("silent", [True, False])
