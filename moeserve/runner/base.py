@@ -1,10 +1,14 @@
-"""The model runner: loads one rank's part of a model, sizes and allocates its memory, and warms it
-up. See step.py for what it then does with each plan.
+"""The model runner, without the parts that depend on the device.
 
-A device is a subclass. It must override `_cache_device_properties`, `capture_model` and
-`enter_thread`. It may override `load_model` (the CPU does, to check itself), `profile_run`,
-`warm_up`, `make_tables`, `step_inputs`, `_fetch`, `_mark` and `_elapsed_us` (the GPU does). The
-sampler is picked by device, see `runner/sampling`.
+It loads one rank's part of the model, computes how many KV blocks and state slots fit into the
+remaining memory, allocates them, and warms up. step.py then executes the plans.
+
+Each device has a subclass (cpu.py, gpu.py):
+
+- It must override `_cache_device_properties`, `capture_model` and `enter_thread`.
+- It may override `load_model` (the CPU does, to check itself), `profile_run`, `warm_up`,
+  `make_tables`, `step_inputs`, `_fetch`, `_mark` and `_elapsed_us` (the GPU does).
+- Its sampler is chosen in runner/sampling.
 """
 
 import logging
@@ -71,32 +75,31 @@ ONE = World()
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """A device and its memory. name: for log messages. memory: measures anew at each call. own: the
-    device serves only the ranks of this launch, `sharers` of them."""
+    """A device and its memory."""
 
-    name: str
-    memory: Callable[[], MemoryFacts]
-    own: bool
-    sharers: int = 1
+    name: str  # for log messages
+    memory: Callable[[], MemoryFacts]  # measures the memory at each call
+    exclusive: bool  # no other programs are expected on the device
+    num_ranks: int = 1  # ranks of this launch that share the device
 
 
 class ModelRunnerBase(StepExecutor, ABC):
-    """Loads one rank's part of a model and executes step plans with it: `prepare` once, then
-    `launch` for each plan.
+    """Loads one rank's part of a model and executes step plans with it.
 
-    Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes`
-    (warnings for the user), `step_s` (an upper estimate of the longest step, in seconds).
+    `prepare` is called once, then `launch` for each plan. A rank of a tensor-parallel engine is
+    prepared in three calls instead, because its limits depend on the other ranks: `load`, `resolve`
+    and `allocate` (runner/group.py).
     """
 
     device: torch.device
-    busy_tokens: int  # of a step that keeps the device busy
+    busy_tokens: int  # tokens of a step that use the device fully
     warm_up_tokens = limits_of.TILE
-    device_is_async = False  # whether a launched step runs on while the host goes on
+    device_is_async = False  # whether `launch` returns before the step is done
     properties: DeviceProperties
     limits: Limits
-    step_s = 0.0
-    mapped_bytes = 0  # of weights that lie in a file
-    drafter: Drafter | None = None  # the model that guesses, if one does
+    step_s = 0.0  # upper estimate of the time of the longest step
+    mapped_bytes = 0  # weights in memory-mapped files
+    drafter: Drafter | None = None  # the draft model, if there is one
     constraints: Constraints
 
     def __init__(
@@ -112,8 +115,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         super().__init__()
         self.speculation = None
         if config.scheduler.speculate is not None:
-            asked = SpeculationSpec.parse(config.scheduler.speculate)
-            self.speculation = asked.resolve(has_mtp=spec.mtp is not None)
+            speculation = SpeculationSpec.parse(config.scheduler.speculate)
+            self.speculation = speculation.resolve(has_mtp=spec.mtp is not None)
             spec = with_drafter(spec, model_dir, self.speculation)
         limits_of.check(config, spec)
         self.processors = ProcessorFactories(config.model.logits_processors)
@@ -125,27 +128,26 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.placement = placement or first_placement(config, spec, world)
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
         self.kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
-        self.asked: QuantizeTo | None = (
+        self.quantize_to: QuantizeTo | None = (
             None if config.model.quantization == "none" else config.model.quantization
         )
         self.groups = groups_of(spec.kv_rules, config.cache.block_size, len(spec.draft_layers))
-        # A group may grow: one of a single rank is prepared for more.
+        # A group of one rank counts as well, because ranks may be added to it later.
         self.shards_experts = (
             self.placement is not None and world.ep and (grouped or world.size > 1)
         )
         if self.shards_experts and config.model.expert_memory:
             raise ConfigError(
-                "expert_memory keeps experts in a file, from where they cannot move to "
-                "other ranks yet; use --ep off, "
-                "then each rank has all of them in a file and a cache of its own, or "
-                "leave expert_memory out"
+                "expert_memory keeps experts in a file, and these cannot be moved to other ranks. "
+                "Use --ep off, so that each rank has all experts in its own file, or omit "
+                "expert_memory."
             )
         num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
-        self.notes: list[str] = []
-        self.read_expert: Read | None = None
-        self.fingerprint = ""  # of the checkpoint that was loaded
+        self.notes: list[str] = []  # warnings for the user
+        self.read_expert: Read | None = None  # reads one expert from the checkpoint
+        self.fingerprint = ""  # of the checkpoint
         self.on_placement_result: Callable[[PlacementResult], object] = lambda result: None
 
     @abstractmethod
@@ -160,7 +162,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             device=self.device,
             dtype=self.dtype,
             config=self.config,
-            asked=self.asked,
+            quantize_to=self.quantize_to,
             shard=self.shard(),
             memory=self.properties.memory(),
             progress=progress,
@@ -173,60 +175,79 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @property
     def numerics(self) -> dict[str, str]:
-        """All that decides the bits of a request's logits and tokens beside the request and the
-        weights; empty where they depend on other requests, or on where experts are."""
+        """Everything besides the request and the weights that determines the bits of its logits and
+        tokens. For receipts.
+
+        Empty if the bits also depend on other requests or on the placement of experts.
+        """
         ops = self.model.ops
-        asked = self.config
-        if not ops.exact or asked.parallel.wire != "auto":
+        config = self.config
+        if not ops.exact or config.parallel.wire != "auto":
             return {}
         return {
             "moeserve": __version__,
             "torch": str(torch.__version__),
             "device": "cpu" if self.device.type == "cpu" else self.properties.name,
-            "vectors": torch.backends.cpu.get_cpu_capability(),  # for what torch samples with
+            "vectors": torch.backends.cpu.get_cpu_capability(),  # used by torch when it samples
             "kernels": ops.chosen,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization": asked.model.quantization,
-            "activations": asked.model.activations,
+            "quantization": config.model.quantization,
+            "activations": config.model.activations,
             "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
         }
 
     def profile_run(self) -> int:
-        """Return the bytes of work space that one step needs beside weights and KV blocks."""
+        """Return the bytes that one step needs in addition to weights and KV blocks."""
         return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
 
     @abstractmethod
     def capture_model(self) -> None:
-        """Set `graphs`, once the KV cache is allocated; does nothing on a device that runs
-        eagerly.
-        """
+        """Set `graphs`, once the KV cache is allocated. Devices without graphs do nothing."""
 
     def record_graphs(self, recorder: Callable[[], Recorder]) -> None:
-        """Set `graphs`, unless there is a `graph_obstacle`."""
+        """Set `graphs`, unless there is a `graph_obstacle`.
+
+        If all steps run on this rank alone, the graphs are recorded now. Otherwise each graph is
+        recorded in the first step of its size, by all ranks together.
+        """
         if self.graph_obstacle is not None:
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
-        parts = self._forward, self.fixed_inputs, recorder(), self.ubatches.ubatches
         sizes = (common_sizes if self.shards_experts else sizes_of)(
             self.config.device.graphs, self.limits
         )
         num_drafts = self.limits.num_drafts
         if self.computes_with_others:
-            self.graphs = ours = GroupGraphs(
-                *parts, sizes, self.peers, self.shards_experts, num_drafts=num_drafts
+            self.graphs = group_graphs = GroupGraphs(
+                self._forward,
+                self.fixed_inputs,
+                recorder(),
+                self.ubatches.ubatches,
+                sizes,
+                self.peers,
+                self.shards_experts,
+                num_drafts=num_drafts,
             )
             if self.shards_experts:
-                self.ubatches.round_up = ours.round_up
-            # Steps without graphs never take the kernels that learn the number of tokens from the
-            # device, and nothing may be compiled while a step is recorded.
+                self.ubatches.round_up = group_graphs.round_up
+            # Recorded steps use kernels that read the number of tokens from the device. Steps
+            # without graphs never run these kernels, so they are not compiled yet, and nothing may
+            # be compiled during a recording. Therefore run them once now.
             self._forward(self.fixed_inputs.largest(1, 1))
             return
-        self.graphs = GraphManager(*parts, sizes, num_drafts=num_drafts)
+        self.graphs = GraphManager(
+            self._forward,
+            self.fixed_inputs,
+            recorder(),
+            self.ubatches.ubatches,
+            sizes,
+            num_drafts=num_drafts,
+        )
         self.graphs.capture()
 
     @cached_property
     def fixed_inputs(self) -> "FixedInputs":
-        """The buffers for the inputs of any step, which a Triton kernel fills."""
+        """The input buffers of recorded steps. A Triton kernel fills them."""
         from moeserve.runner.triton_inputs import FixedInputs  # imports triton
 
         return FixedInputs(
@@ -235,7 +256,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @property
     def graph_obstacle(self) -> str | None:
-        """The reason why no step can be recorded, or None."""
+        """The reason why no step can be recorded; None if steps can be."""
         if self.config.device.graphs == "off":
             return "graphs: off"
         return (
@@ -249,12 +270,12 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @abstractmethod
     def enter_thread(self) -> None:
-        """Set up the thread that will call `prepare` and `launch`; called first in that thread."""
+        """Set up the thread that calls `prepare` and `launch`. Called first in that thread."""
 
     def prepare(self, progress: Progress = lambda phase, percent: None) -> Limits:
-        """Load the model, sizes and allocates everything, and runs warm-up steps.
+        """Load the model, size and allocate the memory, and run warm-up steps.
 
-        Raises ConfigError (CheckpointError, DoesNotFit) with what to change.
+        Raises ConfigError (CheckpointError, DoesNotFit) with a remedy.
         """
         limits = self.resolve(self.load(progress))
         self.allocate(limits, progress)
@@ -262,15 +283,21 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @torch.inference_mode()
     def load(self, progress: Progress) -> int:
-        """Load this rank's part of the model and returns the bytes that are left for its KV
-        blocks.
-        """
+        """Load this rank's part of the model. Return the bytes left for its KV blocks."""
         self._cache_device_properties()
         progress("reading the checkpoint", READ_FROM)
         self.load_model(progress)
         if self.speculation is not None and self.spec.draft_layers:
-            model = self.spec, self.model_dir, self.speculation, self.model, self.config, self.asked
-            self.drafter = load_drafter(*model, self.shard(), self.properties.memory())
+            self.drafter = load_drafter(
+                self.spec,
+                self.model_dir,
+                self.speculation,
+                self.model,
+                self.config,
+                self.quantize_to,
+                self.shard(),
+                self.properties.memory(),
+            )
         self.peers = Peers(
             self.model.moe_layers,
             self.tp,
@@ -281,25 +308,24 @@ class ModelRunnerBase(StepExecutor, ABC):
             len(self.ubatches.ubatches),
             lambda result: self.on_placement_result(result),
         )
-        memory = self.properties.memory().shared(self.properties.sharers)
+        memory = self.properties.memory().shared(self.properties.num_ranks)
         return kv_budget(
             memory, self.config.cache.memory_utilization, self.profile_run(), self.mapped_bytes
         )
 
     def resolve(self, budget: int) -> Limits:
-        """Return the limits for a budget of bytes for KV blocks: in an engine of several ranks,
-        the smallest of their budgets."""
-        sizes = self.groups, self.spec, self.kv_dtype, self.world.tp_size
-        per_block = block_bytes(*sizes)
-        per_state = block_bytes(*sizes, pool=1)
-        states = state_room(self.config, per_state, budget, fill=self.properties.own)
+        """Return the limits for a budget of bytes for KV blocks.
+
+        An engine with several ranks passes the smallest of their budgets.
+        """
+        per_block, per_state = (
+            block_bytes(self.groups, self.spec, self.kv_dtype, self.world.tp_size, pool=pool)
+            for pool in (0, 1)
+        )
+        fill = self.properties.exclusive
+        states = state_room(self.config, per_state, budget, fill=fill)
         limits, notes = limits_of.resolve(
-            states.config,
-            self.spec,
-            self.groups,
-            per_block,
-            states.budget,
-            fill=self.properties.own,
+            states.config, self.spec, self.groups, per_block, states.budget, fill=fill
         )
         limits = replace(limits, num_states=states.num_states, num_store_states=states.num_stored)
         if self.speculation is not None:
@@ -317,7 +343,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @torch.inference_mode()
     def allocate(self, limits: Limits, progress: Progress) -> None:
-        """Allocate the memory that `limits` need and runs warm-up steps."""
+        """Allocate the memory for `limits`, and run warm-up steps."""
         self.limits = limits
         progress("allocating the KV cache", 90)
         self.initialize_kv_cache()
@@ -326,7 +352,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.capture_model()
 
     def shard(self) -> Shard:
-        """Return which part of the model this rank loads."""
+        """Return this rank's part of the model, and its connections to other ranks."""
         spec = self.spec
         placement = self.placement
         backends = []
@@ -357,8 +383,8 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @property
     def inflow(self) -> Inflow | None:
-        """The most that other ranks may send to this one, once the model is loaded; None if experts
-        are not sharded.
+        """The memory for what other ranks may send to this one; None if experts are not sharded.
+        Available after `load`.
         """
         if not self.shards_experts:
             return None
@@ -370,13 +396,17 @@ class ModelRunnerBase(StepExecutor, ABC):
             ),
             ubatches=len(self.ubatches.ubatches),
             copies=self.peers.caps.copies,
-            moving=self.placement.experts_per_rank
-            + 3,  # of a layer, and one that is read twice and packed
+            # The new experts of one layer, and one expert as it is read: two copies and the packed
+            # one.
+            moving=self.placement.experts_per_rank + 3,
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Connect with the given members; blocks. Raises PeerLost when a member does not come,
-        ConfigError when one rounds the tokens of steps in another way (`GroupGraphs.round_up`)."""
+        """Connect to the other members of the group. Blocks.
+
+        Raises PeerLost if a member does not join, and ConfigError if a member has other sizes of
+        recorded steps (`GroupGraphs.round_up`).
+        """
         sizes = (
             max(self.graphs.sizes.values(), key=len) if isinstance(self.graphs, GroupGraphs) else ()
         )
@@ -387,8 +417,11 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.peers.join(replace(members, terms=terms), table)
 
     def leave(self) -> None:
-        """Drop all connections to other ranks. May be called from any thread: a step that waits
-        for another rank then raises PeerLost, and may be run again after the next `join`."""
+        """Close all connections to other ranks. May be called from any thread.
+
+        A step that waits for another rank then raises PeerLost. It can run again after the next
+        `join`.
+        """
         if isinstance(self.graphs, GroupGraphs):
             self.graphs.forget()
         if (peers := getattr(self, "peers", None)) is not None:
@@ -447,11 +480,11 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a prefill and a decode of one request through every kernel, with K/V going to the
-        null block.
+        """Run a prefill and a decode of one request, so that every kernel has run. Their K and V
+        are written to the null block.
 
-        Sets `step_s` from the time of the prefill, cold as it is, so that a slow machine is not
-        mistaken for a hang.
+        Set `step_s` from the time of the prefill. That time is an upper estimate, because caches
+        are cold, so that steps on a slow machine are not mistaken for a hang.
         """
         length = max(
             1, min(self.warm_up_tokens, self.limits.prefill_chunk, self.limits.max_model_len - 1)
@@ -470,7 +503,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.kv.clear_null_block()
 
     def close(self) -> None:
-        """End the threads that belong to this runner."""
+        """End the threads of this runner."""
         if (constraints := getattr(self, "constraints", None)) is not None:
             constraints.close()
         self.ubatches.close()
@@ -479,7 +512,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
 
 def first_placement(config: Config, spec: ModelSpec, world: World) -> Placement | None:
-    """Return where the experts are until they are moved; None for a model without experts."""
+    """Return the initial placement of the experts; None for a model without experts."""
     if spec.moe is None:
         return None
     redundant = config.parallel.redundant_experts if world.ep else 0

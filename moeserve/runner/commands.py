@@ -21,11 +21,9 @@ CONNECT_S = 60.0  # limit on connecting; a machine that starts many processes at
 
 
 class WorkerBirth(msgspec.Struct, frozen=True):
-    """The first message, which a worker reads from stdin. address: the Unix socket on which its
-    leader listens.
-    """
+    """The first message to a worker, which it reads from stdin."""
 
-    address: str
+    address: str  # the Unix socket on which its leader listens
     token: str
     tp_rank: int
     log_level: str
@@ -33,7 +31,7 @@ class WorkerBirth(msgspec.Struct, frozen=True):
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """Load this rank's part of the model. CommandDone.value: bytes that are left for KV blocks."""
+    """Load this rank's part of the model. CommandDone.value: the bytes left for KV blocks."""
 
     config: Config
     world: World
@@ -41,7 +39,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Allocate what these limits need, and warm up."""
+    """Allocate the memory for these limits, and warm up."""
 
     limits: Limits
 
@@ -53,7 +51,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Leave the group, even if a step waits for it. CommandDone once no step runs any more."""
+    """Leave the group, even while a step waits for it. CommandDone follows once no step runs."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -63,57 +61,53 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
-    """Prepare a grammar beside the steps. CommandDone follows, with an `error` if it failed."""
+    """Prepare a grammar in the background. CommandDone follows, with `error` if it failed."""
 
     job: GrammarJob
 
 
 class DropGrammars(msgspec.Struct, frozen=True, tag=True):
-    """Forget prepared grammars that no plan will name."""
+    """Drop prepared grammars that no plan will use."""
 
     tickets: list[int]
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, array_like=True):
-    """One command. seq: its CommandDone carries the same."""
+    """A command. Its CommandDone has the same `seq`."""
 
     seq: int
     what: Build | Allocate | Run | Join | Leave | Prepare | PrepareGrammar | DropGrammars
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of a command. With `lost` it failed because of another rank, and may come again after
-    the next Join.
-
-    prepared: how far the pending placement is prepared; None: not looked at. error: why a grammar
-    cannot be used.
-    """
+    """The result of a command."""
 
     seq: int
-    value: int = 0
-    prepared: int | None = None
-    events: tuple[TraceEvent, ...] = ()
+    value: int = 0  # see the commands
+    prepared: int | None = None  # progress of the pending placement; None: not checked
+    events: tuple[TraceEvent, ...] = ()  # of a traced step
+    # The message of a PeerLost. The command may be repeated after the next Join.
     lost: str = ""
-    missing: tuple[int, ...] = ()
-    error: str = ""
-    kv_lost: bool = False  # of the step's result
+    missing: tuple[int, ...] = ()  # ranks that are gone, if `lost`
+    error: str = ""  # why a grammar cannot be used
+    kv_lost: bool = False  # see `StepResult.kv_lost`
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of the start: the name of a phase for people, and percent of the whole."""
+    """Progress of the start."""
 
-    name: str
-    percent: int
+    name: str  # of the phase, for people
+    percent: int  # of the whole start
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """Progress of the pending placement; see `ExpertStore.prepared`."""
+    """The progress of the pending placement; see `ExpertStore.prepared`."""
 
     prepared: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A worker's last message: it ends with this exit code."""
+    """A worker's last message, before it ends with this exit code."""
 
     cause: str
     exit_code: int
@@ -123,8 +117,8 @@ Report = CommandDone | LoadProgress | Prepared | Failed
 
 
 def connect_to_leader(birth: WorkerBirth) -> BlockingStream[WorkerCommand]:
-    """Return a worker's stream to its leader. Raises ConnectionError or TimeoutError where that is
-    gone.
+    """Return a worker's stream to its leader. Raises ConnectionError or TimeoutError if the leader
+    is gone.
     """
     connecting = connect(birth.address, birth.token, 0, Peer(birth.tp_rank))
     return BlockingStream(asyncio.run(asyncio.wait_for(connecting, CONNECT_S)).sock, WorkerCommand)

@@ -1,23 +1,26 @@
-"""Which CPUs of this machine a rank computes on: fast ones of a hybrid processor, of one NUMA node.
-A step ends when the slowest thread does, and weights lie in the memory of the node whose thread has
-read them."""
+"""Choose the CPUs on which a rank computes: fast cores of one NUMA node.
+
+A step ends when its slowest thread ends, so slow cores of hybrid processors are avoided. Weights
+are in the memory of the node whose thread has read them, so a rank stays on one node.
+"""
 
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 SYSTEM = Path("/sys/devices")
-FAST = 0.75  # of the fastest core's capacity or clock: favoured cores of one kind differ by less
+# Share of the fastest core's capacity or clock. Cores of the same kind differ by less.
+FAST = 0.75
 
 
 def cpu_list(text: str) -> set[int]:
-    """Parses the kernel's lists: 0-2,5 -> {0, 1, 2, 5}"""
-    ends = (part.partition("-") for part in text.strip().split(",") if part.strip())
+    """Parse a CPU list of the kernel: 0-2,5 -> {0, 1, 2, 5}"""
+    ends = (item.partition("-") for item in text.strip().split(",") if item.strip())
     return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
 
 
 def shown(cpus: set[int]) -> str:
-    """Return the kernel's list of these: {0, 1, 2, 5} -> 0-2,5"""
+    """Return the kernel's notation of a set of CPUs: {0, 1, 2, 5} -> 0-2,5"""
     starts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
     ends = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
     return ",".join(
@@ -27,7 +30,7 @@ def shown(cpus: set[int]) -> str:
 
 
 def fast_cpus(allowed: set[int], system: Path = SYSTEM) -> set[int]:
-    """Return the performance cores among these; all where the kernel tells no difference."""
+    """Return the performance cores among these CPUs; all if the kernel reports no difference."""
     if (system / "cpu_atom/cpus").is_file():  # Intel
         return (allowed & cpu_list(_read(system / "cpu_core/cpus"))) or allowed
     for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
@@ -38,7 +41,7 @@ def fast_cpus(allowed: set[int], system: Path = SYSTEM) -> set[int]:
 
 
 def nodes(allowed: set[int], system: Path = SYSTEM) -> list[set[int]]:
-    """Return the CPUs among these of each NUMA node that has any."""
+    """Return the CPUs of each NUMA node that has some of these."""
     folders = sorted(
         (system / "system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])
     )
@@ -47,22 +50,27 @@ def nodes(allowed: set[int], system: Path = SYSTEM) -> list[set[int]]:
 
 
 def num_cores(cpus: Iterable[int], system: Path = SYSTEM) -> int:
-    """Return the physical cores of these CPUs: two threads of one core share its vector units."""
+    """Return the number of physical cores of these CPUs. Two hardware threads of a core count once,
+    because they share its vector units.
+    """
     files = (system / f"system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
     return len({_read(file) or str(file) for file in files})
 
 
-def place(
+def assign_cpus(
     allowed: set[int], rank: int, ranks: int, threads: int | None = None, system: Path = SYSTEM
 ) -> tuple[set[int], int]:
-    """Return the CPUs of one of `ranks` ranks on this machine, and how many ranks share them.
-    threads: that were asked for; if one node has too few fast cores for them, those of all nodes
-    serve, and then all CPUs."""
+    """Return the CPUs of one of `ranks` ranks on this machine, and the number of ranks that share
+    them.
+
+    threads: the configured number. If one node has too few fast CPUs for them, the fast CPUs of all
+    nodes are used, and otherwise all CPUs.
+    """
     fast = fast_cpus(allowed, system)
-    parts = nodes(fast, system)
-    own = [number * len(parts) // ranks for number in range(ranks)]
-    node = max(parts, key=len) if ranks == 1 else parts[own[rank]]
-    choices = (node, own.count(own[rank])), (fast, ranks)
+    by_node = nodes(fast, system)
+    node_of_rank = [number * len(by_node) // ranks for number in range(ranks)]
+    node = max(by_node, key=len) if ranks == 1 else by_node[node_of_rank[rank]]
+    choices = (node, node_of_rank.count(node_of_rank[rank])), (fast, ranks)
     return next(
         (choice for choice in choices if (threads or 0) <= len(choice[0])), (allowed, ranks)
     )

@@ -1,6 +1,4 @@
-"""The runner for CPUs, whose host memory is device memory; and how much of it and how many cores
-there are.
-"""
+"""The model runner for CPUs, and the memory and the cores that this process may use."""
 
 import logging
 import math
@@ -13,7 +11,7 @@ import torch
 
 from moeserve.models.spec import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.cores import num_cores, place, shown
+from moeserve.runner.cores import assign_cpus, num_cores, shown
 from moeserve.runner.limits import MemoryFacts
 from moeserve.runner.load import Progress
 from moeserve.runner.recorder import Recorder
@@ -21,19 +19,19 @@ from moeserve.runner.sampling import noise
 from moeserve.runner.tables import host_upload
 
 logger = logging.getLogger(__name__)
-# Below this much work per thread, waking and joining threads costs more than they compute.
+# With less work per thread, starting and joining threads costs more than they save.
 ACTIVE_PARAMS_PER_THREAD = 4_000_000
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class CPUModelRunner(ModelRunnerBase):
-    """Executes plans on CPU cores. Always deterministic to the bit, whatever `determinism` is set
-    to.
+    """Executes plans on CPU cores. It is deterministic to the bit, whatever the setting
+    `determinism` is.
     """
 
     busy_tokens = 512  # 2,048 are no faster (benchmarks/LOG.md)
-    warm_up_tokens = 16  # of 64, a start would wait three times as long
+    warm_up_tokens = 16  # with 64, the warm-up would take three times as long
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")
@@ -41,42 +39,42 @@ class CPUModelRunner(ModelRunnerBase):
         threads = torch.get_num_threads()
         name = f"cpu ({threads} thread{'s' * (threads != 1)})"
         self.properties = DeviceProperties(
-            name, host_memory, own=False, sharers=self.world.ranks_on_host
+            name, host_memory, exclusive=False, num_ranks=self.world.ranks_on_host
         )
 
     def load_model(self, progress: Progress) -> None:
-        """Load the model and checks that sampling noise is batch-invariant on this machine."""
+        """Load the model, and check that sampling noise is batch-invariant on this machine."""
         super().load_model(progress)
-        if (
-            not noise.is_invariant()
-        ):  # checked here, with as many threads as the kernels have left to torch
+        # Checked only now, with the number of threads that the kernels have left to torch.
+        if not noise.is_invariant():
             logger.warning(
-                "sampling noise depends on the batch on this machine: a request's "
-                "sampled tokens may depend on what "
-                "else is in the batch (greedy requests are safe)"
+                "sampling noise depends on the batch on this machine: the sampled tokens of a "
+                "request may depend on other requests in the batch (greedy requests are safe)"
             )
 
     def capture_model(self) -> None:
-        """Set up the stand-in for graphs if a mode is asked for; by default steps run without."""
+        # A stand-in for CUDA graphs, for tests. By default, steps run without it.
         if self.config.device.graphs in ("full", "piecewise"):
             self.record_graphs(Recorder)
 
     def enter_thread(self) -> None:
-        """Move this thread to the CPUs that the rank computes on, where the kernels' threads
-        follow it, and sets their number, which OpenMP keeps per calling thread."""
+        """Move this thread to the CPUs of the rank, and set the number of threads.
+
+        The threads of the kernels inherit the CPUs. OpenMP keeps their number per calling thread.
+        """
         world = self.world
-        asked = self.config.device.threads
+        configured = self.config.device.threads
         ranks = world.ranks_on_host
         if hasattr(os, "sched_setaffinity"):  # Linux
             allowed = os.sched_getaffinity(0)
-            cpus, ranks = place(allowed, world.host_rank, ranks, asked)
+            cpus, ranks = assign_cpus(allowed, world.host_rank, ranks, configured)
             if cpus != allowed:
                 os.sched_setaffinity(0, cpus)
                 logger.info(
                     "rank %d computes on CPUs %s of %s", world.rank, shown(cpus), shown(allowed)
                 )
         cores = allowed_cores()
-        threads = asked or useful_threads(
+        threads = configured or useful_threads(
             model_size(self.spec).active // world.tp_size, max(1, cores // ranks)
         )
         torch.set_num_threads(threads)
@@ -91,8 +89,8 @@ class CPUModelRunner(ModelRunnerBase):
 
 
 def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> MemoryFacts:
-    """Return this process's facts: physical memory, or less where a control group (version 2 or 1)
-    limits it.
+    """Return the memory of this process: physical memory, or less if a control group (version 1 or
+    2) limits it.
     """
     host = psutil.virtual_memory()
     limit = host.total
@@ -105,8 +103,8 @@ def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> Mem
         )
         group_limit, used = (_number(_read(folder / name)) for name in names)
         if group_limit is not None and used is not None:
-            # Page cache does not count as used; pages that several processes have mapped in turn
-            # count as active.
+            # The page cache does not count as used. Its inactive and active files are both
+            # subtracted, because pages that several processes have mapped in turn are active.
             stat = folder / "memory.stat"
             prefix = "" if is_v2 else "total_"
             cached = _stat(stat, prefix + "inactive_file") + _stat(stat, prefix + "active_file")
@@ -116,7 +114,7 @@ def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> Mem
 
 
 def useful_threads(num_active_params: int, cores: int) -> int:
-    """Return the number of threads for a model that multiplies each token with so many parameters.
+    """Return the number of threads for a model with this many active parameters.
 
     3.4 million on 8 cores -> 1; 380 million on 8 cores -> 8
     """
@@ -124,8 +122,9 @@ def useful_threads(num_active_params: int, cores: int) -> int:
 
 
 def allowed_cores(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Return the physical cores of the affinity mask, at most the quota of the control groups
-    (version 2), rounded up."""
+    """Return the number of physical cores in the affinity mask, limited by the CPU quota of the
+    control groups (version 2), rounded up.
+    """
     try:
         cores = num_cores(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -140,9 +139,7 @@ def allowed_cores(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> i
 
 
 def _groups(root: Path, membership: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of every control group around this process, and whether the group is of
-    version 2.
-    """
+    """Yield the folder of each control group of this process, and whether its version is 2."""
     for line in _read(membership).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         is_v2 = controllers == ""

@@ -1,6 +1,6 @@
-"""The devices by name; packages add theirs by entry points of "moeserve.devices".
+"""The registry of devices. Plugins add devices by entry points of "moeserve.devices".
 
-An entry is a subclass of `ModelRunnerBase` (runner/base.py says what it overrides). This module
+An entry is a subclass of `ModelRunnerBase` (runner/base.py lists what it overrides). This module
 does not import torch, because settings are checked without it.
 """
 

@@ -1,7 +1,6 @@
-"""Dummy steps, for warm-up, for measuring memory, and to compile kernels before a request needs
-them.
+"""Dummy steps: for warm-up, to measure memory, and to compile kernels before requests need them.
 
-Their requests have no blocks, so that everything they write goes to the null block.
+Their requests have no blocks, so that their writes go to the null block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +11,14 @@ from moeserve.config import Limits
 from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan
 from moeserve.sampling import TokenSampling
 
-PROMPT = 4  # tokens of a request that samples in a way of its own
-MANY_ROWS = 256  # up to which attention is planned by one variant of its kernel
+PROMPT = 4  # tokens of the requests that warm up a kind of sampling
+MANY_ROWS = 256  # up to this many rows, one variant of the attention planner is used
 
 
 def dummy_plan(
     num_groups: int, start: int, counts: Sequence[int], new_requests: tuple[NewRequest, ...] = ()
 ) -> StepPlan:
-    """Return a plan whose row i has slot i and counts[i] new tokens from position `start` on; all
+    """Return a plan whose row i computes counts[i] tokens of slot i from position `start` on. All
     rows sample.
     """
     nothing = np.zeros(0, dtype=np.int32)
@@ -35,8 +34,8 @@ def dummy_plan(
 
 
 def spread(tokens: int, limits: Limits) -> list[int]:
-    """Return the lengths of rows that hold so many tokens, or as many as possible, in the longest
-    rows allowed.
+    """Divide tokens (or as many of them as possible) into the longest rows allowed. Return the
+    lengths of the rows.
 
     10 tokens, contexts of up to 5 -> [4, 4, 2]
     """
@@ -46,7 +45,7 @@ def spread(tokens: int, limits: Limits) -> list[int]:
 
 
 def largest_step(num_groups: int, limits: Limits) -> StepPlan:
-    """Return a plan with the most tokens and rows of a step, all of which sample."""
+    """Return a plan with the most tokens and the most rows of a step. All rows sample."""
     rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens))
     most, rest = divmod(limits.max_num_batched_tokens, rows)
     longest = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
@@ -54,8 +53,11 @@ def largest_step(num_groups: int, limits: Limits) -> StepPlan:
 
 
 def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
-    """Yield steps that together compile every variant of the kernels: variants differ by the
-    number of tokens, by how long the longest row and its context are, and by how rows sample."""
+    """Yield steps that together compile all variants of the kernels.
+
+    Variants differ in the number of tokens, the lengths of the longest row and its context, and the
+    kinds of sampling.
+    """
     tokens = 1
     while tokens < limits.max_num_batched_tokens:
         yield dummy_plan(num_groups, 0, spread(tokens, limits))

@@ -1,17 +1,21 @@
-"""Moves this rank's experts: prepares them in the background, layer by layer, and activates them
-between two steps.
+"""Change the placement of this rank's experts while it serves.
 
-All ranks change a layer between the same two steps: every rank's vote has its progress (`prepared`),
-the least of these numbers comes back with the step's decision, and `commit` activates it. The
-numbers:
+The new experts are prepared in the background, layer by layer, and activated between two steps. All
+ranks activate a layer between the same two steps:
 
-    version * (layers + 1) + n   the first n layers of that placement are prepared here, or active
-    -version                     this rank had to give that placement up
+1. The vote of each rank carries its progress (`ExpertStore.prepared`).
+2. The decision about the step carries the smallest progress of all ranks.
+3. `commit` activates that progress.
 
-A rank prepares the next layer only when the one before is active everywhere, so the agreed number
-is at most one layer ahead. If one rank gives up, all learn it with the same step: on all ranks,
-active layers stay active, the others stay as they were, and that mixture counts as the placement of
-this version from then on.
+A progress is one of these numbers:
+
+    version * (layers + 1) + n   the first n layers of this placement are prepared or active
+    -version                     this rank cannot prepare this placement
+
+A rank prepares the next layer only when the layer before is active, so that `commit` advances by
+one layer at most. If a rank cannot prepare a layer, all ranks abandon the placement with the same
+step: layers that are active stay active, and the others stay as they were. From then on, this
+mixture is the placement of that version.
 """
 
 import logging
@@ -33,8 +37,8 @@ from moeserve.moe.placement.placement import Placement
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = "another rank gave it up"
-SHARE = 0.1  # of one core's time, for background work
-BYTES_PER_S = 256e6  # memory traffic that a step does not notice
+SHARE = 0.1  # of the time of one core, for background work
+BYTES_PER_S = 256e6  # memory traffic of background work that does not slow steps
 
 # (layer, expert, work) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
 Read = Callable[[int, int, Work], tuple[Any, ...]]
@@ -48,10 +52,10 @@ class Pace:
     """Limits background work to a share of one core and to a memory bandwidth, so that it does not
     slow steps.
 
-    To be called after each small piece of work; sleeps until the thread is within its limits again.
+    Call it after each small piece of work: it sleeps until the thread is within its limits again.
 
-    The thread keeps its normal priority: with a low one it could be suspended while it holds the
-    interpreter's lock, which would delay steps, too.
+    The thread keeps its normal priority. With a low one, it could be suspended while it holds the
+    GIL, which would delay steps.
     """
 
     def __init__(self, cancelled: threading.Event, share: float, bytes_per_s: float) -> None:
@@ -61,8 +65,9 @@ class Pace:
         self._mark_s = time.thread_time()
 
     def __call__(self, num_bytes: int) -> None:
-        """Sleep as needed. num_bytes: read or written since the last call. Raises Cancelled as
-        soon as it is set.
+        """Sleep as long as needed. Raises Cancelled as soon as `cancelled` is set.
+
+        num_bytes: bytes read or written since the last call.
         """
         used_s = time.thread_time() - self._mark_s
         if self._cancelled.wait(max(used_s / self._share - used_s, num_bytes / self._bytes_per_s)):
@@ -72,10 +77,10 @@ class Pace:
 
 @dataclass(slots=True)
 class _Layer:
-    """The next layer of a placement, ready to be activated."""
+    """A layer of a placement that is prepared but not active."""
 
-    local: list[int]  # the logical expert of each local one
-    changed: list[tuple[int, Any]]  # local index, packed expert
+    local: list[int]  # the logical expert of each local expert
+    changed: list[tuple[int, Any]]  # (local index, packed expert)
     to_physical: LogicalToPhysical
 
 
@@ -84,10 +89,10 @@ class _Move:
     """A placement that is being prepared."""
 
     version: int
-    target: Placement | None = None  # None: not looked at yet
-    ready: int = 0  # layers that are prepared or active
+    target: Placement | None = None  # None: not decoded yet
+    ready: int = 0  # layers prepared or active
     done: int = 0  # layers active
-    staged: _Layer | None = None
+    staged: _Layer | None = None  # the layer that is prepared but not active
     moved_bytes: int = 0
     error: str = ""
     began_s: float = field(default_factory=time.monotonic)
@@ -97,9 +102,11 @@ class _Move:
 class ExpertStore:
     """This rank's experts. To be created in the runner's thread, after the model is built.
 
-    read: reads one expert from the checkpoint. on_placement_result: called once, from any thread, with the
-    outcome of every placement that was given to `prepare`, unless `load_all` came before its end.
-    `prepare` and `prepared` are for any thread; `commit` and `load_all` for the runner's.
+    `prepare` and `prepared` may be used in any thread, `commit` and `load_all` in the runner's.
+
+    read: reads one expert from the checkpoint.
+    on_placement_result: called once for each placement that was passed to `prepare`, from any
+    thread, unless `load_all` is called before the placement is complete.
     """
 
     def __init__(
@@ -115,15 +122,13 @@ class ExpertStore:
         self._layers = tuple(layers)
         self._read = read
         self._rank = rank
-        self._placement = placement  # active, where no layer of `_move` is
+        self._placement = placement  # active, except in the first `_move.done` layers
         self._local = [placement.local(layer, rank) for layer in range(len(layers))]  # active
-        self._heard = placement.version  # the newest version that ever reached this rank
-        self._gone: set[int] = (
-            set()
-        )  # versions that the group gave up before they reached this rank
+        self._newest = placement.version  # the newest version that this rank has received
+        self._abandoned: set[int] = set()  # versions abandoned before this rank received them
         self._waiting: deque[PlacementTable] = deque()
         self._move: _Move | None = None
-        self._busy = False  # the thread works on `_move`
+        self._busy = False  # whether the thread works on `_move`
         self._closed = False
         self._changed = threading.Condition()
         threads = torch.get_num_threads()
@@ -137,60 +142,65 @@ class ExpertStore:
 
     @property
     def version(self) -> int:
-        """The version of the placement active; one that was given up counts with the layers it
-        got.
-        """
+        """The version of the active placement, which may have been abandoned after some layers."""
         return self._placement.version
 
     @property
     def prepared(self) -> int:
         """This rank's progress, for the vote."""
-        move = self._move  # no lock: a number that is out of date is too small
+        move = self._move  # without the lock: an outdated progress is only smaller
         if move is None:
             return self._number(self._placement.version, len(self._layers))
         return -move.version if move.error else self._number(move.version, move.ready)
 
     @property
     def mixed(self) -> bool:
-        """Whether a placement is active in some layers only; `commit`, `load_all` change that."""
+        """Whether a placement is active in some layers only. `commit` and `load_all` change it."""
         move = self._move
         return move is not None and move.done > 0
 
     def prepare(self, table: PlacementTable) -> None:
-        """Begin to prepare a placement; one that is still on its way is finished first."""
+        """Start to prepare a placement, after those that are still being prepared."""
         with self._changed:
-            known = self._heard
-            self._heard = max(self._heard, table.version)
-            gone = table.version in self._gone
-            self._gone.discard(table.version)
-            if not gone and table.version > known:
+            newest = self._newest
+            self._newest = max(self._newest, table.version)
+            abandoned = table.version in self._abandoned
+            self._abandoned.discard(table.version)
+            if not abandoned and table.version > newest:
                 self._waiting.append(table)
                 self._changed.notify_all()
                 return
-        why = _ELSEWHERE if gone else f"version {known} was here before: versions must grow"
-        self.on_placement_result(PlacementResult(version=table.version, error=why))
+        error = (
+            _ELSEWHERE
+            if abandoned
+            else f"version {table.version} is not newer than version {newest}, which came before it"
+        )
+        self.on_placement_result(PlacementResult(version=table.version, error=error))
 
     @torch.inference_mode()
     def commit(self, active: int) -> None:
-        """Activate what the group agreed on, the least of all ranks' `prepared`. May be
-        repeated.
+        """Activate the progress that the group decided on: the smallest `prepared` of all ranks.
+
+        Idempotent.
         """
         with self._changed:
-            notice = (
-                self._give_up(-active)
-                if active < 0
-                else self._advance(*divmod(active, len(self._layers) + 1))
-            )
-        if notice is not None:
-            self.on_placement_result(notice)
+            if active < 0:
+                result = self._abandon(-active)
+            else:
+                version, layers = divmod(active, len(self._layers) + 1)
+                result = self._advance(version, layers)
+        if result is not None:
+            self.on_placement_result(result)
 
     @torch.inference_mode()
     def load_all(self, table: PlacementTable, rank: int | None = None) -> None:
-        """Bring every layer to this placement, and drops the one on its way. Blocks.
+        """Change all layers to this placement, and drop the placements that are being prepared.
+        Blocks.
 
-        rank: this rank's new number, if that changed too. Raises CheckpointError when an expert
-        cannot be read, and ConfigError when the placement is of another model; the call may be
-        repeated.
+        rank: this rank's new number, if it has changed.
+
+        Raises CheckpointError if an expert cannot be read, and ConfigError if the placement is for
+        another model. The call may be repeated.
         """
         target = self._checked(table)
         self._drop_all()
@@ -202,8 +212,8 @@ class ExpertStore:
             num_bytes += self._load_layer(index, layer, target)
         with self._changed:
             self._placement = target
-            self._heard = max(self._heard, target.version)
-            self._gone.clear()
+            self._newest = max(self._newest, target.version)
+            self._abandoned.clear()
         if num_bytes:
             took_s = time.monotonic() - began_s
             logger.info(
@@ -211,7 +221,7 @@ class ExpertStore:
             )
 
     def close(self) -> None:
-        """End the background thread; the experts active stay."""
+        """End the background thread. The active experts stay."""
         self._drop_all()
         with self._changed:
             self._closed = True
@@ -224,12 +234,12 @@ class ExpertStore:
         return version * (len(self._layers) + 1) + layers
 
     def _advance(self, version: int, layers: int) -> PlacementResult | None:
-        """Activate layers 0..layers-1 of `version`, which are ready on all ranks."""
+        """Activate the first `layers` layers of `version`, which are prepared on all ranks."""
         move = self._move
         if move is None or move.version != version:
-            # Agreed on before a Join, or long ago. A version that never came cannot have been
-            # agreed on.
-            newest = max(self._heard, self._placement.version)
+            # The placement is complete, or was dropped by a Join. It cannot be one that this rank
+            # has never received, because this rank has not prepared such a placement.
+            newest = max(self._newest, self._placement.version)
             assert version <= newest, f"agreed on placement {version}, newest here is {newest}"
             return None
         assert layers <= move.ready, (
@@ -248,34 +258,34 @@ class ExpertStore:
         self._changed.notify_all()
         return self._end(move) if move.done == len(self._layers) else None
 
-    def _give_up(self, version: int) -> PlacementResult | None:
+    def _abandon(self, version: int) -> PlacementResult | None:
         """End the move to `version`, which some rank could not prepare."""
         move = self._move
         if move is not None and move.version == version:
             move.error = move.error or _ELSEWHERE
             return self._end(move)
         waiting = [table for table in self._waiting if table.version == version]
-        if not waiting and version <= self._heard:
-            return None  # the move is over, or from before a Join
+        if not waiting and version <= self._newest:
+            return None  # the placement has ended already, or was dropped by a Join
         self._placement = replace(self._placement, version=version)
         if not waiting:
-            self._gone.add(version)
+            self._abandoned.add(version)
             return None
         self._waiting.remove(waiting[0])
         return PlacementResult(version=version, error=_ELSEWHERE)
 
     def _end(self, move: _Move) -> PlacementResult:
-        """End the move with the layers that are active."""
+        """End the move. The layers that are active stay active."""
         move.cancelled.set()
-        rows = move.target or self._placement
-        self._placement = self._placement.with_layers(rows, move.done, move.version)
+        target = move.target or self._placement
+        self._placement = self._placement.with_layers(target, move.done, move.version)
         self._move = None
         self._changed.notify_all()
         took_s = time.monotonic() - move.began_s
         version = move.version
         if move.error:
             logger.warning(
-                "placement %d ends after %d of its layers: %s", version, move.done, move.error
+                "placement %d was abandoned after %d layers: %s", version, move.done, move.error
             )
         else:
             logger.info(
@@ -293,7 +303,7 @@ class ExpertStore:
         )
 
     def _drop_all(self) -> None:
-        """Drop all moves, except for layers active; returns when the thread is idle."""
+        """Drop all placements that are being prepared, and wait until the thread is idle."""
         with self._changed:
             self._waiting.clear()
             if self._move is not None:
@@ -303,13 +313,11 @@ class ExpertStore:
             self._changed.wait_for(lambda: not self._busy)
 
     def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
-        """Bring one layer to a placement, from experts that are here or the checkpoint. Returns
-        the bytes read.
-        """
-        here = self._local[index]
+        """Change one layer to a placement. Return the bytes read from the checkpoint."""
+        current = self._local[index]
         wanted = target.local(index, self._rank)
-        changed, num_bytes = self._bring(index, wanted, lambda num_bytes: None)
-        if len(wanted) == len(here):
+        changed, num_bytes = self._packed_experts(index, wanted, lambda num_bytes: None)
+        if len(wanted) == len(current):
             for i, expert in changed:
                 layer.experts.put(layer.packed, i, expert)
         else:
@@ -328,31 +336,37 @@ class ExpertStore:
     def _checked(self, table: PlacementTable) -> Placement:
         with ConfigError.instead_of(ValueError, f"placement {table.version} is damaged"):
             placement = Placement.from_table(table)
-        got = placement.num_layers, placement.num_experts
-        if got != (here := (self._placement.num_layers, self._placement.num_experts)):
+        given = (placement.num_layers, placement.num_experts)
+        needed = (self._placement.num_layers, self._placement.num_experts)
+        if given != needed:
             raise ConfigError(
-                f"placement {table.version} is for (layers, experts) {got}, this model has {here}"
+                f"placement {table.version} is for a model with (layers, experts) {given}, this "
+                f"model has {needed}"
             )
         return placement
 
-    def _bring(
+    def _packed_experts(
         self, index: int, wanted: list[int], work: Work
     ) -> tuple[list[tuple[int, Any]], int]:
         """Return (local index, packed expert) for each local expert that changes, and the bytes
-        read for them.
+        read for them from the checkpoint.
+
+        wanted: the logical expert of each local expert.
         """
         layer = self._layers[index]
-        here = self._local[index]
+        current = self._local[index]
         changed = [
-            (i, expert) for i, expert in enumerate(wanted) if i >= len(here) or here[i] != expert
+            (i, expert)
+            for i, expert in enumerate(wanted)
+            if i >= len(current) or current[i] != expert
         ]
         packed: dict[int, Any] = {}
         num_bytes = 0
         for _, expert in changed:
             if expert in packed:
                 continue
-            if expert in here:
-                packed[expert] = layer.experts.take(layer.packed, here.index(expert))
+            if expert in current:
+                packed[expert] = layer.experts.take(layer.packed, current.index(expert))
             else:
                 weights = self._read(index, expert, work)
                 num_bytes += sum(weight.nbytes for weight in weights)
@@ -363,9 +377,9 @@ class ExpertStore:
     # In the background thread.
 
     def _run(self, started: threading.Event) -> None:
-        torch.set_num_threads(
-            1
-        )  # in this thread, and (until `__init__` sets it again) in those that start later
+        # This applies to this thread, and to threads that are started later until `__init__`
+        # restores the number.
+        torch.set_num_threads(1)
         started.set()
         while (job := self._next()) is not None:
             move, table = job
@@ -377,9 +391,7 @@ class ExpertStore:
                 self._fail(move, error)
 
     def _next(self) -> tuple[_Move, PlacementTable] | None:
-        """Wait for the next placement to prepare, while none is on its way; returns None to end
-        the thread.
-        """
+        """Wait for the next placement. Return None to end the thread."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -394,26 +406,27 @@ class ExpertStore:
     @torch.inference_mode()
     def _prepare(self, move: _Move, table: PlacementTable) -> None:
         target = self._checked(table)
-        shape, here = ((p.num_ranks, p.experts_per_rank) for p in (target, self._placement))
-        if shape != here:
+        given = (target.num_ranks, target.experts_per_rank)
+        needed = (self._placement.num_ranks, self._placement.experts_per_rank)
+        if given != needed:
             raise ConfigError(
-                f"it is for (ranks, experts of a rank) {shape}, this group has {here}: "
-                "only a Join changes that"
+                f"it is for (ranks, experts per rank) {given}, but this group has {needed}, which "
+                "only a Join can change"
             )
         move.target = target
         pace = Pace(move.cancelled, SHARE, BYTES_PER_S)
         for index, layer in enumerate(self._layers):
             local = target.local(index, self._rank)
-            changed, num_bytes = self._bring(index, local, pace)
+            changed, num_bytes = self._packed_experts(index, local, pace)
             staged = _Layer(local, changed, layer.to_physical.after(target))
             if (device := staged.to_physical.device).type == "cuda":
-                torch.cuda.current_stream(
-                    device
-                ).synchronize()  # not the device: a step may be recorded
+                # Only this stream, because the device must not be synchronized while a step is
+                # recorded.
+                torch.cuda.current_stream(device).synchronize()
             self._offer(move, staged, num_bytes)
 
     def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:
-        """Offers the next layer to the vote, and waits until it is active on all ranks."""
+        """Add a prepared layer to the progress, and wait until it is active."""
         with self._changed:
             if move.cancelled.is_set():
                 raise Cancelled
@@ -426,7 +439,7 @@ class ExpertStore:
                 raise Cancelled
 
     def _fail(self, move: _Move, error: Exception) -> None:
-        """Make this rank's votes tell the others to give up, too."""
+        """Make this rank vote to abandon the placement."""
         with self._changed:
             if move.cancelled.is_set():
                 return

@@ -1,4 +1,4 @@
-"""Picks the runner class for a device."""
+"""Create the model runner for a device."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from moeserve.runner.base import ONE, ModelRunnerBase
 from moeserve.runner.devices import DEVICES, check_device
 from moeserve.speculation import PROPOSERS
 
-SPLIT = 512  # positions: kernels/attention_plan.py splits long contexts after so many
+SPLIT = 512  # positions after which kernels/attention_plan.py splits long contexts
 
 
 def make_runner(
@@ -29,40 +29,40 @@ def make_runner(
     *,
     grouped: bool = False,
 ) -> ModelRunnerBase:
-    """Return a runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call
+    """Return a runner that has not loaded anything yet. Wrap it in a `ThreadedRunner`, and call
     `prepare` there.
 
-    world: this rank's place. placement: of the experts (default: the initial one). grouped: it will
-    join others, now or later. Raises ConfigError for settings that cannot work, and for `device:
-    cuda` without a device.
+    world: the rank of this process among all ranks.
+    placement: the placement of experts; None: the initial one.
+    grouped: whether the rank will join a group of engines, now or later.
+
+    Raises ConfigError for settings that cannot work, and for `device: cuda` without a device.
     """
     for registry in (DEVICES, BACKENDS, EXPERT_KERNELS, MIXERS, PROPOSERS):
         registry.load_plugins()
-    asked = config.device.device
-    check_device(asked)
+    device = config.device.device
+    check_device(device)
     check_kernels(config.device.kernels)
-    on_cuda = torch.cuda.is_available() and asked in ("auto", "cuda")
-    if asked == "cuda" and not on_cuda:
+    on_cuda = torch.cuda.is_available() and device in ("auto", "cuda")
+    if device == "cuda" and not on_cuda:
         raise ConfigError(
-            f"device cuda was asked for, but torch {torch.__version__} sees no CUDA "
-            "device. Install a CUDA build of "
-            "torch and a driver, or use --device cpu."
+            f"device=cuda, but torch {torch.__version__} finds no CUDA device. Install a CUDA "
+            "build of torch and a driver, or use --device cpu."
         )
     if config.device.compile and not on_cuda:
         raise ConfigError(
-            "compile is for CUDA; on CPUs native kernels do it all: leave `compile` out"
+            "compile is for CUDA only, because CPUs use native kernels; omit `compile`"
         )
     if config.device.compile and config.device.exact:
         raise ConfigError(
-            f"compile with determinism={config.device.determinism}: generated code "
-            "does not promise that bits do not "
-            "depend on the batch; leave one of them out"
+            f"compile with determinism={config.device.determinism}: the bits of compiled code may "
+            "depend on the batch; omit one of them"
         )
     if config.parallel.comm_sms is not None and not on_cuda:
         raise ConfigError(
-            f"parallel.comm_sms={config.parallel.comm_sms} says what communication "
-            "takes of a GPU, and the model "
-            "runs on CPUs: leave it out, or use --device cuda"
+            f"parallel.comm_sms={config.parallel.comm_sms} is the number of a GPU's "
+            "multiprocessors for communication, but the model runs on CPUs; omit it, or use "
+            "--device cuda"
         )
     if (
         on_cuda
@@ -74,5 +74,5 @@ def make_runner(
         raise ConfigError(
             f"block_size={config.cache.block_size} must divide {SPLIT} on CUDA, e.g. 16, 32 or 64"
         )
-    runner = DEVICES["cuda" if on_cuda else "cpu"] if asked == "auto" else DEVICES[asked]
+    runner = DEVICES["cuda" if on_cuda else "cpu"] if device == "auto" else DEVICES[device]
     return runner(config, spec, model_dir, world, placement, grouped=grouped)

@@ -1,7 +1,7 @@
-"""The runner for CUDA: the host launches a step and continues; results come back on a stream of
-their own.
+"""The model runner for CUDA devices.
 
-No call in `launch` waits for the device. Importing this file does not touch CUDA.
+The host launches a step and continues; nothing in `launch` waits for the device. Results are copied
+back on a separate stream. Importing this module does not initialize CUDA.
 """
 
 import logging
@@ -32,8 +32,8 @@ from moeserve.runner.tables import HostRows, Tables
 logger = logging.getLogger(__name__)
 FP32 = 4
 MOST_TABLE_ENTRIES = 1 << 30
-_ALIGN = 16  # bytes: every section of an upload starts where any dtype may
-UPLOADS_PER_STEP = 16  # roomy: an entry that is still being copied is waited for, never overwritten
+_ALIGN = 16  # bytes; alignment of the arrays in an upload, enough for any dtype
+UPLOADS_PER_STEP = 16  # more than needed, because the host would wait for a buffer in use
 
 
 class GPUModelRunner(ModelRunnerBase):
@@ -49,24 +49,25 @@ class GPUModelRunner(ModelRunnerBase):
             self.device, UPLOADS_PER_STEP * (self.config.scheduler.depth + 1), pinned=True
         )
         name = torch.cuda.get_device_name(self.device)
-        sharers = -(-self.world.ranks_on_host // torch.cuda.device_count())
-        self.properties = DeviceProperties(name, self._memory, own=True, sharers=sharers)
+        num_ranks = -(-self.world.ranks_on_host // torch.cuda.device_count())
+        self.properties = DeviceProperties(name, self._memory, exclusive=True, num_ranks=num_ranks)
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.ubatches.take_transfers = comm_stream(self.device).take_transfers
 
     def _memory(self) -> MemoryFacts:
         free, total = torch.cuda.mem_get_info(self.device)
-        own = torch.cuda.memory_allocated(self.device)
-        reserve = torch.cuda.memory_reserved(self.device) - own  # can be had as well
-        # On a shared device only what this rank allocated counts against its part.
-        used = total - free - reserve if self.properties.sharers == 1 else own
+        allocated = torch.cuda.memory_allocated(self.device)
+        reserve = torch.cuda.memory_reserved(self.device) - allocated  # free inside torch
+        # On a shared device, only the memory of this rank counts against its share.
+        used = total - free - reserve if self.properties.num_ranks == 1 else allocated
         return MemoryFacts(limit=total, used=used, free=free + reserve)
 
     def profile_run(self) -> int:
-        """Return the bytes of the largest step, measured or estimated, whichever is more; plus the
-        request tables, the work space of attention to long contexts, and what the largest graph
-        keeps."""
-        estimated, (step_bytes, table_bytes) = super().profile_run(), self._measured()
+        """Return the bytes that a step needs: the largest step (measured or estimated, whichever is
+        more), the request tables, the workspace of attention, and the memory of the largest graph.
+        """
+        estimated = super().profile_run()
+        step_bytes, table_bytes = self._measured()
         logger.info("a step takes %d MiB, %d by estimate", step_bytes >> 20, estimated >> 20)
         needed = max(estimated, step_bytes) + table_bytes
         tokens = min(MOST_TOKENS, limits.step_tokens(self.config))
@@ -85,7 +86,7 @@ class GPUModelRunner(ModelRunnerBase):
         )
 
     def _measured(self) -> tuple[int, int]:
-        """Return the bytes of the largest step at its peak, beside weights and tables, and those
+        """Run the largest step. Return its peak memory (without weights and tables), and the size
         of the tables.
         """
         config = self.config
@@ -94,29 +95,27 @@ class GPUModelRunner(ModelRunnerBase):
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=limits.step_tokens(config),
             prefill_chunk=limits.chunk_tokens(config),
-            max_model_len=min(
-                max_len, MOST_TABLE_ENTRIES // config.scheduler.max_num_seqs
-            ),  # memory may allow less
+            # The final max_model_len may be less; tables for a huge one might not fit.
+            max_model_len=min(max_len, MOST_TABLE_ENTRIES // config.scheduler.max_num_seqs),
             block_size=config.cache.block_size,
             num_blocks=1,
         )
         before = torch.cuda.memory_allocated(self.device)
         self.initialize_kv_cache()
         tables = torch.cuda.memory_allocated(self.device) - before
-        self.execute(
-            dummy_plan(len(self.groups), 0, [1])
-        )  # for what is allocated once, such as a library's work space
+        # A first step, for memory that is allocated once, such as workspaces of libraries.
+        self.execute(dummy_plan(len(self.groups), 0, [1]))
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute(largest_step(len(self.groups), self.limits))
         step = torch.cuda.max_memory_allocated(self.device) - before - tables
-        # Everything that holds the tables.
+        # Delete everything that refers to the tables.
         del self.kv, self.tables, self.sampler, self.sampling, self.tasks, self.limits
         self.__dict__.pop("fixed_inputs", None)
         torch.cuda.empty_cache()
         return step, tables
 
     def warm_up(self) -> None:
-        """Run warm-up steps; they compile every Triton kernel, so no request waits for that."""
+        """Run warm-up steps that compile all Triton kernels, so that no request waits for that."""
         super().warm_up()
         if self.by_triton:
             for plan in every_way(len(self.groups), self.limits):
@@ -124,26 +123,31 @@ class GPUModelRunner(ModelRunnerBase):
             self.kv.clear_null_block()
 
     def capture_model(self) -> None:
-        """Record CUDA graphs of common sizes, if nothing is in the way."""
         self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.computes_with_others))
-        self.execute(dummy_plan(len(self.groups), 0, [1]))  # compiles what fills their inputs
+        # Compiles the kernels that fill the inputs of graphs.
+        self.execute(dummy_plan(len(self.groups), 0, [1]))
 
     @property
     def by_triton(self) -> bool:
-        """Whether Triton kernels serve."""
+        """Whether Triton kernels are used."""
         return self.config.device.kernels != "torch" and find_spec("triton") is not None
 
     def make_tables(self) -> Tables:
-        """Return empty request tables, written by a Triton kernel where Triton serves."""
+        """Return empty request tables. With Triton, a kernel writes them."""
         if not self.by_triton:
             return super().make_tables()
-        from moeserve.runner.triton_inputs import scatter  # slow to import, as all that uses triton
+        from moeserve.runner.triton_inputs import scatter  # slow to import
 
-        size = self.limits.max_num_seqs, self.limits.max_model_len
-        return Tables(*size, self.groups, self.device, self.upload, scatter)
+        return Tables(
+            self.limits.max_num_seqs,
+            self.limits.max_model_len,
+            self.groups,
+            self.device,
+            self.upload,
+            scatter,
+        )
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Return the inputs of a step that is not replayed."""
         return (
             self.fixed_inputs.exact(plan, host)
             if self.by_triton
@@ -151,11 +155,10 @@ class GPUModelRunner(ModelRunnerBase):
         )
 
     def enter_thread(self) -> None:
-        """Make this rank's device the thread's current one."""
         torch.cuda.set_device(self._index())
 
     def _index(self) -> int:
-        """Return the device of this rank: the ranks of a host take the visible devices in turn."""
+        """Return the device index: the ranks of a host use the visible devices round-robin."""
         return self.world.host_rank % torch.cuda.device_count()
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
@@ -171,7 +174,6 @@ class GPUModelRunner(ModelRunnerBase):
             copied.record()
 
         def wait() -> Sequence[Tensor]:
-            """Return the copies on the host, once they are complete."""
             copied.synchronize()
             return on_host
 
@@ -188,11 +190,11 @@ class GPUModelRunner(ModelRunnerBase):
 
 
 class RingUpload:
-    """Copies all arrays of a call in one piece, from a ring of host buffers.
+    """An `Upload` that copies all arrays of a call at once, from a ring of host buffers.
 
-    depth: more than the calls whose copies may be unfinished at once. With `pinned` the copies are
-    asynchronous and each entry waits for its own last copy before it is written again; without,
-    they are not (tests on CPU).
+    depth: the number of buffers. It should be more than the number of unfinished copies, because a
+    buffer that is still being copied is waited for.
+    pinned: False: copies are synchronous, for tests on CPUs.
     """
 
     def __init__(self, device: torch.device, depth: int, *, pinned: bool) -> None:
@@ -203,7 +205,7 @@ class RingUpload:
         self._next = 0
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        """Return tensors on the device; the copy runs on the current stream."""
+        """Return the arrays as tensors on the device. The copy runs on the current stream."""
         entry = self._next
         self._next = (self._next + 1) % len(self._buffers)
         *starts, size = accumulate(

@@ -1,8 +1,11 @@
-"""Graphs: forward passes of fixed shapes, recorded once and replayed for steps that fit.
+"""CUDA graphs: forward passes of fixed shapes, recorded once and replayed for steps that fit.
 
-FULL fixes the number of requests, each with one token and as many drafts; PIECEWISE fixes the
-number of tokens and leaves attention eager. Steps are padded up to the next recorded size; padding
-reaches no expert and no request's KV block, and no bit depends on it.
+A graph in mode FULL is the whole forward pass, for a fixed number of requests that each have the
+same number of tokens (one, and drafts). In mode PIECEWISE, graphs are for a fixed number of tokens,
+and attention runs eagerly between them.
+
+Steps are padded to the next recorded size. Padding is not sent to experts and is not written to the
+KV blocks of requests, and the bits of the results do not depend on it.
 """
 
 import enum
@@ -27,13 +30,14 @@ if TYPE_CHECKING:
     from moeserve.runner.triton_inputs import FixedInputs
 
 logger = logging.getLogger(__name__)
-# of a recorded step; larger ones keep the device busy for longer than the host needs to launch them
+# The most tokens of a recorded step. A larger step takes longer than the host needs to launch it,
+# so a graph would not help.
 MOST_TOKENS = 512
 Forward = Callable[[StepInputs, StepDecision | None, int], Tensor]
 
 
 class Mode(enum.Enum):
-    """The extent of a recording: the whole forward pass, or all of the pass but attention."""
+    """The extent of a recording: the whole forward pass, or all of it except attention."""
 
     PIECEWISE = "piecewise"
     FULL = "full"
@@ -41,24 +45,23 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """The shape of a recording. num_reqs: None where the mode leaves the number of requests free.
-    room: with two micro-batches, of half the tokens each, those that all ranks make room for in
-    either; 0 with one."""
+    """The shape of a recording."""
 
     mode: Mode
     num_tokens: int
-    num_reqs: int | None
+    num_reqs: int | None  # None in mode PIECEWISE: any number
+    # With two micro-batches of half the tokens each: the tokens per micro-batch for which all ranks
+    # make room. 0: one micro-batch.
     room: int = 0
 
     @property
     def split_at(self) -> int:
-        """The tokens of the first of two micro-batches."""
+        """The number of tokens in the first of two micro-batches."""
         return -(-self.num_tokens // 2)
 
 
 def sizes_to(most: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that are recorded: the steps between them grow, and the last is
-    `most`.
+    """Return the numbers of tokens that are recorded, with growing gaps, up to `most`.
 
     20 -> 1, 2, 4, 8, 16, 20
     """
@@ -66,56 +69,55 @@ def sizes_to(most: int) -> tuple[int, ...]:
     return *(size for size in steps if size < most), most
 
 
-def sizes_of(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
-    """Return the sizes of each mode that `graphs: asked` permits."""
+def sizes_of(graphs: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
+    """Return the sizes of each mode that the setting `graphs` allows."""
     most = {Mode.FULL: limits.max_num_seqs, Mode.PIECEWISE: limits.max_num_batched_tokens}
     return {
         mode: sizes_to(min(n, MOST_TOKENS))
         for mode, n in most.items()
-        if asked in ("auto", mode.value)
+        if graphs in ("auto", mode.value)
     }
 
 
-def common_sizes(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
-    """Return the same where ranks serve together: all modes' sizes are among those of one."""
+def common_sizes(graphs: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
+    """Return the sizes of each mode for ranks that share experts. The modes use the same sizes, as
+    far as they go.
+    """
     each = sizes_to(min(limits.max_num_batched_tokens, MOST_TOKENS))
     return {
         mode: tuple(size for size in each if size <= sizes[-1])
-        for mode, sizes in sizes_of(asked, limits).items()
+        for mode, sizes in sizes_of(graphs, limits).items()
     }
 
 
 @dataclass(eq=False, repr=False)
 class GraphManager:
-    """Records forward passes and replays them for steps of few tokens.
+    """Records forward passes, and replays them for steps with few tokens."""
 
-    forward: computes hidden states; it notes the experts' load in `ubatches`. fixed: the buffers of
-    the inputs. sizes: numbers of tokens of each mode that may be used, ascending. num_drafts: the
-    most that a request verifies.
-    """
-
-    forward: Forward
-    fixed: "FixedInputs"
+    forward: Forward  # computes hidden states, and adds the load of experts to `ubatches`
+    fixed: "FixedInputs"  # the input buffers
     recorder: Recorder
     ubatches: Sequence[UBatch]
-    sizes: Mapping[Mode, Sequence[int]]
-    num_drafts: int = field(default=0, kw_only=True)
+    sizes: Mapping[Mode, Sequence[int]]  # numbers of tokens that may be recorded, ascending
+    num_drafts: int = field(default=0, kw_only=True)  # the most that a request verifies
 
     def __post_init__(self) -> None:
         self._recordings: dict[Descriptor, Recording] = {}
-        self._now: StepInputs  # the step that is being run
+        self._now: StepInputs  # the current step
         self._plans: dict[PlanRows, Any] = {}  # its attention metadata
+        # Buffers of attention between graphs, for queries and outputs, by (heads, width, width of
+        # the output).
         self._between: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
-        """Return the recording's shape that a step is to be replayed in, or None if the step runs
-        as it is.
-        """
+        """Return the shape in which to replay a step; None: run it without graphs."""
         return self.dispatch(plan.num_tokens, plan.uniform_len)
 
     def dispatch(self, num_tokens: int, uniform_len: int | None) -> Descriptor | None:
-        """Return the smallest shape that holds a step. uniform_len: the tokens of every request,
-        None if they differ: 1, or 1 and the same number of drafts."""
+        """Return the smallest shape that holds a step.
+
+        uniform_len: tokens of each request (one, and drafts); None if requests differ.
+        """
         if uniform_len is not None and uniform_len <= 1 + self.num_drafts:
             for size in self.sizes.get(Mode.FULL, ()):
                 if num_tokens <= size * uniform_len <= self.sizes[Mode.FULL][-1]:
@@ -126,19 +128,19 @@ class GraphManager:
         return None
 
     def inputs(self, descriptor: Descriptor, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Fill the recordings' buffers with the inputs of a step, padded to the shape."""
+        """Fill the input buffers with a step, padded to the shape."""
         return self.fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
 
     def run(
         self, descriptor: Descriptor, step: StepInputs, decision: StepDecision | None
     ) -> Tensor:
-        """Return the step's hidden states, to be used before the next run. Records the shape when
-        it is new.
+        """Replay a step, after recording its shape if that is new. Return the hidden states, which
+        are valid until the next run.
         """
         self._now = step
         recording = self._recordings.get(descriptor) or self._record(descriptor, decision)
         recording.replay()
-        self._plans.clear()  # their work space is large
+        self._plans.clear()  # because their workspace is large
         hidden_TD, *loads = recording.results
         for ubatch, load_LE in zip(self.ubatches, loads, strict=False):
             for load_E in load_LE:
@@ -146,8 +148,8 @@ class GraphManager:
         return hidden_TD
 
     def capture(self) -> None:
-        """Record the common sizes: powers of two and the largest. Largest first: the smaller ones
-        use its memory.
+        """Record the common sizes: the powers of two and the largest. The largest comes first,
+        because the others can use its memory.
         """
         began_s = time.perf_counter()
         for mode, sizes in self.sizes.items():
@@ -159,7 +161,7 @@ class GraphManager:
         number = len(self._recordings)
         took_s = time.perf_counter() - began_s
         logger.info(
-            "recorded %d graphs in %.1f s; other sizes follow when they are met", number, took_s
+            "recorded %d graphs in %.1f s; other sizes are recorded when first used", number, took_s
         )
 
     def _record(self, descriptor: Descriptor, decision: StepDecision | None) -> Recording:
@@ -167,7 +169,6 @@ class GraphManager:
         pieces = descriptor.mode is Mode.PIECEWISE
 
         def work(pause: Pause) -> Sequence[Tensor]:
-            """Compute the step that is recorded, and returns the tensors that a replay rewrites."""
             inputs = replace(step, cut=partial(self._cut, pause)) if pieces else step
             hidden_TD = self.forward(inputs, decision, descriptor.split_at)
             loads = [ubatch.take_load() for ubatch in self.ubatches]
@@ -180,9 +181,11 @@ class GraphManager:
     def _cut(
         self, pause: Pause, q_THd: Tensor, plan: PlanRows, attend: Attend, width: int
     ) -> Tensor:
-        """Attention between two graphs. Both know the same two buffers, whatever the layer and the
-        size: were each graph's queries to last until its replay, they would all need memory of
-        their own."""
+        """Run attention between two graphs.
+
+        All layers and sizes share one buffer for queries and one for outputs. If each graph kept
+        its own tensors until its replay, all of them would need memory.
+        """
         shape = *q_THd.shape[1:], width
         if shape not in self._between:
             most = self.sizes[Mode.PIECEWISE][-1]
@@ -193,46 +196,45 @@ class GraphManager:
         q, out = (buffer[: len(q_THd)] for buffer in self._between[shape])
         q.copy_(q_THd)
 
-        def aside() -> None:
-            """Plan attention once per step, and attends."""
-            if plan not in self._plans:
+        def run_attention() -> None:
+            if plan not in self._plans:  # planned once per step, for all layers
                 self._plans[plan] = plan(self._now)
             attend(q, self._plans[plan], out)
 
-        pause(aside)
+        pause(run_attention)
         return out
 
 
 @dataclass(eq=False, repr=False)
 class GroupGraphs(GraphManager):
-    """Records and replays steps of ranks that compute together: under tensor parallelism, where
-    experts are sharded, or both.
+    """Records and replays steps of ranks that compute together, with tensor parallelism or sharded
+    experts.
 
     The ranks of an engine have the same plans, so they record and replay the same shapes in the
-    same steps. Where engines share experts, some may replay a step and others run it as it is, but
-    all must make room for the same number of tokens, since the layout of exchanged rows depends on
-    it: the number of the engine with most, rounded up to a recorded size. Recordings refer to the
-    group's buffers and connections and the physical experts' addresses, and are dropped when those
-    change.
+    same steps. Among engines that share experts, some may replay a step while others run it
+    without graphs. But all must make room for the same number of tokens, because the layout of
+    exchanged rows depends on it: the largest number on any engine, rounded up to a recorded size.
 
-    sizes: where experts are sharded, of PIECEWISE and FULL, the latter's among the former's.
+    A recording contains addresses of the group's buffers, connections and experts. It is dropped
+    when these change.
+
+    With sharded experts, the `sizes` of FULL must be among those of PIECEWISE (`common_sizes`).
     """
 
     group: "Peers"
     shards_experts: bool = True
 
-    _place = (-1, -1)
-    _recordable = 0  # tokens
+    _topology = (-1, -1)  # `Peers.topology` that the recordings are for
+    _recordable = 0  # the most tokens of a recorded step
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
-        """Return the shape that a step is to be replayed in, or None if the step runs as it is."""
         group = self.group
         decision = plan.decision
-        if self._place != group.place:
+        if self._topology != group.topology:
             self.forget()
-            self._place = group.place
+            self._topology = group.topology
             self._recordable = group.recordable
-            return None  # once, for warmth: recording a step does not run it
+            return None  # run one step without graphs: kernels must have run before a recording
         if group.mixed or not self._recordable:
             return None
         if not self.shards_experts:
@@ -247,21 +249,24 @@ class GroupGraphs(GraphManager):
             shape = self.dispatch(decision.most_tokens[0], uniform_len)
             return shape if shape and shape.num_tokens == room else None
         most = self.sizes.get(Mode.FULL, (0,))[-1]
-        if uniform_len is None or plan.num_tokens > most:  # between pieces rows would be under way
+        # Two micro-batches are recorded in mode FULL only, because a transfer would otherwise be in
+        # flight between two graphs.
+        if uniform_len is None or plan.num_tokens > most:
             return None
-        # The size that the engine with most tokens needs: the step takes as long as that one, and
-        # shapes stay few.
+        # Pad to the size of the engine with most tokens. That costs no time, because the step takes
+        # as long as on that engine, and there are fewer shapes.
         size = self.round_up(min(2 * max(decision.most_tokens), most))
         return Descriptor(Mode.FULL, size, size, room)
 
     def forget(self) -> None:
-        """Drop all recordings, from any thread; a step that is being replayed keeps its own until
-        that is launched.
+        """Drop all recordings. May be called from any thread: a step that is being launched keeps
+        its recording.
         """
         self._recordings.clear()
 
     def round_up(self, tokens: int) -> int:
-        """Return the number of tokens that all ranks make room for: 7 -> 8; beyond the largest
-        size, `tokens`.
+        """Return the number of tokens for which all ranks make room: the next recorded size.
+
+        7 -> 8; beyond the largest size, `tokens`
         """
         return next((size for size in max(self.sizes.values(), key=len) if size >= tokens), tokens)

@@ -1,7 +1,7 @@
-"""The runner of an engine that steps together with other engines, or has several ranks, or both.
+"""The runner of an engine that steps together with other engines, has several ranks, or both.
 
-A step that fails because a rank was lost leaves everything usable: its plan is run again after the
-next `join`. Any other error is final, as in `ThreadedRunner`.
+If a step fails because a rank was lost, its plan can run again after the next `join`. Any other
+error is final, as in `ThreadedRunner`.
 """
 
 import asyncio
@@ -35,27 +35,26 @@ from moeserve.runner.load import Progress
 from moeserve.runner.remote import Team, all_done, checked
 from moeserve.runner.thread import StepFuture, ThreadedRunner
 
-LEAVE_AGAIN_S = (
-    0.1  # between attempts: a connection may have been made while the others were dropped
-)
+# Interval at which to close connections again, because one may have been made in the meantime.
+LEAVE_AGAIN_S = 0.1
 
 
 class GroupedRunner(ThreadedRunner):
-    """The `GroupRunner` (engine/vote.py) of an engine's leader. model: this process's rank. team:
-    the engine's other ranks, None if it has none. on_placement_result: set by the core, called from any
-    thread."""
+    """The `GroupRunner` (engine/vote.py) of an engine's leader.
+
+    model: the rank of this process.
+    team: the other ranks of the engine; None if there are none.
+    """
 
     def __init__(self, model: ModelRunnerBase, team: Team | None = None) -> None:
         super().__init__(model)
         self.team = team
         self.on_placement_result: Callable[[PlacementResult], None] | None = None
         self._on_traced: Callable[[Traced], object] | None = None
-        model.on_placement_result = lambda result: (
-            (callback := self.on_placement_result) and callback(result)
-        )  # it may become None meanwhile
+        model.on_placement_result = self._forward_placement_result
         self._lost: PeerLost | None = PeerLost("this engine has not joined its group yet")
         self.overtaken = False
-        self._newest: StepPlan | None = None  # the last one that has begun
+        self._newest: StepPlan | None = None  # the last plan that has begun
         self._dp_rank = 0
         self._policy = OverlapPolicy(
             "off" if len(model.ubatches.ubatches) == 1 else model.config.parallel.dbo
@@ -66,10 +65,10 @@ class GroupedRunner(ThreadedRunner):
         self._on_traced = on_traced
 
     def prepare_model(self, progress: Progress) -> Limits:
-        """Load and warms up all ranks of the engine, in a thread without a loop. Raises
-        ConfigError.
+        """Load and warm up all ranks of the engine. To be called in a thread without an event loop.
 
-        Returns the limits of all ranks: what the rank with the least memory can hold.
+        Return the limits of all ranks, which fit in the memory of the smallest one. Raises
+        ConfigError.
         """
         model = self.runner
         team = self.team
@@ -78,18 +77,18 @@ class GroupedRunner(ThreadedRunner):
         team.wait_connected()
         report = team.on_progress = _SlowestProgress(model.world.tp_size, progress)
         placement = None if model.placement is None else model.placement.to_table()
-        builds = team.ask(Build(model.config, model.world, placement))
+        builds = team.send(Build(model.config, model.world, placement))
         budget = asyncio.run(self.call(model.load, lambda name, percent: report(0, name, percent)))
         limits = model.resolve(min([budget, *(done.value for done in all_done(builds))]))
-        asked = team.ask(Allocate(limits))
+        allocations = team.send(Allocate(limits))
         asyncio.run(
             self.call(model.allocate, limits, lambda name, percent: report(0, name, percent))
         )
-        all_done(asked)
+        all_done(allocations)
         return limits
 
     async def died(self) -> Exception:
-        """Return why this engine cannot go on, once one of its ranks is gone."""
+        """Wait until one of the engine's ranks is gone. Return the cause."""
         if self.team is None:
             return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
         return await asyncio.wrap_future(self.team.dead)
@@ -107,7 +106,7 @@ class GroupedRunner(ThreadedRunner):
         self._dp_rank = join.dp_rank
         members = Members.of(join, 0)
         self._policy.restart(members.size)
-        others = self._ask(join)
+        others = self._send(join)
         own: asyncio.Future[None] = asyncio.ensure_future(
             self.call(self.runner.join, members, join.placement)
         )
@@ -115,7 +114,7 @@ class GroupedRunner(ThreadedRunner):
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not own.done():
-                checked(others.result())  # a worker that failed will not be waited for
+                checked(others.result())  # raises if a worker failed, without waiting for `own`
             await own
             checked(await others)
         except BaseException as exc:
@@ -127,30 +126,34 @@ class GroupedRunner(ThreadedRunner):
             raise
 
     async def leave(self) -> None:
-        """Drop all connections; returns when no step runs any more on any rank."""
+        """Close all connections, and wait until no step runs on any rank."""
         self._lost = self._lost or PeerLost("this engine left its group")
-        left = self._ask(Leave())
+        left = self._send(Leave())
         idle = asyncio.ensure_future(self._idle())
         while not idle.done():
             self.runner.leave()
             await asyncio.wait({idle}, timeout=LEAVE_AGAIN_S)
         await idle
-        self.runner.leave()  # a `join` may have got through just before its thread was idle
+        self.runner.leave()  # a `join` may have succeeded just before its thread became idle
         await left
 
-    def _ask(self, what: msgspec.Struct) -> asyncio.Future[list[CommandDone]]:
-        """Send the engine's other ranks a command. Returns their answers."""
-        asked = [] if self.team is None else self.team.ask(what)
-        answers = asyncio.gather(*map(asyncio.wrap_future, asked))
-        answers.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # `died` reports it as well
-        return answers
+    def _send(self, what: msgspec.Struct) -> asyncio.Future[list[CommandDone]]:
+        """Send a command to the engine's other ranks. Return a future of their results."""
+        sent = [] if self.team is None else self.team.send(what)
+        results = asyncio.gather(*map(asyncio.wrap_future, sent))
+        # Retrieve an exception that is not awaited: `died` reports it, too.
+        results.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return results
+
+    def _forward_placement_result(self, result: PlacementResult) -> None:
+        callback = self.on_placement_result  # the core may set it to None in the meantime
+        if callback is not None:
+            callback(result)
 
     def prepare(self, placement: PlacementTable) -> None:
-        """Begin to prepare a placement on all ranks, in the background."""
+        """Start to prepare a placement on all ranks in the background."""
         if self.team is not None:
-            self.team.ask(Prepare(placement))
+            self.team.send(Prepare(placement))
         self.runner.peers.prepare(placement)
 
     def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
@@ -158,24 +161,24 @@ class GroupedRunner(ThreadedRunner):
         if self.team is None:
             super().prepare_grammar(job, on_done)
             return
-        asked = self.team.ask(PrepareGrammar(job))
-        all_ranks = _AllPrepared(1 + len(asked), on_done)
-        for answer in asked:
-            answer.add_done_callback(all_ranks.add_answer)
+        sent = self.team.send(PrepareGrammar(job))
+        all_ranks = _AllPrepared(1 + len(sent), on_done)
+        for result in sent:
+            result.add_done_callback(all_ranks.add_result)
         super().prepare_grammar(job, all_ranks.add)
 
     def drop_grammars(self, tickets: Sequence[int]) -> None:
-        """Forget prepared grammars on all ranks."""
+        """Drop prepared grammars on all ranks."""
         if self.team is not None:
-            self.team.ask(DropGrammars(list(tickets)))
+            self.team.send(DropGrammars(list(tickets)))
         super().drop_grammars(tickets)
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Whether two micro-batches would pay for this plan."""
+        """Whether two micro-batches would be faster for this plan, or as fast."""
         return self._policy.ubatches_ok(plan)
 
     def close(self) -> None:
-        """End the other ranks, then this one, also in the middle of a step that waits for peers."""
+        """End the other ranks, then this one, even while a step waits for peers."""
         model = self.__dict__.get("runner")
         if model is None:
             return
@@ -193,18 +196,19 @@ class GroupedRunner(ThreadedRunner):
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._newest = plan
         if self.team is not None and plan.num_drafts_R is not None:
-            # What this rank guesses goes for all: a proposer that has had a step which runs again,
-            # because it failed on another rank, guesses something else than the others.
+            # All ranks use the drafts of this rank. Their own could differ: when a step is run
+            # again because it failed on one rank, the proposers of other ranks have already seen
+            # its result.
             plan = replace(plan, drafts_N=self.runner.drafts_of(plan).cpu().numpy())
-        asked = [] if self.team is None else self.team.ask(Run(encode_plan(plan)))
+        sent = [] if self.team is None else self.team.send(Run(encode_plan(plan)))
         collect = super()._begin(plan)
 
         def wait() -> StepResult:
             result = collect()
             if self.team is not None:
-                done = all_done(asked)
+                done = all_done(sent)
                 self._compare(self.team, plan, result, done)
-                if any(answer.kv_lost for answer in done):
+                if any(other.kv_lost for other in done):
                     result = replace(result, kv_lost=True)
             self._policy.note(plan, result)
             return result
@@ -214,14 +218,14 @@ class GroupedRunner(ThreadedRunner):
     def _compare(
         self, team: Team, plan: StepPlan, result: StepResult, done: Sequence[CommandDone]
     ) -> None:
-        """Raise EngineDied if a rank has other tokens than this one; forward their traces."""
-        mine = checksum(result)
-        for tp_rank, answer in enumerate(done, 1):
-            if answer.value != mine:
+        """Raise EngineDied if a rank has other tokens than this one. Forward the ranks' traces."""
+        expected = checksum(result)
+        for tp_rank, other in enumerate(done, 1):
+            if other.value != expected:
                 raise EngineDied(
                     f"tensor-parallel rank {tp_rank} has other tokens than rank 0 in step "
-                    f"{plan.step}: the machine's "
-                    "arithmetic is not reproducible, or there is a bug in moeserve"
+                    f"{plan.step}: the machine's arithmetic is not reproducible, or there is a bug "
+                    "in moeserve"
                 )
         if self._on_traced is not None and plan.decision is not None and plan.decision.trace:
             for traced in team.traced(done, plan.decision.step, self._dp_rank):
@@ -246,9 +250,10 @@ class GroupedRunner(ThreadedRunner):
 
 
 class _AllPrepared:
-    """Waits for the reports of all ranks about one grammar, then passes on the first error or "".
+    """Waits until all ranks have prepared a grammar, then calls `on_done` with the first error, or
+    with "".
 
-    A rank that is lost never reports: its engine ends.
+    A lost rank never reports, but then its engine ends.
     """
 
     def __init__(self, size: int, on_done: Callable[[str], None]) -> None:
@@ -258,7 +263,7 @@ class _AllPrepared:
         self._lock = threading.Lock()
 
     def add(self, error: str) -> None:
-        """Add one rank's report; from any thread."""
+        """Add the result of one rank. May be called from any thread."""
         with self._lock:
             self._missing -= 1
             self._error = self._error or error
@@ -266,17 +271,17 @@ class _AllPrepared:
         if complete:
             self._on_done(self._error)
 
-    def add_answer(self, answer: "Future[CommandDone]") -> None:
-        """Add the report of another rank."""
-        if not answer.cancelled() and answer.exception() is None:
-            self.add(answer.result().error)
+    def add_result(self, result: "Future[CommandDone]") -> None:
+        """Add the result of another rank. To be added as its done callback."""
+        if not result.cancelled() and result.exception() is None:
+            self.add(result.result().error)
 
 
 class _SlowestProgress:
-    """Reports the progress of several ranks as one: that of the slowest."""
+    """Reports the progress of the slowest of several ranks."""
 
     def __init__(self, size: int, progress: Progress) -> None:
-        self._at = [("starting", 0)] * size
+        self._at = [("starting", 0)] * size  # phase and percent of each rank
         self._progress = progress
         self._reported = 0
 
@@ -289,6 +294,6 @@ class _SlowestProgress:
 
 
 def checksum(result: StepResult) -> int:
-    """Return a checksum of a step's tokens, which is equal on all ranks of an engine."""
+    """Return a checksum of a step's tokens, which must be equal on all ranks of an engine."""
     arrays = result.tokens_N, result.counts_S
     return zlib.crc32(b"".join(array.tobytes() for array in arrays if array is not None))

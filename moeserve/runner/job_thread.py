@@ -10,13 +10,13 @@ class JobThread:
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # `stop` must queue the last entry
+        self._lock = threading.Lock()  # so that nothing is queued after the end marker of `stop`
         self._stopped = False
         self.thread = threading.Thread(target=self._run, args=(enter,), name=name, daemon=True)
         self.thread.start()
 
     def do(self, job: Callable[[], None]) -> bool:
-        """Queue a job; return False if the thread has stopped and will never run it."""
+        """Queue a job. Return False if the thread has stopped and will not run it."""
         with self._lock:
             if self._stopped or not self.thread.is_alive():
                 return False
@@ -34,4 +34,4 @@ class JobThread:
         enter()
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # a thread that waits must not keep a step's tensors alive
+            del job  # so that an idle thread does not keep a step's tensors alive

@@ -1,9 +1,9 @@
-"""The device's KV blocks.
+"""The KV blocks on the device.
 
-KV groups of one pool draw block ids from it, and a block belongs to one group at a time. So layers
-of different groups share memory: the i-th layers of all groups with the same tensors in their
-caches have one cache slot, and there are as many of them as the largest of these groups has such
-layers.
+All KV groups of a pool allocate block ids from it, and a block belongs to one group at a time.
+Therefore layers of different groups can share memory, called a cache slot: the i-th layers of all
+groups share one, if their caches have the same tensors. There are as many cache slots as the
+largest group has layers.
 
     rules (full, window 64, full, window 64): groups {0, 2} and {1, 3}
     layers 0 and 1 share a cache slot, layers 2 and 3 another
@@ -22,7 +22,7 @@ from moeserve.models.spec import ModelSpec
 from moeserve.ops.inputs import LayerCache, entry_width
 from moeserve.runner.tables import lazy_zeros
 
-# The tensors of a layer's cache, and the layer's number among those of its group that are alike.
+# The tensors of a layer's cache, and the layer's index among the layers of its group with the same.
 CacheSlot = tuple[tuple[CacheTensor, ...], int]
 
 
@@ -45,7 +45,7 @@ def cache_slots(
 def block_shape(
     tensor: CacheTensor, group: KVGroup, dtype: torch.dtype
 ) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Return the shape of a block of the tensor, and its type."""
+    """Return the shape and the dtype of one block of a cache tensor."""
     if not group.has_states:
         return (group.block_size, tensor.heads, entry_width(tensor.width, dtype)), dtype
     assert group.rule.tile is not None
@@ -61,8 +61,8 @@ def block_bytes(
     *,
     pool: int = 0,
 ) -> int:
-    """Return the bytes of one block of a pool over all cache slots on one of tp_size ranks; 0 if
-    no group takes blocks from it.
+    """Return the bytes of one block of a pool over all cache slots, on one of tp_size ranks; 0 if
+    no group uses the pool.
     """
     mine = [group for group in groups if group.pool == pool]
     if not mine:
@@ -76,11 +76,13 @@ def block_bytes(
 
 
 class KVCache:
-    """The KV blocks on the device; `layers[i]` is the cache of layer i, and `draft_layers[i]` that
-    of the drafter's layer i.
+    """The KV blocks on the device, initialized to zeros.
 
-    Everything starts as zeros; block 0 of a pool is the null block, whose content is never used.
-    num_states: blocks of recurrent layers' states. tp_size: ranks that share the heads.
+    `layers[i]` is the cache of layer i, and `draft_layers[i]` the cache of layer i of the draft
+    model. Block 0 of each pool is the null block, whose content is never used.
+
+    num_states: blocks of states of recurrent layers.
+    tp_size: ranks that share the heads.
     """
 
     def __init__(
@@ -109,19 +111,14 @@ class KVCache:
         self.draft_layers = caches[spec.num_layers :]
 
     def clear_null_block(self) -> None:
-        """Zero the null blocks, where dummy steps write."""
+        """Set the null blocks to zero, after dummy steps have written to them."""
         for pool in self.pools.values():
             for tensor in pool.tensors:
                 tensor[0].zero_()
 
 
 class PoolCache:
-    """The blocks of one pool.
-
-    Attributes: `layers[i]`, the cache of layer i if it is in one of these groups; `tensors`, the
-    memory of all of them as bytes, uint8 [num_blocks, bytes of a block], since blocks are moved
-    whatever is in them; `tensors_of[i]`, the numbers of layer i's tensors among these.
-    """
+    """The blocks of one pool."""
 
     def __init__(
         self,
@@ -132,9 +129,10 @@ class PoolCache:
         device: torch.device,
         tp_size: int = 1,
     ) -> None:
-        self.layers: dict[int, LayerCache] = {}
+        self.layers: dict[int, LayerCache] = {}  # the cache of each layer of these groups
+        # The memory of all caches as bytes, to move blocks: uint8 [num_blocks, bytes per block].
         self.tensors: list[Tensor] = []
-        self.tensors_of: dict[int, tuple[int, ...]] = {}
+        self.tensors_of: dict[int, tuple[int, ...]] = {}  # indices into `tensors`, by layer
         made: dict[CacheSlot, tuple[LayerCache, tuple[int, ...]]] = {}
         for layer, slot in cache_slots(groups, spec, tp_size).items():
             if slot not in made:

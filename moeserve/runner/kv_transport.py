@@ -1,7 +1,8 @@
-"""Moves KV blocks between the device and where a connector keeps them.
+"""Move KV blocks between the device and the store of a connector.
 
 `KVTransport` is the runner's half of a connector (engine/connector.py). A plan says which blocks to
-save and to load. Loading may overlap with computing: layer by layer, each before it is computed.
+save and to load. Loading may overlap with the forward pass: the blocks of each layer are needed
+only when the layer is computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,38 +18,42 @@ from moeserve.ops.inputs import LayerCache
 from moeserve.runner.kv_cache import PoolCache
 from moeserve.runner.tables import Upload, lazy_zeros
 
-AT_ONCE = 64  # blocks that are moved together: their buffer is no larger than a step's work space
-PORTABLE = 1  # of cudaHostRegister: for all contexts
+AT_ONCE = 64  # blocks that are moved together, so that their buffer is small
+PORTABLE = 1  # flag of cudaHostRegister: for all contexts
 
 
 class Loading(Protocol):
     """The loads of one plan. The thread that launches steps calls all methods but `lost`."""
 
     def before_layer(self, layer: int) -> None:
-        """Return when work that is launched from now on finds the layer's blocks loaded."""
+        """Wait until work that is launched from now on will find the layer's blocks loaded."""
 
     def finish(self) -> None:
-        """The same for all layers. Called when the forward pass is launched, or before a graph."""
+        """Do the same for all layers. Called after the forward pass was launched, or before a graph
+        is.
+        """
 
     def lost(self) -> bool:
-        """Return whether some block is not what it should be. Called once the step is done."""
+        """Return whether some block could not be loaded. Called once the step is done."""
 
 
 class KVTransport(Protocol):
-    """Moves blocks as plans say. A plan that runs again is loaded again, and not saved again."""
+    """Moves blocks as plans say. If a plan runs again, its blocks are loaded again but not saved
+    again.
+    """
 
     def register(self, pools: Mapping[int, PoolCache]) -> None:
-        """Learn where the device's blocks are. Called once."""
+        """Set the memory of the device's blocks. Called once."""
 
     def save(self, moves: Sequence[BlockMove]) -> None:
-        """Copy blocks that the plan may overwrite."""
+        """Copy blocks from the device, before the plan overwrites them."""
 
     def load(self, moves: Sequence[BlockMove]) -> Loading:
-        """Begin to copy blocks to the device."""
+        """Start to copy blocks to the device."""
 
 
 class LayersAsLoaded(Sequence[LayerCache]):
-    """The caches of layers, which gives out each when its blocks are loaded."""
+    """The caches of layers. Access to a layer waits until its blocks are loaded."""
 
     def __init__(
         self, layers: Sequence[LayerCache], before_layer: Callable[[int], None], first: int = 0
@@ -79,10 +84,12 @@ class LayersAsLoaded(Sequence[LayerCache]):
 
 
 class HostTransport:
-    """The KVTransport of the host store: `num_entries[pool]` blocks in this process's memory.
+    """The KVTransport of the host store, in the memory of this process.
 
-    On CPUs a layer's blocks are copied right before the layer is computed, when they stay in the
-    processor's cache. To other devices all are copied at once, in the device's order.
+    On CPUs, a layer's blocks are copied right before the layer is computed, so that they stay in
+    the CPU cache. To other devices, all blocks are copied at once, in stream order.
+
+    num_entries: the number of host blocks of each pool.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class HostTransport:
         self._pools: dict[int, _HostPool] = {}
 
     def register(self, pools: Mapping[int, PoolCache]) -> None:
-        """Allocate the host blocks. Raise ConfigError if they cannot be locked for the device."""
+        """Allocate the host blocks. Raises ConfigError if they cannot be page-locked for a GPU."""
         for number, pool in pools.items():
             shape = (self._num_entries.get(number, 0), sum(t.shape[1] for t in pool.tensors))
             if self._device.type == "cuda":
@@ -104,12 +111,10 @@ class HostTransport:
             self._pools[number] = _HostPool(pool, entries, self._upload)
 
     def save(self, moves: Sequence[BlockMove]) -> None:
-        """Copy blocks to the host. Asynchronous, in the device's order."""
-        for number, pool in self._pools.items():
+        for number, pool in self._pools.items():  # asynchronous, in stream order
             pool.save([move for move in moves if move.pool == number])
 
     def load(self, moves: Sequence[BlockMove]) -> "HostLoading":
-        """Begin to copy blocks from the host."""
         of_pool = {
             number: [move for move in moves if move.pool == number] for number in self._pools
         }
@@ -121,14 +126,13 @@ class HostTransport:
 
 
 class HostLoading:
-    """Copies from the host that are not made yet: moves of some pools."""
+    """The blocks of a plan that are still to be copied from the host, by pool."""
 
     def __init__(self, moves: Sequence[tuple["_HostPool", Sequence[BlockMove]]]) -> None:
         self._moves = moves
         self._left = [set(range(len(pool.cache.tensors))) for pool, _ in moves]  # tensors
 
     def before_layer(self, layer: int) -> None:
-        """Copy the layer's blocks."""
         for (pool, moves), left in zip(self._moves, self._left, strict=True):
             for tensor in pool.cache.tensors_of.get(layer, ()):
                 if tensor in left:
@@ -136,19 +140,19 @@ class HostLoading:
                     pool.load_tensor(tensor, moves)
 
     def finish(self) -> None:
-        """Copy what no layer has asked for, such as the blocks of a drafter's layers."""
+        """Copy the blocks of the remaining layers, such as those of a draft model."""
         for (pool, moves), left in zip(self._moves, self._left, strict=True):
             while left:
                 pool.load_tensor(left.pop(), moves)
 
     def lost(self) -> bool:
-        """Return False: memory loses nothing."""
         return False
 
 
 class _HostPool:
-    """The host blocks of one pool, uint8 [entries, bytes of a block]: a block's part of each of the
-    pool's tensors, one after the other.
+    """The host blocks of one pool, uint8 [entries, bytes per block].
+
+    A block is the concatenation of its bytes in each tensor of the pool.
     """
 
     def __init__(self, cache: PoolCache, entries: Tensor, upload: Upload) -> None:
@@ -160,32 +164,32 @@ class _HostPool:
 
     def save(self, moves: Sequence[BlockMove]) -> None:
         for batch in _batches(moves):
-            blocks, packed, parts = self._packed(batch)
-            for tensor, part in zip(self.cache.tensors, parts, strict=True):
-                part.copy_(tensor.index_select(0, blocks))
+            blocks, packed, columns = self._packed(batch)
+            for tensor, column in zip(self.cache.tensors, columns, strict=True):
+                column.copy_(tensor.index_select(0, blocks))
             for packed_block, move in zip(packed, batch, strict=True):
                 self._entries[move.host_block].copy_(packed_block, non_blocking=True)
 
     def load(self, moves: Sequence[BlockMove]) -> None:
         for batch in _batches(moves):
-            blocks, packed, parts = self._packed(batch)
+            blocks, packed, columns = self._packed(batch)
             for packed_block, move in zip(packed, batch, strict=True):
                 packed_block.copy_(self._entries[move.host_block], non_blocking=True)
-            for tensor, part in zip(self.cache.tensors, parts, strict=True):
-                tensor.index_copy_(0, blocks, part)
+            for tensor, column in zip(self.cache.tensors, columns, strict=True):
+                tensor.index_copy_(0, blocks, column)
 
     def load_tensor(self, number: int, moves: Sequence[BlockMove]) -> None:
-        """Copy one tensor's part of the blocks, on a CPU."""
+        """Copy the bytes of one tensor of the blocks. For CPUs."""
         end = self._ends[number]
-        part = self._entries[:, end - self._widths[number] : end]
+        column = self._entries[:, end - self._widths[number] : end]
         for batch in _batches(moves):
             blocks = torch.tensor([move.block for move in batch])
             entries = torch.tensor([move.host_block for move in batch])
-            self.cache.tensors[number].index_copy_(0, blocks, part.index_select(0, entries))
+            self.cache.tensors[number].index_copy_(0, blocks, column.index_select(0, entries))
 
     def _packed(self, moves: Sequence[BlockMove]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return the blocks' numbers on the device, a buffer there for as many, and each tensor's
-        part of it.
+        """Return the block numbers, a buffer for so many blocks, and the columns of each tensor in
+        it. All are on the device.
         """
         (blocks,) = self._upload(np.array([move.block for move in moves], dtype=np.int64))
         packed = self.cache.tensors[0].new_empty((len(moves), self._entries.shape[1]))
@@ -197,10 +201,10 @@ def _batches(moves: Sequence[BlockMove]) -> Iterator[Sequence[BlockMove]]:
 
 
 def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros in page-locked host memory. Raise ConfigError if it cannot be locked.
+    """Return zeros in page-locked host memory. Raises ConfigError if it cannot be locked.
 
-    Registered, since torch's own allocator rounds page-locked memory up to powers of two: 64 GiB
-    for 40.
+    The memory is registered with CUDA rather than allocated by torch, because torch rounds up to
+    powers of two: 64 GiB for 40.
     """
     memory = lazy_zeros(shape, dtype, torch.device("cpu"))
     runtime: Any = torch.cuda.cudart

@@ -1,7 +1,7 @@
-"""Resolves the configuration to the limits that scheduler and runner obey, given the model and the
-memory: whether the weights fit, how many KV blocks fit beside them, and how long a context. And
-numbers of states of recurrent layers: those that requests need, and those that the prefix cache
-keeps.
+"""Compute the limits for scheduler and runner from the configuration, the model and the memory.
+
+Do the weights fit? How many KV blocks and recurrent states fit beside them? How long may a context
+be? Settings that do not fit are rejected with the number that would.
 """
 
 import itertools
@@ -19,16 +19,16 @@ from moeserve.runner.sampling.logprobs import PROMPT_ELEMENTS
 from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
 _F32 = 4  # bytes
-ROOM = 256  # tokens of prompts in a step in which all requests that may run decode, at least
-# tokens per request that the default KV size on a shared host provides for, and its states
+ROOM = 256  # least prompt tokens per step when all slots decode
+# Tokens per request for which the default sizes of KV cache and states on a shared host suffice.
 USUAL_LEN = 4096
-# tokens: attention works on tiles of this many, so that blocks must divide them or be made of them
-TILE = 64
+TILE = 64  # tokens in a tile of attention; the block size must divide it or be a multiple of it
 
 
 def check(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError for settings that are wrong whatever memory there is; to be called before
-    loading weights.
+    """Raise ConfigError for settings that are wrong however much memory there is.
+
+    To be called before the weights are loaded.
     """
     size = config.cache.block_size
     asked_len = config.model.max_model_len
@@ -40,20 +40,19 @@ def check(config: Config, spec: ModelSpec) -> None:
         raise ConfigError(
             f"max_model_len={asked_len} is more than the model's own limit of "
             f"{spec.max_position} positions "
-            f"(max_position_embeddings in config.json). Ask for at most {spec.max_position}."
+            f"(max_position_embeddings in config.json). Use at most {spec.max_position}."
         )
     if config.model.packed_cache == "":
-        raise ConfigError("packed_cache is '' and names no folder; name one, or leave it out")
-    if (asked_bytes := config.model.expert_memory) is not None:
+        raise ConfigError("packed_cache is '' and names no folder; name one, or omit it")
+    if (expert_memory := config.model.expert_memory) is not None:
         if config.model.packed_cache == "off":
             raise ConfigError(
-                f"expert_memory={asked_bytes} keeps experts in a file of packed weights, "
-                "and packed_cache is 'off'; "
-                "let it name a folder, or leave it out"
+                f"expert_memory={expert_memory} keeps experts in a file of packed weights, "
+                "but packed_cache is 'off'; set it to a folder, or omit it"
             )
         if spec.moe is None:
             raise ConfigError(
-                f"expert_memory={asked_bytes}, but this model has no experts; leave it out"
+                f"expert_memory={expert_memory}, but this model has no experts; omit it"
             )
     _check_quantization(config.model.quantization, spec)
     if (
@@ -62,9 +61,8 @@ def check(config: Config, spec: ModelSpec) -> None:
         and not spec.stored
     ):
         raise ConfigError(
-            "activations=int8 is for weights of 4 and 8 bits, and the checkpoint's "
-            f"are {spec.dtype}; use "
-            "quantization=int8 or int4, too, or activations=auto"
+            "activations=int8 needs weights of 4 or 8 bits, but the checkpoint's are "
+            f"{spec.dtype}; also use quantization=int8 or int4, or use activations=auto"
         )
     kv_dtype = config.cache.kv_cache_dtype
     for why in (layer.mixer.cache_obstacle(kv_dtype) for layer in spec.cached_layers):
@@ -72,29 +70,31 @@ def check(config: Config, spec: ModelSpec) -> None:
             raise ConfigError(f"kv_cache_dtype={kv_dtype}: {why}; use kv_cache_dtype=auto")
 
 
-def _check_quantization(asked: str, spec: ModelSpec) -> None:
-    if asked == "none":
+def _check_quantization(quantization: str, spec: ModelSpec) -> None:
+    if quantization == "none":
         return
     if spec.stored:
         kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored))
         raise ConfigError(
-            f"quantization={asked}, but the checkpoint's weights are {kinds} already; "
-            "leave it at none"
+            f"quantization={quantization}, but the checkpoint's weights are {kinds} already; "
+            "use quantization=none"
         )
     widths = {inputs for _, inputs in spec.products()} | {spec.hidden_size, spec.expert_size}
     odd = sorted(width for width in widths if width % INT4_GROUPS[-1])
-    if asked == "int4" and odd:
+    if quantization == "int4" and odd:
         raise ConfigError(
-            f"quantization=int4 has a scale for every {INT4_GROUPS[-1]} inputs or "
-            "more, and this model has layers with "
-            f"{', '.join(map(str, odd))} inputs, which no multiple of "
-            f"{INT4_GROUPS[-1]} is; use quantization=int8"
+            f"quantization=int4 needs layers whose number of inputs is a multiple of "
+            f"{INT4_GROUPS[-1]}, but this model has layers with {', '.join(map(str, odd))} inputs; "
+            "use quantization=int8"
         )
 
 
 def with_step_tokens(config: Config, least: int) -> Config:
-    """Return the config with the number of tokens per step filled in. least: tokens that keep the
-    device busy; more would only delay requests that decode in the same step."""
+    """Return the config with max_num_batched_tokens set, if it was None.
+
+    least: tokens of a step that use the device fully. More would only delay requests that decode in
+    the same step.
+    """
     if config.scheduler.max_num_batched_tokens is not None:
         return config
     tokens = max(least, config.scheduler.max_num_seqs + ROOM)
@@ -115,39 +115,38 @@ def chunk_tokens(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """Bytes. limit: what may be used in all; used: what counts against the limit now; free: what
-    could be had now.
-    """
+    """The memory of a device, in bytes."""
 
-    limit: int
-    used: int
-    free: int
+    limit: int  # that may be used in all
+    used: int  # now, of the limit
+    free: int  # that could be allocated now
 
     def shared(self, ranks: int) -> "MemoryFacts":
-        """Return the share of one of several ranks: an equal part of the limit and of what is
-        free.
-        """
+        """Return the memory of one of several ranks, with an equal share of `limit` and `free`."""
         return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
 
 
 def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
-    """Return the bytes for KV blocks, measured with the weights in place: the share of the limit
-    that is left beside everything used and the work space of a step, and never more than that share
-    of what is free now. mapped: bytes of files that the weights are in, which the system counts as
-    free."""
+    """Return the bytes for KV blocks.
+
+    That is `utilization` times the limit, less the memory in use and the workspace of a step, but
+    no more than `utilization` times the free memory, less the workspace.
+
+    memory: measured after the weights were loaded.
+    mapped: bytes of memory-mapped weights, which the operating system counts as free.
+    """
     free = int(utilization * (memory.free - mapped))
     return max(0, min(int(utilization * memory.limit) - memory.used, free) - workspace)
 
 
 def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
-    """Raises DoesNotFit before a load that could only end with the kernel killing this process."""
+    """Raise DoesNotFit if loading would end with the out-of-memory killer."""
     if weight_bytes > memory.free:
         raise DoesNotFit(
-            f"the weights that this process loads take {_mib(weight_bytes)} and "
-            f"{_mib(memory.free)} of memory are free "
-            f"(limit {_mib(memory.limit)}). Free some memory, raise the limit, choose "
-            "a smaller model or dtype, "
-            "shard the experts over more machines, or keep some on disk (expert_memory, on CPUs)."
+            f"the weights that this process loads take {_mib(weight_bytes)}, but only "
+            f"{_mib(memory.free)} of memory are free (limit {_mib(memory.limit)}). Free some "
+            "memory, raise the limit, choose a smaller model or dtype, shard the experts over more "
+            "machines, or keep some on disk (expert_memory, on CPUs)."
         )
 
 
@@ -157,7 +156,7 @@ def blocks_for(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
 
 
 def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, limit: int) -> int:
-    """Return the longest request, up to `limit` tokens, that usable_blocks hold."""
+    """Return the length of the longest request, up to `limit`, that fits in usable_blocks."""
     low = 0
     high = limit
     while low < high:
@@ -178,12 +177,13 @@ def resolve(
     *,
     fill: bool,
 ) -> tuple[Limits, tuple[str, ...]]:
-    """Return the limits and notes about them for the user. budget: bytes for KV blocks, from
-    `kv_budget`.
+    """Return the limits, and notes about them for the user.
 
-    fill: take the whole budget (a device of our own) rather than what the requests can use (a
-    shared host). Raises DoesNotFit with the number that would fit when a length or a size was asked
-    for and does not.
+    budget: bytes for KV blocks, from `kv_budget`.
+    fill: use the whole budget (on a GPU), not only the part that requests are likely to use (on a
+    host with other programs).
+
+    Raises DoesNotFit if a configured length or size does not fit, with the number that would.
     """
     cache = config.cache
     chunk = chunk_tokens(config)
@@ -204,23 +204,19 @@ def resolve(
                 if n - 1 - int(config.scheduler.watermark * n) >= one
             )
             raise DoesNotFit(
-                f"{have:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold "
-                "even one block of a request: "
-                f"{least * bytes_per_block:,} is the least. Free some memory, raise "
-                "--memory-utilization or "
-                "--kv-cache-bytes, or choose a smaller model."
+                f"{have:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold even one "
+                f"block of a request: {least * bytes_per_block:,} is the least. Free some memory, "
+                "raise --memory-utilization or --kv-cache-bytes, or choose a smaller model."
             )
         if asked_len is not None:
             raise DoesNotFit(
-                f"max_model_len={wanted_len} needs {_mib(need)} for KV blocks, "
-                f"{_mib(have)} are available. "
-                f"max_model_len={fits} would fit; or give more memory "
+                f"max_model_len={wanted_len} needs {_mib(need)} for KV blocks, but {_mib(have)} "
+                f"are available. max_model_len={fits} would fit. Or provide more memory "
                 "(--memory-utilization, --kv-cache-bytes)."
             )
         notes = (
-            f"max_model_len reduced from {wanted_len} to {fits}: the model's whole "
-            f"context needs {_mib(need)} for KV "
-            f"blocks, {_mib(have)} are available",
+            f"max_model_len reduced from {wanted_len} to {fits}: the model's whole context needs "
+            f"{_mib(need)} for KV blocks, but {_mib(have)} are available",
         )
     limits = Limits(
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -252,16 +248,15 @@ def _num_blocks(
     if asked_bytes is not None:
         if asked_bytes > budget:
             raise DoesNotFit(
-                f"kv_cache_bytes={asked_bytes} ({_mib(asked_bytes)}) was asked for, but "
-                f"only {_mib(budget)} are left "
-                f"beside weights and work space: ask for at most {budget}."
+                f"kv_cache_bytes={asked_bytes} ({_mib(asked_bytes)}) does not fit: only "
+                f"{_mib(budget)} are left beside weights and workspace. Use at most {budget}."
             )
         return asked_bytes // bytes_per_block
     if fill:
         return affordable
     usual = blocks_for(groups, min(wanted_len, USUAL_LEN), chunk)
     useful = max(config.scheduler.max_num_seqs * usual, blocks_for(groups, wanted_len, chunk)) + 1
-    # One more block for each that the watermark keeps free.
+    # Add the blocks that the watermark keeps free.
     return min(affordable, int(useful / (1 - config.scheduler.watermark)) + 1)
 
 
@@ -271,10 +266,12 @@ def workspace_bytes(
     dtype: torch.dtype,
     inflow: model_workspace.Inflow | None = None,
 ) -> int:
-    """Return the bytes of a forward pass of a full step, all requests' logits in fp32 with one
-    copy, and the sampler's chunks.
+    """Return the workspace of a step of maximum size.
 
-    inflow: what other ranks send here, None where experts compute for this rank alone.
+    It is the sum of the forward pass, the fp32 logits of all requests with one copy, and the chunks
+    of the sampler.
+
+    inflow: the memory for what other ranks send; None if experts compute for this rank only.
     """
     tokens = step_tokens(config)
     rows = min(config.scheduler.max_num_seqs, tokens)
@@ -292,55 +289,54 @@ def _mib(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StateRoom:
-    """Blocks of states, the null block included, and of those that the host store can hold; the
-    memory that both leave to other blocks, as a config and a budget; and a note for the user."""
+    """The memory for states of recurrent layers, and the rest."""
 
-    num_states: int
-    num_stored: int
-    config: Config
-    budget: int
-    notes: tuple[str, ...] = ()
+    num_states: int  # blocks of states, the null block included
+    num_stored: int  # blocks of states in the host store
+    config: Config  # with the remaining memory, and with fewer slots if needed
+    budget: int  # remaining bytes for KV blocks
+    notes: tuple[str, ...] = ()  # for the user
 
 
 def check_block_size(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError if blocks are no whole number of tiles, or if no layer has entries per
-    token.
+    """Raise ConfigError if a block is not a whole number of tiles, or if all layers are
+    recurrent.
     """
     tiles = {rule.tile for rule in spec.kv_rules if rule.tile is not None}
     size = config.cache.block_size
     if wrong := sorted(tile for tile in tiles if size % tile):
         raise ConfigError(
-            f"block_size={size}: the recurrent layers of {spec.architecture} work on "
-            f"tiles of {wrong[0]} tokens, of "
-            "which a block must be a whole number; use block_size=16, 32 or 64"
+            f"block_size={size} must be a multiple of {wrong[0]}, the tokens in a tile of the "
+            f"recurrent layers of {spec.architecture}; use block_size=16, 32 or 64"
         )
     if tiles and all(rule.tile is not None for rule in spec.kv_rules):
         raise ConfigError(
-            f"{spec.architecture}: every layer is recurrent, and one with a cache per "
-            "token is needed"
+            f"{spec.architecture}: all layers are recurrent, but at least one layer with a KV "
+            "cache is needed"
         )
 
 
 def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> StateRoom:
-    """Share out the budget. state_bytes: of a block of states over all layers; 0: the model has
-    none.
+    """Divide the budget between states and KV blocks. Reduce max_num_seqs if the states of so many
+    requests do not fit.
 
-    fill: take the whole share rather than what the requests can use. Fewer requests run at once
-    where their states do not fit. Raises DoesNotFit if not even one's do.
+    state_bytes: size of a block of states of all layers; 0: the model has none.
+    fill: use the whole share of states, not only the part that requests are likely to use.
+
+    Raises DoesNotFit if the states of one request do not fit.
     """
     if not state_bytes:
-        return StateRoom(0, 0, config, budget)
-    asked = config.cache.kv_cache_bytes
-    total = budget if asked is None else min(asked, budget)
+        return StateRoom(num_states=0, num_stored=0, config=config, budget=budget)
+    kv_cache_bytes = config.cache.kv_cache_bytes
+    total = budget if kv_cache_bytes is None else min(kv_cache_bytes, budget)
     room = int(config.cache.state_share * total)
     affordable = room // state_bytes
     fits = (affordable - 1) // STATES_HELD
     if fits < 1:
         raise DoesNotFit(
-            f"states of recurrent layers take {state_bytes:,} bytes a block, a "
-            f"request needs {STATES_HELD}, and "
-            f"{room:,} bytes are there for them. Raise --memory-utilization, "
-            "--kv-cache-bytes or state_share."
+            f"a request needs {STATES_HELD} blocks of {state_bytes:,} bytes for the states of "
+            f"recurrent layers, but only {room:,} bytes are available for them. Raise "
+            "--memory-utilization, --kv-cache-bytes or state_share."
         )
     running = config.scheduler.max_num_seqs
     notes: tuple[str, ...] = ()
@@ -351,19 +347,20 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
         )
     running = min(fits, running)
     useful = running * (STATES_HELD + USUAL_LEN // config.cache.block_size) + 1
-    number = affordable if fill or asked is not None else min(affordable, useful)
-    left = replace(
-        config,
-        scheduler=replace(config.scheduler, max_num_seqs=running),
-        cache=replace(
-            config.cache, kv_cache_bytes=None if asked is None else asked - number * state_bytes
+    num_states = affordable if fill or kv_cache_bytes is not None else min(affordable, useful)
+    num_stored = int(config.cache.state_share * config.cache.host_store_bytes) // state_bytes
+    cache = replace(
+        config.cache,
+        kv_cache_bytes=(
+            None if kv_cache_bytes is None else kv_cache_bytes - num_states * state_bytes
         ),
+        host_store_bytes=config.cache.host_store_bytes - num_stored * state_bytes,
     )
-    stored = int(config.cache.state_share * config.cache.host_store_bytes) // state_bytes
-    left = replace(
-        left,
-        cache=replace(
-            left.cache, host_store_bytes=left.cache.host_store_bytes - stored * state_bytes
-        ),
+    scheduler = replace(config.scheduler, max_num_seqs=running)
+    return StateRoom(
+        num_states=num_states,
+        num_stored=num_stored,
+        config=replace(config, scheduler=scheduler, cache=cache),
+        budget=budget - num_states * state_bytes,
+        notes=notes,
     )
-    return StateRoom(number, stored, left, budget - number * state_bytes, notes)

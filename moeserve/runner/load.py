@@ -1,5 +1,7 @@
-"""Loads this rank's part of a model: the loader reads weights, the family builds layers, the ops
-table computes.
+"""Load this rank's part of a model.
+
+The checkpoint gives the tensors, the model family's load plan says which of them belong to this
+rank, the ops table packs them for its kernels, and `build_decoder` builds the layers.
 """
 
 import logging
@@ -46,33 +48,29 @@ from moeserve.runner.limits import MemoryFacts, check_weights_fit
 log = logging.getLogger(__name__)
 _DUMMY = "load_format=dummy is for one rank"
 Progress = Callable[[str, int], None]  # description of the phase, percent of the whole
-# percent of start-up that reading the weights takes
+# Percent of the start at which reading the weights begins and ends.
 READ_FROM = 5
 READ_TO = 85
 
 
 class Shard(NamedTuple):
-    """The part of the model that a rank holds, and its connections to other ranks.
-
-    placement: the experts of each rank; None for a model without any. backends: in order of
-    preference. max_tokens: of one step on one rank.
-    """
+    """The part of the model that a rank holds, and its connections to other ranks."""
 
     world: World
-    placement: Placement | None
+    placement: Placement | None  # of the experts; None for a model without experts
     tp: TensorParallel
-    backends: Sequence[All2All]
+    backends: Sequence[All2All]  # in order of preference
     ubatches: int
-    max_tokens: int
+    max_tokens: int  # of one step on one rank
 
 
 class Loaded(NamedTuple):
-    """A model and what stays of loading it."""
+    """A loaded model."""
 
     model: Decoder
-    files: ExpertFiles  # single experts can be read from them
-    mapped_bytes: int  # of weights that lie in a file
-    expert_cache: Any  # the native one, where experts are on disk; else None
+    files: ExpertFiles  # to read single experts later
+    mapped_bytes: int  # weights in memory-mapped files
+    expert_cache: Any  # the native cache, if experts are on disk; otherwise None
 
 
 def load_model(
@@ -81,16 +79,17 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     config: Config,
-    asked: QuantizeTo | None,
+    quantize_to: QuantizeTo | None,
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
 ) -> Loaded:
     """Load this rank's part of a model.
 
-    asked: how to quantise linear layers. memory: of the device.
+    quantize_to: the dtype to which linear layers are quantized at load time; None: as stored.
+    memory: of the device.
 
-    Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
+    Raises ConfigError (CheckpointError, DoesNotFit).
     """
     dummy = config.model.load_format == "dummy"
     expert_memory = config.model.expert_memory
@@ -106,27 +105,29 @@ def load_model(
     checkpoint = _for_kernels(checkpoint, ops, config)
     described = checkpoint
     if dummy:
-        described = _for_kernels(imagined(model_dir, plan, spec.stored, asked), ops, config)
-    num_bytes = weight_bytes(described, plan, ops, asked)
-    check_weights_fit(num_bytes - _on_disk(described, plan, ops, asked, expert_memory), memory)
+        described = _for_kernels(imagined(model_dir, plan, spec.stored, quantize_to), ops, config)
+    num_bytes = weight_bytes(described, plan, ops, quantize_to)
+    check_weights_fit(
+        num_bytes - _on_disk(described, plan, ops, quantize_to, expert_memory), memory
+    )
     folder = _folder(config, ops, num_bytes)
-    _check_kernels(ops, described, plan, asked, folder, expert_memory, ops.lossless)
+    _check_kernels(ops, described, plan, quantize_to, folder, expert_memory, ops.lossless)
     _log_activations(ops, spec, checkpoint, shard)
     files = ExpertFiles(
         checkpoint,
         lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
         dtype,
         device,
-        asked,
+        quantize_to,
     )
     percent = _Percent(progress)
     if not (shard.world.size > 1 or expert_memory):
-        ops = _with_room(ops, described, plan, asked)
+        ops = _with_room(ops, described, plan, quantize_to)
     cache = None
-    # A later placement would leave a file that no start looks for again.
+    # Only for the initial placement: no later start would use the file of another one.
     if folder and not (shard.placement and shard.placement.version):
-        forms = f"{asked} {checkpoint.activations} {ops.lossless}"
-        forms += f" {dict(_quantised(described, plan, asked))}"
+        forms = f"{quantize_to} {checkpoint.activations} {ops.lossless}"
+        forms += f" {dict(_quantised(described, plan, quantize_to))}"
         identity = f"{dummy} {files.identity()}"
         cache = PackedCache(
             folder,
@@ -145,7 +146,13 @@ def load_model(
     params_of: Callable[..., Params] = partial(CachedParams, cache) if cache else Params
     reader = RandomReader if dummy else Reader
     with params_of(
-        described, plan, dtype, device=device, asked=asked, progress=percent.read, reader=reader
+        described,
+        plan,
+        dtype,
+        device=device,
+        asked=quantize_to,
+        progress=percent.read,
+        reader=reader,
     ) as params:
         longest = config.model.max_model_len or spec.max_position
         model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
@@ -155,12 +162,15 @@ def load_model(
     if cache:
         cache.finish(lambda: Pace(threading.Event(), SHARE, BYTES_PER_S))
     return Loaded(
-        model, files, cache.mapped_bytes if cache else 0, on_disk.native if on_disk else None
+        model=model,
+        files=files,
+        mapped_bytes=cache.mapped_bytes if cache else 0,
+        expert_cache=on_disk.native if on_disk else None,
     )
 
 
 class _Percent:
-    """Reports each new percent of the weights that were read."""
+    """Reports the progress of reading, once per percent."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -177,11 +187,11 @@ class _Percent:
 
 
 def _log_activations(ops: Ops, spec: ModelSpec, checkpoint: Checkpoint, shard: Shard) -> None:
-    """Log how a checkpoint's quantised activations are computed here, once per engine group."""
+    """Log how the activations of a checkpoint that quantizes them are computed. Once per group."""
     quantised = any(form.activations or form.layout == "ggml" for form in spec.stored)
     if quantised and not shard.world.rank:
         log.info(
-            "the checkpoint quantises activations, too: %s",
+            "the checkpoint quantizes activations, too: %s",
             _activations(ops, spec, checkpoint.activations),
         )
 
@@ -192,62 +202,70 @@ def draft_params(
     model_dir: Path,
     model: Decoder,
     config: Config,
-    asked: QuantizeTo | None,
+    quantize_to: QuantizeTo | None,
     memory: MemoryFacts,
     plan_of: Callable[[Collection[str]], LoadPlan],
 ) -> Iterator[tuple[Params, Ops]]:
-    """Open the checkpoint of a drafter of `model`. plan_of: the plan for its tensors."""
+    """Open the checkpoint of a draft model for the target `model`.
+
+    plan_of: returns the load plan for the names of its tensors.
+    """
     dummy = config.model.load_format == "dummy"
     device = model.ops.device
     dtype = model.ops.dtype
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     plan = plan_of(checkpoint.names)
-    ops = (
-        model.ops.packing_into(new_room) if model.ops.native else model.ops
-    )  # not into a file of packed weights
-    described = imagined(model_dir, plan, spec.stored, asked) if dummy else checkpoint
+    # The draft model is not packed into the target's file of packed weights.
+    ops = model.ops.packing_into(new_room) if model.ops.native else model.ops
+    described = imagined(model_dir, plan, spec.stored, quantize_to) if dummy else checkpoint
     described = _for_kernels(described, ops, config)
-    check_weights_fit(weight_bytes(described, plan, ops, asked), memory)
-    _check_kernels(ops, described, plan, asked)
+    check_weights_fit(weight_bytes(described, plan, ops, quantize_to), memory)
+    _check_kernels(ops, described, plan, quantize_to)
     reader = RandomReader if dummy else Reader
-    with Params(described, plan, dtype, device=device, asked=asked, reader=reader) as params:
+    with Params(described, plan, dtype, device=device, asked=quantize_to, reader=reader) as params:
         yield params, ops
 
 
 def _ops(device: torch.device, dtype: torch.dtype, config: Config, spec: ModelSpec) -> Ops:
-    """Return the kernels that the settings choose; a plugin's for experts are beside the best."""
-    asked = config.device.kernels
-    is_plugin = asked in EXPERT_KERNELS.plugins
-    table: Any = "auto" if is_plugin else asked
+    """Return the ops table for the setting `kernels`. A plugin for experts is used together with
+    the best built-in kernels.
+    """
+    kernels = config.device.kernels
+    is_plugin = kernels in EXPERT_KERNELS.plugins
+    table: Any = "auto" if is_plugin else kernels
     ops = pick_ops(device, dtype, table, obstacle=spec.obstacle, exact=config.device.exact)
-    return replace(ops, asked=asked) if is_plugin else ops
+    return replace(ops, asked=kernels) if is_plugin else ops
 
 
 def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:
-    """Return the table with the attention that the settings choose. Raises ConfigError if it
-    cannot serve.
+    """Return the ops table with the configured attention backend. Raises ConfigError if it is
+    unsupported.
     """
-    asked = config.device.attention_backend
-    if not ops.triton and asked != "auto":
+    backend = config.device.attention_backend
+    if not ops.triton and backend != "auto":
         raise ConfigError(
-            f"attention_backend={asked} needs Triton's kernels, and here serve "
-            f"{ops.chosen}; choose auto"
+            f"attention_backend={backend} needs Triton kernels, but the kernels here are "
+            f"{ops.chosen}; use attention_backend=auto"
         )
-    if not ops.triton or asked == "triton":
+    if not ops.triton or backend == "triton":
         return ops
-    from moeserve.ops.triton_ops import with_flash_attention  # slow to import: only where it serves
+    from moeserve.ops.triton_ops import with_flash_attention  # slow to import
 
     return with_flash_attention(
-        ops, config.cache, asked=asked == "fa3", misfit=spec.obstacle("fa3")
+        ops, config.cache, asked=backend == "fa3", misfit=spec.obstacle("fa3")
     )
 
 
 def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint:
-    """Return the checkpoint with what these kernels make of it. Others than native ones widen all
-    of a GGUF file that has minima: Triton's take gate, up and down quantised, or none of them."""
-    asked = config.model.activations
+    """Return the checkpoint with the form in which these kernels will use its weights.
+
+    Of a GGUF file with minima (k-quants), only the native kernels keep weights quantized. All
+    weights are widened for other kernels, because Triton needs gate, up and down all quantized or
+    none.
+    """
+    activations = config.model.activations
     obstacle = ops.weight_obstacle
-    rows = "float" if asked == "auto" and not ops.native else asked
+    rows = "float" if activations == "auto" and not ops.native else activations
     if obstacle is None or (
         not ops.native and any(weight.form.mins for weight in checkpoint.stored.values())
     ):
@@ -256,78 +274,89 @@ def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint
 
 
 def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
-    """Return the folder for packed weights of so many bytes, None if they are not cached."""
-    asked = config.model.packed_cache
+    """Return the folder for the file of packed weights; None if they are not cached."""
+    packed_cache = config.model.packed_cache
     needed = config.model.expert_memory is not None
     large = config.model.load_format != "dummy" and num_bytes >= LEAST
-    if asked == "off" or (asked is None and not (ops.native and (large or needed))):
+    if packed_cache == "off" or (packed_cache is None and not (ops.native and (large or needed))):
         return None
-    folder = folder_of(asked)
+    folder = folder_of(packed_cache)
     if folder is None and needed:
         raise ConfigError(
-            "expert_memory keeps experts in a file of packed weights, and this user has no home "
-            "directory for it; set HOME, or name a folder by packed_cache"
+            "expert_memory keeps experts in a file of packed weights, but this user has no home "
+            "directory for it; set HOME, or set packed_cache to a folder"
         )
     return folder
 
 
-def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: QuantizeTo | None) -> Ops:
-    """Return the table, which packs large weights into memory whose pages are made ahead."""
+def _with_room(
+    ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, quantize_to: QuantizeTo | None
+) -> Ops:
+    """Return the ops table, set to pack large weights into memory whose pages are prepared ahead of
+    time.
+    """
     packed = replace(plan, params=tuple(param for param in plan.params if is_packed(param.name)))
-    num_bytes = weight_bytes(checkpoint, packed, ops, asked)
+    num_bytes = weight_bytes(checkpoint, packed, ops, quantize_to)
     return (
         ops.packing_into(FreshMemory(num_bytes).room) if ops.native and num_bytes >= LEAST else ops
     )
 
 
 def _on_disk(
-    checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: QuantizeTo | None, expert_memory: int | None
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    ops: Ops,
+    quantize_to: QuantizeTo | None,
+    expert_memory: int | None,
 ) -> int:
-    """Return the bytes of the experts that are not in memory."""
+    """Return the bytes of the experts that stay on disk."""
     if expert_memory is None:
         return 0
     experts = replace(plan, params=tuple(param for param in plan.params if is_expert(param.name)))
-    return max(0, weight_bytes(checkpoint, experts, ops, asked) - expert_memory)
+    return max(0, weight_bytes(checkpoint, experts, ops, quantize_to) - expert_memory)
 
 
 def _check_kernels(
     ops: Ops,
     checkpoint: Checkpoint,
     plan: LoadPlan,
-    asked: QuantizeTo | None,
+    quantize_to: QuantizeTo | None,
     packed_cache: str | None = None,
     expert_memory: int | None = None,
     lossless: Lossless = "off",
 ) -> None:
-    """Raises ConfigError for weights that these kernels do not support, before any is read, and for
-    a setting that none heeds. lossless: what is to be compressed here, whatever drafters have."""
-    here = f"here {ops.device.type} serves by {ops.chosen}"
+    """Raise ConfigError for weights that these kernels do not support, and for settings without
+    effect. Called before the weights are read.
+
+    lossless: the setting lossless_compression; "off" for a draft model, which need not have weights
+    to compress.
+    """
+    here = f"the kernels here are {ops.chosen} on {ops.device.type}"
     native = "--device cpu with kernels: native"
     for name, value in (("expert_memory", expert_memory), ("packed_cache", packed_cache)):
         if value and not ops.native:
             raise ConfigError(
-                f"{name} needs the native kernels for CPUs, and {here}; use no {name}, or {native}"
+                f"{name} needs the native kernels for CPUs, but {here}; omit {name}, or use "
+                f"{native}"
             )
     if checkpoint.activations == "int8" and not ops.native:
         raise ConfigError(
-            f"activations=int8 needs the native kernels, and {here}; use "
-            f"activations=auto, or {native}"
+            f"activations=int8 needs the native kernels, but {here}; use activations=auto, or "
+            f"{native}"
         )
-    quantised = [param.name for param, _ in _quantised(checkpoint, plan, asked)]
+    quantised = [param.name for param, _ in _quantised(checkpoint, plan, quantize_to)]
     if lossless != "off" and not _compressed(ops, plan, quantised):
         which = "experts" if lossless == "experts" else "linear layers"
         raise ConfigError(
-            f"lossless_compression={lossless}, but no {which} of this model have "
-            "16-bit weights, and a multiple of 8 "
-            "inputs; use lossless_compression=off"
+            f"lossless_compression={lossless}, but no {which} of this model have 16-bit weights "
+            "and a multiple of 8 inputs; use lossless_compression=off"
         )
-    instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"
-    for param, form in _quantised(checkpoint, plan, asked):
+    instead = "--quantization none" if quantize_to else "the float16 or bfloat16 checkpoint"
+    for param, form in _quantised(checkpoint, plan, quantize_to):
         if ops.weight_obstacle is None:
             raise ConfigError(
-                "quantised weights need the native kernels for CPUs or Triton's for "
-                f"GPUs, and {here}; use {instead}, "
-                f"or {native}"
+                "quantized weights need the native kernels for CPUs or Triton kernels for GPUs, "
+                f"but {here}; use {instead}, or {native}"
             )
         if (
             form.rows_as(checkpoint.activations) == "int8"
@@ -343,41 +372,42 @@ def _check_kernels(
 
 
 def _quantised(
-    checkpoint: Checkpoint, plan: LoadPlan, asked: QuantizeTo | None
+    checkpoint: Checkpoint, plan: LoadPlan, quantize_to: QuantizeTo | None
 ) -> Iterator[tuple[Param, StoredFormat]]:
-    """Yield each parameter in 4 or 8 bits, and its format."""
+    """Yield each parameter with 4 or 8 bits per weight, and its format."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
         pieces[piece.param].append(piece)
     for param in plan.params:
         if form := format_of(checkpoint, param, pieces[param.name]):
             yield param, form
-        elif asked and param.quantised_on_load:
-            yield param, rounded_format(asked, param.shape[-1])
+        elif quantize_to and param.quantised_on_load:
+            yield param, rounded_format(quantize_to, param.shape[-1])
 
 
-def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
-    """Return how quantised activations are computed here, for the log."""
+def _activations(ops: Ops, spec: ModelSpec, activations: Activations) -> str:
+    """Return how quantized activations are computed here, for the log."""
     if ops.triton and spec.moe:
-        from moeserve.ops.triton_weights import (
-            multiplies_e4m3,
-        )  # slow to import: only where it serves
+        from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import
 
         sizes = spec.hidden_size, spec.expert_size
         if any(multiplies_e4m3(form.kind, form.rows, form.group, *sizes) for form in spec.stored):
             return (
-                "experts' rows become e4m3 with a scale for every 128 elements, all "
-                f"others stay {ops.dtype} here"
+                "here those of experts become e4m3 with a scale for every 128 elements, all others "
+                f"stay {ops.dtype}"
             )
-    if ops.native and any(form.rows_as(asked) == "int8" for form in spec.stored):
-        return "rows become int8 with a scale for every 32 elements (activations: float keeps them)"
-    return f"they stay {ops.dtype} here, weights alone are quantised"
+    if ops.native and any(form.rows_as(activations) == "int8" for form in spec.stored):
+        return "here they become int8 with a scale for every 32 elements, unless activations=float"
+    return f"here they stay {ops.dtype}, only weights are quantized"
 
 
-def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: QuantizeTo | None) -> int:
-    """Return about the bytes of the parameters that a rank loads, as they are in memory."""
+def weight_bytes(
+    checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, quantize_to: QuantizeTo | None
+) -> int:
+    """Return the approximate size in memory of the parameters that a rank loads."""
     narrow = {
-        param.name: form.bytes_per_weight for param, form in _quantised(checkpoint, plan, asked)
+        param.name: form.bytes_per_weight
+        for param, form in _quantised(checkpoint, plan, quantize_to)
     }
     narrow |= dict.fromkeys(_compressed(ops, plan, narrow), BYTES_IN_12_BITS)
     return sum(
@@ -387,13 +417,13 @@ def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Quanti
 
 
 def _compressed(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> list[str]:
-    """Return the names of the parameters that are kept in 12 bits, of a drafter perhaps none."""
+    """Return the names of the parameters that are compressed to 12 bits per weight."""
     if ops.lossless == "off":
         return []
-    asked = is_packed if ops.lossless == "all" else is_expert
+    is_selected = is_packed if ops.lossless == "all" else is_expert
     fit = (
         param
         for param in plan.params
-        if asked(param.name) and not param.fp32 and param.shape[-1] % 8 == 0
+        if is_selected(param.name) and not param.fp32 and param.shape[-1] % 8 == 0
     )
     return [param.name for param in fit if param.name not in quantised]

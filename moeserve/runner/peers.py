@@ -1,5 +1,7 @@
-"""A rank's links to other ranks: the all2all of its MoE layers, the gathers of its engine, the
-placement of experts.
+"""A rank's connections to other ranks.
+
+They are the all-to-all of the MoE layers, the all-gathers of a tensor-parallel engine, and the
+placement of experts, which changes on all ranks together.
 """
 
 import logging
@@ -23,8 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def make_tensor(world: World, num_channels: int, on_device: bool = False) -> TensorParallel:
-    """Return how the ranks of an engine gather what each has computed: they share a machine, so by
-    shared memory where there is native code, and by NCCL between devices."""
+    """Return the transport for all-gathers between the tensor-parallel ranks of an engine.
+
+    Between GPUs that is NCCL. CPU ranks are on one machine, so they use shared memory, or Gloo
+    without the native module.
+    """
     if world.tp_size == 1:
         return ALONE
     kind = DeviceTensor if on_device else GlooTensor if native() is None else ShmTensor
@@ -32,16 +37,16 @@ def make_tensor(world: World, num_channels: int, on_device: bool = False) -> Ten
 
 
 class Peers:
-    """A rank's links to all other ranks. Until the first `join` it warms up alone, with its own
-    experts only.
+    """A rank's connections to all other ranks.
 
-    placement: where the experts are, None for a model without any. wire: the format that their rows
-    travel in. read: reads an expert from the checkpoint, None if experts never move. on_placement_result:
-    called with the outcome of each placement that was prepared, from any thread. To be created in
-    the runner's thread, which also makes all calls but `leave`, `prepare`, `prepared` and `moving`.
+    To be created in the runner's thread. All methods but `leave`, `prepare`, `prepared` and
+    `moving` must be called there, too. Until the first `join`, MoE layers use only the experts of
+    this rank, so that it can warm up alone.
 
-    `checked`: transports whose `check`, to be called after a step, raises PeerLost if a transfer
-    failed.
+    placement: the placement of experts; None for a model without experts.
+    wire: the format in which activations are sent to other ranks.
+    read: reads an expert from the checkpoint; None if experts never move.
+    on_placement_result: called with the result of each placement, from any thread.
     """
 
     def __init__(
@@ -59,12 +64,12 @@ class Peers:
         self._tp = tp
         self._num_ubatches = num_ubatches
         self._on_placement_result = on_placement_result
-        self._all2all = self._layers[0].all2all if self._layers else None  # one for all layers
-        # Why no graph can record the MoE layers of several ranks; None if one can.
+        self._all2all = self._layers[0].all2all if self._layers else None  # shared by all layers
+        # Why graphs cannot record the MoE layers of several ranks; None if they can.
         self.not_recorded = self._layers[0].not_recorded if self._layers else None
-        self._alone: LocalAll2All | None = None  # takes its place until there are other ranks
+        self._alone: LocalAll2All | None = None  # replaces it as long as there are no other ranks
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
-        self._expected = 0  # the newest placement that was given to `prepare`
+        self._expected = 0  # the newest version that was passed to `prepare`
         self._joins = 0
         self._store: ExpertStore | None = None
         if placement is not None and not isinstance(self._all2all, LocalAll2All):
@@ -78,13 +83,16 @@ class Peers:
             for layer in self._layers:
                 layer.all2all = all2all
         transports: tuple[object, ...] = all2all, self._tp
+        # Transports whose `check` must be called after each step. It raises PeerLost.
         self.checked = tuple(
             transport for transport in transports if isinstance(transport, Checked)
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Load this rank's experts of `table` and connects to the members. Raises PeerLost when
-        not all of them come."""
+        """Load this rank's experts of `table`, and connect to the members.
+
+        Raises PeerLost if some of them do not join.
+        """
         if self._store is not None and table is not None:
             self._store.load_all(table, members.rank)
             self._experts_per_rank = table.experts_per_rank
@@ -96,21 +104,19 @@ class Peers:
             backend.join(members, self._experts_per_rank, self._num_ubatches)
             self._use(backend)
             if (limit := backend.caps.max_tokens) is not None:
-                log.debug("rows of up to %d tokens of each rank travel at once", limit)
+                log.debug("a dispatch sends at most %d tokens of each rank", limit)
         self._tp.join(members)
         self._joins += 1
         log.info("rank %d of %d joined epoch %d", members.rank, members.size, members.epoch)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """A value that changes with every join and every change of the placement."""
+    def topology(self) -> tuple[int, int]:
+        """A value that changes with every join and every new placement."""
         return self._joins, 0 if self._store is None else self._store.version
 
     @property
     def recordable(self) -> int:
-        """The tokens of the largest step that a graph can record, with the MoE layers as they are
-        now.
-        """
+        """The most tokens of a step that a graph can record with the current all-to-all backend."""
         if any(layer.not_recorded for layer in self._layers):
             return 0
         most = self._layers[0].all2all.caps.most_recorded if self._layers else None
@@ -118,20 +124,20 @@ class Peers:
 
     @property
     def caps(self) -> All2AllCaps:
-        """What the all2all backend of a model with experts can do."""
+        """The capabilities of the all-to-all backend. The model must have experts."""
         assert self._all2all is not None
         return self._all2all.caps
 
     def leave(self) -> None:
-        """Drop all connections, at any time and from any thread: a step that waits for a peer
-        raises PeerLost.
+        """Close all connections, so that a step which waits for a peer raises PeerLost. May be
+        called at any time and from any thread.
         """
         if self._all2all is not None:
             self._all2all.leave()
         self._tp.leave()
 
     def prepare(self, table: PlacementTable) -> None:
-        """Begin to load this rank's experts of a placement, in the background."""
+        """Start to load this rank's experts of a placement in the background."""
         if self._store is None:
             self._on_placement_result(
                 PlacementResult(
@@ -144,19 +150,21 @@ class Peers:
 
     @property
     def prepared(self) -> int:
-        """This rank's progress with the pending placement, for the vote; see `ExpertStore`."""
+        """This rank's progress with the pending placement, for the vote (see experts.py)."""
         return 0 if self._store is None else self._store.prepared
 
     @property
     def moving(self) -> bool:
-        """Whether a placement was begun that is not active yet."""
+        """Whether a placement was passed to `prepare` that is not active yet."""
         return self._store is not None and self._store.version < self._expected
 
     @property
     def mixed(self) -> bool:
-        """Whether some layers have the next placement already, and others the one before. Unlike
-        `moving` the same on all ranks in every step, which tensor-parallel ranks need: they must
-        replay the same ones."""
+        """Whether some layers already have the next placement, and others the previous one.
+
+        Unlike `moving`, it is equal on all ranks in every step. Tensor-parallel ranks need that,
+        because all of them must replay a step as a graph, or none.
+        """
         return self._store is not None and self._store.mixed
 
     def commit(self, active: int) -> None:
@@ -165,7 +173,7 @@ class Peers:
             self._store.commit(active)
 
     def close(self) -> None:
-        """Leave the group and ends the background work."""
+        """Leave the group, and end the background work."""
         self.leave()
         if self._store is not None:
             self._store.close()

@@ -1,7 +1,7 @@
-"""Recorders of a step's work: CUDA graphs, and a stand-in for machines without CUDA.
+"""Record work and replay it: as CUDA graphs, or by a stand-in for machines without CUDA.
 
-A recording's inputs and results keep their places in memory: fill the inputs, replay, and use the
-results before the next replay of any recording, all on one stream.
+The inputs and results of a recording have fixed addresses. To use it, fill the inputs, replay, and
+use the results before the next replay of any recording, all on one stream.
 """
 
 import contextlib
@@ -11,30 +11,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Pause = Callable[[Callable[[], None]], None]  # does something in every replay without recording it
+# pause(function): end a graph, call the function in every replay, and begin another graph.
+Pause = Callable[[Callable[[], None]], None]
 Work = Callable[[Pause], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`replay` does the recorded work once more and renews `results`."""
+    """Recorded work. `replay` does it again and overwrites `results`."""
 
     results: Sequence[Tensor]
     replay: Callable[[], None]
 
 
 class Recorder:
-    """Records work once, to be replayed. This one runs the work again at each replay, and copies
-    its results to fixed tensors, so that code for graphs can be tested without CUDA."""
+    """A recorder without graphs, so that code for graphs can be tested without CUDA.
+
+    It runs the work again at each replay, and copies the results to fixed tensors.
+    """
 
     def record(self, work: Work) -> Recording:
-        """Record the work. It may be run once for warmth, so its inputs must be harmless; results
-        are valid after the first replay. Functions that the work passes to its `Pause` run between
-        two graphs."""
+        """Record work. Results are valid after the first replay.
+
+        The work may be run once to warm up, so it must not have harmful side effects.
+        """
         results: list[Tensor] = []
 
         def replay() -> None:
-            """Run the work again."""
             fresh = work(_now)
             if not results:
                 results.extend(result.clone() for result in fresh)
@@ -45,24 +48,24 @@ class Recorder:
 
 
 class CudaRecorder(Recorder):
-    """CUDA graphs that share one pool of memory, recorded on a stream of their own and replayed on
-    the current one.
+    """Records CUDA graphs, which share one memory pool. They are recorded on a separate stream, and
+    replayed on the current one.
 
-    warm: does the work once before it records it, which compiles kernels and loads libraries: that
-    must not happen while recording. Not for work that other ranks take part in: its kernels must
-    have run before.
+    warm: run the work once before recording it. This compiles kernels and loads libraries, which
+    must not happen during a recording. It is not possible for work of several ranks; the kernels of
+    such work must have run before.
     """
 
     def __init__(self, device: torch.device, *, warm: bool = True) -> None:
         self._warm = warm
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # torch gives up a pool with its last graph, and fails if one more is recorded into it: this
-        # one stays.
+        # torch frees a pool with its last graph, and then fails to record into the pool again. This
+        # graph keeps the pool alive.
         self._anchor = self.record(lambda pause: (torch.zeros(1, device=device),))
 
     def record(self, work: Work) -> Recording:
-        """Captures the work in graphs, one more for each pause."""
+        """Capture the work as graphs: one, and one more for each pause."""
         if self._warm:
             work(_now)
         here = torch.cuda.current_stream()
@@ -76,28 +79,25 @@ class CudaRecorder(Recorder):
         pieces: list[Callable[[], None]] = []
         graph = self._begin()
 
-        def pause(aside: Callable[[], None]) -> None:
-            """End one graph, keeps `aside` for the replay, and begins another graph."""
+        def pause(function: Callable[[], None]) -> None:
             nonlocal graph
             graph.capture_end()
-            pieces.extend((graph.replay, aside))
+            pieces.extend((graph.replay, function))
             graph = self._begin()
 
         try:
             results = work(pause)
         except BaseException:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the stream must not stay in capture, broken as it may be
+            with contextlib.suppress(RuntimeError):  # the capture may have failed already
                 graph.capture_end()
             raise
         graph.capture_end()
         recorded = *pieces, graph.replay
-        # calls know the step, which knows `pause`: graphs must be gone once nobody replays them
+        # Break the cycle pieces -> function -> step -> `pause` -> pieces, so that the graphs are
+        # freed with their Recording.
         pieces.clear()
 
         def replay() -> None:
-            """Replays the graphs and the calls between them, in order."""
             for piece in recorded:
                 piece()
 
@@ -105,10 +105,12 @@ class CudaRecorder(Recorder):
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Threads that prepare experts or fetch results may use the device meanwhile.
+        # Other threads may use the device during the capture, to prepare experts or to fetch
+        # results.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph
 
 
-def _now(aside: Callable[[], None]) -> None:
-    aside()
+def _now(function: Callable[[], None]) -> None:
+    """A `Pause` that calls the function at once."""
+    function()

@@ -1,8 +1,8 @@
-"""The leader's side of an engine's other tensor-parallel ranks: processes of its own, to which it
-sends commands.
+"""The leader's view of the other tensor-parallel ranks of its engine.
 
-The thread that watches them lives as long as they do: the kernel kills a child whose starting
-thread ends.
+They are child processes (workers), to which the leader sends commands. The thread that starts and
+watches them must live as long as they do, because the kernel kills a child when the thread that
+started it ends.
 """
 
 import asyncio
@@ -24,30 +24,32 @@ from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import Traced
 from moeserve.runner import commands
 
-END_S = 2.0  # for workers to end by themselves
+END_S = 2.0  # time for workers to end by themselves
 SOCKET = "workers.sock"
 
 
 class RemoteWorker:
-    """One worker, as its leader knows it. prepared: how far it has prepared the pending placement."""
+    """The leader's state of one worker."""
 
     def __init__(self, tp_rank: int, sock: socket.socket) -> None:
         self.tp_rank = tp_rank
         self.stream: BlockingStream[commands.Report] = BlockingStream(sock, commands.Report)
-        self.prepared = 0
-        self.answers: dict[int, Future[commands.CommandDone]] = {}
+        self.prepared = 0  # its progress with the pending placement
+        self.answers: dict[int, Future[commands.CommandDone]] = {}  # by `WorkerCommand.seq`
         self.failed: commands.Failed | None = None
         self.reader: threading.Thread
 
 
 class Team:
-    """The workers of one engine, tensor-parallel ranks 1 to size - 1: `start`, `wait_connected`,
-    then `ask`.
+    """The workers of one engine, tensor-parallel ranks 1 to size - 1.
 
-    command: starts a worker. directory: private, for the socket that workers connect to; not needed
-    any more after `wait_connected`. forked: processes that wait to become the workers, if there are
-    some. `dead` is resolved with the cause when a worker ends without having been told to: the
-    engine cannot go on then.
+    Call `start` and `wait_connected`, then `send`. The future `dead` gets the cause if a worker
+    ends unexpectedly. The engine cannot continue then.
+
+    command: the command line of a worker.
+    directory: a private folder for the socket that workers connect to. It is not needed after
+    `wait_connected`.
+    forked: processes that wait to become workers. Without them, `command` is run.
     """
 
     def __init__(
@@ -73,8 +75,8 @@ class Team:
         self._forked = forked
         self._workers: list[RemoteWorker] = []
         self._connected: Future[None] = Future()
-        self._lock = threading.Lock()  # all workers get all commands in the same order
-        self._num_asked = 0
+        self._lock = threading.Lock()  # so that all workers receive commands in the same order
+        self._num_sent = 0
         self._closing = False
         self._children: dict[int, Child] = {}
         self._loop: asyncio.AbstractEventLoop
@@ -85,13 +87,13 @@ class Team:
         )
 
     def start(self) -> None:
-        """Start the workers and returns at once. Raises ConfigError."""
+        """Start the workers without waiting for them. Raises ConfigError."""
         self._watcher.start()
         self._started.wait()
         self._raise_if_dead()
 
     def wait_connected(self) -> None:
-        """Return once all workers are connected. Raises EngineDied, or the ConfigError of a
+        """Wait until all workers are connected. Raises EngineDied, or the ConfigError of a
         worker.
         """
         either: list[Future[Any]] = [self._connected, self.dead]
@@ -102,11 +104,13 @@ class Team:
                 f"tensor-parallel workers did not start within {commands.CONNECT_S:g} s"
             )
 
-    def ask(self, what: msgspec.Struct) -> list[Future[commands.CommandDone]]:
-        """Send all workers a command and returns at once. The answers raise what ended a worker."""
+    def send(self, what: msgspec.Struct) -> list[Future[commands.CommandDone]]:
+        """Send a command to all workers. Return one future per worker, which raises if the engine
+        dies.
+        """
         with self._lock:
-            self._num_asked += 1
-            command = commands.WorkerCommand(self._num_asked, what)  # type: ignore[arg-type]
+            self._num_sent += 1
+            command = commands.WorkerCommand(self._num_sent, what)  # type: ignore[arg-type]
             futures: list[Future[commands.CommandDone]] = []
             for worker in self._workers:
                 future: Future[commands.CommandDone] = Future()
@@ -124,14 +128,14 @@ class Team:
         return min(worker.prepared for worker in self._workers)
 
     def traced(self, done: Sequence[commands.CommandDone], step: int, dp_rank: int) -> list[Traced]:
-        """Return what the workers did in a step that was traced."""
+        """Return the traces of the workers in a traced step."""
         pairs = zip(self._workers, done, strict=True)
         return [
             Traced(step, dp_rank, worker.tp_rank, list(answer.events)) for worker, answer in pairs
         ]
 
     def close(self) -> None:
-        """End the workers. From any thread, any number of times."""
+        """End the workers. May be called from any thread, and repeatedly."""
         self._closing = True
         for worker in self._workers:
             worker.stream.close()
@@ -212,7 +216,7 @@ class Team:
         await asyncio.gather(*deaths, return_exceptions=True)
 
     def _task_failed(self, name: str, error: Exception) -> None:
-        """End the engine: without this task nobody would learn of a worker."""
+        """End the engine, because without this task the death of a worker would go unnoticed."""
         log_error(name, error)
         self._declare_dead(EngineDied(f"{name}: {type(error).__name__}: {error}"))
 
@@ -244,7 +248,7 @@ class Team:
     def _cause(self, tp_rank: int, death: Death) -> Exception:
         worker = next((worker for worker in self._workers if worker.tp_rank == tp_rank), None)
         if worker is not None:
-            worker.reader.join(END_S)  # its last message may still be unread
+            worker.reader.join(END_S)  # so that its last message has been read
             if worker.failed is not None and worker.failed.exit_code != 1:
                 error = ConfigError(worker.failed.cause)
                 error.exit_code = worker.failed.exit_code
@@ -272,12 +276,12 @@ class Team:
 
 
 def all_done(futures: Sequence[Future[commands.CommandDone]]) -> list[commands.CommandDone]:
-    """Wait for all answers. Raises PeerLost when a command failed because of another rank."""
+    """Wait for all results. Raises PeerLost if a command failed because of another rank."""
     return checked([future.result() for future in futures])
 
 
 def checked(done: Sequence[commands.CommandDone]) -> list[commands.CommandDone]:
-    """Return the answers, or raises the first PeerLost among them."""
+    """Return the results, or raise the first PeerLost among them."""
     for answer in done:
         if answer.lost:
             raise PeerLost(answer.lost, answer.missing)

@@ -1,5 +1,7 @@
-"""One step on one device: tables, inputs, forward pass, tasks; then its `StepResult`, once the host
-has the outputs.
+"""Execute one step plan on one device.
+
+A step updates the tables, prepares the inputs, runs the forward pass and then the tasks, such as
+sampling. Its `StepResult` is assembled when the outputs have arrived on the host.
 """
 
 import time
@@ -34,10 +36,10 @@ NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class StepExecutor:
-    """Executes step plans with the parts that `ModelRunnerBase` makes.
+    """Executes step plans. `ModelRunnerBase` sets its attributes.
 
-    The methods that measure time and fetch results are those of a CPU, where a step is done when
-    `launch` returns.
+    The methods that measure time and fetch results are for a CPU, where a step is done when
+    `launch` returns. An asynchronous device overrides them.
     """
 
     spec: ModelSpec
@@ -51,26 +53,29 @@ class StepExecutor:
     ubatches: UBatchRunner
     peers: Peers
     graphs: GraphManager | None = None  # None: no step is recorded
-    proposer: Proposer | None = None  # None: no speculation
-    expert_cache: Any = None  # the native one, where experts are on disk
+    proposer: Proposer | None = None  # None: no speculative decoding
+    expert_cache: Any = None  # the native cache, if experts are on disk
     sampling: SampleTask
     tasks: Mapping[str, RowTask]  # by name, see `Submit.task`
 
     def __init__(self) -> None:
-        self._refused: dict[int, str] = {}  # slot -> why its request must fail
-        self._saved_step = -1  # the last step that saved blocks
-        self._loading: Loading | None = None  # blocks that the step at hand waits for
-        self._last_end: Any = None  # of the step before and its drafting; None before the first
-        self._verified: Verified | None = None  # the last step, until `propose`
-        self._drafting: tuple[Any, Any] | None = None  # begin and end of the last `propose`
+        self._refused: dict[int, str] = {}  # error message of a request that must fail, by slot
+        self._saved_step = -1  # number of the last step that saved blocks
+        self._loading: Loading | None = None  # blocks that the current step has to wait for
+        # Marks (`_mark`): the end of the previous step including its drafting, and the begin and
+        # the end of the last `propose`.
+        self._last_end: Any = None
+        self._drafting: tuple[Any, Any] | None = None
+        self._verified: Verified | None = None  # the last step, until `propose` has read it
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Start to copy tensors to the host; return a function that waits for the copies."""
+        """Start to copy tensors to the host. Return a function that waits for the copies."""
         return lambda: tensors
 
     def _fetch_named(self, named: Named) -> Callable[[], dict[str, dict[str, NDArray[Any]]]]:
-        """Start to copy tensors to the host; return a function that waits and returns the arrays
-        under the same names."""
+        """Start to copy tensors to the host. Return a function that waits for the copies, and
+        returns them as arrays under the same names.
+        """
         wait = self._fetch([tensor for tensors in named.values() for tensor in tensors.values()])
 
         def arrays() -> dict[str, dict[str, NDArray[Any]]]:
@@ -83,7 +88,7 @@ class StepExecutor:
         return arrays
 
     def _mark(self) -> Any:
-        """Return a point in the device's time, for `_elapsed_us`."""
+        """Return a point in time on the device, for `_elapsed_us`."""
         return time.perf_counter_ns()
 
     def _elapsed_us(self, start: Any, end: Any) -> int:
@@ -91,24 +96,24 @@ class StepExecutor:
         return (end - start) // 1000  # type: ignore[no-any-return]
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Return the inputs of a step that is not replayed."""
+        """Return the inputs of a step that runs without a graph."""
         return prepare_inputs(plan, host, self.tables, self.groups, self.upload)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Execute one step and waits for its result."""
+        """Execute one step and wait for its result."""
         result = self.launch(plan)()
         self.propose()
         return result
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Start one step and returns a function that waits for the device and returns the result.
+        """Start one step. Return a function that waits for the device and returns the result.
 
-        Call `propose` next, on CPUs once the result is there: the engine plans meanwhile.
+        `propose` must be called next; on CPUs after the result, so that the engine can plan the
+        next step in the meantime.
 
-        Raises PeerLost when a rank is gone. The same plan may then be launched again, before any
-        later one: its writes to tables and its loads of blocks have the same outcome once more, and
-        blocks are not saved again.
+        Raises PeerLost if a rank is gone. The same plan may then be launched again, before any
+        later plan: its table updates and loads are idempotent, and its blocks are not saved again.
         """
         self._finish_proposing()
         loading = self._apply(plan)
@@ -121,7 +126,7 @@ class StepExecutor:
         outputs: dict[str, TaskOutputs] = {}
         if len(plan.slots_R):
             outputs = self._run_tasks(plan)
-        elif plan.decision is not None:  # experts compute for other ranks
+        elif plan.decision is not None:  # the experts compute for other ranks
             self.ubatches.serve(self.model, plan.decision)
         else:
             return lambda: StepResult(plan.step, NO_TOKENS)
@@ -133,13 +138,12 @@ class StepExecutor:
         wait = self._fetch_named({"": load} | {name: out.tensors for name, out in outputs.items()})
 
         def collect() -> StepResult:
-            """Wait for the step and return its result."""
             with ExitStack() as waits:
                 for each in outputs.values():
                     waits.enter_context(each.awaited())
                 fetched = wait()
                 for transport in self.peers.checked:
-                    transport.check()  # raises PeerLost if a rank was lost meanwhile
+                    transport.check()  # raises PeerLost if a transfer of this step failed
                 load_LE: Any = fetched[""].get("load", meter.load_LE)
                 comm_us, exposed_us = meter.times_us()
                 cache = self.expert_cache
@@ -169,7 +173,9 @@ class StepExecutor:
             self.proposer.finish()
 
     def _propose_beside(self) -> None:
-        """Let the proposer begin with what `propose` does, if it can beside the host's work."""
+        """Let the proposer start now, if it runs in parallel to the host. Otherwise `propose` will
+        do it.
+        """
         if (
             self.proposer is not None
             and self._verified is not None
@@ -179,12 +185,12 @@ class StepExecutor:
 
     @torch.inference_mode()
     def propose(self) -> None:
-        """Let the proposer read the step that was launched last, and guess what follows. Raises
-        PeerLost.
+        """Let the proposer draft the next tokens after the step that was launched last.
+
+        Raises PeerLost.
         """
-        # an idle runner must not keep a step's tensors alive
         verified = self._verified
-        self._verified = None
+        self._verified = None  # so that an idle runner does not keep the step's tensors alive
         if self.proposer is None or verified is None:
             return
         begin = self._mark()
@@ -193,7 +199,7 @@ class StepExecutor:
         self._drafting = begin, self._last_end
 
     def _run_tasks(self, plan: StepPlan) -> dict[str, TaskOutputs]:
-        """Launch a plan's forward pass and the tasks that read its hidden states."""
+        """Launch a plan's forward pass, and the tasks that read its hidden states."""
         rows = HostRows.of(plan)
         drafts = self._write_drafts(plan) if rows.drafts_S is not None else None
         for task in self.tasks.values():
@@ -209,7 +215,7 @@ class StepExecutor:
         return outputs
 
     def _compute(self, plan: StepPlan, rows: HostRows) -> ComputedStep:
-        """Launch the forward pass of a step, by a graph if one fits."""
+        """Launch the forward pass of a step, as a graph if one has the right shape."""
         shape = self.graphs.shape(plan) if self.graphs else None
         if self.graphs and shape:
             self._finish_loading()
@@ -228,7 +234,7 @@ class StepExecutor:
 
     @torch.inference_mode()
     def drafts_of(self, plan: StepPlan) -> Tensor:
-        """Return the drafts of a plan that has some, int32, one row's after the other."""
+        """Return the drafts of a plan that has some: int32 [N], row after row."""
         if plan.drafts_N is not None:
             return self.upload(plan.drafts_N)[0]
         num_R = plan.num_drafts_R
@@ -238,21 +244,22 @@ class StepExecutor:
         return self.proposer.drafts(slots_N, ranges(np.zeros_like(num_R), num_R))
 
     def _write_drafts(self, plan: StepPlan) -> Tensor:
-        """Write the drafts of a plan's rows behind their known tokens, and returns them."""
+        """Write the drafts of a plan to the token table, after the known tokens. Return them."""
         num_R = plan.num_drafts_R
         drafts = self.drafts_of(plan)
         assert num_R is not None
-        places = ranges(plan.starts_R + plan.counts_R - num_R, num_R)
-        offsets = self.tables.token_offsets(np.repeat(plan.slots_R, num_R).astype(np.int64), places)
-        self.tables.append(self.upload(offsets)[0], drafts)
+        slots_N = np.repeat(plan.slots_R, num_R).astype(np.int64)
+        positions_N = ranges(plan.starts_R + plan.counts_R - num_R, num_R)
+        offsets_N = self.tables.token_offsets(slots_N, positions_N)
+        self.tables.append(self.upload(offsets_N)[0], drafts)
         return drafts
 
     def _with_drafts(
         self, plan: StepPlan, sampled: TaskOutputs | None, result: StepResult
     ) -> StepResult:
-        """Give new requests and tokens to the proposer; return the result with its new drafts.
+        """Pass new requests and tokens to the proposer. Return the result with its new drafts.
 
-        Every rank does so in the order of steps.
+        Called on every rank, in the order of steps.
         """
         if self.proposer is None:
             return result
@@ -263,7 +270,7 @@ class StepExecutor:
         return replace(result, drafts_S=drafts_S if plan.propose else np.zeros_like(drafts_S))
 
     def _refused_of(self, plan: StepPlan) -> dict[int, str]:
-        """Return why requests of the plan must fail, by slot."""
+        """Return the error messages of requests of the plan that must fail, by slot."""
         if not self._refused:
             return {}
         return {
@@ -271,7 +278,7 @@ class StepExecutor:
         }
 
     def _add(self, request: NewRequest) -> None:
-        """Write a new request to its slot, or note why the request must fail."""
+        """Write a new request to its slot. If it must fail, store the reason."""
         self._refused.pop(request.slot, None)
         task = self.tasks[request.task]
         reason = task.add(request)
@@ -285,13 +292,14 @@ class StepExecutor:
         self.tables.add(request.slot, tokens)
 
     def _apply(self, plan: StepPlan) -> Loading | None:
-        """Write a plan's changes to the tables, save blocks, and begin to load others."""
+        """Apply a plan's changes to the tables, save blocks, and start to load others."""
         for request in plan.new_requests:
             self._add(request)
         for group, diff in enumerate(plan.diffs):
             self.tables.update(group, diff)
         self.tables.apply()
-        # Not again for a step that failed: it may have overwritten the blocks that it was to save.
+        # When a failed step is repeated, its blocks are not saved again, because the first attempt
+        # may have overwritten them.
         if plan.stores and plan.step > self._saved_step:
             self.transport.save(plan.stores)
             self._saved_step = plan.step
@@ -308,9 +316,7 @@ class StepExecutor:
     def _forward(
         self, step: StepInputs, decision: StepDecision | None = None, split_at: int = 0
     ) -> Tensor:
-        """Return the hidden states [T, D] of a step's tokens, computed in one or two
-        micro-batches.
-        """
+        """Return the hidden states [T, D] of a step, computed in one or two micro-batches."""
         layers: Sequence[LayerCache] = self.kv.layers
         if self._loading is not None:
             layers = LayersAsLoaded(layers, self._loading.before_layer)

@@ -1,15 +1,15 @@
-"""Request tables: one int32 arena on the device, written by staged diffs; and the inputs of a step,
-gathered from it.
+"""The request tables on the device, and the inputs of a step, which are gathered from them.
 
-    tokens  [slots, width]      prompt and answer of each slot's request; the sampler appends here
-    blocks  [slots, max_blocks] per KV group: its block table
+All tables are in one int32 tensor, the arena:
 
-The host never reads the arena, so the step after this one may be planned before this one's tokens
-are known. The host stages (offset, value) pairs, and `apply` sends all of a step's pairs in one
+    tokens  [slots, width]       prompt and answer of each slot's request; the sampler appends here
+    blocks  [slots, max_blocks]  the block table of each KV group
+
+The host never reads the arena, so the next step can be planned before the tokens of this step are
+known. To write, the host stages (offset, value) pairs, and `apply` sends all pairs of a step in one
 copy and one scatter.
 
-Only an `Upload` knows whether a copy is needed. On CPUs host memory is device memory: arrays are
-wrapped as they are.
+An `Upload` moves arrays to the device. On CPUs that is a no-op, which wraps the arrays.
 """
 
 import math
@@ -32,19 +32,19 @@ I64 = NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
 
 
-# Moves arrays to the device: returns contiguous tensors; the caller must not write to the arrays
-# afterwards.
+# Moves arrays to the device and returns contiguous tensors. The caller must not write to the arrays
+# afterwards, because the tensors may share their memory.
 Upload = Callable[..., tuple[Tensor, ...]]
 
 
 def host_upload(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-    """Return the arrays as CPU tensors, without a copy unless an array has gaps."""
+    """Return the arrays as CPU tensors, without a copy if they are contiguous."""
     return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on the host they take memory only where they are touched (`torch.zeros` writes
-    every page).
+    """Return zeros. On the host, pages take memory only once they are written, unlike those of
+    `torch.zeros`.
     """
     count = math.prod(shape)
     if device.type != "cpu" or count == 0:
@@ -54,7 +54,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
-    """Set arena[offsets] = values with one copy to the device; offsets are unique."""
+    """Set arena[offsets] = values with one copy to the device. Offsets must be unique."""
     offsets, values = upload(offsets_N, values_N)
     arena.index_put_((offsets,), values)
 
@@ -63,12 +63,7 @@ Scatter = Callable[[Tensor, Upload, I64, I32], None]
 
 
 class Tables:
-    """Tables of `slots` requests with at most `max_len` tokens each.
-
-    Attributes: `arena` int32 [everything]; `blocks` one int32 view [slots, max_blocks] per KV
-    group; `width`, the tokens per slot (max_len + 1: a step may be in flight past the last token
-    that will ever be used).
-    """
+    """The tables of `slots` requests with at most `max_len` tokens each."""
 
     def __init__(
         self,
@@ -80,6 +75,8 @@ class Tables:
         scatter: Scatter = scatter,
     ) -> None:
         self.slots = slots
+        # Tokens per slot. One more than max_len, because a step may be in flight that samples a
+        # token after the last one of a request.
         self.width = max_len + 1
         self._upload = upload
         self._scatter = scatter
@@ -87,18 +84,19 @@ class Tables:
         starts = np.cumsum([0, slots * self.width, *(slots * n for n in self._max_blocks)])
         if starts[-1] > _INT32_MAX:
             raise ConfigError(
-                f"max_num_seqs={slots} times max_model_len={max_len} needs request tables "
-                f"of {starts[-1]:,} entries; "
-                f"at most {_INT32_MAX:,} fit. Lower one of the two."
+                f"max_num_seqs={slots} times max_model_len={max_len} needs request tables of "
+                f"{starts[-1]:,} entries, but at most {_INT32_MAX:,} are possible. Lower one of "
+                "the two."
             )
         self.arena = lazy_zeros((int(starts[-1]),), torch.int32, device)
         self._block_starts = [int(start) for start in starts[1:-1]]
+        # The block table of each KV group: a view int32 [slots, max_blocks].
         self.blocks = tuple(
             self.arena[start : start + slots * n].view(slots, n)
             for start, n in zip(self._block_starts, self._max_blocks, strict=True)
         )
-        # How many leading entries of a block-table row may be non-zero: what a new request must
-        # clear.
+        # The number of leading block-table entries of each slot that may not be zero, so that a new
+        # request has to clear them.
         self._dirty = [np.zeros(slots, dtype=np.int64) for _ in groups]
         self._offsets: list[I64] = []
         self._values: list[I32] = []
@@ -110,11 +108,11 @@ class Tables:
         return self.arena[: self.slots * self.width].view(self.slots, self.width)
 
     def token_offsets(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> I64:
-        """Return where in the arena the token at each (slot, position) lies."""
+        """Return the offsets in the arena of the tokens at (slot, position)."""
         return slots.astype(np.int64) * self.width + positions
 
     def add(self, slot: int, tokens: I32) -> None:
-        """Stage a new request in `slot`: its tokens, and a block table of zeros."""
+        """Stage the tokens of a new request in `slot`, and a block table of zeros."""
         assert 0 <= slot < self.slots, (slot, self.slots)
         assert len(tokens) <= self.width, (len(tokens), self.width)
         self._stage_run(slot * self.width, tokens)
@@ -139,8 +137,8 @@ class Tables:
         np.maximum.at(self._dirty[group], diff.slots_N, diff.indices_N + 1)
 
     def apply(self) -> None:
-        """Write everything staged since the last call to the device; later writes to the same
-        entry win.
+        """Write everything staged since the last call to the device. The last write to an entry
+        counts.
         """
         if not self._offsets:
             return
@@ -154,9 +152,7 @@ class Tables:
         self._scatter(self.arena, self._upload, offsets_N, values_N)
 
     def append(self, offsets_N: Tensor, tokens_N: Tensor) -> None:
-        """Write tokens (int32) at arena offsets from `token_offsets`: the next step reads them
-        there.
-        """
+        """Write tokens (int32) at offsets from `token_offsets`, where the next step reads them."""
         self.arena.index_put_((offsets_N,), tokens_N)
 
     def _stage_run(self, start: int, values: I32) -> None:
@@ -165,7 +161,7 @@ class Tables:
 
 
 def _last_writes(offsets_N: I64, values_N: I32) -> tuple[I64, I32]:
-    """Drop all but the last value for each offset: a scatter has no order.
+    """Drop all but the last value of each offset, because a scatter has no order.
 
     offsets [5, 6, 5], values [1, 2, 3] -> [5, 6], [3, 2]
     """
@@ -175,20 +171,19 @@ def _last_writes(offsets_N: I64, values_N: I32) -> tuple[I64, I32]:
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """The layout of one step's rows, on the host. Row i owns tokens offsets_R1[i] ..
-    offsets_R1[i+1]-1.
+    """The layout of one step's rows, on the host.
 
-    rows_T is None for a step where every row has exactly one token (then token i belongs to row i).
-    S rows sample, at N tokens: each at its last one and, before its drafts, at as many others.
+    Row i has the tokens offsets_R1[i] .. offsets_R1[i + 1] - 1. A row that samples does so at its
+    last token, and at the token before each of its drafts.
     """
 
     offsets_R1: I32
-    rows_T: I64 | None
+    rows_T: I64 | None  # the row of each token; None: each row has one token
     positions_T: I64
     slots_T: I64
-    sampling_S: I64  # which rows sample
-    sample_N: I64  # at which tokens
-    drafts_S: I32 | None  # how many drafts each of them has; None: there are none in this step
+    sampling_S: I64  # the rows that sample
+    sample_N: I64  # the tokens at which they sample, row after row
+    drafts_S: I32 | None  # the number of drafts of these rows; None: there are no drafts
 
     @classmethod
     def of(cls, plan: StepPlan) -> "HostRows":
@@ -218,26 +213,26 @@ class HostRows:
 def prepare_inputs(
     plan: StepPlan, rows: HostRows, tables: Tables, groups: Sequence[KVGroup], upload: Upload
 ) -> StepInputs:
-    """Return the inputs of the forward pass of a plan with at least one row, once the tables have
-    been applied.
+    """Return the inputs of the forward pass of a plan with at least one row. The tables must be up
+    to date (`Tables.apply`).
     """
     longest = int((plan.starts_R + plan.counts_R).max())
     assert longest < tables.width, (longest, tables.width)  # the sampled token needs an entry, too
-    where_T = tables.token_offsets(rows.slots_T, rows.positions_T)
+    token_offsets_T = tables.token_offsets(rows.slots_T, rows.positions_T)
     slots_R = plan.slots_R.astype(np.int64)
     arrays: list[NDArray[Any]] = [
         plan.starts_R,
         rows.offsets_R1,
-        where_T,
+        token_offsets_T,
         rows.positions_T,
         rows.sample_N,
         slots_R,
     ]
     if rows.rows_T is not None:
         arrays.append(rows.rows_T)
-    starts, offsets, where, positions, sample, slots, *token_rows = upload(*arrays)
+    starts, offsets, token_offsets, positions, sample, slots, *token_rows = upload(*arrays)
     return StepInputs(
-        ids_T=tables.arena.index_select(0, where).long(),
+        ids_T=tables.arena.index_select(0, token_offsets).long(),
         positions=Positions.of_text(positions),
         groups=tuple(
             group_inputs(
@@ -260,8 +255,13 @@ def group_inputs(
     positions_T: Tensor,
     rows_T: Tensor | None,
 ) -> GroupInputs:
-    """Return the inputs of one KV group. blocks: its table. longest: positions that any row
-    reaches. slots: of the rows. rows_T: the row of each token; None where each row has one."""
+    """Return the inputs of one KV group.
+
+    blocks: the group's block table.
+    longest: the number of positions of the longest row, with its context.
+    slots: of the rows.
+    rows_T: the row of each token; None: each row has one token.
+    """
     size = group.block_size
     num_blocks = -(-longest // size)
     blocks_RN = blocks[:, :num_blocks].index_select(0, slots).long()

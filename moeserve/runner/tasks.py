@@ -1,8 +1,7 @@
-"""The seam of tasks: what a step makes of its rows' hidden states.
+"""The interface of tasks, which compute the outputs of requests from hidden states.
 
-A request names its task (`Submit.task`). The scheduler knows of a row only whether it yields
-tokens; batching, chunks, prefix cache, preemption and replay are alike for all tasks.
-`SampleTask` (runner/sampling/task.py) is the task that exists.
+A request has one task (`Submit.task`). To the scheduler, all tasks are alike: it only knows whether
+a row yields tokens. So far there is one task, `SampleTask` (runner/sampling/task.py).
 """
 
 from abc import ABC, abstractmethod
@@ -23,51 +22,54 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """A step whose forward pass was launched. T tokens, padding included."""
+    """A step whose forward pass was launched. T: tokens, padding included."""
 
     plan: StepPlan
     rows: HostRows
     inputs: StepInputs
-    hidden_TD: Tensor  # behind the model's last norm
-    aux_TN: Tensor | None  # hidden states of `spec.aux_hidden_layers`, side by side
+    hidden_TD: Tensor  # after the model's last norm
+    aux_TN: Tensor | None  # hidden states of `spec.aux_hidden_layers`, concatenated
 
 
 class TaskOutputs(ABC):
-    """What a task launched for one step."""
+    """The outputs of a task in one step."""
 
     @property
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What the host needs, on the device."""
+        """The outputs on the device that the host needs."""
 
     @abstractmethod
     def add_to(self, result: StepResult, fetched: Arrays) -> StepResult:
-        """Return the step's result with this task's part. fetched: `tensors` on the host.
+        """Return the step's result with the outputs of this task. fetched: `tensors` on the host.
 
         Called in the order of steps.
         """
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Return a context for the wait for the device; it learns of an error there."""
+        """Return a context that is active while the runner waits for the device. It sees errors of
+        the wait.
+        """
         return nullcontext()
 
 
 class RowTask(ABC):
-    """One kind of output that requests ask for. All methods but `TaskOutputs.add_to` are called in
-    the thread that launches steps."""
+    """One kind of output of requests. All methods but `TaskOutputs.add_to` are called in the thread
+    that launches steps.
+    """
 
     @abstractmethod
     def add(self, request: NewRequest) -> str | None:
-        """Take the request of a slot; return why it must fail, or None."""
+        """Add the request of a slot. Return an error message if it must fail, otherwise None."""
 
     @abstractmethod
     def refuse(self, slot: int) -> None:
         """Clear what `add` stored for a request that will fail."""
 
     def begin(self, plan: StepPlan, rows: HostRows, drafts: Tensor | None) -> None:  # noqa: B027
-        """Start host work that runs beside the forward pass of a step. drafts: int32, of its rows.
+        """Start host work that runs in parallel to the forward pass of a step.
 
-        Called again for a step that is launched again.
+        drafts: int32, row after row. If a step is launched again, this is called again.
         """
 
     @abstractmethod
@@ -76,4 +78,4 @@ class RowTask(ABC):
 
     @abstractmethod
     def run(self, step: ComputedStep) -> TaskOutputs:
-        """Launch what makes outputs of a step's hidden states; `rows` is not empty."""
+        """Launch the computation of outputs from hidden states. `rows` is not empty."""

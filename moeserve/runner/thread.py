@@ -1,8 +1,7 @@
-"""One thread that executes plans in order, so that the engine's loop never waits for a forward
-pass.
+"""Run a model runner in a thread, so that the engine's event loop never waits for a forward pass.
 
-A runner whose device works on its own (CUDA) gets a second thread that waits for results: the next
-plan is launched while the device still computes this one.
+The thread executes plans in order. A runner with an asynchronous device (CUDA) has a second thread
+that waits for results, so that the next plan can be launched while the device computes this one.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 class StepFuture(Generic[T]):
-    """The future answer of another thread, awaited on the loop that made it."""
+    """The future result of another thread, to be awaited on the loop that created it."""
 
     __slots__ = ("_future", "_loop")
 
@@ -29,15 +28,15 @@ class StepFuture(Generic[T]):
         self._future: asyncio.Future[T] = self._loop.create_future()
 
     async def result(self) -> T:
-        """Wait for the answer, or raises what `fail` was given."""
+        """Wait for the result. Raises the error that was passed to `fail`."""
         return await self._future
 
     def resolve(self, value: T) -> None:
-        """Set the answer, from any thread."""
+        """Set the result, from any thread."""
         self._from_thread(self._future.set_result, value)
 
     def fail(self, cause: BaseException) -> None:
-        """Set an error instead of the answer, from any thread."""
+        """Set an error, from any thread."""
         self._from_thread(self._future.set_exception, cause)
 
     def _from_thread(self, set_: Callable[[Any], None], value: object) -> None:
@@ -47,12 +46,14 @@ class StepFuture(Generic[T]):
     def _set(self, set_: Callable[[Any], None], value: object) -> None:
         if not self._future.done():
             set_(value)
-            self._future.exception()  # nobody has to await a failed step
+            self._future.exception()  # so that asyncio does not warn if nobody awaits it
 
 
 class ThreadedRunner:
-    """The engine's `Runner`: a model runner with threads of its own. After a step has failed, or
-    after `close`, every later one fails with the cause."""
+    """The engine's `Runner`: a model runner in its own threads.
+
+    After a step has failed, or after `close`, all later steps fail with the cause.
+    """
 
     def __init__(self, runner: ModelRunnerBase) -> None:
         self.runner = runner
@@ -63,28 +64,23 @@ class ThreadedRunner:
         )
 
     def start(self, plan: StepPlan) -> StepFuture[StepResult]:
-        """Queue a step and returns at once. To be called on the loop that awaits the result."""
+        """Queue a step without waiting for it. To be called on the loop that awaits the result."""
         handle: StepFuture[StepResult] = StepFuture()
         if not self._launcher.do(lambda: self._launch(plan, handle)):
             handle.fail(self._gone())
         return handle
 
     def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
-        """Prepare a grammar beside the steps."""
         self.runner.constraints.prepare(job, on_done)
 
     def drop_grammars(self, tickets: Sequence[int]) -> None:
-        """Forget prepared grammars that no plan will name."""
         self.runner.constraints.drop(tickets)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function in the runner's thread between two steps, such as loading the model or an
-        audit.
-        """
+        """Run a function in the runner's thread, between two steps."""
         handle: StepFuture[T] = StepFuture()
 
         def job() -> None:
-            """Run the function and passes on its result or its error."""
             try:
                 handle.resolve(function(*args, **kwargs))
             except BaseException as exc:
@@ -95,11 +91,10 @@ class ThreadedRunner:
         return await handle.result()
 
     def close(self) -> None:
-        """Let the running step finish, fails those behind it, joins the threads and releases the
-        model.
+        """Finish the running step, fail the queued ones, join the threads and release the model.
 
-        The model's memory is free afterwards: a thread that still freed it while the interpreter
-        ends would abort the process.
+        This frees the model's memory. If a thread freed it while the interpreter ends, the process
+        would abort.
         """
         self._cause = self._cause or "the model runner was closed"
         for thread in (self._launcher, self._collector):
@@ -130,7 +125,7 @@ class ThreadedRunner:
         return self.runner.launch(plan)
 
     async def _idle(self) -> None:
-        """Return when everything that was started before is over."""
+        """Wait until everything that was started before has ended."""
         await self.call(lambda: None)
         if self._collector is not None:
             handle: StepFuture[None] = StepFuture()
@@ -146,7 +141,7 @@ class ThreadedRunner:
             self._fail(plan, handle, exc)
 
     def _refusal(self) -> Exception | None:
-        """Return the error of every further step; None while steps may run."""
+        """Return the error of all further steps; None as long as steps may run."""
         return None if self._cause is None else EngineDied(self._cause)
 
     def _gone(self) -> EngineDied:
@@ -155,7 +150,7 @@ class ThreadedRunner:
     def _fail(
         self, plan: StepPlan, handle: StepFuture[StepResult] | None, exc: BaseException
     ) -> None:
-        """Fails every later step, and this one unless it has its result (handle None)."""
+        """Fail all later steps, and also this one unless it has its result (handle is None)."""
         if self._cause is None:
             self._cause = f"step {plan.step} failed before: {type(exc).__name__}: {exc}"
         if handle is not None:

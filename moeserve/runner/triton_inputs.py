@@ -1,8 +1,7 @@
-"""Tables and step inputs on GPUs: one Triton kernel writes what was staged, another computes all
-inputs.
+"""Request tables and step inputs on GPUs, by two Triton kernels.
 
-Each takes one copy and one launch. Inputs are always at the same addresses, where graphs expect
-them.
+One kernel writes the staged changes to the tables, the other computes all inputs of a step. Each
+needs one copy and one launch. The inputs always have the same addresses, as graphs need them.
 """
 
 from collections.abc import Sequence
@@ -19,17 +18,16 @@ from moeserve.runner.tables import I64, HostRows, Tables, Upload
 
 
 def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
-    """Set arena[offsets] = values by one kernel; replaces `tables.scatter`."""
+    """Set arena[offsets] = values with one kernel. A replacement for `tables.scatter`."""
     words, pieces = pack(offsets_N, values_N)
     (on_device,) = upload(words)
     write(arena, on_device, pieces)
 
 
 class FixedInputs:
-    """Buffers for the inputs of steps with up to most_tokens tokens, in as many rows as there are
-    slots.
+    """Buffers for the inputs of steps with up to most_tokens tokens and one row per slot.
 
-    They start as the inputs of a step without tokens.
+    Initially they are the inputs of a step without tokens.
     """
 
     def __init__(
@@ -47,8 +45,11 @@ class FixedInputs:
             getattr(self._arrays, array.name).zero_()
 
     def largest(self, tokens: int, rows: int | None) -> StepInputs:
-        """Return the buffers that `fill` fills, as inputs of rows of one token, or of an equal
-        share of the tokens if the number of rows is fixed, with the longest contexts."""
+        """Return the buffers of `fill` as inputs of rows with the longest context.
+
+        The rows have one token each or, if the number of rows is fixed, an equal share of the
+        tokens.
+        """
         padded_rows = self._tables.slots if rows is None else rows
         length = 1 if rows is None else tokens // rows
         starts_R = np.full(
@@ -58,14 +59,12 @@ class FixedInputs:
         return self._inputs(tokens, padded_rows, offsets_R1, starts_R, 0)
 
     def exact(self, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Return the inputs of `plan` without padding, for a step that is not replayed."""
+        """Return the inputs of `plan` without padding, for a step that runs without a graph."""
         step = self.fill(plan, host, len(host.positions_T), len(plan.slots_R))
         return replace(step, live=None)
 
     def fill(self, plan: StepPlan, host: HostRows, tokens: int, rows: int | None) -> StepInputs:
-        """Return the inputs of `plan`, padded to so many tokens, and rows if the number of rows is
-        fixed.
-        """
+        """Return the inputs of `plan`, padded to so many tokens and rows (None: all slots)."""
         longest = int((plan.starts_R + plan.counts_R).max())
         assert longest < self._tables.width, (longest, self._tables.width)
         step = StepWords.of(plan.slots_R, plan.starts_R, host.offsets_R1, host.sample_N)
@@ -73,9 +72,8 @@ class FixedInputs:
         padded_rows = self._tables.slots if rows is None else rows
         size = self._groups[0].block_size
         part = self._part(tokens, padded_rows)
-        part = replace(
-            part, blocks_GRB=part.blocks_GRB[:, :, : -(-longest // size)]
-        )  # what lies behind is never read
+        # Blocks after those of the longest row are never read.
+        part = replace(part, blocks_GRB=part.blocks_GRB[:, :, : -(-longest // size)])
         fill_step(self._tables.tokens, self._blocks_GSB, size, step, words, part)
         return self._inputs(tokens, padded_rows, host.offsets_R1, plan.starts_R, step.samples)
 
@@ -94,8 +92,9 @@ class FixedInputs:
     def _inputs(
         self, tokens: int, padded_rows: int, offsets_R1: I32, starts_R: I32, samples: int
     ) -> StepInputs:
-        """Return views of the buffers. offsets_R1, starts_R: of the rows that attention metadata
-        is computed for.
+        """Return views of the buffers.
+
+        offsets_R1, starts_R: the rows for which attention metadata is computed.
         """
         part = self._part(tokens, padded_rows)
         rows = len(starts_R)

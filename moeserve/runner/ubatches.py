@@ -1,4 +1,4 @@
-"""Runs a step through the model in one micro-batch, or in two (dual-batch overlap, see dbo.py)."""
+"""Run a step through the model as one micro-batch, or as two (dual-batch overlap, see dbo.py)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,46 +23,43 @@ ALONE = StepDecision(step=0)
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """The measurements of one step's micro-batches. comm_us, exposed_us: by the host's clock.
-    transfers: those that the device measures. load_LE: rows per MoE layer and logical expert, [0,
-    0] if none; a tensor if on the device."""
+    """The measurements of one step's micro-batches."""
 
-    comm_us: int
-    exposed_us: int
+    comm_us: int  # communication, on the host's clock
+    exposed_us: int  # the part of it during which the model waited
+    # Tokens per MoE layer and logical expert, [0, 0] if none. A tensor if it is on the device.
     load_LE: Load
     events: tuple[TraceEvent, ...]
-    transfers: Sequence[InFlightTransfer] = ()
+    transfers: Sequence[InFlightTransfer] = ()  # measured by the device
 
     def times_us(self) -> tuple[int, int]:
-        """Return (communication, the part of it that was not hidden) in microseconds, once the
-        step is finished.
+        """Return (communication, exposed communication) in microseconds. The step must have
+        finished.
         """
         comm_us = self.comm_us
         exposed_us = self.exposed_us
-        for took_us, stood_us in (transfer.times_us for transfer in self.transfers):
-            comm_us = comm_us + took_us
-            exposed_us = exposed_us + stood_us
+        for transfer_us, waited_us in (transfer.times_us for transfer in self.transfers):
+            comm_us = comm_us + transfer_us
+            exposed_us = exposed_us + waited_us
         return comm_us, exposed_us
 
 
 class UBatchRunner:
-    """Runs steps in `ubatches`, of which a step uses the first or all. Not thread-safe.
+    """Runs steps in `ubatches`. A step uses the first one, or all. Not thread-safe.
 
-    tp_size: ranks that share the engine's rows, each of which sends its part to the experts.
-    `take_transfers`: returns what was joined since the last call, on a device that times its
-    transfers. `round_up`: maps the tokens of the rank with most to the number that all ranks make
-    room for; the same function on all ranks.
+    tp_size: tensor-parallel ranks. Each of them sends its share of the tokens to the experts.
     """
 
     def __init__(self, num_ubatches: int = 1, tp_size: int = 1) -> None:
         assert 1 <= num_ubatches <= 2, num_ubatches
         self.ubatches = tuple(UBatch(index) for index in range(num_ubatches))
+        # Maps the largest number of tokens on any rank to the number for which all ranks make room.
+        # It must be the same function on all ranks.
         self.round_up: Callable[[int], int] = lambda tokens: tokens
+        # Returns the transfers since the last call, on a device that measures them.
         self.take_transfers: Callable[[], Sequence[InFlightTransfer]] = tuple
         self._tp_size = tp_size
-        self._second: JobThread | None = (
-            None  # runs the second micro-batch, from the first step that has one
-        )
+        self._second: JobThread | None = None  # runs the second micro-batch; started when needed
 
     def forward(
         self,
@@ -72,33 +69,31 @@ class UBatchRunner:
         decision: StepDecision | None,
         kv: Sequence[LayerCache],
     ) -> Tensor:
-        """Return the hidden states [T, D] of all tokens, in order. With two micro-batches agreed,
-        the first one has `split_at` of the tokens.
+        """Return the hidden states [T, D] of all tokens, in order.
 
-        An error in a micro-batch ends both and is raised here, the first one if there are several;
-        the next step may follow.
+        If there are two micro-batches, the first `split_at` tokens are the first one. An error in
+        one of them ends both, and the first error is raised. The next step may run after that.
         """
         decision = decision or ALONE
         if decision.ubatches == 1:
             return self._run(decision, [lambda ubatch: model.forward(step, kv, ubatch)])[0]
 
-        def work(part: StepInputs, ubatch: UBatch) -> Tensor | None:
-            """Compute one half. A half without tokens still takes part in what other ranks do."""
-            if len(part.ids_T):
-                return model.forward(part, kv, ubatch)
-            model.serve(ubatch)
+        def work(half: StepInputs, ubatch: UBatch) -> Tensor | None:
+            if len(half.ids_T):
+                return model.forward(half, kv, ubatch)
+            model.serve(ubatch)  # without tokens, the experts still compute for other ranks
             return None
 
-        works = [partial(work, part) for part in split(step, split_at)]
-        parts = [hidden for hidden in self._run(decision, works) if hidden is not None]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        works = [partial(work, half) for half in split(step, split_at)]
+        hidden = [hidden_TD for hidden_TD in self._run(decision, works) if hidden_TD is not None]
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
     def serve(self, model: Decoder, decision: StepDecision) -> None:
-        """Take part in a step in which this rank has no tokens."""
+        """Run a step in which this rank has no tokens: its experts compute for other ranks."""
         self._run(decision, [model.serve] * decision.ubatches)
 
     def take_meter(self) -> Meter:
-        """Return what was measured since the last call; to be called after each step."""
+        """Return the measurements since the last call. To be called after each step."""
         load_LE, *others = (ubatch.take_load() for ubatch in self.ubatches)
         for other_LE in others:
             if len(other_LE):
@@ -109,8 +104,8 @@ class UBatchRunner:
         )
         meter = Meter(
             comm_us=comm_ns // 1000,
-            exposed_us=min(comm_ns, exposed_ns)
-            // 1000,  # polling takes time even when all rows have arrived
+            # Polling takes time even if all rows have arrived, so the sum may be larger.
+            exposed_us=min(comm_ns, exposed_ns) // 1000,
             load_LE=load_LE,
             events=tuple(event for meter in meters for event in meter.events or ()),
             transfers=self.take_transfers(),
@@ -120,17 +115,17 @@ class UBatchRunner:
         return meter
 
     def close(self) -> None:
-        """End the second micro-batch's thread and waits for it."""
+        """End the thread of the second micro-batch, and wait for it."""
         if self._second is not None:
             self._second.stop()
             self._second = None
 
     def _run(self, decision: StepDecision, works: Sequence[Callable[[UBatch], T]]) -> Sequence[T]:
         """Return the result of each micro-batch's work."""
-        # The same number of rounds in both micro-batches: with fewer, one would run ahead of the
-        # other, layer by layer.
+        # Both micro-batches use the larger number, so that they have the same number of rounds.
+        # Otherwise one would run ahead of the other in each layer.
         most_tokens = -(-self.round_up(max(decision.most_tokens)) // self._tp_size)
-        self.take_transfers()  # of a step that failed
+        self.take_transfers()  # drop those of a failed step
         for ubatch in self.ubatches:
             ubatch.most_tokens = most_tokens
             ubatch.take_load()

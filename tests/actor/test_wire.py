@@ -43,7 +43,7 @@ Msg = Word | Bye
 
 @dataclass
 class Ends:
-    """Both ends of one wire and their inboxes."""
+    """Both ends of one wire, and their inboxes."""
 
     a: ZmqWire[Msg, Any]
     b: ZmqWire[Msg, Any]
@@ -278,7 +278,10 @@ def test_strangers_are_dropped_and_counted_and_the_peer_is_served(run: Run, addr
         context, stranger = raw_peer(address)
         encode = msgspec.msgpack.encode
         frames = [b"", b"\xc1", Random(3).randbytes(1000), b"\x91" * 100_000, encode(Word(1))]
-        frames += [encode(Hello(1, "guess")), encode({"type": "Hello", "version": "x", "token": 3})]
+        frames += [
+            encode(Hello(PROTOCOL_VERSION, "guess")),
+            encode({"type": "Hello", "version": "x", "token": 3}),
+        ]
         for frame in frames:
             stranger.send(frame)
         await until_dropped(wire, len(frames))  # before the peer is there
@@ -379,7 +382,7 @@ def test_a_peer_that_ends_right_after_its_hello_has_still_said_what_it_said(
         inbox: Inbox[Any] = Inbox("here")
         wire = listen(address, token="t", receives=Msg, inbox=inbox)
         context, peer = raw_peer(address)
-        for msg in (Hello(1, "t"), Word(1), Word(2)):
+        for msg in (Hello(PROTOCOL_VERSION, "t"), Word(1), Word(2)):
             peer.send(msgspec.msgpack.encode(msg))
         peer.close()
         context.term()  # the peer is gone before the listener's loop has looked once
@@ -396,7 +399,7 @@ def test_garbage_from_the_peer_is_dropped_and_counted(run: Run, address: str) ->
         inbox: Inbox[Any] = Inbox("here")
         wire = listen(address, token="t", receives=Msg, inbox=inbox)
         context, peer = raw_peer(address)
-        peer.send(msgspec.msgpack.encode(Hello(1, "t")))
+        peer.send(msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "t")))
         random = Random(5)
         good = msgspec.msgpack.encode(Word(3, b"abc"))
         cut = [good[:i] for i in range(len(good))]
@@ -433,7 +436,7 @@ def test_a_frame_beyond_the_limit_cuts_the_peer_off_without_reading_it(
         wire = listen(address, token="t", receives=Msg, inbox=inbox)
         context, peer = raw_peer(address)
         peer.linger = 0
-        peer.send(msgspec.msgpack.encode(Hello(1, "t")))
+        peer.send(msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "t")))
         await wire.connected(5)
         with pytest.raises(ValueError, match=r"a Word of 7.... bytes exceeds the wire's 65536"):
             wire.send(Word(1, bytes(70_000)))

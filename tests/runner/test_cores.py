@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.runner.cores import cpu_list, fast_cpus, nodes, num_cores, place, shown
+from moeserve.runner.cores import assign_cpus, cpu_list, fast_cpus, nodes, num_cores, shown
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -60,22 +60,22 @@ def test_ranks_stay_in_a_node_each(tmp_path: Path) -> None:
     first = {4, 5, 6, 7}
     second = set(range(8, 16))
     assert nodes(some, system) == [first, second]
-    assert place(some, 0, 1, system=system) == (second, 1)
-    assert [place(some, rank, 4, system=system) for rank in range(4)] == [(first, 2)] * 2 + [
+    assert assign_cpus(some, 0, 1, system=system) == (second, 1)
+    assert [assign_cpus(some, rank, 4, system=system) for rank in range(4)] == [(first, 2)] * 2 + [
         (second, 2)
     ] * 2
-    assert [place(some, rank, 3, system=system) for rank in range(3)] == [(first, 2)] * 2 + [
+    assert [assign_cpus(some, rank, 3, system=system) for rank in range(3)] == [(first, 2)] * 2 + [
         (second, 1)
     ]
-    assert place(some, 0, 1, 8, system) == (second, 1)
-    assert place(some, 0, 1, 9, system) == (some, 1)  # asked for more than a node has
-    assert place(some, 0, 1, system=tmp_path / "nothing") == (some, 1)
+    assert assign_cpus(some, 0, 1, 8, system) == (second, 1)
+    assert assign_cpus(some, 0, 1, 9, system) == (some, 1)  # asked for more than a node has
+    assert assign_cpus(some, 0, 1, system=tmp_path / "nothing") == (some, 1)
 
 
 def test_asking_for_more_threads_than_fast_cores_takes_all(tmp_path: Path) -> None:
     hybrid = machine(tmp_path, {"cpu_core/cpus": "0-3", "cpu_atom/cpus": "4-11"})
     everything = set(range(12))
-    assert [place(everything, 0, 1, n, hybrid)[0] for n in (None, 4, 5)] == [
+    assert [assign_cpus(everything, 0, 1, n, hybrid)[0] for n in (None, 4, 5)] == [
         {0, 1, 2, 3},
         {0, 1, 2, 3},
         everything,

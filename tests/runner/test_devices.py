@@ -34,7 +34,7 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_cuda_without_a_device_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"sees no CUDA device.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"finds no CUDA device.*--device cpu"):
         make_runner(config_of(None, device="cuda"), spec_of(), Path())
 
 
@@ -79,7 +79,7 @@ def test_the_runners_thread_and_those_it_starts_stay_on_the_ranks_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = min(os.sched_getaffinity(0))
-    monkeypatch.setattr("moeserve.runner.cpu.place", lambda *found: ({here}, 1))
+    monkeypatch.setattr("moeserve.runner.cpu.assign_cpus", lambda *found: ({here}, 1))
     with ThreadPoolExecutor(1) as pool:  # not this thread
         pool.submit(fake_runner().enter_thread).result()
         with ThreadPoolExecutor(1) as inner:
@@ -101,21 +101,24 @@ def test_memory_is_shared_among_the_ranks_of_a_host() -> None:
 def test_what_others_take_of_a_shared_device_does_not_count_as_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two ranks on a GPU of 140: this one has 30, the other one 60 or nothing yet; alone, all that
-    is taken counts.
+    """Two ranks share a GPU of 140: this one uses 30, the other one 60 or nothing yet.
+
+    If the rank is alone, all used memory counts.
     """
     facts = {"memory_allocated": 30, "memory_reserved": 32}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     budgets = {}
-    for sharers, taken in ((2, 92), (2, 32), (1, 92)):
+    for num_ranks, taken in ((2, 92), (2, 32), (1, 92)):
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device, taken=taken: (140 - taken, 140)
         )
         runner = GPUModelRunner(config_of(None), spec_of(), Path())
         runner.device = torch.device("cuda", 0)
-        runner.properties = DeviceProperties("fake", runner._memory, own=True, sharers=sharers)
-        budgets[sharers, taken] = kv_budget(runner.properties.memory().shared(sharers), 0.9, 10)
+        runner.properties = DeviceProperties(
+            "fake", runner._memory, exclusive=True, num_ranks=num_ranks
+        )
+        budgets[num_ranks, taken] = kv_budget(runner.properties.memory().shared(num_ranks), 0.9, 10)
     assert budgets == {(2, 92): 12, (2, 32): 23, (1, 92): 26}
 
 
@@ -134,7 +137,7 @@ def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
 
 def test_what_is_meant_for_gpus_is_refused_on_cpus() -> None:
     with pytest.raises(
-        ConfigError, match=r"comm_sms=24 .* runs on CPUs: leave it out, or use --device cuda"
+        ConfigError, match=r"comm_sms=24 .* runs on CPUs; omit it, or use --device cuda"
     ):
         make_runner(config_of(None, comm_sms=24, device="cpu"), spec_of(), Path())
     for wrong in (0, 133):
@@ -155,9 +158,7 @@ def test_what_cuda_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert factory.SPLIT == SPLIT
     with pytest.raises(ConfigError, match="tp=2: this build of torch has no NCCL"):
         make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
-    with pytest.raises(
-        ConfigError, match=r"compile with determinism=full: .* leave one of them out"
-    ):
+    with pytest.raises(ConfigError, match=r"compile with determinism=full: .* omit one of them"):
         make_runner(config_of(None, compile=True, determinism="full"), spec_of(), Path())
     with pytest.raises(ConfigError, match="compile is for CUDA"):
         make_runner(config_of(None, compile=True, device="cpu"), spec_of(), Path())

@@ -298,7 +298,7 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
     )
     refuse(f"eagle:{dense.path}", "supported: Eagle3DraftModel, Eagle3Llama", CheckpointError)
     wider = copy_with(dense.path, tmp_path / "wider", vocab_size=257)
-    refuse(f"model:{wider}", "draft model's vocab_size is 257, and the served model's is 256")
+    refuse(f"model:{wider}", "draft model's vocab_size is 257, but the served model's is 256")
     fewer = copy_with(dense.path, tmp_path / "fewer", num_attention_heads=3, num_key_value_heads=3)
     with pytest.raises(CheckpointError, match=r"self_attn.k_proj.weight.* has shape \[32, 32\]"):
         driver_of(target, f"model:{fewer}")
@@ -311,7 +311,7 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
         (
             {"vocab": {"a": 0}},
             {"vocab": [["a", -1.0], ["b", -2.0]]},
-            "token 1 is 'b', and that is no token for",
+            "token 1 is 'b', which is no token for",
         ),
         (
             {"vocab": {"a": 0, "b": 1}},

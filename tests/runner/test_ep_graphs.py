@@ -22,7 +22,7 @@ from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
 
 @dataclass
 class Facts:
-    place: tuple[int, int] = (1, 0)
+    topology: tuple[int, int] = (1, 0)
     mixed: bool = False
     recordable: int = 1 << 40
 
@@ -141,9 +141,9 @@ def test_recordings_go_with_the_group_and_the_placement() -> None:
     facts = Facts()
     graphs = graphs_of(facts)
     step = plan(1, decision=StepDecision(1, most_tokens=(1, 0)))
-    for place in ((1, 0), (2, 0), (2, 3)):
-        if facts.place != place:
-            facts.place = place
+    for topology in ((1, 0), (2, 0), (2, 3)):
+        if facts.topology != topology:
+            facts.topology = topology
             assert graphs.shape(step) is None
             assert not graphs._recordings
         shape = graphs.shape(step)

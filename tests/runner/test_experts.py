@@ -189,7 +189,7 @@ def test_placements_wait_for_their_turn(group: Group) -> None:
     assert seen == [[1, 1], [2, 2], [3, 3]]
     assert torch.equal(group.outputs(), before)
     group.prepare(shuffled(start, 3, seed=4))
-    assert all("versions must grow" in n.error for n in group.until_placed())
+    assert all("is not newer than version" in n.error for n in group.until_placed())
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_placements_wait_for_their_turn(group: Group) -> None:
     [
         (lambda t: {**t, "experts": t["experts"][:-4]}, "is damaged: cannot reshape"),
         (lambda t: {**t, "experts": bytes(len(t["experts"]))}, "lacks expert 1"),
-        (lambda t: {**t, "num_ranks": 5, "experts_per_rank": 2}, "only a Join changes that"),
+        (lambda t: {**t, "num_ranks": 5, "experts_per_rank": 2}, "only a Join can change"),
         (
             lambda t: {
                 **t,
@@ -242,8 +242,9 @@ def test_a_decision_is_carried_out_once_however_often_it_comes(group: Group) -> 
 
 
 def test_ranks_learn_by_steps_alone_that_layers_differ(group: Group) -> None:
-    """Not when they hear of a placement, which each does at a time of its own: recorded steps
-    depend on it.
+    """They do not learn it from a placement's message, which reaches ranks at different times.
+
+    Recorded steps depend on it.
     """
 
     def mixed() -> set[bool]:

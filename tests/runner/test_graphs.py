@@ -200,9 +200,10 @@ def serve_tiles(driver: Driver) -> list[Request]:
 def test_replays_of_other_layers(
     mixer: Mixer, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels find the tiles of a step, and its queries' rows, on the device; padding leaves no
-    state behind. In a recorded step every query selects, in others those that see more than 6
-    tokens."""
+    """Kernels find a step's tiles and its queries' rows on the device, and padding leaves no state.
+
+    In a recorded step every query selects; in others only those that see more than 6 tokens.
+    """
     monkeypatch.setattr(GraphManager, "capture", lambda manager: None)
     attention, other = spec_of(**SPEC).layers
     spec = replace(spec_of(**SPEC), layers=(attention, replace(other, mixer=mixer)))
@@ -223,7 +224,7 @@ LIMITS = Limits(
 
 
 class Nothing:
-    """A recorder whose recordings are empty, and inputs that nobody reads."""
+    """A recorder of empty recordings, with inputs that are not read."""
 
     def __init__(self) -> None:
         self.largest_first: list[int] = []
@@ -366,7 +367,7 @@ class ExactOnFake(GPUModelRunner):
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")
         self.upload = RingUpload(self.device, 64, pinned=False)
-        self.properties = DeviceProperties("fake", host_memory, own=False)
+        self.properties = DeviceProperties("fake", host_memory, exclusive=False)
         self._copies = gpu.torch.cuda.Stream(self.device)
 
 
@@ -475,7 +476,7 @@ def test_the_fake_device_notices_each_of_them(
 
 
 def test_what_is_dropped_can_be_recorded_again(cuda: FakeCuda) -> None:
-    """As after every change of the placement or the group."""
+    """This happens after every change of the placement or the group."""
     settings = {"spec": spec_of(windows=(None, None)), "block_size": 16, "cls": ExactOnFake}
     driver = Driver(fake_runner(graphs="auto", **settings))
     manager = driver.runner.graphs

@@ -22,7 +22,7 @@ from moeserve.runner.speculation.ngram import (
     NgramProposer,
     RequestIndex,
 )
-from moeserve.runner.speculation.suffix import MAX_PLACES, MIN_LENGTH, AnswerRing, SuffixProposer
+from moeserve.runner.speculation.suffix import MAX_MATCHES, MIN_LENGTH, AnswerRing, SuffixProposer
 from moeserve.runner.tables import host_upload
 from moeserve.sampling import TokenSampling
 
@@ -142,7 +142,7 @@ def places(history: list[int], tokens: list[int], count: int) -> list[tuple[int,
     """`AnswerRing.matches` by a rescan of everything that was ever added. -1 ends each run."""
     found = []
     for place in range(len(history) - 1, MIN_LENGTH - 1, -1):
-        if history[place - MIN_LENGTH : place] == tokens[-MIN_LENGTH:] and len(found) < MAX_PLACES:
+        if history[place - MIN_LENGTH : place] == tokens[-MIN_LENGTH:] and len(found) < MAX_MATCHES:
             most = min(MAX_LENGTH, place, len(tokens))
             length = max(n for n in range(1, most + 1) if history[place - n : place] == tokens[-n:])
             follow = history[place : place + count]

@@ -58,7 +58,10 @@ def test_the_budget_is_what_is_left(
 
 
 def test_weights_in_a_file_are_not_free_memory() -> None:
-    """Of 60 that the system calls free, 20 are pages of a file that every step reads."""
+    """The system reports 60 as free.
+
+    Of these, 20 are pages of a file that every step reads.
+    """
     assert kv_budget(MemoryFacts(100, 30, 60), 0.9, 5, mapped=20) == 31  # 0.9 * 40 - 5
     assert kv_budget(MemoryFacts(100, 30, 10), 0.9, 5, mapped=20) == 0
 
@@ -75,7 +78,7 @@ def test_ranks_of_one_host_share_its_memory() -> None:
 def test_weights_that_cannot_fit_are_refused_before_loading() -> None:
     check_weights_fit(100, MemoryFacts(200, 0, 100))
     with pytest.raises(
-        DoesNotFit, match=r"this process loads take 2.00 MiB and 1.00 MiB of memory are free"
+        DoesNotFit, match=r"this process loads take 2.00 MiB, but only 1.00 MiB of memory are free"
     ):
         check_weights_fit(2 << 20, MemoryFacts(4 << 20, 0, 1 << 20))
 

@@ -49,14 +49,16 @@ PROMPT = torch.randint(0, 250, (75,), generator=torch.Generator().manual_seed(1)
 
 
 class DraftingRunner(CPUModelRunner):
-    """Lets a head guess behind every step, and keeps what it computed in the last one. native: in
-    one call, of which nothing can be kept."""
+    """Drafts with a head after every step, and keeps the last step's hidden states.
+
+    With `native` it drafts in one call, of which nothing can be kept.
+    """
 
     native = False
 
     def load_model(self, progress: Progress) -> None:
         super().load_model(progress)
-        parts = self.model, self.config, self.asked, self.shard(), self.properties.memory()
+        parts = self.model, self.config, self.quantize_to, self.shard(), self.properties.memory()
         self.head = load_drafter(
             self.spec, self.model_dir, SpeculationSpec.parse(f"mtp:{K}"), *parts
         ).model
@@ -147,8 +149,9 @@ def driver_of(path: Path, *args: Any, **settings: Any) -> DraftingDriver:
 def naive(
     head: Head, tokens: Sequence[int], choose: Callable[[Tensor, int], int]
 ) -> tuple[Tensor, list[int]]:
-    """Hidden states of the head at all tokens but the last, and K drafts behind it. choose(logits,
-    position).
+    """Return the head's hidden states at all tokens but the last, and K drafts after it.
+
+    choose(logits, position) picks a draft.
     """
     inputs = head.inputs(tokens[1:], head.target_hidden(tokens[:-1]))
     first = head.hidden(inputs)
@@ -229,7 +232,7 @@ def test_right_and_wrong_drafts_leave_what_later_drafts_need(
         drafts = expected[known : known + K]
         drafts[right:] = [(token + 1) % 256 for token in drafts[right:]]
         with torch.inference_mode():
-            driver.runner.proposer._take_over()
+            driver.runner.proposer._adopt_collected()
             driver.runner.proposer._drafts_SK[request.slot] = torch.tensor(drafts)
         driver.run([(request, DRAFTED)])
         assert len(request.output) == known + 1 + right
@@ -245,8 +248,10 @@ def test_right_and_wrong_drafts_leave_what_later_drafts_need(
     ids=str,
 )
 def test_one_native_call_guesses_the_same(settings: Any, make_head: Callable[[str], Head]) -> None:
-    """Behind prompts in parts, right and wrong drafts and steps that ask for none, up to the end of
-    the context; a request with a filter is not for the call, nor are then the others of its step.
+    """It does so after chunks of prompts, right and wrong drafts and steps without drafts.
+
+    It works up to the end of the context. A request with a filter is not drafted by the call, nor
+    are the others of its step.
     """
     kinds = (NativeRunner, {"kernels": "native"}), (DraftingRunner, {})
     one, other = (
@@ -279,7 +284,7 @@ def test_one_native_call_guesses_the_same(settings: Any, make_head: Callable[[st
 
 
 def test_drafts_at_the_end_of_the_context(make_head: Callable[[str], Head]) -> None:
-    """No block and no entry of the tables is left for them."""
+    """There are no blocks and no table entries left for them."""
     head = make_head("qwen3_moe")
     driver = driver_of(head.path, max_model_len=80)
     request = driver.add(Request(PROMPT, greedy()))

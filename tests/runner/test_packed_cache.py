@@ -178,7 +178,7 @@ def test_other_kernels_refuse(make_checkpoint: Any, tmp_path: Path) -> None:
     config = config_of(path, kernels="torch", packed_cache=str(tmp_path))
     runner = CPUModelRunner(config, read_model_spec(path), path)
     with pytest.raises(
-        ConfigError, match=r"packed_cache needs the native kernels .*; use no packed_cache, or"
+        ConfigError, match=r"packed_cache needs the native kernels .*; omit packed_cache, or"
     ):
         runner.load(lambda phase, percent: None)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Quantised weights in a runner: where they are refused, what the log says, and what they take."""
+"""Quantized weights in a runner: rejections, the log, and their memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_shapes_that_triton_has_no_kernel_for_are_named(
 
 @needs_no_gpu
 @pytest.mark.parametrize(
-    ("width", "said"), [(128, "experts' rows become e4m3"), (64, "they stay torch.float32 here")]
+    ("width", "said"),
+    [(128, "here those of experts become e4m3"), (64, "here they stay torch.float32")],
 )
 def test_what_becomes_of_activations(
     width: int, said: str, make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -74,7 +75,7 @@ def test_what_becomes_of_activations(
     stored, _ = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
     with caplog.at_level("INFO"):
         load(stored, kernels="triton")
-    assert f"the checkpoint quantises activations, too: {said}" in caplog.text
+    assert f"the checkpoint quantizes activations, too: {said}" in caplog.text
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -92,10 +93,12 @@ def test_quantised_activations_are_named_once(
         load(path, activations="float")
         load(path)
     assert (
-        caplog.text.count("the checkpoint quantises activations, too: they stay torch.float32 here")
+        caplog.text.count("the checkpoint quantizes activations, too: here they stay torch.float32")
         == 1
     )
-    assert caplog.text.count("the checkpoint quantises activations, too: rows become int8") == 1
+    assert (
+        caplog.text.count("the checkpoint quantizes activations, too: here they become int8") == 1
+    )
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -163,7 +166,7 @@ def test_rows_of_int8_are_refused_where_they_would_change_nothing(
 ) -> None:
     path = make_checkpoint("qwen3_moe").path
     with pytest.raises(
-        ConfigError, match=r"activations=int8 is for weights of 4 and 8 bits.*float32"
+        ConfigError, match=r"activations=int8 needs weights of 4 or 8 bits.*float32"
     ):
         load(path, activations="int8")
     with pytest.raises(ConfigError, match="activations=int8 needs the native kernels"):

@@ -1,6 +1,4 @@
-"""Room for states of recurrent layers, their blocks beside those with an entry per token, and what
-they rule out.
-"""
+"""States of recurrent layers: memory, their blocks beside KV blocks, and excluded settings."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ def test_blocks_are_whole_tiles_and_some_layer_has_entries_per_token() -> None:
         ConfigError, match=r"block_size=8: the recurrent layers of Fake .* tiles of 16"
     ):
         check_block_size(config(block_size=8), recurrent(True, False))
-    with pytest.raises(ConfigError, match="every layer is recurrent"):
+    with pytest.raises(ConfigError, match="all layers are recurrent"):
         check_block_size(config(), recurrent(True, True))
 
 

@@ -1,8 +1,8 @@
-"""Models that guess: the model's own head, an EAGLE-3 head, or a smaller model with the same
+"""Load draft models: the model's MTP head, an EAGLE-3 head, or a smaller model with the same
 vocabulary.
 
-The last two are whole on every tensor-parallel rank, in the dtype of the model that is served, and
-in the format of their files: `--quantization` does not concern them.
+An EAGLE-3 head or a smaller model is loaded whole on every tensor-parallel rank, in the dtype of
+the target and as stored in its files: `--quantization` does not apply to it.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,9 @@ TOKENIZER = "tokenizer.json"
 
 
 def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec) -> ModelSpec:
-    """Return the spec of a model whose tokens are guessed so: kinds mtp, model and eagle add
-    layers.
+    """Return the spec of the target with the layers of its draft model (kinds mtp, model, eagle).
 
-    Raises ConfigError, CheckpointError where the drafter does not belong to the model.
+    Raises ConfigError or CheckpointError if the draft model does not fit the target.
     """
     if speculation.kind == "mtp":
         return with_mtp(spec)
@@ -52,15 +51,13 @@ def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec)
     draft = read_model_spec(path)
     if any(rule.tile for rule in draft.kv_rules):
         raise ConfigError(
-            f"{path}: {draft.architecture} has recurrent layers, whose states cannot "
-            "be taken back to before a wrong "
-            "draft; use a draft model that has attention in all layers"
+            f"{path}: {draft.architecture} has recurrent layers, whose states cannot be restored "
+            "when a draft is rejected; use a draft model with attention in all layers"
         )
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
-            f"{path}: the draft model's vocab_size is {draft.vocab_size}, and the "
-            "served model's is "
-            f"{spec.vocab_size}; use a draft model with the same tokenizer"
+            f"{path}: the draft model's vocab_size is {draft.vocab_size}, but the served model's "
+            f"is {spec.vocab_size}; use a draft model with the same tokenizer"
         )
     _check_tokenizers(path, model_dir)
     return replace(spec.drafting(draft.layers), draft_whole=True)
@@ -72,12 +69,14 @@ def load_drafter(
     speculation: SpeculationSpec,
     model: Decoder,
     config: Config,
-    asked: QuantizeTo | None,
+    quantize_to: QuantizeTo | None,
     shard: Shard,
     memory: MemoryFacts,
 ) -> Drafter:
-    """Load the drafter of `spec`, which `with_drafter` returned; its caches are still to come.
-    Other arguments and errors are those of `load_model`."""
+    """Load the draft model of a spec from `with_drafter`. Its caches are set later.
+
+    Other arguments and errors are as for `load_model`.
+    """
     longest = config.model.max_model_len or spec.max_position
     if speculation.kind == "mtp":
         with draft_params(
@@ -85,15 +84,20 @@ def load_drafter(
             model_dir,
             model,
             config,
-            asked,
+            quantize_to,
             memory,
             lambda names: mtp_load_plan(spec, names, shard.world),
         ) as loaded:
-            world = shard.world
-            tp = shard.tp
-            most = shard.max_tokens
+            params, ops = loaded
             head = build_mtp(
-                spec, *loaded, model, world=world, tp=tp, max_tokens=most, max_position=longest
+                spec,
+                params,
+                ops,
+                model,
+                world=shard.world,
+                tp=shard.tp,
+                max_tokens=shard.max_tokens,
+                max_position=longest,
             )
         return Drafter(head, (), spec.draft_rules, takes_hidden=True)
     path = resolve_model_dir(speculation.path)
@@ -110,12 +114,13 @@ def load_drafter(
     with draft_params(
         eagle.model, path, model, config, None, memory, lambda names: plan_eagle3(eagle, names)
     ) as loaded:
-        guesser = build_eagle3(eagle, *loaded, model.embed_VD, ids_d, longest)
-    return Drafter(guesser, (), spec.draft_rules, takes_hidden=True, combine=guesser.combine)
+        params, ops = loaded
+        head = build_eagle3(eagle, params, ops, model.embed_VD, ids_d, longest)
+    return Drafter(head, (), spec.draft_rules, takes_hidden=True, combine=head.combine)
 
 
 def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:
-    """Raises ConfigError unless both have the same tokens, where both have a tokenizer.json."""
+    """Raise ConfigError if both have a tokenizer.json and their tokens differ."""
     paths = [directory / TOKENIZER for directory in (draft_dir, model_dir)]
     if not all(path.is_file() for path in paths) or len({path.read_bytes() for path in paths}) == 1:
         return
@@ -126,9 +131,8 @@ def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:
             (paths[0], tokens) if (token, number) in drafts.items() else (paths[1], drafts)
         )
         raise ConfigError(
-            f"{where}: token {number} is {token!r}, and that is "
-            f"{other.get(token, 'no token')} for the other model: "
-            "the draft model's tokenizer is not the served model's; use a draft "
+            f"{where}: token {number} is {token!r}, which is {other.get(token, 'no token')} for "
+            "the other model: the tokenizers of draft model and served model differ; use a draft "
             "model of the same family"
         )
 

@@ -1,15 +1,19 @@
-"""Proposers that are models: a head for multi-token prediction, EAGLE, or a small model.
+"""Draft with a model: an MTP head, an EAGLE-3 head, or a small model.
 
-A drafter reads what the target has computed and keeps K/V of its own, in the blocks of the target's
-group with full attention. At position p a head reads the target's hidden state there and the token
-at p + 1; any other model reads the token at p. So first it goes over all tokens of a step, and then
-over its own guesses, one by one.
+A draft model has its own KV cache, in the blocks of the target's group with full attention. A head
+reads the target's hidden state at position p together with the token at p + 1. Any other model
+reads the token at p. So the draft model first computes all tokens of a step, and then its own
+drafts, one by one.
 
-Guesses are sampled as the target samples, with the noise of their positions: the better a drafter's
-logits, the more often both choose the same token, at any temperature. Nothing else depends on what
-is in a drafter's cache. It may write where a later step writes again, to the null block where no
-block has been granted, and, by an entry of the table that is out of date, to another request's
-block, whose drafts are then worse.
+Drafts are sampled like the target's tokens, with the same noise at each position. So a better draft
+model agrees with the target more often, at any temperature.
+
+The KV cache of the draft model affects the acceptance rate only. So it does no harm that the draft
+model may write
+
+- to entries that a later step writes again,
+- to the null block, if no block is allocated yet, and
+- through an outdated table entry to the block of another request, whose drafts then become worse.
 """
 
 from collections import deque
@@ -39,7 +43,7 @@ from moeserve.runner.tables import I64, Tables, Upload, group_inputs, prepare_in
 
 
 def make(facts: ProposerFacts) -> "ModelProposer":
-    """Return the proposer of a drafter, in one native call if it can be."""
+    """Return the proposer of a draft model, which uses a native call if possible."""
     drafter = facts.drafter
     assert drafter is not None
     head = native_head(
@@ -57,9 +61,11 @@ def make(facts: ProposerFacts) -> "ModelProposer":
 
 
 class ModelProposer(Proposer):
-    """Guesses num_drafts tokens for every row that samples. The host waits for how many drafts were
-    right: positions of the next ones follow from that, and noise is made from positions on the
-    host."""
+    """Drafts num_drafts tokens for every row that samples.
+
+    The host waits for the number of accepted drafts, because it computes the positions of the next
+    drafts and their noise.
+    """
 
     reads_steps = True
 
@@ -78,10 +84,10 @@ class ModelProposer(Proposer):
         self._drafts_SK = torch.zeros(
             tables.slots, num_drafts, dtype=torch.int32, device=tables.arena.device
         )
-        self._next_SK = (
-            self._drafts_SK.clone()
-        )  # of steps that may be launched again with the drafts before
-        self._collected: deque[I64] = deque()  # slots of steps whose results came, from any thread
+        # Drafts of steps without a result, which may still be launched again with the old drafts.
+        self._next_SK = self._drafts_SK.clone()
+        # Slots of steps whose results have arrived. Appended to by any thread.
+        self._collected: deque[I64] = deque()
         self._drafter = drafter
         self._groups = groups
         self._tables = tables
@@ -90,15 +96,15 @@ class ModelProposer(Proposer):
         self._ubatch = UBatch()
         self._full = next(i for i, group in enumerate(groups) if group.rule == FULL)
 
-    def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
+    def drafts(self, slots_N: I64, indices_N: I64) -> Tensor:
         self.finish()
-        self._take_over()
-        return self._drafts_SK[self._upload(slots_N, places_N)]
+        self._adopt_collected()
+        return self._drafts_SK[self._upload(slots_N, indices_N)]
 
     def start(self, step: Verified) -> bool:
         return self._head is not None and self._head.start(step, self.num_drafts)
 
-    @torch.inference_mode()  # in which the tensors were made
+    @torch.inference_mode()  # as when the tensors were created
     def finish(self) -> None:
         if self._head is not None:
             slots_S, drafts_SK = self._head.wait()
@@ -124,9 +130,9 @@ class ModelProposer(Proposer):
         if not (step.plan.propose and len(step.slots_S)):
             return
         hidden_SD = hidden_TD.index_select(0, step.last_S)
-        # Waits for the device. A step with drafts has no other one behind it that could be launched
-        # meanwhile.
-        known_S = rows.positions_T[step.last_S.cpu().numpy()] + 2  # tokens of each request now
+        # This waits for the device. That costs nothing, because no step can be planned after a step
+        # with drafts before its result is known.
+        known_S = rows.positions_T[step.last_S.cpu().numpy()] + 2  # known tokens of each request
         (slots,) = self._upload(step.slots_S)
         tokens_KS = known_S - 1 + np.arange(self.num_drafts)[:, None]
         rounds = self._rounds(step.slots_S, tokens_KS - shift)
@@ -141,18 +147,17 @@ class ModelProposer(Proposer):
             logits_SV = self._model.logits(hidden_SD)
             drafts_S = self._sampler.draft(logits_SV, step.slots_S, self._inside(known_S + i))
             self._next_SK[:, i].index_copy_(0, slots, drafts_S)
-            if (
-                changed and i + 1 < self.num_drafts
-            ):  # penalties and rules read them in the next round
+            if changed and i + 1 < self.num_drafts:
+                # For penalties and rules in the next round, which read the table.
                 self._tables.append(offsets_KS[i + 1], drafts_S)
 
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
         self._collected.append(np.asarray(slots_S, np.int64))
         return np.full(len(slots_S), self.num_drafts, np.int32)
 
-    @torch.inference_mode()  # in which the tensors were made
-    def _take_over(self) -> None:
-        """Make the guesses current that belong to steps whose results are there."""
+    @torch.inference_mode()  # as when the tensors were created
+    def _adopt_collected(self) -> None:
+        """Make the drafts of steps whose results have arrived the current ones."""
         while self._collected:
             (slots,) = self._upload(self._collected.popleft())
             self._drafts_SK.index_copy_(0, slots, self._next_SK.index_select(0, slots))
@@ -162,26 +167,21 @@ class ModelProposer(Proposer):
         return self._drafter.model
 
     def _inside(self, positions_S: I64) -> I64:
-        """Keep drafts that no request has room for at the table's last entry, which no known token
-        has.
-        """
+        """Clip positions to the last table entry, which is never that of a known token."""
         return np.minimum(positions_S, self._tables.width - 1)
 
     def _forward(self, inputs: StepInputs, hidden_TD: Tensor) -> Tensor:
         if self._drafter.takes_hidden:
             inputs = replace(inputs, embeds=EmbedPatch(hidden_TD))
         hidden_TD = self._model.forward(inputs, self._drafter.caches, self._ubatch)
-        self._ubatch.take_load()  # its experts are no part of the placement
+        self._ubatch.take_load()  # dropped: the draft model's experts are not in the placement
         return hidden_TD
 
     def _rounds(self, slots_S: I64, positions_KS: I64) -> Iterator[StepInputs]:
-        """Yield the inputs of one token for each slot, at the positions of each round; the caller
-        sets the tokens.
-        """
+        """Yield the inputs of each round, with one token per slot. The caller sets the tokens."""
         count = len(slots_S)
-        positions_KS = np.minimum(
-            positions_KS, self._tables.width - 2
-        )  # the last position of a request
+        last_position = self._tables.width - 2  # of a request of maximum length
+        positions_KS = np.minimum(positions_KS, last_position)
         starts_KS = positions_KS.astype(np.int32)
         offsets_R1 = np.arange(count + 1, dtype=np.int32)
         positions, slots, starts, offsets = self._upload(
@@ -208,8 +208,8 @@ class ModelProposer(Proposer):
             )
 
     def _own_groups(self, full: GroupInputs) -> tuple[GroupInputs, ...]:
-        """Return the drafter's groups: the blocks of the group with full attention, each with a
-        window of its own.
+        """Return the draft model's KV groups, which use the blocks of the target's group with full
+        attention, but have their own windows.
         """
         return tuple(
             replace(full, window=rule.window, chunk=rule.chunk) for rule in self._drafter.rules

@@ -1,9 +1,8 @@
-"""All guesses of a head for multi-token prediction in one native call, on a thread beside the
-host's work.
+"""Compute all drafts of an MTP head in one native call, in a thread in parallel to the host.
 
-The call needs no interpreter, so a step's result travels and the next step is planned meanwhile
-(csrc/bindings/draft_head.cpp). Guesses have the bits of those that `ModelProposer` makes call by
-call, except where fp32 logarithms could decide between two tokens.
+The call does not need the GIL, so the host can process the step's result and plan the next step in
+the meantime (csrc/bindings/draft_head.cpp). The drafts are those of `ModelProposer`, unless two
+tokens are so close that the rounding of fp32 logarithms decides between them.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from moeserve.runner.tables import I64, Tables
 
 
 class NativeHead:
-    """A head, its cache and the requests' tables, all of which stay where they are."""
+    """A head, its KV cache and the request tables. None of them may move in memory."""
 
     def __init__(
         self,
@@ -91,8 +90,8 @@ class NativeHead:
         self._native = module.DraftHead(weights, where, keep=(head, cache, tables, sampler))
 
     def start(self, step: Verified, num_drafts: int) -> bool:
-        """Begin to read a step and to guess behind it; `False` where a request's parameters ask
-        for more.
+        """Start to read a step and to draft tokens. Return False if a request needs more than the
+        native call supports.
         """
         if len(self._rows.having(ELSEWHERE, step.slots_S)):
             return False
@@ -108,9 +107,7 @@ class NativeHead:
         return True
 
     def wait(self) -> tuple[I64, I32]:
-        """Return the slots of the step that was started last, and guesses for each, [S,
-        num_drafts].
-        """
+        """Wait. Return the slots of the last started step, and their drafts [S, num_drafts]."""
         drafts: I32 = self._native.wait()
         slots = self._slots
         self._slots = self._slots[:0]
@@ -118,7 +115,7 @@ class NativeHead:
 
 
 def matrix(linear: Any) -> Any:
-    """Return a packed product as native calls take it."""
+    """Return the native object of a packed linear layer."""
     assert isinstance(linear, NativeLinear)
     return linear.matrix
 
@@ -131,9 +128,11 @@ def native_head(
     tables: Tables,
     sampler: Sampler,
 ) -> NativeHead | None:
-    """Return the drafter in one call if it can be: a head of one dense layer whose attention is
-    one call as well, alone on its rank, with plain norms and scores. Arguments are those of
-    `ModelProposer`."""
+    """Return the native head for a draft model; None if it is not supported.
+
+    Supported is an MTP head with one dense layer, native attention and MLP blocks, plain norms and
+    plain logits, without tensor parallelism. Arguments are as for `ModelProposer`.
+    """
     if not (
         isinstance(model, Decoder)
         and isinstance(model.merge, Merge)

@@ -1,18 +1,20 @@
-"""Prompt lookup: a request's last tokens occurred in it before, so what followed then may follow
-again.
+"""Draft by n-gram lookup: if a request's last tokens occurred before, draft what followed then.
 
 As in vLLM's ngram proposer, after prompt lookup decoding
-(github.com/apoorvumang/prompt-lookup-decoding): of the n-grams at the end of the known tokens, the
-longest that occurred earlier counts, and its latest occurrence.
+(github.com/apoorvumang/prompt-lookup-decoding), the match is the longest n-gram at the end of the
+known tokens that occurred earlier, at its latest occurrence.
 
-What a match is worth depends on its length, and on the text: two equal tokens mean nothing in prose
-and much in code. So each request keeps, by the length of the match, how often the token that it
-pointed to was the next one, and it counts every token, whether or not there were drafts ("shadow"
-acceptance). A draft that comes true makes the match one longer, thus draft j of a match of length m
-is right with probability p[m] p[m+1] .. p[m+j], and drafts are made while that is more likely than
-not. In text that does not repeat, short matches soon count as worthless and long ones do not occur,
-so its rows have no drafts and lose nothing. Everything is a function of the request's tokens, in
-whatever portions they come.
+The value of a match depends on its length and on the text: two equal tokens mean little in prose
+and much in code. So each request tracks, by the length of the match, how often the token after the
+match was the next token. It does so for every token, even if there were no drafts ("shadow"
+acceptance).
+
+Each accepted draft makes the match longer by one. So draft j after a match of length m is accepted
+with probability p[m] p[m+1] .. p[m+j], and tokens are drafted as long as that is at least one half.
+In text that does not repeat, the acceptance of short matches soon becomes low and long matches do
+not occur, so there are no drafts and nothing is lost.
+
+The drafts are a function of the request's tokens, however these are divided into steps.
 """
 
 from array import array
@@ -26,52 +28,43 @@ from moeserve.engine.plan import I32, NewRequest
 from moeserve.runner.speculation.base import LookupProposer, ProposerFacts
 from moeserve.runner.tables import Upload
 
-# of an n-gram: vLLM's prompt_lookup_min and prompt_lookup_max
+# Lengths of n-grams: vLLM's prompt_lookup_min and prompt_lookup_max.
 MIN_TOKENS = 2
 MAX_TOKENS = 4
-MAX_LENGTH = 8  # longer matches are worth the same
-LIKELY = 0.5  # drafts are made as long as all of them are right with this probability
-_PRIOR = (
-    0.0,
-    0.1,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.65,
-    0.7,
-    0.8,
-)  # by length of the match: measured on prose and code
-_RATE = 0.1
-_FACTOR = 0x9E3779B97F
+MAX_LENGTH = 8  # longer matches count as matches of this length
+LIKELY = 0.5  # least probability that all drafts are accepted
+# Initial acceptance by length of the match (0 to 8), measured on prose and code.
+_PRIOR = (0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8)
+_RATE = 0.1  # of the exponential average
+_FACTOR = 0x9E3779B97F  # of the hash
 _HASH_BITS = 40
 _POSITION_BITS = 24
 _HASH_MASK = (1 << _HASH_BITS) - 1
 _POSITION_MASK = (1 << _POSITION_BITS) - 1
-_MOST_RECENT = (
-    1 << 14
-)  # n-grams kept in a dictionary before they are sorted in: it takes ten times the memory
+# The most n-grams in the dictionary before they are merged into the sorted array, which takes a
+# tenth of the memory.
+_MOST_RECENT = 1 << 14
 
 
 class Acceptance:
-    """How often a match of each length pointed to the next token of one request: an exponential
-    average.
+    """How often the token after a match was the next token of a request, by the length of the
+    match, as an exponential average.
     """
 
     def __init__(self) -> None:
         self._right = list(_PRIOR)
 
     def update(self, length: int, right: bool) -> None:
-        """Count what a match of this length pointed to."""
+        """Count whether the token after a match of this length was right."""
         length = min(length, MAX_LENGTH)
         self._right[length] += _RATE * (right - self._right[length])
 
     def rate(self, length: int) -> float:
-        """Return the probability that a match of this length points to the next token."""
+        """Return the probability that the token after a match of this length is right."""
         return self._right[min(length, MAX_LENGTH)]
 
     def num_drafts(self, length: int, most: int) -> int:
-        """Return how many tokens behind a match are likely all right."""
+        """Return how many tokens after a match to draft."""
         count = 0
         likely = 1.0
         while count < most and length:
@@ -83,28 +76,27 @@ class Acceptance:
 
 
 class RequestIndex:
-    """The tokens of one request, and where each of its n-grams occurred last.
+    """The tokens of one request, and an index of the last occurrence of each n-gram.
 
-    tokens: array of int. match: where the longest n-gram at the end went on when it occurred
-    before, and its length, at most MAX_LENGTH; length 0: it did not. The tokens given at once are
-    sorted by hash (24 bytes a token); those behind them are in a dictionary.
+    The n-grams of the initial tokens are in an array sorted by hash (24 bytes per token), those of
+    later tokens in a dictionary.
     """
 
     def __init__(self, tokens: I32) -> None:
         self.tokens = array("i", tokens[:-1].astype(np.int32).tobytes())
+        # (position after the match, its length up to MAX_LENGTH); length 0: no match.
         self.match = (0, 0)
-        self._num_sorted = 0
-        self._sorted: NDArray[np.uint64] = np.empty(
-            0, np.uint64
-        )  # hash << 24 | position behind the n-gram
-        self._recent: dict[int, int] = {}
+        self._num_sorted = 0  # tokens whose n-grams are in the array
+        # hash << 24 | position after the n-gram
+        self._sorted: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._recent: dict[int, int] = {}  # position after the n-gram, by hash
         self._sort()
         for token in tokens[-1:].tolist():
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Append a token and finds the match behind it. Constant time but for one sort in
-        thousands of tokens.
+        """Append a token and find the new match. Takes constant time, except for a sort every few
+        thousand tokens.
         """
         tokens = self.tokens
         tokens.append(token)
@@ -114,7 +106,7 @@ class RequestIndex:
         length = MIN_TOKENS - 1
         for n in range(MIN_TOKENS, min(MAX_TOKENS, end) + 1):
             code = (code * _FACTOR + tokens[-n] + 1) & _HASH_MASK
-            if length == n - 1:  # what occurred did so without its first token
+            if length == n - 1:  # an n-gram can only match if the shorter one did
                 found = self._recent.get(code) or self._find(code)
                 if found and tokens[found - n : found] == tokens[-n:]:
                     position = found
@@ -131,8 +123,8 @@ class RequestIndex:
             self._sort()
 
     def follow(self, position: int, count: int) -> Sequence[int]:
-        """Return the `count` tokens from a position on. Behind the last known one they repeat, as
-        if right so far.
+        """Return `count` tokens from a position on. After the last known token they repeat, as they
+        would if all of them were right.
         """
         tokens = self.tokens[position : position + count]
         while len(tokens) < count:
@@ -148,18 +140,18 @@ class RequestIndex:
         )
 
     def _sort(self) -> None:
-        """Move the n-grams behind the sorted ones there."""
-        first = max(self._num_sorted - MAX_TOKENS + 1, 0)  # of the tokens that the hashes need
+        """Move the n-grams in the dictionary to the sorted array."""
+        first = max(self._num_sorted - MAX_TOKENS + 1, 0)  # the first token that hashes need
         tokens = np.frombuffer(self.tokens, np.int32)[first:].astype(np.uint64) + np.uint64(1)
         codes = tokens
-        parts = [self._sorted]
+        entries = [self._sorted]
         for n in range(MIN_TOKENS, MAX_TOKENS + 1):
             codes = codes[1:] * np.uint64(_FACTOR) + tokens[
                 : max(len(tokens) - n + 1, 0)
             ] & np.uint64(_HASH_MASK)
             ends = np.arange(first + n, first + n + len(codes), dtype=np.uint64)
-            parts.append((codes << np.uint64(_POSITION_BITS) | ends)[ends > self._num_sorted])
-        self._sorted = np.sort(np.concatenate(parts))
+            entries.append((codes << np.uint64(_POSITION_BITS) | ends)[ends > self._num_sorted])
+        self._sorted = np.sort(np.concatenate(entries))
         self._view = self._sorted.data
         self._num_sorted = len(self.tokens)
         self._recent = {}
@@ -171,9 +163,7 @@ def make(facts: ProposerFacts) -> "NgramProposer":
 
 
 class NgramProposer(LookupProposer):
-    """Guesses what followed the latest occurrence of the longest n-gram at the end of the request's
-    tokens.
-    """
+    """Drafts the tokens after the latest occurrence of the longest n-gram at the end."""
 
     def __init__(self, slots: int, num_drafts: int, upload: Upload) -> None:
         super().__init__(slots, num_drafts, upload)

@@ -1,11 +1,13 @@
-"""Suffix lookup: what followed a request's last tokens in recent answers of all requests, and in
-the request itself.
+"""Draft by suffix lookup: the tokens that followed a request's last tokens in recent answers of all
+requests, or in the request itself.
 
-After SuffixDecoding (arXiv 2411.04975; Arctic Inference): suffixes of the known tokens that
-occurred before vote for what comes next, longer ones with more weight, and as many tokens are
-drafted as the votes and the past make likely. Instead of suffix trees, recent answers lie in one
-ring of tokens, and all places with equal last tokens are linked, latest first, as LZ77 coders find
-matches: memory is bounded, and the oldest answers are simply overwritten.
+After SuffixDecoding (arXiv 2411.04975; Arctic Inference): earlier occurrences of the last tokens
+vote for the next token, longer matches with more weight. Tokens are drafted as long as the votes
+and the acceptance so far make them likely.
+
+There are no suffix trees. Recent answers are in one ring buffer of tokens, and all positions after
+equal tokens are linked, latest first, as in LZ77 coders. So memory is bounded, and the oldest
+answers are overwritten.
 """
 
 from array import array
@@ -17,16 +19,16 @@ from moeserve.runner.speculation.ngram import LIKELY, MAX_LENGTH, Acceptance, Re
 from moeserve.runner.tables import Upload
 
 MIN_LENGTH = 3  # of a match in other answers
-MAX_PLACES = 16  # looked at per guess, the latest first
-_PORTION = 64  # tokens of an answer that join the ring at a time
-_END = -1  # behind each portion: no token
-_FACTOR = 0x9E3779B1
+MAX_MATCHES = 16  # that are looked at per draft, the latest first
+_PORTION = 64  # tokens of an answer that are added to the ring at a time
+_END = -1  # the token after each portion
+_FACTOR = 0x9E3779B1  # of the hash
 
 
 class AnswerRing:
-    """The last `size` tokens of all answers (a power of two), 20 bytes a token.
+    """The last `size` tokens of all answers (a power of two), with 20 bytes per token.
 
-    A position counts all tokens ever added. Places whose last MIN_LENGTH tokens have the same hash
+    Positions count all tokens ever added. All positions after MIN_LENGTH tokens with the same hash
     form a chain.
     """
 
@@ -34,14 +36,12 @@ class AnswerRing:
         assert size & (size - 1) == 0, size
         self._mask = size - 1
         self._tokens = array("i", [_END]) * size
-        self._previous = (
-            array("q", [-1]) * size
-        )  # the place before this one in its chain; both are behind their tokens
-        self._latest = array("q", [-1]) * size  # by hash
+        self._previous = array("q", [-1]) * size  # the next older position in the chain
+        self._latest = array("q", [-1]) * size  # the first position of the chain, by hash
         self._end = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add a run of an answer's tokens; the oldest tokens go."""
+        """Add consecutive tokens of an answer. They overwrite the oldest tokens."""
         ring = self._tokens
         mask = self._mask
         for i, token in enumerate(tokens):
@@ -57,27 +57,25 @@ class AnswerRing:
         self._end += 1
 
     def matches(self, tokens: Sequence[int], count: int) -> list[tuple[int, Sequence[int]]]:
-        """Return (length of the match, up to `count` tokens behind it) of places where the last
-        tokens occurred.
-        """
+        """Return the matches of the last tokens: (length, up to `count` tokens after it)."""
         ring = self._tokens
         mask = self._mask
         found: list[tuple[int, Sequence[int]]] = []
-        place = (
+        position = (
             self._latest[self._bucket(tokens[-MIN_LENGTH:])] if len(tokens) >= MIN_LENGTH else -1
         )
-        for _ in range(MAX_PLACES):
-            if place < MIN_LENGTH or place + mask - MAX_LENGTH <= self._end:  # overwritten
+        for _ in range(MAX_MATCHES):
+            if position < MIN_LENGTH or position + mask - MAX_LENGTH <= self._end:  # overwritten
                 break
             length = 0
-            most = min(MAX_LENGTH, len(tokens), place)
-            while length < most and ring[place - length - 1 & mask] == tokens[-length - 1]:
+            most = min(MAX_LENGTH, len(tokens), position)
+            while length < most and ring[position - length - 1 & mask] == tokens[-length - 1]:
                 length += 1
             if length >= MIN_LENGTH:
-                first = place & mask
+                first = position & mask
                 follow = ring[first : first + count]
                 found.append((length, follow[: follow.index(_END)] if _END in follow else follow))
-            place = self._previous[place & mask]
+            position = self._previous[position & mask]
         return found
 
     def _bucket(self, tokens: Sequence[int]) -> int:
@@ -93,11 +91,12 @@ def make(facts: ProposerFacts) -> "SuffixProposer":
 
 
 class SuffixProposer(LookupProposer):
-    """Guesses what most often followed the same tokens in recent answers and in the request.
+    """Drafts the tokens that most often followed the same tokens in recent answers and in the
+    request.
 
-    An answer is found by others in portions of 64 tokens; its last ones when a new request takes
-    its slot. All ranks guess the same if they get the same calls of `add` and `collect` in the same
-    order.
+    An answer is added to the ring in portions of 64 tokens, and its rest when the next request gets
+    the slot. Ranks with the same calls of `add` and `collect` in the same order have the same
+    drafts.
     """
 
     def __init__(
@@ -106,8 +105,8 @@ class SuffixProposer(LookupProposer):
         super().__init__(slots, num_drafts, upload)
         self._recent = AnswerRing(num_recent)
         self._requests: dict[int, tuple[RequestIndex, Acceptance]] = {}
-        self._first = [0] * slots  # of each request's tokens that are not in the ring
-        self._guessed: list[tuple[int, list[int]]] = [(0, [])] * slots  # what `_vote` said last
+        self._first = [0] * slots  # the first token of each request that is not in the ring
+        self._guessed: list[tuple[int, list[int]]] = [(0, [])] * slots  # (length, drafts), last
 
     def add(self, request: NewRequest) -> None:
         slot = request.slot
@@ -115,7 +114,7 @@ class SuffixProposer(LookupProposer):
             self._share(slot)
         index = RequestIndex(request.tokens)
         self._requests[slot] = (index, Acceptance())
-        self._first[slot] = len(index.tokens)  # a preempted request's answer is known already
+        self._first[slot] = len(index.tokens)  # the answer of a preempted request is in the ring
         self._guessed[slot] = (0, [])
 
     def guess(self, slot: int, tokens: I32) -> Sequence[int]:
@@ -128,16 +127,15 @@ class SuffixProposer(LookupProposer):
                 break
         for token in new:
             index.append(token)
-        if (len(index.tokens) + slot) // _PORTION > (
-            self._first[slot] + slot
-        ) // _PORTION:  # not all slots at once
+        # Offset by the slot, so that the slots do not all add a portion in the same step.
+        if (len(index.tokens) + slot) // _PORTION > (self._first[slot] + slot) // _PORTION:
             self._share(slot)
         length, drafts, likely = self._vote(index, acceptance)
         self._guessed[slot] = (length, drafts)
         return drafts[:likely]
 
     def _vote(self, index: RequestIndex, acceptance: Acceptance) -> tuple[int, list[int], int]:
-        """Return the length of the first draft's longest match, the drafts, and how many of them
+        """Return the longest match of the first draft, the drafts, and the number of drafts that
         are likely.
         """
         count = self.num_drafts
@@ -157,7 +155,7 @@ class SuffixProposer(LookupProposer):
                     votes[follow[depth]] = votes.get(follow[depth], 0) + (1 << length)
             if not votes:
                 break
-            token = max(votes, key=votes.__getitem__)  # of equals the latest
+            token = max(votes, key=votes.__getitem__)  # in case of a tie, from the latest match
             share = votes[token] / sum(votes.values())
             found = [
                 (length, follow)
@@ -174,8 +172,8 @@ class SuffixProposer(LookupProposer):
         return first, drafts, likely
 
     def _share(self, slot: int) -> None:
-        """Add what is new of a slot's answer to the ring, with the tokens before it that a match
-        needs.
+        """Add the new tokens of a slot's answer to the ring, and the tokens before them, so that
+        these can be matched.
         """
         tokens = self._requests[slot][0].tokens
         first = self._first[slot]
