@@ -1,8 +1,9 @@
-// The inner loops of attention: keys transposed to [dim][64 positions], products of a few rows,
-// softmax over one tile.
+// The inner loops of attention: transpose keys to [dim][64 positions], multiply a few rows, and
+// compute the softmax of one tile.
 //
-// Every sum is one chain of fma, over the head width ascending for a score and over positions
-// ascending for a value, whatever the number of rows or columns computed at once.
+// Every sum is one chain of fused multiply-adds: over ascending elements of the head for a score,
+// over ascending positions for a value. It does not depend on how many rows or columns are computed
+// at once.
 #pragma once
 
 #include <type_traits>
@@ -14,15 +15,15 @@
 namespace moeserve::MOESERVE_ISA::attention {
 
 template <class E>
-constexpr bool kPairs = false;  // whether two elements are the halves of a word, each the upper half of a float
+constexpr bool kPairs = false;  // whether a word has two elements, each the upper half of a float
 template <>
 constexpr bool kPairs<BFloat16> = true;
 
 template <class E>
 constexpr bool kDotted = kPairs<E> || kScaled<E>;  // whether its elements are bf16 numbers
 
-/// Elements that lie in whole words of a vector: there, sums of values are in the order (even ones,
-/// odd ones).
+/// The number of elements in whole vectors of words. There, sums of values are ordered (even
+/// elements, odd elements).
 template <class E>
 constexpr int64_t split_columns(int64_t dim) {
     return kPairs<E> ? dim / (2 * kWidth) * (2 * kWidth) : 0;
@@ -31,21 +32,21 @@ constexpr int64_t split_columns(int64_t dim) {
 MOESERVE_INLINE f32 lower_halves(i32 pairs) { return floats(left<16>(pairs)); }
 MOESERVE_INLINE f32 upper_halves(i32 pairs) { return floats(both(pairs, all_words(0xffff0000))); }
 
-/// A chain of sums that goes on by one fused multiply-add.
+/// Continues a sum by one fused multiply-add.
 struct OneByOne {
     static constexpr int64_t kDims = 1;
     static MOESERVE_INLINE f32 add(f32 sum, f32 a, f32 b) { return fma(a, b, sum); }
 };
 
 #ifdef __AVX512BF16__
-/// By two at once, of words that hold the earlier element in their upper half.
+/// Continues a sum by two at once, with words that have the earlier element in their upper half.
 struct InPairs {
     static constexpr int64_t kDims = 2;
     static MOESERVE_INLINE f32 add(f32 sum, f32 a, f32 b) { return dot(sum, words(a), words(b)); }
 };
 #endif
 
-/// Rows of floats at a fixed distance.
+/// Rows of floats with a fixed stride.
 struct Even {
     const float* start;
     int64_t stride;
@@ -61,25 +62,25 @@ struct Even {
     MOESERVE_INLINE void give_back(int) const {}
 };
 
-/// Fetches the rows of the next tile, line by line in the order in which they lie in memory: no
-/// hardware guesses where that is. As many lines as are read meanwhile, and at the same pace: more
-/// at once would wait for each other.
+/// Prefetches the rows of the next tile, line by line in memory order, because the hardware
+/// prefetcher cannot predict pages of the KV cache. It prefetches one line for each line that is
+/// read, because more at once would wait for each other.
 struct Ahead {
     const char* const* rows;  // of all heads
     int64_t row_bytes;
-    int64_t row = 0;                            // the next one
-    const char *at = nullptr, *end = nullptr;  // lines left of the one before
+    int64_t row = 0;                            // the next row
+    const char *at = nullptr, *end = nullptr;  // remaining bytes of the present row
     MOESERVE_INLINE void fetch() {
         while (at >= end) {
             if (row == kTile) return;
             const char* start = rows[row++];
-            if (start > at || start + 64 <= at) at = start;  // else its first bytes were in the last line
+            if (start > at || start + 64 <= at) at = start;  // otherwise the last line includes its first bytes
             end = start + row_bytes;
         }
         __builtin_prefetch(at, 0, 2);
         at += 64;
     }
-    /// As many lines as V vectors of E take.
+    /// Prefetches as many lines as V vectors of E occupy.
     template <class E, int V>
     MOESERVE_INLINE void fetch() {
         for (size_t i = 0; i < V * kWidth * E::bytes; i += 64) fetch();
@@ -91,7 +92,7 @@ template <class E>
 struct Paged {
     const char* const* rows;
     int64_t offset;  // of the head
-    Ahead* ahead;    // what to fetch while reading
+    Ahead* ahead;    // what to prefetch while reading
 
     MOESERVE_INLINE const char* operator[](int64_t row) const { return rows[row] + offset; }
     template <int V>
@@ -109,7 +110,7 @@ struct Paged {
             for (int v = 0; v < V; ++v) to[v] = E::load(from + v * kWidth * E::bytes);
         }
     }
-    /// In registers while a loop runs.
+    /// A copy that stays in registers during a loop.
     MOESERVE_INLINE Ahead take_ahead() const { return *ahead; }
     template <int V>
     MOESERVE_INLINE void fetch(Ahead& lines) const {
@@ -118,8 +119,8 @@ struct Paged {
     MOESERVE_INLINE void give_back(const Ahead& lines) const { *ahead = lines; }
 };
 
-/// c [R, V vectors] = (fresh ? 0 : c) + a [R, begin..end) times b [begin..end, V vectors from
-/// `column`].
+/// Computes c [R, V vectors] = (fresh ? 0 : c) + a [R, begin..end) times b [begin..end, V vectors
+/// from `column`].
 template <class Step, int R, int V, class B>
 MOESERVE_INLINE void product(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t begin, int64_t end,
                              float* c, int64_t c_stride, bool fresh) {
@@ -149,18 +150,18 @@ MOESERVE_INLINE void product(const float* a, int64_t a_stride, const B& b, int64
     }
 }
 
-constexpr int kStrip = 6;  // rows of a product
-constexpr int64_t kMany = kRegisters == 32 ? 16 : kStrip;  // rows beyond which a copy of the values is worth it
-constexpr int64_t kWide = 256;  // of keys beyond this, not even a part stays in the nearest cache
+constexpr int kStrip = 6;  // rows per product
+constexpr int64_t kMany = kRegisters == 32 ? 16 : kStrip;  // with more rows, copying the values pays off
+constexpr int64_t kWide = 256;  // wider keys do not fit into the L1 cache, not even in parts
 
-/// Vectors per row: enough independent chains, and no more than there are registers for.
+/// Vectors per row: enough independent chains, but no more than fit into registers.
 constexpr int strip_vectors(int rows) {
     if (kRegisters == 32) return rows <= 2 ? 8 : 4;
     return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
 }
 
-/// `product` over the columns from `column` to `columns`, multiples of kWidth. Only the last vector
-/// is ever alone.
+/// Computes `product` for the columns from `column` to `columns`, multiples of kWidth. All vectors
+/// but possibly the last are computed at least in pairs.
 template <class Step, int R, int V, class B>
 inline void strip_of(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t columns, int64_t begin,
                      int64_t end, float* c, int64_t c_stride, bool fresh) {
@@ -185,7 +186,7 @@ inline void strip(int64_t rows, const float* a, int64_t a_stride, const B& b, in
     }
 }
 
-/// Two vectors of elements as words of two.
+/// Packs two vectors of elements into words of two.
 template <class E>
 MOESERVE_INLINE i32 pairs_at(const char* row) {
 #ifdef __AVX512BF16__
@@ -194,7 +195,7 @@ MOESERVE_INLINE i32 pairs_at(const char* row) {
     return load_words(row);
 }
 
-/// Elements i, i + 1, ... of a row as words of two; zeros beyond its end.
+/// Loads elements i, i + 1, ... of a row as words of two; zeros after its end.
 template <class E>
 MOESERVE_INLINE i32 load_pairs(const char* row, int64_t i, int64_t dim) {
     if (i + 2 * kWidth <= dim) return pairs_at<E>(row + i * E::bytes);
@@ -203,8 +204,8 @@ MOESERVE_INLINE i32 load_pairs(const char* row, int64_t i, int64_t dim) {
     return pairs_at<E>(part);
 }
 
-/// Elements i to i + 2 * kWidth - 1 of kWidth keys, which load(key) gives as words of two, to the
-/// columns of `out` from j.
+/// Transposes elements i to i + 2 * kWidth - 1 of kWidth keys to the columns of `out` from j.
+/// load(key) returns them as words of two.
 template <class Step, class E, class Load>
 MOESERVE_INLINE void pack_pairs(const Paged<E>& keys, int64_t j, int64_t i, const Load& load, float* out, int64_t stride,
                                 Ahead& ahead) {
@@ -228,14 +229,14 @@ MOESERVE_INLINE void pack_pairs(const Paged<E>& keys, int64_t j, int64_t i, cons
     }
 }
 
-/// Keys of positions begin .. end - 1, multiples of kWidth, to out [dim / kDims, columns begin ..
-/// end - 1].
+/// Transposes the keys of positions begin .. end - 1, multiples of kWidth, to out [dim / kDims,
+/// columns begin .. end - 1].
 template <class Step, class E>
 inline void pack_keys(const Paged<E>& keys, int64_t dim, int64_t begin, int64_t end, float* out, int64_t stride) {
     Ahead ahead = keys.take_ahead();
     for (int64_t j = begin; j < end; j += kWidth) {
         int64_t i = 0;
-        if constexpr (kPairs<E> || Step::kDims == 2) {  // two elements travel as one word
+        if constexpr (kPairs<E> || Step::kDims == 2) {  // two elements are moved as one word
             const auto whole = [&](const char* key) { return pairs_at<E>(key + i * E::bytes); };
             const auto rest = [&](const char* key) { return load_pairs<E>(key, i, dim); };
             for (; i + 2 * kWidth <= dim; i += 2 * kWidth) pack_pairs<Step>(keys, j, i, whole, out, stride, ahead);
@@ -259,7 +260,7 @@ inline void pack_keys(const Paged<E>& keys, int64_t dim, int64_t begin, int64_t 
     keys.give_back(ahead);
 }
 
-/// Values of positions begin .. end - 1 to out [kTile][stride].
+/// Copies the values of positions begin .. end - 1 to out [kTile][stride].
 template <class E>
 inline void pack_values(const Paged<E>& values, int64_t dim, int64_t stride, int64_t begin, int64_t end, float* out) {
     for (int64_t j = begin; j < end; ++j) {
@@ -275,8 +276,7 @@ inline void pack_values(const Paged<E>& values, int64_t dim, int64_t stride, int
     }
 }
 
-/// What the scores or weights of a tile's positions are multiplied by, if the keys or values have
-/// scales.
+/// The scales of a tile's keys or values, by which scores or weights are multiplied.
 template <class E>
 struct Scales {
     Scales(const Paged<E>&, int64_t) {}
@@ -295,13 +295,13 @@ struct Scales<Int8> {
         }
         heads.give_back(ahead);
     }
-    /// To x[begin..end), and to others in the same 16.
+    /// Multiplies x[begin..end), and other elements in the same groups of 16.
     MOESERVE_INLINE void apply(float* x, int64_t begin, int64_t end) const {
         for (int64_t j = begin / 16 * 16; j < end; j += kWidth) store(x + j, mul(load(x + j), load(of + j)));
     }
 };
 
-/// cap * tanh(x / cap).
+/// Computes cap * tanh(x / cap).
 MOESERVE_INLINE f32 capped(f32 x, f32 cap) {
     const f32 e = exp(mul(all(2.0f), div(x, cap)));
     return mul(cap, sub(all(1.0f), div(all(2.0f), add(e, all(1.0f)))));
@@ -309,12 +309,11 @@ MOESERVE_INLINE f32 capped(f32 x, f32 cap) {
 
 MOESERVE_INLINE float exp_one(float x) { return first(exp(all(x))); }
 
-/// What one query row has summed up so far: values [padded] in units of e^-largest, and how much
-/// weight they carry.
+/// The sums of one query row so far: values [padded] and weight, both scaled by e^-largest.
 struct RowSums {
     float* values;
-    float* largest;  // -infinity, and weight 0, at first
-    float* weight;   // at least 1 once it has seen a score above -infinity
+    float* largest;  // -infinity at first
+    float* weight;   // 0 at first, and at least 1 after a score above -infinity
 };
 
 MOESERVE_INLINE RowSums row_sums(float* sums, int64_t padded) { return {sums, sums + padded, sums + padded + 1}; }
@@ -325,16 +324,16 @@ MOESERVE_INLINE void clear(RowSums s, int64_t padded) {
     *s.weight = 0.0f;
 }
 
-/// `softmax_tile` of the columns from .. to - 1, multiples of 16, which are known to the compiler
-/// where many are the same.
+/// Computes `softmax_tile` for the columns from .. to - 1, multiples of 16, which may be
+/// compile-time constants.
 MOESERVE_INLINE void softmax_columns(float* x, int64_t from, int64_t to, RowSums s, int64_t padded) {
     f32 highest = load(x + from);
 #pragma GCC unroll 8
     for (int64_t j = from + kWidth; j < to; j += kWidth) highest = max(highest, load(x + j));
     const float before = *s.largest, in_tile = first(max(all(largest(highest)), all(before)));
     *s.largest = in_tile;
-    const f32 base = max(all(in_tile), all(-__FLT_MAX__));  // scores of -infinity alone weigh nothing
-    // Sixteen sums, folded in one order, for every width of vectors.
+    const f32 base = max(all(in_tile), all(-__FLT_MAX__));  // if all scores are -infinity, all weights are 0
+    // 16 sums, folded in the same order for every width of vectors.
     constexpr int kParts = 16 / kWidth;
     f32 part[kParts];
     for (int i = 0; i < kParts; ++i) part[i] = zero();
@@ -357,8 +356,9 @@ MOESERVE_INLINE void softmax_columns(float* x, int64_t from, int64_t to, RowSums
     for (int64_t i = 0; i < padded; i += kWidth) store(s.values + i, mul(load(s.values + i), all(factor)));
 }
 
-/// Makes exp(score - largest) of the scores x[begin..end), 0 of others in the same 16, and brings
-/// the sums in line.
+/// Replaces the scores x[begin..end) by exp(score - largest), and others in the same groups of 16
+/// by
+/// 0. Rescales the sums to the new largest score.
 inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, RowSums s, int64_t padded) {
     const int64_t from = begin / 16 * 16, to = (end + 15) / 16 * 16;
     if (soft_cap != 0.0f)
@@ -369,7 +369,7 @@ inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, R
     softmax_columns(x, from, to, s, padded);
 }
 
-/// Adds the sums of the next cut to those of the cuts before. A cut of which the row sees nothing
+/// Adds the sums of the next cut to those of the earlier cuts. A cut of which the row sees nothing
 /// changes nothing.
 inline void merge_partial(RowSums total, RowSums cut, int64_t padded) {
     if (*cut.weight == 0.0f) return;

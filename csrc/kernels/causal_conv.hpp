@@ -1,5 +1,4 @@
-// Short causal convolutions over time, each channel for itself, with the inputs of earlier tokens
-// in a paged cache.
+// Short causal depthwise convolutions, with the inputs of earlier tokens in a paged cache.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -7,15 +6,15 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// Some channels: those from `from` on. Scratch memory holds K rows of weights, one of bias, and
-/// then the inputs of K - 1 tokens and of a tile.
+/// `width` channels from `from`. Scratch memory has K rows of weights, a row of biases, and the
+/// inputs of K - 1 tokens and of a tile.
 template <class E>
 struct ConvPiece {
     static constexpr size_t kPiece = CausalConvArgs::kPiece;
 
     const CausalConvArgs& args;
     size_t from, width;  // channels
-    size_t before;       // inputs that a token needs of the tokens before it
+    size_t before;       // number of earlier tokens whose inputs a token needs
     float* weights;
     float* inputs;
 
@@ -36,9 +35,9 @@ struct ConvPiece {
     }
     MOESERVE_INLINE void copy(const float* x, float* to) const { memcpy(to, x, width * sizeof(float)); }
 
-    /// Finds the inputs before the tile's first token in this call, and leaves those before the
-    /// tile's border behind. carried: tokens of the tile before, which are the last inputs; 0 where
-    /// this call has not computed it.
+    /// Loads the inputs before the tile's first token of this call, and stores those before the
+    /// tile's border to the cache. carried: number of tokens of the previous tile whose inputs are
+    /// still in scratch memory; 0 if this call has not computed it.
     void begin(const StateTile& tile, size_t carried) const {
         for (size_t j = 0; j < before; ++j) {
             float* to = inputs + j * kPiece;

@@ -1,4 +1,4 @@
-// Weights that meet rows of int8: their packing, and what products with them are compared with.
+// Packing of weights for rows of int8, and the reference of GEMMs with them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,7 +18,7 @@ using Half = _Float16;
 
 constexpr size_t kBlock = Packing::kBlock, kSuper = 256;
 
-/// Appends a number in one of the types of scales, in which it must be exact.
+/// Appends a number in a type of scales, in which it must be exact.
 void put(uint8_t*& to, Type type, float value) {
     if (type == Type::fp16) {
         const Half half = static_cast<Half>(value);
@@ -31,8 +31,8 @@ void put(uint8_t*& to, Type type, float value) {
     to += bytes;
 }
 
-/// 16 numbers of a block, `index` of `count` in each row. supers: what they are multiples of, or
-/// null.
+/// Appends 16 numbers of a block, number `index` of `count` in each row. supers: the scales that
+/// they are multiples of, or null.
 void put_all(uint8_t*& to, const Packing& p, const float* from, size_t column, size_t columns, size_t count, size_t index,
              const float* supers, Type type) {
     const size_t num_supers = (p.depth + kSuper - 1) / kSuper, super = index * p.group / kSuper;
@@ -47,7 +47,7 @@ void put_all(uint8_t*& to, const Packing& p, const float* from, size_t column, s
     }
 }
 
-/// Eight values in the order of a row's bytes: inputs 1, 5, 0 and 4, then 3, 7, 2 and 6.
+/// Packs eight values in the order of a row's bytes: inputs 1, 5, 0 and 4, then 3, 7, 2 and 6.
 struct Eight {
     uint32_t first, second;
 };

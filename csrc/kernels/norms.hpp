@@ -1,5 +1,4 @@
-// Root-mean-square norms (Zhang and Sennrich 2019), with or without the residual that a pre-norm
-// decoder adds first.
+// RMS norms (Zhang and Sennrich 2019), with or without the residual addition before.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -7,7 +6,7 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// 1 / sqrt(mean(x^2) + eps) in every lane.
+/// Returns 1 / sqrt(mean(x^2) + eps) in every lane.
 template <class E>
 MOESERVE_INLINE f32 inverse_rms(const char* x, size_t width, float eps) {
     Sums sums;

@@ -17,16 +17,16 @@ namespace {
 
 constexpr size_t kBlock = Packing::kBlock;
 
-constexpr size_t kTile = 32;  // inputs: a line of each row after the other, and all of what is written stays in the L1 cache
+constexpr size_t kTile = 32;  // inputs at a time: a cache line per row, and the output stays in the L1 cache
 
 template <class T>
-T value_at(const T* rows, size_t index) {  // rows may lie at any address
+T value_at(const T* rows, size_t index) {  // rows may be unaligned
     T value;
     std::memcpy(&value, rows + index, sizeof value);
     return value;
 }
 
-/// One block, elements of T: [depth][16].
+/// Packs one block of elements of T: [depth][16].
 template <class T>
 void pack_plain(const T* rows, size_t stride, size_t depth, size_t columns, T* to) {
     for (size_t tile = 0; tile < depth; tile += kTile) {
@@ -38,7 +38,7 @@ void pack_plain(const T* rows, size_t stride, size_t depth, size_t columns, T* t
 }
 
 #if defined(__SSE2__)
-/// 8 inputs of 4 rows: 4 words for each pair of inputs.
+/// Packs 8 inputs of 4 rows: 4 words for each pair of inputs.
 void pack_pairs_4(const uint16_t* rows, size_t stride, uint32_t* to) {
     const auto load = [&](size_t n) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + n * stride)); };
     const auto store = [&](size_t k, __m128i words) {
@@ -55,7 +55,7 @@ void pack_pairs_4(const uint16_t* rows, size_t stride, uint32_t* to) {
 }
 #endif
 
-/// Words of two inputs, the first in the upper half: [depth / 2][16].
+/// Packs words of two inputs, the first in the upper half: [depth / 2][16].
 void pack_pairs(const uint16_t* rows, size_t stride, size_t depth, size_t columns, uint32_t* to) {
     for (size_t tile = 0; tile < depth; tile += kTile) {
         const size_t end = std::min(tile + kTile, depth);
@@ -76,7 +76,8 @@ void pack_pairs(const uint16_t* rows, size_t stride, size_t depth, size_t column
     }
 }
 
-/// The block's 16 most frequent upper bytes, twice, and each byte's index there, 16 for all others.
+/// Finds the block's 16 most frequent upper bytes (stored twice), and each byte's index among them,
+/// 16 for all others.
 std::array<uint8_t, 256> pack_table(const uint16_t* rows, size_t stride, size_t depth, size_t columns, uint8_t* to) {
     std::array<uint32_t, 256> counts{};
     for (size_t n = 0; n < columns; ++n) {
@@ -93,10 +94,10 @@ std::array<uint8_t, 256> pack_table(const uint16_t* rows, size_t stride, size_t 
     return index;
 }
 
-/// bf16 in 12 bits. Returns whether there was room for all escapes; what is packed is no use if
-/// not.
+/// Packs bf16 in 12 bits. Returns whether there was room for all escapes; if not, the packed block
+/// is invalid.
 bool pack_codes(const uint16_t* rows, size_t stride, size_t depth, size_t columns, uint8_t* to) {
-    static constexpr int kPlaces[8] = {2, 0, 3, 1, 2, 0, 3, 1};  // of lower bytes in their words
+    static constexpr int kPlaces[8] = {2, 0, 3, 1, 2, 0, 3, 1};  // places of lower bytes in their words
     const auto index = pack_table(rows, stride, depth, columns, to);
     Escape *escape = const_cast<Escape*>(escapes_of(to, depth)), *const last = escape + most_escapes(depth);
     std::fill(escape, last + 1, ~Escape{0});
@@ -119,7 +120,7 @@ bool pack_codes(const uint16_t* rows, size_t stride, size_t depth, size_t column
     return true;
 }
 
-/// The scales (or zero points) of group g of so many: [16].
+/// Packs the scales (or zero points) of group g: [16].
 uint8_t* pack_head(const float* values, size_t column, size_t columns, size_t groups, size_t g, uint8_t* to) {
     for (size_t n = 0; n < columns; ++n) {
         std::memcpy(to + n * sizeof(float), values + (column + n) * groups + g, sizeof(float));
@@ -127,14 +128,14 @@ uint8_t* pack_head(const float* values, size_t column, size_t columns, size_t gr
     return to + kBlock * sizeof(float);
 }
 
-/// One byte per weight, scaled per column.
+/// Packs one byte per weight, scaled per column.
 void pack_bytes(const Packing& p, const Unpacked& from, size_t column, size_t columns, uint8_t* to) {
     const uint8_t* rows = static_cast<const uint8_t*>(from.weights) + column * from.stride;
     pack_plain(rows, from.stride, p.depth, columns, to);
     pack_head(from.scales, column, columns, 1, 0, to + p.depth * kBlock);
 }
 
-/// In groups of inputs, each behind its scales.
+/// Packs weights in groups of inputs, each after its scales.
 void pack_groups(const Packing& p, const Unpacked& from, size_t column, size_t columns, uint8_t* to) {
     const uint8_t* rows = static_cast<const uint8_t*>(from.weights) + column * from.stride;
     const size_t groups = (p.depth + p.group - 1) / p.group;

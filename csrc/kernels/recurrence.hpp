@@ -1,7 +1,7 @@
 // Gated linear recurrences in tiles of tokens; moeserve/ops/recurrence.py is the specification.
-// Every sum is a chain of fused multiply-adds in ascending order, side by side in the lanes of a
-// vector: a result depends neither on the width of vectors nor on the tokens that it is computed
-// together with.
+// Every sum is a chain of fused multiply-adds in ascending order, with different sums in the lanes
+// of a vector. So a result depends neither on the width of vectors nor on the other tokens of the
+// call.
 #pragma once
 
 #include <type_traits>
@@ -14,11 +14,11 @@ namespace moeserve::MOESERVE_ISA::recurrent {
 
 constexpr size_t kTile = kStateTile;
 
-/// From the columns of a tile's queries and keys to the next ones: 16 of queries, then 16 of keys.
+/// The stride of the columns of a tile's queries and keys: 16 of queries, then 16 of keys.
 constexpr size_t kBoth = 2 * kTile;
 
-/// y[16 n + t][c] = sum over i of x[i][16 n + t] * a[i][c] for n < kinds and t < tokens, in
-/// `vectors` vectors of columns. whole: none of them is a row's last part. x: [depth, 32].
+/// Computes y[16 n + t][c] = sum over i of x[i][16 n + t] * a[i][c] for n < kinds and t < tokens,
+/// in `vectors` vectors of columns. whole: all vectors are full. x: [depth, 32].
 template <int kinds, int tokens, int vectors, bool whole>
 MOESERVE_INLINE void chains(const float* x, const float* a, size_t a_stride, size_t depth, size_t left, float* y,
                             size_t y_stride) {
@@ -45,7 +45,7 @@ MOESERVE_INLINE void chains(const float* x, const float* a, size_t a_stride, siz
             for (int v = 0; v < vectors; ++v) store(y + (n * kTile + t) * y_stride + v * kWidth, sums[n][t][v]);
 }
 
-/// `chains` of all columns: as many vectors at a time as are there.
+/// Computes `chains` for all columns, with as many vectors at a time as possible.
 template <int kinds, int tokens, int vectors>
 inline void chains_of(const float* x, const float* a, size_t a_stride, size_t depth, size_t width, float* y,
                       size_t y_stride) {
@@ -61,8 +61,8 @@ inline void chains_of(const float* x, const float* a, size_t a_stride, size_t de
     }
 }
 
-/// Products of so many tokens' queries, or queries and keys, x [depth, 32], with A [depth, width]:
-/// y [32, width], which has room for whole vectors.
+/// Multiplies the queries, or queries and keys, of `tokens` tokens, x [depth, 32], by A [depth,
+/// width]. The result y [32, width] must have room for whole vectors.
 template <int kinds>
 inline void product(const float* x, size_t count, const float* a, size_t a_stride, size_t depth, size_t width, float* y,
                     size_t y_stride) {
@@ -80,8 +80,8 @@ inline void product(const float* x, size_t count, const float* a, size_t a_strid
     next(std::integral_constant<int, 1>());
 }
 
-/// to[i][r] = rows[r][i], up to whole 16 of i; 0 beyond the width and where there is no row. Of
-/// `to`, 16 of `stride`.
+/// Transposes: to[i][r] = rows[r][i], with i padded to a multiple of 16. Missing rows and elements
+/// are 0. `to` has rows of 16, `stride` apart.
 inline void transposed(const float* const (&rows)[kTile], size_t width, float* to, size_t stride) {
     for (size_t r = 0; r < kTile; r += kWidth) {
         for (size_t i = 0; i < width; i += kWidth) {
@@ -108,28 +108,28 @@ MOESERVE_INLINE float dot(const float* x, const float* y, size_t width) {
     return sums.total();
 }
 
-/// A state, or some columns of it.
+/// A state or some of its columns.
 struct State {
     float* at;
     size_t stride;  // from one row to the next
 };
 
-/// Some columns of one head's values, of one request. delta: there is a beta.
+/// A piece: some columns of one head's values, of one request. delta: use the delta rule (beta).
 template <bool delta>
 struct Piece {
     const RecurrenceArgs& args;
     const size_t head, group, from, width;  // columns [from, from + width) of the values
     const size_t deep, wide;                // d and the width, rounded up
-    const size_t decays;                    // of sum_rows: from one to the next
-    const bool keeps;                       // what all pieces of a head have in common
-    const bool keeps_keys;                  // and all heads of a group
-    float *both, *grown;       // columns of a tile's q and k [d, 32], and those that meet the state
+    const size_t decays;                    // stride of sum_rows
+    const bool keeps;                       // store what all pieces of a head share
+    const bool keeps_keys;                  // store what all heads of a group share
+    float *both, *grown;       // columns of a tile's q and k [d, 32]; the same times exp(s)
     float *sum_rows, *sums;    // s by rows, and by columns [D, 16]
     float *updates;            // u [16, width]
-    float *products;           // of queries and keys with the state, [32, width]
-    float *weights;            // and with the tile's keys, [32, 16]
-    float *since, *growth;     // keys and the state up to the tile's last token, [d, 16] and [d]
-    float *own;                // a state that no cache keeps
+    float *products;           // products of queries and keys with the state, [32, width]
+    float *weights;            // products of queries and keys with the tile's keys, [32, 16]
+    float *since, *growth;     // decays of keys and state up to the tile's end, [d, 16] and [d]
+    float *own;                // a state that is not in the cache
 
     Piece(const RecurrenceArgs& args, size_t head, size_t part, float* memory)
         : args(args), head(head), group(head / (args.heads / args.groups)), from(part * args.columns),
@@ -162,8 +162,8 @@ struct Piece {
         return args.updates + (token * args.heads + head) * args.v + from;
     }
 
-    /// Takes the first `cached` rows of a tile from the cache, and `fresh` ones of the call from
-    /// `step` on.
+    /// Loads the first `cached` rows of a tile from the cache, and `fresh` rows of the call, from
+    /// `step`.
     void take_rows(int64_t block, int64_t place, size_t cached, size_t step, size_t fresh) const {
         const float *query_at[kTile] = {}, *key_at[kTile] = {}, *sum_at[kTile] = {};
         for (size_t r = 0; r < cached + fresh; ++r) {
@@ -187,8 +187,8 @@ struct Piece {
         if (args.decays > 1) transposed(sum_at, args.decays, sums, kTile);
     }
 
-    /// The state at the next border from a full tile and the state at its own; `from` and `to` may
-    /// be the same.
+    /// Computes the state at the next border from the state at the tile's border and the full tile.
+    /// `from` and `to` may be the same.
     void next_state(State from, State to) const {
         const float* last = sum_rows + (kTile - 1) * decays;
         for (size_t i = 0; i < deep; i += kWidth) {
@@ -242,7 +242,7 @@ struct Piece {
         }
     }
 
-    /// The queries and keys times exp(s): what meets the state.
+    /// Multiplies the queries and keys by exp(s), for products with the state.
     void grow() const {
         const size_t step = args.decays == 1 ? 0 : kTile;
         for (size_t r = 0; r < kTile; r += kWidth) {
@@ -257,8 +257,8 @@ struct Piece {
         }
     }
 
-    /// The weights of the tile's tokens for each of the call's: what its query, or key, makes of
-    /// their keys. Those of later tokens mean nothing.
+    /// Computes the products of each new token's query or key with the keys of the tile's tokens.
+    /// Products with later tokens are not used.
     void weigh(const StateTile& tile) const {
         const float* keys = both + kTile;
         if (args.decays == 1) {
@@ -268,7 +268,7 @@ struct Piece {
             const size_t row = tile.first + t;
             const float *s = sum_rows + row * decays, *x = both + row;
             float *of_query = weights + t * kTile, *of_key = of_query + kTile * kTile;
-            float own = of_query[row];  // no time lies between them
+            float own = of_query[row];  // a token's own key does not decay
             if (args.decays > 1) {
                 const size_t at = tile.token + t;
                 own = dot(args.q + at * args.q_stride + group * args.d, args.k + at * args.k_stride + group * args.d, args.d);
@@ -294,7 +294,7 @@ struct Piece {
         }
     }
 
-    /// u and o of the call's tokens, one after the other, in `vectors` vectors of columns.
+    /// Computes u and o of the new tokens, one after the other, in `vectors` vectors of columns.
     template <int vectors, bool whole>
     MOESERVE_INLINE void recur(const StateTile& tile, size_t c) const {
         const auto get = [&](const float* row, int v) __attribute__((always_inline)) {
@@ -338,8 +338,8 @@ struct Piece {
         }
     }
 
-    /// The state at the tile's border. state: that of the tile before; carried: which this call has
-    /// computed.
+    /// Returns the state at the tile's border. state: that of the previous tile. carried: this call
+    /// has computed the previous tile.
     State begin(const StateTile& tile, State state, bool carried) const {
         const State to = tile.block ? cached(tile.block, tile.place) : State{own, wide};
         if (tile.first) return cached(tile.block, tile.place);

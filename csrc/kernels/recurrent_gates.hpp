@@ -1,5 +1,5 @@
-// Row kernels around a recurrence: the gates of time before it, the output gate and its norm behind
-// it.
+// Row kernels around a recurrence: decays and time steps before it, the output gate and its norm
+// after it.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -9,8 +9,8 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// log(1 + e^x), as max(x, 0) + log1p(e^-|x|). log1p(t) = 2 atanh(s) for s = t / (2 + t), at most
-/// 1/3: eight terms of its series are exact to fp32.
+/// Softplus: log(1 + e^x) = max(x, 0) + log1p(e^-|x|). log1p(t) = 2 atanh(s) for s = t / (2 + t),
+/// which is at most 1/3, so eight terms of the series are exact to fp32.
 MOESERVE_INLINE f32 softplus(f32 x) {
     const f32 t = exp(min(x, sub(zero(), x)));
     const f32 s = div(t, add(all(2.0f), t)), z = mul(s, s);

@@ -1,5 +1,5 @@
-// Paged attention of fp32 tensors, or of int8 ones with scales, one number at a time: the
-// specification of the bits. Kernels of every instruction set must agree exactly.
+// A scalar reference of paged attention, for fp32 caches and int8 caches with scales. It specifies
+// the bits: the kernels of every instruction set must agree exactly.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,7 +16,7 @@ float exp_one(float x) {
     return y;
 }
 
-/// Sixteen sums, those of columns j, j + 16, ..., then halves onto halves.
+/// Adds numbers as 16 sums (of columns j, j + 16, ...), which are then folded in halves.
 float sum_of_tile(const float* p) {
     float part[16] = {};
     for (int64_t j = 0; j < kTile; ++j) part[j % 16] += p[j];
@@ -39,7 +39,7 @@ class Row {
           position_(position),
           head_(head) {}
 
-    /// The fp32 result of one query, [v_dim].
+    /// Computes the fp32 result of one query, [v_dim].
     std::vector<float> attend() const {
         const int64_t dim = call_.shape.v_dim, first = call_.shape.first_seen(position_);
         Sums total{std::vector<float>(dim)};
@@ -66,7 +66,7 @@ class Row {
     }
 
   private:
-    /// Where the head's key or value of a position lies.
+    /// Returns the address of the head's key or value at a position.
     const char* stored(const void* cache, int64_t bytes, int64_t position) const {
         const int64_t size = call_.shape.block_size, kv_slot = table_[position / size] * size + position % size;
         return static_cast<const char*>(cache) + (kv_slot * call_.shape.kv_heads + head_ / call_.shape.group()) / call_.shape.shares * bytes;

@@ -1,6 +1,6 @@
-// What precedes attention, latent or not: per-head norms, clipping, rotary embedding (Su et al.
-// 2021, half layout), the softmax scale, and the way of keys and values into the cache. In fp32
-// from the projection's output to the one rounding.
+// The steps before attention (latent or not): per-head norms, clipping, rotary embedding (Su et al.
+// 2021, half layout), softmax scale, and KV cache write. All in fp32, from the projection's output
+// to a single rounding.
 #pragma once
 
 #include "kernels/norms.hpp"
@@ -10,11 +10,11 @@ namespace moeserve::MOESERVE_ISA {
 /// Both keep NaN.
 MOESERVE_INLINE f32 clipped(f32 x, f32 limit) { return min(limit, max(sub(zero(), limit), x)); }
 
-/// y = the head, rotated and scaled. x and y have room for one vector more.
+/// Writes the head, rotated and scaled, to y. x and y must have room for one more vector.
 MOESERVE_INLINE void rotate(const float* x, const float* cos, const float* sin, size_t dim, float scale, float* y) {
     const size_t half = dim / 2;
     const f32 factor = all(scale);
-    // A last vector may run over into the second half, which is written after.
+    // The last vector may extend into the second half, which is written later.
     for (size_t i = 0; i < half; i += kWidth) {
         const f32 c = load_at<Float32>(bytes_of(cos), i, dim), s = load_at<Float32>(bytes_of(sin), i, dim);
         store(y + i, mul(add(mul(load(x + i), c), mul(load(x + half + i), s)), factor));
@@ -25,7 +25,7 @@ MOESERVE_INLINE void rotate(const float* x, const float* cos, const float* sin, 
     }
 }
 
-/// x = x / sqrt(mean(x^2) + eps), times the weight if there is one.
+/// Computes x = x / sqrt(mean(x^2) + eps), times the weight if there is one.
 MOESERVE_INLINE void normalise(float* x, const float* weight, size_t dim, float eps) {
     const f32 inverse = inverse_rms<Float32>(bytes_of(x), dim, eps);
     for (size_t i = 0; i < dim; i += kWidth) {
@@ -34,7 +34,7 @@ MOESERVE_INLINE void normalise(float* x, const float* weight, size_t dim, float 
     }
 }
 
-/// One query or key head of a row, from its place in the projection (or in `normed`) to y.
+/// Computes one query or key head of a row, from the projection (or `normed`) to y.
 template <class E>
 MOESERVE_INLINE void query_or_key(const QkNormRopeCacheArgs& args, size_t row, size_t head, float* x, float* y) {
     const size_t dim = args.dim, both = args.heads + args.kv_heads;
@@ -61,11 +61,11 @@ MOESERVE_INLINE void store_head(const float* y, size_t dim, char* to) {
     for (size_t i = 0; i < dim; i += kWidth) store_at<E>(to, i, dim, load(y + i));
 }
 
-/// In multiples of the largest magnitude / 127. What is not finite makes that NaN, and so whatever
-/// is attended to with it.
+/// Stores int8 multiples of a scale, the largest magnitude / 127. If an element is not finite, the
+/// scale is NaN, and so is every attention result that includes the entry.
 template <>
 MOESERVE_INLINE void store_head<Int8>(const float* y, size_t dim, char* to) {
-    i32 peak = all_words(0);  // as whole numbers, magnitudes have the same order, and NaN lies above infinity
+    i32 peak = all_words(0);  // as integers, magnitudes have the same order, and NaN is above infinity
     for (size_t i = 0; i < dim; i += kWidth) {
         peak = max(peak, both(words(load_at<Float32>(bytes_of(y), i, dim)), all_words(0x7fffffff)));
     }
@@ -75,12 +75,12 @@ MOESERVE_INLINE void store_head<Int8>(const float* y, size_t dim, char* to) {
     const float scale = most < __builtin_inff() ? most / 127.0f : __builtin_nanf("");
     for (size_t i = 0; i < dim; i += kWidth) {
         const f32 x = scale > 0.0f ? div(load(y + i), all(scale)) : zero();
-        store_at<Int8>(to, i, dim, max(all(-127.0f), min(all(127.0f), x)));  // a denormal scale is no exact share
+        store_at<Int8>(to, i, dim, max(all(-127.0f), min(all(127.0f), x)));  // a denormal scale is inexact
     }
     memcpy(to + dim, &scale, sizeof scale);
 }
 
-/// Cache: the elements of k and v.
+/// Cache: the element type of k and v.
 template <class E, class Cache>
 void qk_norm_rope_cache_into(const QkNormRopeCacheArgs& args, size_t begin, size_t end) {
     alignas(64) float x[QkNormRopeCacheArgs::kMaxDim + 2 * kWidth] = {}, y[QkNormRopeCacheArgs::kMaxDim + 2 * kWidth];

@@ -1,4 +1,4 @@
-// The router's choice: scores and the best experts of each token, equal scores to the lowest id.
+// Routing: expert scores, and the best experts of each token. Ties go to the lowest id.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -7,8 +7,8 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// x = softmax(x) over `width` elements, of which 32 more may be written. Not a number anywhere:
-/// all of it.
+/// Computes x = softmax(x) over `width` elements; up to 32 more elements may be written. If an
+/// element is NaN, all results are.
 inline void softmax(float* x, size_t width) {
     for (size_t i = width; i % 32; ++i) x[i] = -__builtin_inff();
     f32 most = load(x);
@@ -26,8 +26,8 @@ inline void softmax(float* x, size_t width) {
     for (size_t i = 0; i < width; i += kWidth) store(x + i, div(load(x + i), total));
 }
 
-/// Keys that order as (score, -0 as 0) does, NaN beyond the infinity of its sign; never the
-/// smallest integer, which fills the last vector up and marks what is taken.
+/// Integer keys that are ordered like the scores. -0 counts as 0, NaN is beyond the infinity of its
+/// sign. The smallest integer is never a key: it pads the last vector and marks removed keys.
 inline void sort_keys(const float* scores, size_t width, int32_t* keys) {
     for (size_t i = 0; i < width; i += kWidth) {
         const i32 bits = words(add(load(scores + i), zero()));
@@ -37,7 +37,7 @@ inline void sort_keys(const float* scores, size_t width, int32_t* keys) {
     for (size_t i = width; i % kWidth; ++i) keys[i] = INT32_MIN;
 }
 
-/// Takes out the largest key and returns its index, the lowest of equal ones.
+/// Removes the largest key and returns its index, the lowest on a tie.
 inline size_t take_largest(int32_t* keys, size_t width) {
     i32 most = load_words(keys);
     for (size_t i = kWidth; i < width; i += kWidth) most = max(most, load_words(keys + i));
@@ -49,10 +49,10 @@ inline size_t take_largest(int32_t* keys, size_t width) {
             return at;
         }
     }
-    return 0;  // never: the largest is there
+    return 0;  // not reached, because the largest key exists
 }
 
-/// x = 1 / (1 + e^-x), in whole vectors.
+/// Computes x = 1 / (1 + e^-x), in whole vectors.
 inline void sigmoids(float* x, size_t width) {
     for (size_t i = 0; i < width; i += kWidth) {
         store(x + i, div(all(1.0f), add(all(1.0f), exp(sub(zero(), load(x + i))))));
@@ -65,7 +65,7 @@ inline int32_t sort_key(float score) {
 }
 inline float score_of(int32_t key) { return __builtin_bit_cast(float, key ^ (key >> 31 & 0x7fffffff)); }
 
-/// Takes out the keys of all but the best groups, of which equally good ones come in order.
+/// Removes the keys of all but the best groups. Ties go to the lowest group.
 inline void keep_groups(const RouteRule& rule, int32_t* keys, size_t width) {
     const size_t size = width / rule.groups;
     alignas(64) int32_t group_keys[RouteArgs::kMaxExperts + 32];
@@ -86,8 +86,8 @@ inline void keep_groups(const RouteRule& rule, int32_t* keys, size_t width) {
     }
 }
 
-/// Takes out the largest key and returns its index; weight: of its logit among those that are left
-/// and not far below.
+/// Removes the largest key and returns its index. weight: softmax of its logit over the remaining
+/// ones that are not far below it.
 inline size_t mix(const float* logits, int32_t* keys, size_t width, float band, float* weight) {
     alignas(64) float near[RouteArgs::kMaxExperts + 32];
     for (size_t i = 0; i < width; ++i) near[i] = keys[i] == INT32_MIN ? -__builtin_inff() : logits[i];
@@ -102,8 +102,8 @@ inline size_t mix(const float* logits, int32_t* keys, size_t width, float band, 
     return id;
 }
 
-/// The choices of one row of scores, [width] floats with room for 32 more, and their weights before
-/// any sum or scale.
+/// Selects the experts of one row of scores, [width] floats with room for 32 more, and computes
+/// their weights before normalization and scale.
 inline void choose(const RouteArgs& args, float* scores, int32_t* ids, float* chosen) {
     using Score = RouteRule::Score;
     alignas(64) float judged[RouteArgs::kMaxExperts + 32];

@@ -1,5 +1,5 @@
-// Chooses tokens from rows of logits: the largest, and the winner of the Gumbel race, whose noise
-// moeserve/runner/sampling/noise.py defines.
+// Sampling from rows of logits: greedy, and random by the Gumbel-max trick. The noise is defined in
+// moeserve/runner/sampling/noise.py.
 #pragma once
 
 #include "kernels/math.hpp"
@@ -7,14 +7,14 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-constexpr size_t kStretch = 512;  // columns that are looked at for a new maximum at once
+constexpr size_t kStretch = 512;  // columns that are checked for a new maximum at once
 
 struct Peak {
     float value;
     size_t column;
 };
 
-/// The largest of one row and its lowest column; the first NaN where there is one.
+/// Returns the largest element of a row and its lowest column, or the first NaN if there is one.
 inline Peak row_peak(const float* x, size_t width) {
     float best = -__builtin_inff();
     size_t stretch = 0;
@@ -56,7 +56,7 @@ inline void argmax(const ArgmaxArgs& args, size_t begin, size_t end) {
     }
 }
 
-/// 31 bits of a token's and a row's hash mapped into (0, 1), rounded as in noise.py.
+/// Maps 31 bits of the hash of a token and a row's key to (0, 1), rounded as in noise.py.
 MOESERVE_INLINE f32 uniform(const int32_t* token_hash, uint32_t low, uint32_t high) {
     i32 h = mul(differing(load_words(token_hash), all_words(low)), all_words(0x85ebca6bu));
     h = mul(differing(differing(h, right<16>(h)), all_words(high)), all_words(0xc2b2ae35u));
@@ -64,21 +64,21 @@ MOESERVE_INLINE f32 uniform(const int32_t* token_hash, uint32_t low, uint32_t hi
     return mul(add(to_float(h), all(0.5f)), all(0x1.fffffcp-32f));
 }
 
-constexpr size_t kBlock = 64;  // columns; noise.LANES
+constexpr size_t kBlock = 64;  // columns; equal to noise.LANES
 
-/// One row's race so far: column c's score is x[c] - log(-log(1 - u)), u the token's uniform
-/// number.
+/// The best column of a row so far. The score of column c is x[c] - log(-log(1 - u)), where u is
+/// the token's uniform random number.
 struct Race {
     uint32_t low, high;
     double best = -__builtin_inf(), second = -__builtin_inf();
     size_t column = 0;
 
-    /// How much the reference, which takes its logarithms in fp32, may differ from scores in double
-    /// precision, between two of them: six roundings of numbers below 32, or of larger ones,
-    /// doubled.
+    /// A bound of the rounding error between two scores of the reference, which computes logarithms
+    /// in fp32 (scores here are double precision): twice six roundings of numbers below 32, or of
+    /// larger ones.
     double doubt() const { return 3e-5 + __builtin_fabs(best) * 0x1p-21; }
 
-    /// The lanes of these columns, which may beat the best.
+    /// Computes the scores of these lanes, whose columns may beat the best one.
     void enter(f32 x, f32 uniform, size_t first, unsigned lanes) {
         float at[kWidth], u[kWidth];
         store(at, x);
@@ -94,14 +94,13 @@ struct Race {
         }
     }
 
-    /// What u must not exceed for x to come near the best: -log(1 - u) is at least u.
+    /// An upper bound of u for which x can come near the best score, because -log(1 - u) >= u.
     MOESERVE_INLINE f32 limit(f32 x) const {
         const float to_beat = static_cast<float>(best - 4 * doubt());
         return exp(sub(x, all(to_beat)));
     }
 
-    /// A block of columns. One limit for its largest tells that hardly any comes near, whatever
-    /// their noise.
+    /// Processes a block of columns. The bound for its largest logit excludes nearly all of them.
     void enter_block(const float* x, const int32_t* token_hash, size_t first) {
         f32 most = load(x);
         for (size_t i = kWidth; i < kBlock; i += kWidth) most = max(most, load(x + i));
@@ -114,24 +113,24 @@ struct Race {
         }
     }
 
-    /// No column with a smaller x can win: noise adds 22.2 at most.
+    /// The smallest x that can win, because noise adds at most 22.2.
     float hopeless() const {
         const float bound = static_cast<float>(best - 22.3);
         return bound - __builtin_fabsf(bound) * 0x1p-20f;
     }
 };
 
-/// Whether any of a block's columns reaches `bound`.
+/// Returns whether any column of a block reaches `bound`.
 MOESERVE_INLINE bool reaches(const float* x, float bound) {
     f32 most = load(x);
     for (size_t i = kWidth; i < kBlock; i += kWidth) most = max(most, load(x + i));
     return not_below(most, all(bound)) != 0;
 }
 
-/// The winner's column, or -1. read(block, part): a block's columns, perhaps made in `part`; null
-/// where none may win. blocks: as in RaceArgs. first: the block of the likeliest column. It goes
-/// first: then the number of columns that must be looked at closely is about the logarithm of the
-/// number of likely ones, wherever they are.
+/// Returns the winner's column, or -1. read(block, part): returns a block's columns, possibly
+/// written to `part`, or null if none may win. blocks: see RaceArgs. first: the block of the most
+/// likely column. It is processed first, so that the number of columns that need a closer look is
+/// about the logarithm of the number of likely columns.
 template <class Read>
 inline int64_t race_row(Race race, const int32_t* token_hash, const int64_t* blocks, size_t num_blocks, size_t first,
                         const Read& read) {
@@ -151,16 +150,16 @@ inline int64_t race_row(Race race, const int32_t* token_hash, const int64_t* blo
     return race.best - race.second > race.doubt() ? static_cast<int64_t>(race.column) : -1;
 }
 
-/// One row in blocks. bits: the columns that a grammar allows; null: all. peak, temperature: what
-/// columns become less and divided by.
+/// A row, read in blocks. bits: the columns that a grammar allows; null for all. Logits x become
+/// (x - peak) / temperature.
 struct MaskedRow {
     const float* x;
     size_t width;
     const uint32_t* bits;
     float peak = 0, temperature = 1;
 
-    /// Copies the block with -infinity for what is not allowed or not there; null if that is all of
-    /// it.
+    /// Copies a block with -infinity for columns that are not allowed or do not exist. Returns null
+    /// if no column is left.
     MOESERVE_INLINE const float* masked(size_t block, float* part) const {
         const float* here = x + block * kBlock;
         const size_t left = width - block * kBlock;
@@ -192,7 +191,7 @@ struct MaskedRow {
         return part;
     }
 
-    /// The largest column that is allowed; -infinity if none is.
+    /// Returns the largest logit that is allowed, -infinity if none is.
     Peak largest_allowed() const {
         Peak best{-__builtin_inff(), 0};
         alignas(64) float part[kBlock];
@@ -226,7 +225,8 @@ inline void race(const RaceArgs& args, size_t begin, size_t end) {
     }
 }
 
-/// The key of a row's noise: `row_keys` in moeserve/runner/sampling/sampler.py (splitmix64).
+/// Returns the key of a row's noise: `row_keys` in moeserve/runner/sampling/sampler.py
+/// (splitmix64).
 inline uint64_t row_key(uint64_t seed, int64_t position) {
     uint64_t key = seed + static_cast<uint64_t>(position) * 0x9E3779B97F4A7C15u;
     key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9u;

@@ -1,7 +1,6 @@
 // Mamba's selective scan in tiles of tokens; moeserve/ops/selective_scan.py is the specification.
-// Channels lie side by side in the lanes of vectors, and the numbers of a channel's state are added
-// in ascending order: a result depends neither on the width of vectors nor on the tokens that it is
-// computed together with.
+// The lanes of a vector are channels, and the elements of a channel's state are added in ascending
+// order. So a result depends neither on the width of vectors nor on the other tokens of the call.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -10,7 +9,7 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// Some channels: those from `from` on. Scratch memory holds their states, [N, kPiece].
+/// `width` channels from `from`. Scratch memory has their states, [N, kPiece].
 struct ScanPiece {
     static constexpr size_t kPiece = SelectiveScanArgs::kPiece;
 
@@ -30,7 +29,7 @@ struct ScanPiece {
         return (block * args.plan.per_block + place) * kStateTile;
     }
 
-    /// Takes the states over `count` tokens. gives: their results go to `out`.
+    /// Advances the states by `count` tokens. gives: write their results to `out`.
     template <bool gives>
     void scan(size_t count, const float* x, const float* dt, const float* b, const float* c, float* out) const {
         const size_t channels = args.channels, numbers = args.state;
@@ -56,7 +55,7 @@ struct ScanPiece {
         }
     }
 
-    /// Takes the states from a border over the first `count` tokens of its tile.
+    /// Advances the states from a border by the first `count` tokens of its tile.
     void begin_at(int64_t block, int64_t place, size_t count) const {
         const float* cached = border(block, place);
         for (size_t n = 0; n < args.state; ++n) {
@@ -67,8 +66,8 @@ struct ScanPiece {
         scan<false>(count, args.xs + first, args.dts + first, args.bs + at * args.state, nullptr, nullptr);
     }
 
-    /// Finds the states before the tile's first token, and leaves those at its border behind.
-    /// carried: this call has computed the tile before.
+    /// Computes the states before the tile's first token, and stores those at its border. carried:
+    /// this call has computed the previous tile.
     void begin(const StateTile& tile, bool carried) const {
         if (tile.first) return begin_at(tile.block, tile.place, tile.first);
         if (tile.before_block < 0) {
