@@ -1,4 +1,4 @@
-"""The app: finds the route and the key of a request, and gives every failure one shape."""
+"""The app: finds the route and the key of a request, and answers every error in the API's shape."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from moeserve.server.route import Route
 log = logging.getLogger(__name__)
 
 METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
-CLIENT_GONE = 499  # in the log and in the metrics only, because the reader has left
+CLIENT_GONE = 499  # status in the log and in the metrics; the client has disconnected
 
 
 class App:
@@ -39,22 +39,21 @@ class App:
         self._prefixes = [
             route for route in routes if route.path.endswith("/") and route.path != "/"
         ]
-        self._open = all(
-            route.probe for route in routes
-        )  # nothing here needs a key, so what is not here needs none
+        # If no route needs a key, unknown paths need none either.
+        self._open = all(route.probe for route in routes)
         self._exact = {
             (route.method, route.path): route for route in routes if route not in self._prefixes
         }
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers one request: by its route, or with an error of the API's shape."""
+        """Answer one request: by its route, or with an error in the API's shape."""
         call = HttpCall(self.context, request, request_id_of(request))
         route: Route | None = None
         try:
             check_headers(request)
             keyless = self._open or not self.context.auth.required
             self._hosts.check(request, keyless=keyless)
-            if request.method == "OPTIONS" and request.raw_path == "*":  # of no route
+            if request.method == "OPTIONS" and request.raw_path == "*":  # about the whole server
                 return web.Response(status=204, headers=call.headers() | {"Allow": METHODS})
             cors = self.context.cors
             if cors is not None and (preflight := cors.preflight(request)) is not None:
@@ -77,7 +76,7 @@ class App:
         return response
 
     async def answer(self, call: HttpCall) -> web.StreamResponse:
-        """Answers a request that the server makes itself. Raises what the handler raises."""
+        """Answer an internal request. Raises what the handler raises."""
         route, call.tail = self._match(call.request)
         if route is None:
             raise self._no_route(call.request)
@@ -110,11 +109,9 @@ class App:
             nearest = max((len(r.path + r.suffix) for r in fits), default=0)
             methods = [r.method for r in fits if len(r.path + r.suffix) == nearest]
         if not methods:
-            return NotFound(
-                f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is"
-            )
+            return NotFound(f"unknown path {shorten(path)}; GET /openapi.json lists the routes")
         return HttpError(
-            405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods
+            405, "method_not_allowed", f"this path supports only {', '.join(methods)}", methods
         )
 
     def _count(self, route: Route | None, status: int, call: HttpCall) -> None:
@@ -138,7 +135,7 @@ class App:
 
 
 def _answered(call: HttpCall, route: str, status: int) -> Answered:
-    """Return the record of a request that ends now."""
+    """Return the record of a request that has just ended."""
     took_s = time.monotonic() - call.began
     found = Answered(
         time=datetime.fromtimestamp(time.time() - took_s, UTC),

@@ -321,7 +321,7 @@ async def create_batch(call: HttpCall) -> web.StreamResponse:
     )
     batches = call.context.batches
     assert batches is not None
-    answer = call.answer(batch)  # as it is before it runs
+    answer = call.answer(batch)  # encoded before the batch runs and changes
     await batches.create(owner, batch)
     return answer
 

@@ -64,7 +64,7 @@ async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) ->
         ) from error
     except web.RequestPayloadError as error:
         raise errors.InvalidRequest(
-            "the body is not framed as HTTP demands", code="invalid_http"
+            "the body's framing is not valid HTTP", code="invalid_http"
         ) from error
     else:
         return (
@@ -92,7 +92,7 @@ def _check_media_type(request: web.BaseRequest) -> None:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         raise errors.UnsupportedMedia(
-            f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is"
+            f"Content-Encoding {shorten(encoding)} is not supported; send the body uncompressed"
         )
     if request.content_type.lower() != "application/json":
         raise errors.UnsupportedMedia("the Content-Type must be application/json")
@@ -117,7 +117,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _invalid_json("the body is not UTF-8", error.start) from error
     except UnicodeEncodeError as error:
-        raise _invalid_json("a string holds an unpaired surrogate") from error
+        raise _invalid_json("a string has an unpaired surrogate") from error
     except (ValueError, RecursionError) as error:
         raise _invalid_json(f"the body is not JSON: {shorten(str(error))}") from error
     if not isinstance(value, dict):
@@ -156,5 +156,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{shorten(twice)!r} occurs twice in one object")
+        raise ValueError(f"the name {shorten(twice)!r} is repeated in an object")
     return found

@@ -45,7 +45,9 @@ class Cors:
             return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": EXPOSED}
         origin = request.headers.get("Origin", "")
         if origin not in self._origins:
-            return {"Vary": "Origin"}  # so that no cache gives this answer to another origin's page
+            return {
+                "Vary": "Origin"
+            }  # so that no cache serves this answer to another origin's page
         return {
             "Access-Control-Allow-Origin": origin,
             "Access-Control-Expose-Headers": EXPOSED,
@@ -53,9 +55,9 @@ class Cors:
         }
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """Return the answer to a browser's question before the actual request; None to others.
+        """Return the answer to a browser's preflight request; None for other requests.
 
-        The question has no key; the request has.
+        A preflight has no API key; the actual request has.
         """
         headers = self.headers(request)
         method = request.headers.get("Access-Control-Request-Method")
@@ -77,7 +79,7 @@ class Cors:
 def check_form(request: web.BaseRequest, cors: Cors | None) -> None:
     """Raise Forbidden for a form of a web page that may not call the server.
 
-    Only browsers send Origin. They send a form to another origin without asking first.
+    Only browsers send Origin. They send a form to another origin without a preflight.
     """
     origin = request.headers.get("Origin")
     if origin is None or (cors is not None and cors.allows(origin)):

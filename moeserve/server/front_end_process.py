@@ -26,8 +26,8 @@ def main() -> None:
     os.setsid()  # Ctrl-C reaches the whole terminal; the root process decides
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves, and reads all files then
     set_up_logging(order.config.server.log_level, order.config.server.log_format)
-    # The server's imports take a while. They come after the process has a session of its own, so
-    # that Ctrl-C in the terminal does not interrupt them.
+    # The server's imports take a while. They come after setsid, so that Ctrl-C in the terminal does
+    # not interrupt them.
     from moeserve.server.run import serve_in_turn
 
     try:

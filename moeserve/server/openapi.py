@@ -69,7 +69,7 @@ def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) ->
     }
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     for name, schema in components.items():
-        if kind := vars(protocol).get(name):  # an answer: lists the fields that are never left out
+        if kind := vars(protocol).get(name):  # an answer: `required` lists its constant fields
             partial = kind.__struct_config__.omit_defaults
             fields = msgspec.structs.fields(kind)
             written = {
@@ -117,7 +117,7 @@ def _describe_fields(components: dict[str, Any], kinds: Collection[Any]) -> None
 
 
 def _structs_of(kinds: Collection[Any]) -> set[type[msgspec.Struct]]:
-    """Return the structs among some types, and those that their fields have."""
+    """Return the structs among some types, and those of their fields, recursively."""
     found = set[type[msgspec.Struct]]()
     waiting = list(kinds)
     while waiting:

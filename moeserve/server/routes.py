@@ -32,18 +32,6 @@ from moeserve.server.dialects.responses_request import ResponsesRequest
 from moeserve.server.errors import AnthropicError
 from moeserve.server.route import Route
 
-_CHAT = "/v1/chat/completions"
-_EXPERTS = protocol.ExpertStatus
-_CHUNK = protocol.ChatCompletionChunk
-_RESPONSES = "/v1/responses"
-_CREATE = responses.create_response, ResponsesRequest, Response, ResponseEvent
-_INPUT_TOKENS = responses.count_input_tokens, ResponsesRequest, InputTokens
-_INPUT_ITEMS = responses.list_input_items, None, ItemList
-_MESSAGE = messages.create_message, MessagesRequest, MessageAnswer, MessageEvent
-_COUNT = messages.count_tokens, CountTokensRequest, TokenCount
-_TOKENIZE = tokenize.tokenize, tokenize.TokenizeRequest, protocol.Tokenized
-_DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokenized
-
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
     """Return this document."""
@@ -65,78 +53,188 @@ async def _docs(call: HttpCall) -> web.StreamResponse:
 
 
 ROUTES = (
-    Route("POST", _CHAT, chat.chat_completions, ChatRequest, protocol.ChatCompletion, _CHUNK),
-    Route("POST", f"{_CHAT}/render", chat.render, ChatRequest, protocol.RenderedPrompt),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat.chat_completions,
+        takes=ChatRequest,
+        gives=protocol.ChatCompletion,
+        event=protocol.ChatCompletionChunk,
+    ),
+    Route(
+        "POST",
+        "/v1/chat/completions/render",
+        chat.render,
+        takes=ChatRequest,
+        gives=protocol.RenderedPrompt,
+    ),
     Route(
         "POST",
         "/v1/completions",
         completions.completions,
-        completions.CompletionRequest,
-        protocol.Completion,
-        protocol.Completion,
+        takes=completions.CompletionRequest,
+        gives=protocol.Completion,
+        event=protocol.Completion,
     ),
-    Route("POST", _RESPONSES, *_CREATE),
-    Route("POST", f"{_RESPONSES}/input_tokens", *_INPUT_TOKENS),
-    Route("POST", f"{_RESPONSES}/compact", responses.compact_response, None, Response),
-    Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, Response, suffix="/cancel"),
     Route(
-        "GET", f"{_RESPONSES}/", *_INPUT_ITEMS, query=responses.ItemsQuery, suffix="/input_items"
+        "POST",
+        "/v1/responses",
+        responses.create_response,
+        takes=ResponsesRequest,
+        gives=Response,
+        event=ResponseEvent,
+    ),
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        responses.count_input_tokens,
+        takes=ResponsesRequest,
+        gives=InputTokens,
+    ),
+    Route("POST", "/v1/responses/compact", responses.compact_response, gives=Response),
+    Route("POST", "/v1/responses/", responses.cancel_response, gives=Response, suffix="/cancel"),
+    Route(
+        "GET",
+        "/v1/responses/",
+        responses.list_input_items,
+        gives=ItemList,
+        query=responses.ItemsQuery,
+        suffix="/input_items",
     ),
     Route(
         "GET",
-        f"{_RESPONSES}/",
+        "/v1/responses/",
         responses.retrieve_response,
-        None,
-        Response,
+        gives=Response,
         query=responses.RetrieveQuery,
     ),
-    Route("DELETE", f"{_RESPONSES}/", responses.delete_response, None, file_objects.Deleted),
-    Route("POST", "/v1/messages", *_MESSAGE, error=AnthropicError),
-    Route("POST", "/v1/messages/count_tokens", *_COUNT, error=AnthropicError),
-    Route("GET", "/v1/models", status.list_models, None, protocol.ModelList),
-    Route("GET", "/v1/models/", status.retrieve_model, None, protocol.ModelCard),
-    Route("DELETE", "/v1/requests/", admin.abort_request, None, protocol.Aborted),
-    Route("POST", "/v1/admin/scale", admin.scale, admin.ScaleRequest, protocol.ScaleResponse),
-    Route("POST", "/v1/admin/drain", admin.drain, admin.DrainRequest, protocol.ScaleResponse),
-    Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
+    Route("DELETE", "/v1/responses/", responses.delete_response, gives=file_objects.Deleted),
     Route(
-        "POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=trace.TraceQuery
-    ),
-    Route("GET", "/v1/experts", status.experts, None, _EXPERTS, _EXPERTS, status.WatchQuery),
-    Route("GET", "/v1/receipt-key", status.receipt_key, None, protocol.ReceiptKey),
-    Route("POST", "/tokenize", *_TOKENIZE),
-    Route("POST", "/v1/tokenize", *_TOKENIZE),
-    Route("POST", "/detokenize", *_DETOKENIZE),
-    Route("POST", "/v1/detokenize", *_DETOKENIZE),
-    Route(
-        "POST", "/v1/files", files.upload_file, files.FileForm, file_objects.FileObject, form=True
+        "POST",
+        "/v1/messages",
+        messages.create_message,
+        takes=MessagesRequest,
+        gives=MessageAnswer,
+        event=MessageEvent,
+        error=AnthropicError,
     ),
     Route(
-        "GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery
+        "POST",
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        takes=CountTokensRequest,
+        gives=TokenCount,
+        error=AnthropicError,
+    ),
+    Route("GET", "/v1/models", status.list_models, gives=protocol.ModelList),
+    Route("GET", "/v1/models/", status.retrieve_model, gives=protocol.ModelCard),
+    Route("DELETE", "/v1/requests/", admin.abort_request, gives=protocol.Aborted),
+    Route(
+        "POST",
+        "/v1/admin/scale",
+        admin.scale,
+        takes=admin.ScaleRequest,
+        gives=protocol.ScaleResponse,
     ),
     Route(
-        "GET", "/v1/files/", files.file_content, suffix="/content", media="application/octet-stream"
+        "POST",
+        "/v1/admin/drain",
+        admin.drain,
+        takes=admin.DrainRequest,
+        gives=protocol.ScaleResponse,
     ),
-    Route("GET", "/v1/files/", files.retrieve_file, None, file_objects.FileObject),
-    Route("DELETE", "/v1/files/", files.delete_file, None, file_objects.Deleted),
-    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, file_objects.Batch),
+    Route("POST", "/v1/admin/rebalance", admin.rebalance, gives=protocol.RebalanceResponse),
+    Route(
+        "POST",
+        "/v1/admin/trace",
+        trace.take_trace,
+        gives=trace.TraceFile,
+        query=trace.TraceQuery,
+    ),
+    Route(
+        "GET",
+        "/v1/experts",
+        status.experts,
+        gives=protocol.ExpertStatus,
+        event=protocol.ExpertStatus,
+        query=status.WatchQuery,
+    ),
+    Route("GET", "/v1/receipt-key", status.receipt_key, gives=protocol.ReceiptKey),
+    Route(
+        "POST",
+        "/tokenize",
+        tokenize.tokenize,
+        takes=tokenize.TokenizeRequest,
+        gives=protocol.Tokenized,
+    ),
+    Route(
+        "POST",
+        "/v1/tokenize",
+        tokenize.tokenize,
+        takes=tokenize.TokenizeRequest,
+        gives=protocol.Tokenized,
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        tokenize.detokenize,
+        takes=tokenize.DetokenizeRequest,
+        gives=protocol.Detokenized,
+    ),
+    Route(
+        "POST",
+        "/v1/detokenize",
+        tokenize.detokenize,
+        takes=tokenize.DetokenizeRequest,
+        gives=protocol.Detokenized,
+    ),
+    Route(
+        "POST",
+        "/v1/files",
+        files.upload_file,
+        takes=files.FileForm,
+        gives=file_objects.FileObject,
+        form=True,
+    ),
+    Route(
+        "GET",
+        "/v1/files",
+        files.list_files,
+        gives=file_objects.FileList,
+        query=files.FilesQuery,
+    ),
+    Route(
+        "GET",
+        "/v1/files/",
+        files.file_content,
+        suffix="/content",
+        media="application/octet-stream",
+    ),
+    Route("GET", "/v1/files/", files.retrieve_file, gives=file_objects.FileObject),
+    Route("DELETE", "/v1/files/", files.delete_file, gives=file_objects.Deleted),
+    Route(
+        "POST",
+        "/v1/batches",
+        batches.create_batch,
+        takes=batches.BatchRequest,
+        gives=file_objects.Batch,
+    ),
     Route(
         "GET",
         "/v1/batches",
         batches.list_batches,
-        None,
-        file_objects.BatchList,
+        gives=file_objects.BatchList,
         query=batches.BatchesQuery,
     ),
-    Route("POST", "/v1/batches/", batches.cancel_batch, None, file_objects.Batch, suffix="/cancel"),
-    Route("GET", "/v1/batches/", batches.retrieve_batch, None, file_objects.Batch),
-    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, None, tokenize.TokenizerInfo),
-    Route("GET", "/livez", status.livez, None, StatusResponse, probe=True),
-    Route("GET", "/ping", status.livez, None, StatusResponse, probe=True),
-    Route("GET", "/readyz", status.readyz, None, StatusResponse, probe=True),
-    Route("GET", "/health", status.readyz, None, StatusResponse, probe=True),
-    Route("GET", "/startupz", status.startupz, None, StatusResponse, probe=True),
-    Route("GET", "/version", status.version, None, protocol.VersionResponse),
+    Route("POST", "/v1/batches/", batches.cancel_batch, gives=file_objects.Batch, suffix="/cancel"),
+    Route("GET", "/v1/batches/", batches.retrieve_batch, gives=file_objects.Batch),
+    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, gives=tokenize.TokenizerInfo),
+    Route("GET", "/livez", status.livez, gives=StatusResponse, probe=True),
+    Route("GET", "/ping", status.livez, gives=StatusResponse, probe=True),
+    Route("GET", "/readyz", status.readyz, gives=StatusResponse, probe=True),
+    Route("GET", "/health", status.readyz, gives=StatusResponse, probe=True),
+    Route("GET", "/startupz", status.startupz, gives=StatusResponse, probe=True),
+    Route("GET", "/version", status.version, gives=protocol.VersionResponse),
     Route("GET", "/metrics", status.metrics, media="text/plain"),
     Route("GET", "/openapi.json", _openapi),
     Route("GET", "/docs", _docs, probe=True, media="text/html"),

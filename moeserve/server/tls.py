@@ -49,7 +49,7 @@ class Tls:
                 why = "the key is not that of the certificate"
             elif isinstance(error, ssl.SSLError):
                 why = "expected a PEM certificate chain and its unencrypted PEM key" + (
-                    "" if keyfile else ", which may be in a file of its own, --ssl-keyfile"
+                    "" if keyfile else ", which may be in a separate file, --ssl-keyfile"
                 )
             else:
                 why = str(error)

@@ -54,7 +54,7 @@ def test_simulate_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (["simulate", "demo", "--gpus", "H100", "--rates", "1", "--dp", "2"], "has 1 devices"),
         (
             ["simulate", "demo", "--gpus", "8xH100", "--rates", "1", "--tp", "3"],
-            "tp=3 cannot share",
+            "tp=3 cannot divide",
         ),
         (["plan", "demo", "--gpus", "H100"], "--rates 20/s"),
         (["plan", "demo", "--gpus", "H100", "--rates", "inf"], "finite"),

@@ -163,7 +163,7 @@ def test_other_files_are_not_overwritten(
     ("more", "words"),
     [
         (["--max-concurrency", "0"], "--max-concurrency must be at least 1"),
-        (["--model", "demo"], "give one of them"),
+        (["--model", "demo"], "give only one of them"),
         (["-i", "/nowhere/in.jsonl"], "cannot read /nowhere/in.jsonl"),
         (["-o", "/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
     ],

@@ -49,7 +49,7 @@ def test_errors(argv: list[str], code: int, says: str, capsys: pytest.CaptureFix
 def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--shape", "E128 I768 D2048 K8"], ["demo"], ["--all"]):
         assert main(["tune", *argv]) == 2
-        assert "measures on a GPU" in capsys.readouterr().err
+        assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_shapes(make_checkpoint: Any) -> None:

@@ -329,7 +329,7 @@ async def test_results_stop_where_the_room_ends(keeping: Any) -> None:
     async with keeping(files_bytes=30_000) as live, client_of(live) as client:
         made = await start(client, *(line(f"{i}") for i in range(130)))
         done = await reached(client, made.id, "failed")
-        assert "no room" in done.errors.data[0].message
+        assert "no space" in done.errors.data[0].message
         assert done.request_counts.completed == len(await results(client, done.output_file_id))
 
 
