@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.plugins import VARIABLE, installed_plugins
-from moeserve.runner.cores import SYSTEM, fast_cpus, nodes, place, shown
+from moeserve.runner.cores import SYSTEM, assign_cpus, fast_cpus, nodes, shown
 from moeserve.version import __version__
 
 PACKAGES = (
@@ -123,7 +123,9 @@ def cpu(system: Path = SYSTEM) -> dict[str, Any]:
         "allowed_cores": len(allowed) or None,
         "fast_cpus": shown(fast_cpus(allowed, system)) if allowed else None,
         "numa_nodes": [shown(node) for node in nodes(allowed, system)],
-        "one_rank_computes_on": shown(place(allowed, 0, 1, system=system)[0]) if allowed else None,
+        "one_rank_computes_on": (
+            shown(assign_cpus(allowed, 0, 1, system=system)[0]) if allowed else None
+        ),
         "cgroup_cores": None if quota == "max" or not period else int(quota) / int(period),
         "load_average": list(os.getloadavg()),
         "flags": [flag for flag in CPU_FLAGS if flag in have],

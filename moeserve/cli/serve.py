@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     _use_stdout()
     resolved = resolve(args)
     for name in unknown_variables():
-        _say(f"ignoring the unknown environment variable {name}")
+        _print(f"ignoring the unknown environment variable {name}")
     config = _placed(resolved)
     if config is None:
         return 0
@@ -65,26 +65,26 @@ def _placed(resolved: ResolvedSettings) -> Config | None:
     parallel, found = apply(config.parallel, given, os.environ)
     if found is None:
         if "nnodes" not in given and (advice := outside_of_step(os.environ)):
-            _say(advice)
+            _print(advice)
         return config
     from moeserve.cluster.check_parallel import rendezvous_of
     from moeserve.cluster.default_key import default_key
 
     if found.local_rank:
-        _say(
+        _print(
             f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts "
             "this machine's part"
         )
         return None
     machine = f"machine {parallel.node_rank} of {parallel.nnodes}"
-    _say(f"{found.source}: {machine}; machine 0 is at {parallel.rendezvous}")
+    _print(f"{found.source}: {machine}; machine 0 is at {parallel.rendezvous}")
     rendezvous_of(parallel)  # raises ConfigError before the wait for the secret
     if parallel.cluster_key_file is None:
-        _say("machine 0 makes the machines' secret in its home; or set --cluster-key-file")
+        _print("machine 0 makes the machines' secret in its home; or set --cluster-key-file")
         parallel = replace(parallel, cluster_key_file=default_key(parallel.node_rank))
-        _say(f"the machines' secret is in {parallel.cluster_key_file}")
+        _print(f"the machines' secret is in {parallel.cluster_key_file}")
     return replace(config, parallel=parallel)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"moeserve serve: {text}", file=sys.stderr)

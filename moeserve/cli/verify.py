@@ -118,7 +118,7 @@ def _signature_faults(receipt: Receipt, key: str | None) -> int:
         ),
         (key in (None, receipt.public_key), f"key: {receipt.public_key or 'none'}, not {key}"),
     )
-    return sum(_say(receipt, wrong) for good, wrong in checks if not good)
+    return sum(_print(receipt, wrong) for good, wrong in checks if not good)
 
 
 def _faults(config: Config, found: list[ReceiptInFile]) -> int:
@@ -132,19 +132,19 @@ def _faults(config: Config, found: list[ReceiptInFile]) -> int:
     for one in found:
         receipt = one.receipt
         if receipt.links and receipt.links[0] != first_link(receipt):
-            faults += _say(
+            faults += _print(
                 receipt,
                 "link 0 does not match this request, weights and numerics: one was changed",
             )
         if not receipt.weights and not receipt.links:
-            _say(receipt, "weights: unknown when the request was logged, so not compared")
+            _print(receipt, "weights: unknown when the request was logged, so not compared")
         if receipt.weights != weights and (receipt.weights or receipt.links):
-            faults += _say(
+            faults += _print(
                 receipt,
                 f"weights: {receipt.weights or 'unknown'}, but {config.model.model} has {weights}",
             )
         elif wrong := check_form(receipt):
-            faults += _say(receipt, f"form: {wrong}")
+            faults += _print(receipt, f"form: {wrong}")
         else:
             sound.append(one)
     return faults + (asyncio.run(_compute(config, sound)) if sound else 0)
@@ -164,11 +164,11 @@ async def _compute(config: Config, found: list[ReceiptInFile]) -> int:
             except RequestError as error:
                 wrong = f"this engine rejects the request: {error}"
             if others := dict(receipt.numerics.items() - ready.numerics.items()):
-                _say(
+                _print(
                     receipt,
                     f"the numerics differ, so bits may differ: {others}, here {ready.numerics}",
                 )
-            faults += _say(receipt, wrong or _equal(one)) * bool(wrong)
+            faults += _print(receipt, wrong or _equal(one)) * bool(wrong)
     return faults
 
 
@@ -232,7 +232,7 @@ async def compute_again(
     return Computed(found, digests, delta.finish_reason, delta.stop_reason, text, logprobs)
 
 
-def _say(receipt: Receipt, what: str) -> int:
+def _print(receipt: Receipt, what: str) -> int:
     """Print a line about a receipt; return 1, for counting."""
     print(f"{receipt.id or 'receipt'} {receipt.index}: {what}")
     return 1

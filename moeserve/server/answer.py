@@ -78,7 +78,7 @@ async def stream_answer(
                 await stream.send(frames or b": ok\n\n")
             else:
                 await _begin(stream, deltas, writer, call.context.config.sse_ping_s)
-            running.give_to(partial(_send_now, stream, writer))
+            running.set_taker(partial(_send_now, stream, writer))
             async for prompt, delta in deltas:
                 if frames := writer.frames(prompt, delta):
                     await stream.send(frames)
@@ -91,7 +91,7 @@ async def stream_answer(
         await stream.send(writer.failure(shown, call.id))
     finally:
         streams.discard(stream)
-        running.give_to(None)
+        running.set_taker(None)
     return await stream.finish()
 
 

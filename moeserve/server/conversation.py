@@ -110,7 +110,7 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
             chat.num_earlier_calls = sum(len(one.tool_calls or ()) for one in request.messages)
             if not params.ignore_eos:
                 params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
-            options = await asyncio.to_thread(_reading, form, request, tools, text)
+            options = await asyncio.to_thread(_generate_options, form, request, tools, text)
         elif tools.shown:
             raise InvalidRequest(
                 "tools: this model's format of tool calls is unknown; start the server with "
@@ -126,7 +126,9 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
             yield chat
 
 
-def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str) -> dict[str, Any]:
+def _generate_options(
+    form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
+) -> dict[str, Any]:
     """Return the options of `FrontEnd.generate` about how answers are read and constrained."""
     continues = bool(request.continue_final_message)
     constraint = answer_constraint(

@@ -101,7 +101,7 @@ class FileStore:
         self.room = Room(max_bytes)
         self._folder = folder
         self._records: dict[str, dict[str, Record]] = {}  # owner -> id -> record, oldest first
-        self._num_coming = 0  # uploads and records that will be added to _records
+        self._num_pending = 0  # uploads and records that will be added to _records
         self._changes: set[asyncio.Task[Any]] = set()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -191,11 +191,11 @@ class FileStore:
     async def add(self, owner: str, record: Record) -> None:
         """Store a new record. Raise PayloadTooLarge if there are too many."""
         self._check_count()
-        self._num_coming += 1
+        self._num_pending += 1
         try:
             await self.save(owner, record)
         finally:
-            self._num_coming -= 1
+            self._num_pending -= 1
 
     async def save(self, owner: str, record: Record) -> None:
         """Write a record, completely or not at all. If it raises StorageFailed, a new record is not
@@ -218,7 +218,7 @@ class FileStore:
                 await self.finish(self._forget(owner, batch), f"forget {batch.id}")
 
     def _check_count(self) -> None:
-        if sum(map(len, self._records.values())) + self._num_coming >= MAX_RECORDS:
+        if sum(map(len, self._records.values())) + self._num_pending >= MAX_RECORDS:
             what = f"the server already has {MAX_RECORDS:,} files and batches; delete some"
             raise PayloadTooLarge(what)
 
@@ -265,12 +265,12 @@ class FileStore:
         Raise PayloadTooLarge if there are too many files.
         """
         self._check_count()
-        self._num_coming += 1
+        self._num_pending += 1
         upload = Upload(self, owner, self._folder / owner / f"{uuid.uuid4().hex}.part")
         try:
             yield upload
         finally:
-            self._num_coming -= 1
+            self._num_pending -= 1
             await self.finish(upload.close(), "remove an upload")
 
     async def keep(self, upload: "Upload", filename: str, purpose: str) -> FileObject:

@@ -138,13 +138,13 @@ class Connection(RequestHandler):
         A client that has received a part of a stream counts as disconnected.
         """
         super().eof_received()
-        if self.transport is None or self._has_begun() or not self._owes_an_answer():
+        if self.transport is None or self._has_begun() or not self._awaits_answer():
             return False
         self.half_closed = True
         self._probe_client(FIRST_PROBE_S)
         return True
 
-    def _owes_an_answer(self) -> bool:
+    def _awaits_answer(self) -> bool:
         """Return whether complete requests arrived, by HTTP/1.1 and without TLS.
 
         asyncio closes TLS in both directions at once.

@@ -149,12 +149,12 @@ def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
         try:
             return msgspec.convert(value, kind, str_keys=True, strict=strict)
         except msgspec.ValidationError as error:
-            if attempt == MAX_INTEGRAL_FLOATS or not _made_integer(value, str(error)):
+            if attempt == MAX_INTEGRAL_FLOATS or not _float_to_integer(value, str(error)):
                 raise errors.invalid_request(error) from error
     raise AssertionError("the last attempt returns or raises")
 
 
-def _made_integer(value: Any, fault: str) -> bool:
+def _float_to_integer(value: Any, fault: str) -> bool:
     """Replace the float that msgspec's message is about by an integer; return False if it is not
     integral.
     """
@@ -193,7 +193,7 @@ def decode(raw: dict[str, Any], kind: type[R]) -> Decoded[R]:
     unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
     for name in refused.keys() & raw.keys():
         if name != "best_of" or raw[name] != (raw.get("n") or 1):
-            _check_harmless(name, raw[name], *refused[name])
+            _check_refused(name, raw[name], *refused[name])
     request = convert(raw, kind)
     ignored: list[str] = []
     if isinstance(request, Sampling):
@@ -211,7 +211,7 @@ def _refused(kind: type[Struct]) -> Refusals:
     } | dict(kind.refused)
 
 
-def _check_harmless(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
+def _check_refused(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
     if value is not None and not any(
         value == free and type(value) is type(free) for free in harmless
     ):

@@ -134,7 +134,7 @@ class RunningRequest:
         except Exception as error:  # raised again by `deltas`
             await self._queue.put(error)
 
-    def give_to(self, taker: Callable[[Delta], bool] | None) -> None:
+    def set_taker(self, taker: Callable[[Delta], bool] | None) -> None:
         """Set the taker of a request of one prompt (see `Generation`)."""
         if not self._pumps:
             self.generations[0].taker = taker

@@ -55,10 +55,10 @@ def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
     """Serve until a signal arrives or a front end exits by itself. Return the exit code."""
     if not config.server.resume_window:
         config = replace(config, server=replace(config.server, resume_window=RESUME_S))
-    return asyncio.run(_keep(config, sockets))
+    return asyncio.run(_run_front_ends(config, sockets))
 
 
-async def _keep(config: Config, sockets: list[socket.socket]) -> int:
+async def _run_front_ends(config: Config, sockets: list[socket.socket]) -> int:
     run_dir = RunDir()
     orphans = Orphans()
     host = LocalHost(run_dir.path)
@@ -169,7 +169,7 @@ class FrontEnds:
         self._next_s = 0.0  # earliest start of the next standby
         self._secret = secrets.token_hex(16)
         self._serving = self._new(-1)
-        self._waiting: FrontEndProcess | None = None
+        self._standby: FrontEndProcess | None = None
 
     def _new(self, follows: int) -> FrontEndProcess:
         number = self._number
@@ -211,8 +211,8 @@ class FrontEnds:
                 return 1
             takeovers.append(now_s)
             log.error("%s; the next one takes over", death.summary)
-            waiting = self._waiting
-            self._waiting = None
+            waiting = self._standby
+            self._standby = None
             is_there = waiting is not None and waiting.child.alive
             self._serving = waiting if waiting is not None and is_there else self._new(-1)
 
@@ -225,7 +225,7 @@ class FrontEnds:
         while not dying.done():
             # Only after the first one has read its settings, so that their errors appear once.
             if beats and not self._stopping:
-                await self._keep_one_waiting()
+                await self._ensure_standby()
             await asyncio.wait([dying], timeout=HEARTBEAT_S)
             # Count iterations of this loop, not seconds: if the whole machine was suspended, no
             # process was silent.
@@ -235,17 +235,17 @@ class FrontEnds:
                 serving.child.kill(f"did not answer for {MAX_SILENT * HEARTBEAT_S:g} s")
         return dying.result()
 
-    async def _keep_one_waiting(self) -> None:
+    async def _ensure_standby(self) -> None:
         """Replace a dead standby, or start one if there is none."""
-        if self._waiting is not None and not self._waiting.child.alive:
-            await self._waiting.close()
-            lived_s = (await self._waiting.child.death()).lived_s
-            self._waiting = None
+        if self._standby is not None and not self._standby.child.alive:
+            await self._standby.close()
+            lived_s = (await self._standby.child.death()).lived_s
+            self._standby = None
             self._failures = 0 if lived_s > MAX_PAUSE_S else self._failures + 1
             self._retry_later("the standby front end has died")
-        if self._waiting is None and time.monotonic() >= self._next_s:
+        if self._standby is None and time.monotonic() >= self._next_s:
             try:
-                self._waiting = self._new(self._serving.number)
+                self._standby = self._new(self._serving.number)
             except ConfigError as error:  # too many processes or files
                 self._failures += 1
                 self._retry_later(str(error))
@@ -257,6 +257,6 @@ class FrontEnds:
 
     async def close(self) -> None:
         """End both."""
-        for front_end in (self._serving, self._waiting):
+        for front_end in (self._serving, self._standby):
             if front_end is not None:
                 await front_end.close()

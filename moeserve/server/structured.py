@@ -49,51 +49,52 @@ class StructuredFields(Struct, kw_only=True):
         Raises InvalidRequest for several constraints or contradicting fields.
         """
         options = self.structured_outputs or StructuredOutputsParams()
-        asked = {
+        constraints = {
             f"structured_outputs.{name}": (name, value) for name, value in options.given.items()
         }
         for name in ("json", "regex", "choice", "grammar"):
             if (value := getattr(self, f"guided_{name}")) is not None:
-                asked[f"guided_{name}"] = (name, value)
+                constraints[f"guided_{name}"] = (name, value)
         if self.response_format is not None:
-            asked |= _response_format(self.response_format)
-        if len(asked) > 1:
-            names = " and ".join(sorted(asked))
+            constraints |= _response_format(self.response_format)
+        if len(constraints) > 1:
+            names = " and ".join(sorted(constraints))
             raise InvalidRequest(
-                f"{names} contradict each other: a request has one constraint", param=max(asked)
+                f"{names} contradict each other: a request has one constraint",
+                param=max(constraints),
             )
-        if not asked:
+        if not constraints:
             return None if self.structured_outputs is None else (options, "structured_outputs")
-        ((field, (name, value)),) = asked.items()
+        ((field, (name, value)),) = constraints.items()
         pattern = options.whitespace_pattern or self.guided_whitespace_pattern
         return replace(options, **{name: value}, whitespace_pattern=pattern), field
 
 
-def _response_format(asked: ResponseFormat) -> dict[str, tuple[str, Any]]:
+def _response_format(form: ResponseFormat) -> dict[str, tuple[str, Any]]:
     given = {
         name: value
-        for name in asked.__struct_fields__[1:]
-        if (value := getattr(asked, name)) is not None
+        for name in form.__struct_fields__[1:]
+        if (value := getattr(form, name)) is not None
     }
     allowed = {
         "json_object": ["schema"],
         "json_schema": ["json_schema"],
         "structural_tag": ["structures", "triggers"],
-    }.get(asked.type, [])
+    }.get(form.type, [])
     if surplus := sorted(given.keys() - allowed):
         name = f"response_format.{surplus[0]}"
-        raise InvalidRequest(f"{name} does not belong to type {asked.type}", param=name)
-    match asked.type:
-        case "json_object" if asked.schema is not None:
-            return {"response_format.schema": ("json", asked.schema)}
+        raise InvalidRequest(f"{name} does not belong to type {form.type}", param=name)
+    match form.type:
+        case "json_object" if form.schema is not None:
+            return {"response_format.schema": ("json", form.schema)}
         case "json_object":
             return {"response_format": ("json_object", True)}
         case "json_schema":
-            if asked.json_schema is None:
+            if form.json_schema is None:
                 raise InvalidRequest(
                     "response_format.json_schema is required", param="response_format.json_schema"
                 )
-            return {"response_format.json_schema.schema": ("json", asked.json_schema.schema)}
+            return {"response_format.json_schema.schema": ("json", form.json_schema.schema)}
         case "structural_tag":
             return {"response_format": ("structural_tag", given)}
     return {}

@@ -125,27 +125,27 @@ async def read_generating(call: HttpCall, kind: type[S]) -> tuple[S, Terms]:
     return request, Terms(call, request, stream)
 
 
-def _priority(caller: Caller, asked: int | None) -> int:
+def _priority(caller: Caller, requested: int | None) -> int:
     """Return the requested priority, but not an earlier one than the key's."""
-    if caller.priority is None or asked is None:
-        return (caller.priority if asked is None else asked) or 0
-    return max(caller.priority, asked)
+    if caller.priority is None or requested is None:
+        return (caller.priority if requested is None else requested) or 0
+    return max(caller.priority, requested)
 
 
-def _salt(call: HttpCall, asked: str | None) -> str:
+def _salt(call: HttpCall, requested: str | None) -> str:
     """Return the cache salt. With several keys it includes the owner: cache hits can be timed, so
     keys must not share prefixes.
     """
     owner = call.caller.owner if call.context.auth.several_owners else ""
-    return f"{owner}:{asked or ''}" if owner or asked else ""
+    return f"{owner}:{requested or ''}" if owner or requested else ""
 
 
 def _limit_s(request: web.BaseRequest, config: ServerConfig) -> float | None:
     """Return the seconds that a request may take; None for no limit. Raises InvalidRequest."""
     limits = [] if config.request_timeout is None else [config.request_timeout]
-    if (asked := request.headers.get(TIMEOUT_HEADER)) is not None:
+    if (requested := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
-            limits.append(float(asked))
+            limits.append(float(requested))
         except ValueError:
             limits.append(math.nan)
         if not 0 < limits[-1] <= MAX_TIMEOUT_S:
@@ -186,7 +186,7 @@ async def running_request(
         "salt": terms.salt,
         "owner": call.caller.owner,
     }
-    generations = await _begun(terms, front, prompts, params, options)
+    generations = await _start_generations(terms, front, prompts, params, options)
     running = RunningRequest(
         generations,
         n=params.n,
@@ -218,7 +218,7 @@ async def running_request(
         await running.aclose()
 
 
-async def _begun(
+async def _start_generations(
     terms: Terms,
     front: FrontEnd,
     prompts: list[list[int]],

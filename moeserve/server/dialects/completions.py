@@ -47,21 +47,21 @@ async def completions(call: HttpCall) -> web.StreamResponse:
         _check_stream(request)
     front, ready = call.context.serving(request.model)
     params = completion_params(request, front.defaults)
-    asked = split_prompts(request.prompt)
-    if params.n * len(asked) > MAX_SEQUENCES:
+    inputs = split_prompts(request.prompt)
+    if params.n * len(inputs) > MAX_SEQUENCES:
         raise InvalidRequest(
-            f"{len(asked)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences",
+            f"{len(inputs)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences",
             param="prompt",
         )
     constraint = request.constraint()
     options = {} if constraint is None else {"grammar_param": constraint[1]}
     # Admission comes first, so that a refused request costs no work.
-    with terms.admit(front, params.n * len(asked)) as reservation:
-        prompts = await _encode(front, ready, asked, request)
+    with terms.admit(front, params.n * len(inputs)) as reservation:
+        prompts = await _encode(front, ready, inputs, request)
         async with running_request(
             terms, front, prompts, params, reservation, **options
         ) as running:
-            echo = [_text(front, prompt) for prompt in asked] if request.echo else None
+            echo = [_text(front, prompt) for prompt in inputs] if request.echo else None
             writer = CompletionWriter(running, request, front.tokenizer, echo=echo)
             if request.stream:
                 return await stream_answer(terms, running, writer)
@@ -112,11 +112,11 @@ def split_prompts(prompt: Any) -> list[Prompt]:
 
 
 async def _encode(
-    front: FrontEnd, ready: Ready, asked: list[Prompt], request: CompletionRequest
+    front: FrontEnd, ready: Ready, inputs: list[Prompt], request: CompletionRequest
 ) -> list[list[int]]:
-    texts = [prompt for prompt in asked if isinstance(prompt, str)]
+    texts = [prompt for prompt in inputs if isinstance(prompt, str)]
     if not texts:
-        return [prompt for prompt in asked if isinstance(prompt, list)]
+        return [prompt for prompt in inputs if isinstance(prompt, list)]
     if front.tokenizer is not None:
         check_chars(max(map(len, texts)), front.tokenizer, ready.max_model_len, "prompt")
     return await front.encode_all(texts, special=request.add_special_tokens is not False)

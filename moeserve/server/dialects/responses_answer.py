@@ -28,12 +28,12 @@ _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reason
 _ARGUMENTS = "response.function_call_arguments"
 # fmt: off
 # Fields of a response that repeat fields of its request.
-_REPEATED = (
+_REQUEST_FIELDS = (
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
     "prompt_cache_key", "reasoning", "safety_identifier", "user",
 )
 # Fields of a response that are sampling parameters, including defaults.
-_SAMPLING = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
+_SAMPLING_FIELDS = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
 # fmt: on
 
 
@@ -194,7 +194,7 @@ class ResponseWriter(EventWriter):
         response when it has ended, well or not.
         """
         super().__init__(chat, stream=bool(request.stream))
-        self.response = _begun(chat, request, key, stores=stores)
+        self.response = _new_response(chat, request, key, stores=stores)
         self._key = key
         self._on_end = on_end
         self._form = None
@@ -218,14 +218,14 @@ class ResponseWriter(EventWriter):
         else:
             item = OutputCall(id=f"fc_{self._key}{number}", call_id=part.id, name=part.text)
         self.response.output.append(item)
-        self._tell("response.output_item.added", output_index=number, item=item)
+        self._emit_event("response.output_item.added", output_index=number, item=item)
         if isinstance(item, OutputMessage):
             item.content = [OutputText()]
         elif isinstance(item, OutputReasoning):
             item.content = [ReasoningText()]
         else:
             return
-        self._tell_of_item("response.content_part.added", content_index=0, part=item.content[0])
+        self._emit_item_event("response.content_part.added", content_index=0, part=item.content[0])
 
     def extend_block(self, text: str) -> None:
         if self.kind == "content":
@@ -235,19 +235,19 @@ class ResponseWriter(EventWriter):
                 item = self.response.output[-1]
                 assert isinstance(item, OutputMessage)
                 item.content[0].logprobs += rows
-            self._tell_of_item(
+            self._emit_item_event(
                 "response.output_text.delta", content_index=0, delta=text, logprobs=rows
             )
         elif self.kind == "reasoning":
-            self._tell_of_item("response.reasoning_text.delta", content_index=0, delta=text)
+            self._emit_item_event("response.reasoning_text.delta", content_index=0, delta=text)
         else:
-            self._tell_of_item(f"{_ARGUMENTS}.delta", delta=text)
+            self._emit_item_event(f"{_ARGUMENTS}.delta", delta=text)
 
     def end_block(self, text: str, *, complete: bool) -> None:
         item = self.response.output[-1]
         if isinstance(item, OutputCall):
             item.arguments = text
-            self._tell_of_item(f"{_ARGUMENTS}.done", arguments=text)
+            self._emit_item_event(f"{_ARGUMENTS}.done", arguments=text)
         else:
             (part,) = item.content
             part.text = text
@@ -259,11 +259,11 @@ class ResponseWriter(EventWriter):
                 self._logprobs = []
                 rows = part.logprobs
             event = f"{_TEXT_EVENTS[kind]}.done"
-            self._tell_of_item(event, content_index=0, text=text, logprobs=rows)
-            self._tell_of_item("response.content_part.done", content_index=0, part=part)
+            self._emit_item_event(event, content_index=0, text=text, logprobs=rows)
+            self._emit_item_event("response.content_part.done", content_index=0, part=part)
         item.status = "completed" if complete else "incomplete"
         number = len(self.response.output) - 1
-        self._tell("response.output_item.done", output_index=number, item=item)
+        self._emit_event("response.output_item.done", output_index=number, item=item)
 
     def finish(self) -> None:
         """Set the status. A response without parts gets an empty message, since clients expect
@@ -291,14 +291,14 @@ class ResponseWriter(EventWriter):
         return self.response
 
     def opening(self) -> bytes:
-        self._tell("response.created", response=self.response)
-        self._tell("response.in_progress", response=self.response)
+        self._emit_event("response.created", response=self.response)
+        self._emit_event("response.in_progress", response=self.response)
         return self.emitted()
 
     def closing(self) -> bytes:
         self.finish()
         end = "completed" if self.response.status == "completed" else "incomplete"
-        self._tell(f"response.{end}", response=self.response)
+        self._emit_event(f"response.{end}", response=self.response)
         return self.emitted()
 
     def failure(self, error: RequestError, request_id: str) -> bytes:
@@ -306,7 +306,7 @@ class ResponseWriter(EventWriter):
         self.response.status = "failed"
         self.response.error = ResponseFault("server_error", error_message(error, request_id))
         self._end()
-        self._tell("response.failed", response=self.response)
+        self._emit_event("response.failed", response=self.response)
         return self.emitted()
 
     def whole(self) -> Response:
@@ -317,17 +317,19 @@ class ResponseWriter(EventWriter):
         self.response.usage = _usage(self.counts)
         self._on_end(self.response)
 
-    def _tell_of_item(self, name: str, **fields: Any) -> None:
+    def _emit_item_event(self, name: str, **fields: Any) -> None:
         """Emit an event about the last item."""
         items = self.response.output
-        self._tell(name, item_id=items[-1].id, output_index=len(items) - 1, **fields)
+        self._emit_event(name, item_id=items[-1].id, output_index=len(items) - 1, **fields)
 
-    def _tell(self, name: str, **fields: Any) -> None:
+    def _emit_event(self, name: str, **fields: Any) -> None:
         self.emit(ResponseEvent(type=name, sequence_number=self._next_number, **fields))
         self._next_number += 1
 
 
-def _begun(chat: Conversation, request: ResponsesRequest, key: str, *, stores: bool) -> Response:
+def _new_response(
+    chat: Conversation, request: ResponsesRequest, key: str, *, stores: bool
+) -> Response:
     """Return a response that has just begun."""
     text = request.text or TextConfig()
     return Response(
@@ -341,8 +343,8 @@ def _begun(chat: Conversation, request: ResponsesRequest, key: str, *, stores: b
         top_logprobs=request.top_logprobs or 0,
         store=request.store is not False and stores,
         metadata=request.metadata or {},
-        **{name: getattr(request, name) for name in _REPEATED},
-        **{name: getattr(chat.params, name) for name in _SAMPLING},
+        **{name: getattr(request, name) for name in _REQUEST_FIELDS},
+        **{name: getattr(chat.params, name) for name in _SAMPLING_FIELDS},
     )
 
 
