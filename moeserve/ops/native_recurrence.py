@@ -1,8 +1,7 @@
-"""The functions of ops/recurrence.py and ops/selective_scan.py in native code
-(csrc/kernels/causal_conv.hpp, recurrence.hpp and selective_scan.hpp), with the same signatures and
-meanings; CPU tensors only.
+"""Native (C++) functions with the signatures of ops/recurrence.py and ops/selective_scan.py.
 
-They differ from the reference where it rounds products before it adds them, and where it adds in
+They are in csrc/kernels/causal_conv.hpp, recurrence.hpp and selective_scan.hpp. CPU tensors only.
+Bits differ from the reference where it rounds products before it adds them, and where it adds in
 another order.
 """
 
@@ -31,7 +30,7 @@ class NativeTilePlan:
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> NativeTilePlan:
-    """Cut the step's tokens at the borders of tiles; see ops/recurrence.py."""
+    """Divide the tokens of a step into tiles; see ops/recurrence.py."""
     blocks_RN = group.blocks_RN
     size = group.block_size
     assert size % TILE == 0, size
@@ -44,7 +43,7 @@ def plan_tiles(group: GroupInputs, step: StepInputs) -> NativeTilePlan:
 
 
 def check_cache(cache: Tensor, *shape: int) -> None:
-    """Asserts that a cache is fp32 [blocks, *shape]."""
+    """Assert that a cache is fp32 [blocks, *shape] and contiguous."""
     assert cache.dtype == torch.float32, cache.dtype
     assert cache.shape[1:] == shape, (cache.shape, shape)
     assert cache.is_contiguous(), cache.stride()
@@ -58,7 +57,7 @@ def causal_conv(
     caches: Caches,
     plan: NativeTilePlan,
 ) -> Tensor:
-    """Return the convolution [T, C] in fp32; see ops/recurrence.py. Rows of x may be strided."""
+    """Return the convolution [T, C] in fp32; see ops/recurrence.py. x may have any row stride."""
     (num_rows, channels), inputs = x_TC.shape, weight_CK.shape[1]
     assert 2 <= inputs <= TILE + 1, inputs
     assert x_TC.stride(1) == 1 or channels == 1, x_TC.stride()
@@ -85,9 +84,7 @@ def causal_conv(
 
 
 def _by_token(x: Tensor) -> tuple[Tensor, int]:
-    """Return a tensor in which what belongs to a token lies side by side, and elements from one
-    token to the next.
-    """
+    """Return the tensor, contiguous within each token, and its stride between tokens."""
     assert x.dtype == torch.float32, x.dtype
     if x.shape[0] and not x[0].is_contiguous():
         x = x.contiguous()

@@ -1,6 +1,6 @@
-"""A recurrent block with one decay per head, a gated delta net or Mamba-2, in one native call.
+"""The native (C++) fused layer of a gated delta net or of Mamba-2.
 
-T tokens, D model width, G groups and H heads of this rank, v width of a head's values.
+Shapes: T tokens, D model width, G groups and H heads of this rank, v width of a head's values.
 """
 
 from dataclasses import dataclass
@@ -22,33 +22,33 @@ _native: Any = native()
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRule:
-    """The numbers and fp32 parameters of a gated delta net or of Mamba-2 (see
-    blocks/gated_delta_layer.py and blocks/mamba2_layer.py), G groups and H heads of this rank.
+    """The sizes and fp32 parameters of a gated delta net or of Mamba-2.
 
-    unit: weights of the norms that give queries and keys length 1, and their epsilon; of the gated
-    delta net alone. skip_H1, time_limit: of Mamba-2 alone. norm: of each head [v], or of all
-    groups, each with a norm of its own [H * v] (Mamba-2).
+    See blocks/gated_delta_layer.py and blocks/mamba2_layer.py.
     """
 
-    groups: int
-    heads: int
+    groups: int  # G
+    heads: int  # H
     conv_CK: Tensor
     conv_bias_C: Tensor | None
     decay_H: Tensor
     dt_bias_H: Tensor
-    norm: Tensor
+    norm: Tensor  # weights of a norm per head [v], or (Mamba-2) of a norm per group [H * v]
     eps: float
+    # Gated delta net: weights of the L2 norms of queries and of keys, and their epsilon
     unit: tuple[Tensor, Tensor, float] | None = None
+    # Mamba-2:
     skip_H1: Tensor | None = None
     time_limit: tuple[float, float] = (0.0, inf)
 
 
 class RecurrentBlock:
-    """The products before a recurrence, its convolution, gates and norm and, if given, the output
-    product in one call (csrc/bindings/recurrent_block.cpp): x [T, D] -> [T, D], or [T, H * v]
-    without the output product.
+    """A fused recurrent layer (csrc/bindings/recurrent_block.cpp), with the bits of separate calls.
 
-    gates: the product to beta and decays of a gated delta net; None: Mamba-2.
+    It computes the input products, convolution, recurrence, gates, norm and, if given, the output
+    product: x [T, D] -> [T, D], or [T, H * v] without the output product.
+
+    gates: the product to beta and decays of a gated delta net; None for Mamba-2.
     """
 
     __slots__ = ("_block", "_columns", "_dtype", "_keep", "_sizes")
@@ -110,8 +110,10 @@ class RecurrentBlock:
         )  # fmt: skip
 
     def __call__(self, x_TD: Tensor, cache: Caches, plan: NativeTilePlan) -> Tensor:
-        """Return the block's output; writes what the tokens leave behind to `cache`: of the
-        convolution, then of the recurrence."""
+        """Return the block's output. Writes the tokens' inputs and states to `cache`.
+
+        cache: of the convolution, then of the recurrence.
+        """
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         assert x_TD.stride(1) == 1, x_TD.stride()
         assert x_TD.shape[1] == self._keep[0].matrix.depth, (x_TD.shape, self._keep[0].matrix.depth)

@@ -1,9 +1,8 @@
-"""The functions of ops/elementwise.py in native code, with the same signatures and meanings; CPU
-tensors only.
+"""Native (C++) functions with the signatures of ops/elementwise.py, and sampling. CPU tensors only.
 
-They differ from the reference where it rounds more often (SwiGLU) or adds in another order (sums of
-squares, of exponentials). The elements of a row must lie side by side. A small call costs two
-microseconds, most of them for its tensors.
+Bits differ from the reference where it rounds more often (SwiGLU) or adds in another order (sums of
+squares and of exponentials). Rows must be contiguous. A small call takes two microseconds, mostly
+for its tensors.
 """
 
 from collections.abc import Sequence
@@ -27,16 +26,16 @@ _empty = torch.empty
 _FLOATS = ("float32", "bfloat16", "float16") if AVAILABLE else ()
 _ELEMENTS = {getattr(torch, name): getattr(_native.Element, name) for name in _FLOATS}
 TYPES = {getattr(torch, name): getattr(_native.Type, name) for name in _FLOATS}
-KV_TYPES = TYPES | ({torch.int8: _native.Type.int8} if AVAILABLE else {})  # that a cache may have
+KV_TYPES = TYPES | ({torch.int8: _native.Type.int8} if AVAILABLE else {})  # of KV caches
 
 
 def address(x: Tensor | None) -> int:
-    """The address of a tensor's first element; 0 for None."""
+    """Return the address of a tensor's first element; 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def _stride(x: Tensor) -> int:
-    """Elements from one row to the next; the elements of a row must lie side by side."""
+    """Return the elements between the starts of two rows. Rows must be contiguous."""
     stride, step = x.stride()
     assert step == 1 or x.shape[1] == 1, (x.shape, x.stride())
     return stride
@@ -62,7 +61,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Overwrites x with rms_norm(x + residual) and residual with the sum, and returns both."""
+    """Overwrite x with rms_norm(x + residual) and residual with the sum, and return both."""
     rows, width = x_TD.shape
     assert residual_TD.shape == x_TD.shape, (x_TD.shape, residual_TD.shape)
     assert residual_TD.dtype is x_TD.dtype, (x_TD.dtype, residual_TD.dtype)
@@ -70,7 +69,7 @@ def add_rms_norm(
     residual_TD = residual_TD.contiguous()
     x = x_TD.data_ptr()
     residual = residual_TD.data_ptr()
-    assert x != residual or not rows, "the sum and its norm need a place each"
+    assert x != residual or not rows, "x and residual must be different tensors"
     _native.add_rms_norm(
         TYPES[x_TD.dtype],
         rows,
@@ -94,7 +93,7 @@ def qk_norm_rope_cache(
     cache: LayerCache,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """QK-norm, RoPE and KV write in one call; see ops/elementwise.py."""
+    """Apply norms and rope, and write the KV cache, in one call; see ops/elementwise.py."""
     (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
     rows = len(qkv_TN)
     heads = rule.num_heads
@@ -127,7 +126,10 @@ def latent_rope_cache(
     latent_cache: Tensor,
     q_THC: Tensor,
 ) -> Tensor:
-    """Latents' norm, RoPE and cache write in one call; see ops/latent.py. q_THC is contiguous."""
+    """Apply the norm of latents and rope, and write the cache, in one call; see ops/latent.py.
+
+    q_THC must be contiguous.
+    """
     cos_T1p, sin_T1p, slot_mapping_T = at
     rows = len(q_THe)
     heads = rule.num_heads
@@ -159,10 +161,9 @@ def latent_rope_cache(
 
 
 def native_activation(rule: Activation) -> Any:
-    """Return the activation as native kernels take it."""
-    return (
-        _SWIGLU if rule is SWIGLU else _native_activation(rule)
-    )  # hashing it takes as long as a small call
+    """Return the native object for an activation."""
+    # Hashing the rule for the cache would take as long as a small call.
+    return _SWIGLU if rule is SWIGLU else _native_activation(rule)
 
 
 @lru_cache
@@ -211,7 +212,7 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
 
 @lru_cache
 def native_rule(rule: RouterRule) -> Any:
-    """Return the rule as native kernels take it."""
+    """Return the native object for a router's rule."""
     return _native.RouteRule(
         score=getattr(_native.RouteScore, rule.score), groups=rule.groups,
         kept_groups=rule.kept_groups,
@@ -222,7 +223,7 @@ def native_rule(rule: RouterRule) -> Any:
 
 
 def check_per_expert(per_E: Tensor | None, num_experts: int) -> None:
-    """Asserts that a tensor is fp32 [E], or None."""
+    """Assert that a tensor is fp32 [E], or None."""
     assert per_E is None or (per_E.dtype, per_E.shape, per_E.is_contiguous()) == (
         torch.float32,
         (num_experts,),
@@ -266,13 +267,14 @@ def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArr
 
 
 def rows_of_pairs(x_TD: Tensor, order_P: Tensor, top_k: int) -> Tensor:
-    """Return the row of the token of each pair t * top_k + k, [P, D]."""
+    """Return the activation of the token of each (token, expert) pair t * top_k + k, [P, D]."""
     return _rows(x_TD.contiguous(), order_P, top_k)
 
 
 def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor) -> Tensor:
-    """Fill out[t] with the sum over k, in order and in fp32, of weights[t, k] * y[place[t * K +
-    k]]; -1 adds zero.
+    """Set out[t] to the sum over k of weights[t, k] * y[place[t * K + k]]; place -1 adds zero.
+
+    Terms are added in fp32, in the order of k.
     """
     tokens, top_k = weights_TK.shape
     assert y_PD.dtype is out_TD.dtype, (y_PD.dtype, out_TD.dtype)
@@ -324,13 +326,15 @@ def draw(
     token_hash_V: Tensor, not_here: int, random: int,
     masks: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (tokens int64, maxima, `Status` uint8) of fp32 logits, which are left as they are:
-    the likeliest token, or the winner of `race` at the request's temperature where it has the trait
-    `random`, among those that masks allow.
+    """Sample a token for each row of fp32 logits: (tokens int64, maxima, `Status` uint8).
 
-    -1 where rounding could decide and where a request has traits of `not_here`: ask the reference
-    then. columns, by slot: traits uint16, temperature fp32, seed uint64. positions: of the tokens.
-    masks: rows and bits, as for `apply_bitmask`.
+    The token is the most likely one, or the winner of `race` at the request's temperature if the
+    request has the trait `random`. It is -1 if rounding could decide, or the request has traits of
+    `not_here`: then use the reference (runner/sampling/reference.py). Logits are not changed.
+
+    positions_S: of the tokens.
+    columns: by slot, traits uint16, temperature fp32, seed uint64.
+    masks: rows and bitmasks of allowed tokens, see `apply_bitmask`.
     """
     rows, width = x_SV.shape
     tokens_S = _empty(rows, dtype=torch.int64)
@@ -351,8 +355,9 @@ def draw(
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-    """Set what masks do not allow to -inf in rows of fp32 logits; see
-    runner/sampling/reference.py.
+    """Set tokens that masks do not allow to -inf in rows of fp32 logits.
+
+    See runner/sampling/reference.py.
     """
     count, words = bits_CW.shape
     assert rows_C.shape == (count,), (rows_C.shape, bits_CW.shape)
@@ -374,9 +379,12 @@ def race(
     token_hash_V: Tensor,
     blocks_rB: Tensor | None = None,
 ) -> Tensor:
-    """Return each row's column of the largest x + Gumbel noise: that of runner/sampling/noise.py,
-    for keys low and high and the tokens that blocks_rB names. -1 where fp32 logarithms could decide
-    between two, or where a row's maximum is not finite: ask the reference then."""
+    """Return the column of the largest x + Gumbel noise in each row.
+
+    The noise is that of runner/sampling/noise.py, for the keys low_r and high_r and the tokens of
+    blocks_rB. A column is -1 if the rounding of fp32 logarithms could decide between two, or the
+    row's maximum is not finite: then use the reference.
+    """
     rows = low_r.shape[0]
     column_r = _empty(rows, dtype=torch.int64)
     _native.race(

@@ -1,9 +1,8 @@
-"""Grammars of a call's arguments: JSON, parameters between tags, Python's keywords, or objects with
-bare keys.
+"""Grammars of a call's arguments: JSON, tags, Python keyword arguments, or objects with bare keys.
 
-Each allows only arguments that the schema allows, though not always all of them: keys come in the
-schema's order, and additional properties are not written beside named ones. A schema that a format
-cannot keep is a GrammarFault with the place in it.
+A grammar allows only arguments that the schema allows, but not always all of them: keys are in the
+schema's order, and additional properties are not allowed beside named ones. A schema that a format
+cannot enforce raises GrammarFault with the location in the schema.
 """
 
 import json
@@ -19,15 +18,15 @@ from moeserve.text.schema_alternatives import Alternative, alternatives
 from moeserve.text.schema_values import is_valid
 
 _OTHERS = ["array", "boolean", "null", "number", "object"]  # all types but string
-# Keywords of objects and of arrays that the grammars below keep.
+# Keywords of objects and of arrays that the grammars below enforce
 _OF_OBJECTS = {
     "properties", "required", "additionalProperties", "unevaluatedProperties", "minProperties",
     "maxProperties",
 }  # fmt: skip
 _OF_ARRAYS = {"items", "minItems", "maxItems"}
 _COMMA = '","'
-_MAX_ITEMS = 1000  # that a grammar counts
-# Names of parameters that a schema leaves open, short enough for the parser's MAX_HEADER.
+_MAX_ITEMS = 1000  # the most items that a grammar can count
+# Arbitrary names of parameters, short enough for the parser's MAX_HEADER
 _ANY_KEY = r'/[^<>"\s][^<>"\n]{0,99}/'
 _ANY_WORD = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"
 _ANY_BARE = r'/[^:,\[\]{}<"\s][^:,\[\]{}<"\n]{0,99}/'
@@ -36,10 +35,10 @@ _ANY_BARE = r'/[^:,\[\]{}<"\s][^:,\[\]{}<"\n]{0,99}/'
 class ObjectShape(NamedTuple):
     """The objects that an alternative of a schema allows."""
 
-    members: dict[str, Any]  # the schema of each key that is written
+    members: dict[str, Any]  # the schema of each allowed key
     required: set[str]
-    others: Any  # the schema of all keys where there are no members; False for none
-    where: str
+    others: Any  # the schema of arbitrary keys, if there are no members; False: none are allowed
+    where: str  # JSON pointer
 
     def place(self, key: str) -> str:
         """Return the pointer to the schema of a member."""
@@ -47,8 +46,9 @@ class ObjectShape(NamedTuple):
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return the Lark of JSON that matches a schema. Between its tokens is one space at most: a
-    model that is made to call could otherwise write white space for ever.
+    """Return the Lark of JSON that matches a schema, with at most one space between its tokens.
+
+    With more, a model that is forced to call a tool could write white space forever.
     """
     return f"%json {schema_text(dict(schema), GrammarSpec('json_schema', whitespace_pattern=' '))}"
 
@@ -106,8 +106,9 @@ class Arguments:
     def _written(
         self, shape: ObjectShape, write: Callable[[str, Any, str], str | None]
     ) -> list[tuple[str, bool]] | None:
-        """Return the Lark of each member and whether it is required; None if a required one has no
-        value.
+        """Return the Lark of each member, and whether it is required.
+
+        None if a required member allows no value.
         """
         written = []
         for key, schema in shape.members.items():
@@ -124,12 +125,11 @@ class Arguments:
         return written
 
     def _parameter(self, key: str | None, schema: Any, where: str) -> str | None:
-        """Return the Lark of one parameter between tags, None if it has no value. key: None for
-        any.
+        """Return the Lark of one parameter between tags, None if it allows no value.
 
-        A format may say whether a value is a text or JSON, by `write_text` or by the slot {type}.
-        Without that the parser tells by the schema (`answer_values.typed`), so that any text may
-        stand for a text.
+        key: None for any key. A format may mark whether a value is a string or JSON, by
+        `write_text` or {type}. Otherwise the parser decides by the schema (`answer_values.typed`),
+        so any text can be a string.
         """
         parameter = self._calls.parameter
         assert parameter is not None
@@ -217,9 +217,7 @@ class Arguments:
         return f"{equals} {json_rule({**inner, **self._shared})}"
 
     def _listed(self, written: Sequence[tuple[str, bool]], comma: str) -> str:
-        """Return the Lark of a list with commas: what is required comes first and in order, the
-        rest may follow.
-        """
+        """Return the Lark of a comma-separated list: required members in order, then others."""
         rules = self._rules
         first = [rules.rule(text) for text, required in written if required]
         following = starts = ""
@@ -237,9 +235,9 @@ class Arguments:
         key = json.dumps(schema, sort_keys=True)
         if key in self._bare_rules:
             return self._bare_rules[key]
-        name = self._bare_rules[key] = (
-            self._rules.reserve()
-        )  # first: schemas may contain themselves
+        # The name is reserved first, because schemas may be recursive.
+        name = self._rules.reserve()
+        self._bare_rules[key] = name
         found = []
         for one in alternatives(schema, self._root, where):
             if (text := self._bare_alternative(one)) is not None:
@@ -313,8 +311,9 @@ class Arguments:
 
 
 def _shape(one: Alternative) -> ObjectShape | None:
-    """Return the objects of an alternative, None if there are none. Raise GrammarFault for keywords
-    that cannot be kept.
+    """Return the objects that an alternative allows, None if there are none.
+
+    Raise GrammarFault for keywords that cannot be enforced.
     """
     if one.kind == "any":
         return ObjectShape({}, set(), True, one.where)

@@ -1,4 +1,4 @@
-"""The contents between the marks of a call, by kind."""
+"""Parsers of the contents of calls: JSON, a name and an object, tags, or Python syntax."""
 
 import json
 import re
@@ -43,7 +43,7 @@ class ToolSchema:
 
 
 class CallSink:
-    """The calls that a body has read. known: only tools that are offered can be called."""
+    """Collects the calls in a body. known: reject calls of tools that were not offered."""
 
     def __init__(self, schemas: Mapping[str, ToolSchema], *, known: bool) -> None:
         self._schemas = schemas
@@ -53,7 +53,7 @@ class CallSink:
         self.schema = ToolSchema(True)  # of the latest call
 
     def begin(self, name: str) -> None:
-        """Begin a call. Raise Malformed if the name cannot be one."""
+        """Begin a call. Raise Malformed if the name is not allowed."""
         if (
             not name
             or len(name) > _MAX_NAME
@@ -65,16 +65,14 @@ class CallSink:
         self.count += 1
 
     def add(self, arguments: str) -> None:
-        """Add the arguments of the call. Raise Malformed for JSON that readers do not take, such as
-        very deep one.
-        """
+        """Add the arguments of the call. Raise Malformed if they are not readable JSON."""
         if not readable(arguments):
             raise Malformed
         self.parts.append(Part("arguments", arguments))
 
 
 def _close(text: AnswerText, reading: Reading) -> Wait[None]:
-    """Take the closing mark, which may be missing or cut off at the end of the text."""
+    """Consume the closing mark, which may be missing or incomplete at the end of the answer."""
     if reading.close:
         yield from text.space()
         if not (yield from text.next_of(reading.close)) and (yield from text.peek()):
@@ -91,9 +89,9 @@ class _Call(Struct):
 
 
 def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    """Take an object with a name and arguments, or a list of such objects."""
+    """Read an object with a name and arguments, or a list of such objects."""
     yield from text.space()
-    # Other values are no calls, and a text could be all that follows.
+    # Other values are not calls, and a string could be the whole rest of the answer.
     if (char := (yield from text.peek())) not in ("{", "["):
         raise Malformed if char else Unfinished
     whole = yield from value(text, JSON)
@@ -128,7 +126,7 @@ def _arguments(given: str) -> str:
 
 
 def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    """Take a name and an object."""
+    """Read a name and an object."""
     yield from _header(text, reading, calls)
     yield from text.space()
     if (yield from text.peek()) != "{":
@@ -139,7 +137,7 @@ def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
 
 
 def _header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
-    """Take a header, which has the name, and return whether it says that there are no arguments."""
+    """Read a header, which has the name. Return whether it marks a call without arguments."""
     header = yield from text.header(reading.header_end)
     found = reading.header.fullmatch(header.strip())
     if not found:
@@ -153,7 +151,7 @@ def _header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
 
 
 def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    """Take `[name(key=value, ...), ...]`."""
+    """Read `[name(key=value, ...), ...]`."""
     yield from text.space()
     if (yield from text.exactly(1)) != "[":
         raise Malformed
@@ -189,7 +187,7 @@ def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
 
 
 def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    """Take a name and parameters between tags."""
+    """Read a name and parameters between tags."""
     if (yield from _header(text, reading, calls)):
         calls.add("{}")
         return
@@ -222,7 +220,7 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
 
 
 def _object(members: Mapping[str, str]) -> str:
-    """Return the JSON of an object. members: the JSON of each value."""
+    """Return the JSON of an object. members: key -> JSON of its value."""
     inside = ", ".join(
         f"{json.dumps(key, ensure_ascii=False)}: {member}" for key, member in members.items()
     )
@@ -232,9 +230,10 @@ def _object(members: Mapping[str, str]) -> str:
 def _key(
     text: AnswerText, reading: Reading, keys: Set[str] | None = None
 ) -> Wait[tuple[str, bool | None] | None]:
-    """Take the rest of a parameter's opening, and return its key and whether its value is a text,
-    None if it does not say so. Without such a rest, or with a key that is not one of `keys`, take
-    nothing and return None.
+    """Read the rest of a parameter's opening.
+
+    Return its key, and whether its value is a string (None: not marked). If it is not an opening,
+    or the key is not in `keys`, return None and consume nothing.
     """
     header = yield from text.header(reading.key_guard, take=False)
     found = reading.key.fullmatch(header.strip())
@@ -252,9 +251,10 @@ def _key(
 def _tagged_value(
     text: AnswerText, reading: Reading, emit: Emit, keys: Set[str]
 ) -> Wait[tuple[str, tuple[str, bool | None] | None]]:
-    """Take a value and its closing mark. Where that is missing, the value ends at the opening of a
-    parameter of `keys`, which have no value yet, or at the end of the call. Other such marks belong
-    to the value.
+    """Read a value and its closing mark, and return the mark and the next parameter's opening.
+
+    Without a closing mark, the value ends at the opening of a parameter in `keys`, which have no
+    value yet, or at the end of the call. Other marks belong to the value.
     """
     while True:
         stop = yield from text.until(reading.in_value, emit)

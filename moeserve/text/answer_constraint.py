@@ -1,5 +1,6 @@
-"""The grammar of a chat's answer: tools, structured output, or either. Errors name the fields of
-the request.
+"""The grammar of a chat answer, from tools and structured output.
+
+Errors name the fields of the request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,9 @@ class AnswerConstraint(NamedTuple):
     required: bool  # all calls match the schemas of their tools
 
     def parts(self) -> Iterator[tuple[GrammarSpec, str]]:
-        """Yield what the grammar was made of, each with its field. They are for errors: if the
-        grammar does not compile, one of them does not either.
+        """Yield the parts of the grammar, each with its field of the request.
+
+        They are for errors: if the grammar does not compile, one of its parts does not either.
         """
         for spec, tool in schemas_of(self.tools, required=self.required):
             yield spec, _field(self.names, tool, "parameters")
@@ -45,7 +47,7 @@ def answer_constraint(
     content: Content | None,
     prompt: str,
 ) -> AnswerConstraint | None:
-    """Return the constraint of an answer, None if it may be anything. Raise InvalidRequest.
+    """Return the constraint on an answer; None if any answer is allowed. Raise InvalidRequest.
 
     Args:
         form: The format of the model's answers.

@@ -1,4 +1,4 @@
-"""Answer formats of models, by name or as a checkpoint shows them."""
+"""Answer formats from YAML files, and the choice of a model's format."""
 
 import json
 import re
@@ -25,16 +25,16 @@ from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 
 
 class DataFormat:
-    """A format that is data, with one tokenizer."""
+    """A format from a YAML file, with a tokenizer."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, template: str = "") -> None:
         """Prepare the format.
 
         Args:
-            name: The file under `formats/`, or a plugin.
+            name: A file in `formats/`, or a plugin.
             tokenizer: The model's tokenizer.
-            template: The chat template. If it never writes the format's mark of reasoning, the
-                model does not reason, and its constrained answers have no reasoning.
+            template: The chat template. If it lacks the format's mark of reasoning, the model does
+                not reason, and its constrained answers have no reasoning.
         """
         self.name = name
         self._syntax = load(name)
@@ -92,8 +92,9 @@ class DataFormat:
         )
 
     def _reads_back(self, name: str, key: str | None) -> bool:
-        """Whether the parser reads a call of `name` with the argument `key` as the grammar writes
-        it. key: None for no argument.
+        """Return whether the parser correctly reads a call that the grammar allows.
+
+        name: of the tool. key: of an argument; None: no argument.
         """
         text = written_call(self._syntax, name, key, self._marked)
         tool = {"function": {"name": name}}
@@ -104,13 +105,13 @@ class DataFormat:
         return False
 
     def _marked(self, text: str) -> str:
-        """Return a format's text with its special tokens marked as in the text of answers."""
+        """Return a text of the format with special tokens marked, as in answers."""
         names = sorted(self._reading.special, key=len, reverse=True)
         pattern = "|".join(map(re.escape, names)) or "(?!)"
         return re.sub(pattern, lambda found: f"{CONTROL_BEGIN}{found[0]}{CONTROL_END}", text)
 
     def _reasons(self, prompt: str, *, continued: bool) -> bool:
-        """Whether the answer to a prompt begins inside the reasoning."""
+        """Return whether the answer to a prompt begins within the reasoning."""
         span = self._syntax.reasoning
         if span is None or not span.open:
             return False
@@ -122,10 +123,10 @@ class DataFormat:
 def find_format(
     template: str, tokenizer: Tokenizer, name: str | None = None
 ) -> AnswerFormat | None:
-    """Return the format of a model's answers, None if its chat template shows none. name: the
-    format to use instead.
+    """Return the format of a model's answers; None if its chat template matches none.
 
-    Raise ConfigError for an unknown name, and for harmony with a tokenizer that lacks its tokens.
+    name: the format to use instead of the detected one. Raise ConfigError for an unknown name, and
+    for harmony if the tokenizer lacks its tokens.
     """
     ANSWER_FORMATS.load_plugins()
     known = sorted([*names(), "harmony"])

@@ -1,10 +1,9 @@
-"""Reads byte-level BPE vocabularies other than tokenizer.json: tiktoken files (Kimi, Hunyuan) and
-Mistral's tekken.json.
+"""Converts tiktoken files (Kimi, Hunyuan) and Mistral's tekken.json to `tokenizers` backends.
 
-Each becomes a Hugging Face `tokenizers` backend with the ids of tiktoken. tiktoken joins the
-neighbours whose union has the lowest rank. Inside a token, joins happen as if the token stood
-alone, so at most one of its splits ever occurs. A merge list with all splits of each token, in the
-order of ranks, therefore joins the same neighbours in the same order.
+The ids are those of tiktoken. tiktoken merges the adjacent pair whose union has the lowest rank.
+Within a token, merges happen as if the token stood alone, so at most one of its splits ever occurs.
+Therefore a merge list with all splits of each token, in the order of ranks, merges the same pairs
+in the same order.
 """
 
 import base64
@@ -31,7 +30,9 @@ REST = (r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
 
 
 class _Family(NamedTuple):
-    """A kind of tiktoken file. A checkpoint keeps pattern and special tokens in Python code, which
+    """A model family with a tiktoken file.
+
+    Pattern and special tokens are listed here, because checkpoints have them in Python code, which
     is never run.
     """
 
@@ -40,7 +41,7 @@ class _Family(NamedTuple):
     # Special tokens after the vocabulary; tokenizer_config.json may replace them by id.
     fillers: tuple[str, ...]
     nfc: bool = False
-    # A rank is the number of a line, without repeated tokens, whatever the line says.
+    # Ranks are line numbers, not counting repeated tokens; the ranks in the file are not used.
     by_line: bool = False
 
 
@@ -71,8 +72,7 @@ _FAMILIES = {  # by tokenizer_class
 
 
 def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
-    """Return the tokenizer of a directory without tokenizer.json, None if it has no vocabulary of a
-    known kind.
+    """Return the tokenizer of a directory without tokenizer.json; None without a known vocabulary.
 
     config: tokenizer_config.json. Raise CheckpointError for a damaged file.
     """
@@ -127,8 +127,9 @@ def _tiktoken_lines(path: Path, family: _Family) -> list[bytes]:
 
 
 def _read_tekken(model_dir: Path) -> Backend:
-    """Return the tokenizer of tekken.json. Its special tokens come first; unused ones are named
-    `<SPECIAL_i>`.
+    """Return the tokenizer of tekken.json.
+
+    Special tokens have the first ids; unused ones are named `<SPECIAL_i>`.
     """
     path = model_dir / "tekken.json"
     spec = read_json(model_dir, path.name)
@@ -161,8 +162,9 @@ def _read_tekken(model_dir: Path) -> Backend:
 def _ranks(
     path: Path, encoded: Sequence[bytes | str], *, repeats: bool = False
 ) -> dict[bytes, int]:
-    """Return token -> rank. encoded: tokens in base64, in the order of ranks. repeats: a repeated
-    token counts once.
+    """Return token -> rank. encoded: tokens in base64, in the order of ranks.
+
+    repeats: ignore repeated tokens. Otherwise they are an error.
     """
     ranks: dict[bytes, int] = {}
     for number, text in enumerate(encoded):
@@ -217,7 +219,7 @@ def _build(
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's character of each byte: printable Latin-1 as it is, others from U+0100."""
+    """Return GPT-2's character -> byte: printable Latin-1 unchanged, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,8 +1,7 @@
-"""Builds the tokenizer that a GGUF file's metadata describe: byte-level BPE (gpt2), or
-SentencePiece's BPE (llama).
+"""Builds a tokenizer from the metadata of a GGUF file: byte-level BPE (gpt2), or SentencePiece BPE.
 
-`tokenizer.ggml.pre` names the way in which a text is split into words. The patterns here are those
-of the tokenizer.json that a name stands for.
+`tokenizer.ggml.pre` is the name of a pre-tokenizer, which splits a text into words. The patterns
+here are those of the corresponding tokenizer.json.
 """
 
 import logging
@@ -24,7 +23,7 @@ _NORMAL = 1
 _CONTROL = 3
 _USER = 4
 _UNUSED = 5
-# Tokens that end an answer. llama.cpp takes them for control tokens whatever their type is.
+# Tokens that end an answer. llama.cpp treats them as control tokens, whatever their type is.
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
@@ -55,12 +54,12 @@ _DEEPSEEK_LETTERS = (
 
 
 class _Split(NamedTuple):
-    """How a text becomes words."""
+    """A pre-tokenizer, and options that depend on it."""
 
-    patterns: tuple[str, ...]  # each splits the parts that the ones before left whole
+    patterns: tuple[str, ...]  # each one splits the parts that the previous ones did not match
     nfc: bool = False
-    bos: bool = False  # added unless the file says otherwise
-    whole: bool = False  # a word that is a token is not merged from its parts
+    bos: bool = False  # default of the option to add a BOS token
+    whole: bool = False  # a word that is a token gets its id directly, without merges
 
 
 def _one(*alternatives: str) -> tuple[str]:
@@ -109,7 +108,7 @@ _YOUTU = _Split(
     whole=True,
 )
 _SEED = _Split(_one(CONTRACTIONS, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", *REST[1:]))
-# By `tokenizer.ggml.pre`: the names that llama.cpp knows for the architectures that are read.
+# `tokenizer.ggml.pre` -> pre-tokenizer, for the names that llama.cpp uses with our architectures
 _SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo"), _QWEN2),
     **dict.fromkeys(

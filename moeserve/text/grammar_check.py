@@ -1,4 +1,4 @@
-"""Checks the grammars of requests before an engine sees them, in bounded time and memory."""
+"""Checks the grammars of requests before they reach an engine, with limited time and memory."""
 
 import json
 import re
@@ -18,10 +18,10 @@ from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.tokenizer import Tokenizer
 
-MAX_VERDICTS = 4096  # of less than 2 kB each
-SEARCH_S = 0.2  # for the place of an error in a schema
+MAX_VERDICTS = 4096  # cached results of checks, of less than 2 kB each
+SEARCH_S = 0.2  # time to locate an error in a schema
 NUM_PROCESSES = 2
-# Parts of llguidance's messages, and their replacements.
+# Parts of llguidance's messages to replace
 _NOISE = (
     (re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))"), ""),
     (re.compile(r"(invalid regex) .*( \(in regex\))", re.DOTALL), r"\1"),
@@ -35,7 +35,7 @@ _NOISE = (
 )
 # A schema inside Lark: answer formats write Lark around a request's own schemas.
 _EMBEDDED = re.compile(r"%json\s+(?=\{)")
-# Beginnings of llguidance's messages, and what they mean to the sender of a schema.
+# Prefix of llguidance's message -> message for the sender of a schema
 _MEANING = {
     "NoExtension": "no text matches it",
     "Resource '": "only references inside the schema (#...) are followed",
@@ -48,10 +48,10 @@ _MEANING = {
 
 
 class GrammarChecker:
-    """Compiles each new grammar in a process of its own (`grammar_sandbox`), which may die of it.
+    """Compiles each new grammar in a sandbox process (`grammar_sandbox`), which may crash.
 
-    Thread-safe. The processes start with the first grammars; `close` ends them. Verdicts are kept
-    by a digest of the grammar, the latest MAX_VERDICTS of them.
+    Thread-safe. Processes start with the first grammars; `close` ends them. The latest MAX_VERDICTS
+    results are cached by a digest of the grammar.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -68,23 +68,23 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, GrammarFault | None] = OrderedDict()
 
     def check(self, spec: GrammarSpec, param: str) -> None:
-        """Raise InvalidRequest for a grammar that cannot be used. It blocks while the grammar
-        compiles. param: the field of the request that holds the grammar.
+        """Raise InvalidRequest for a grammar that cannot be used. Blocks while it compiles.
+
+        param: the field of the request with the grammar.
         """
         if not self.recall(spec, param):
             _accept(self._sandboxes.submit(partial(self._judge, spec)).result(), param)
 
     async def check_async(self, spec: GrammarSpec, param: str, owner: str = "") -> None:
-        """Do `check` without blocking the event loop. Grammars of several owners take turns. Raise
-        Overloaded if that takes too long.
+        """Run `check` without blocking the event loop, fairly among owners.
+
+        Raise Overloaded if no process is free in time.
         """
         if not self.recall(spec, param):
             _accept(await self._sandboxes.run(partial(self._judge, spec), owner), param)
 
     def recall(self, spec: GrammarSpec, param: str) -> bool:
-        """Return whether a grammar was accepted before, without blocking. Raise as `check` does if
-        it was refused.
-        """
+        """Return whether the cache has accepted a grammar. Raise as `check` if it was rejected."""
         key = digest(spec)
         with self._lock:
             if key not in self._verdicts:
@@ -103,7 +103,7 @@ class GrammarChecker:
             if key in self._verdicts:  # another request sent the same grammar meanwhile
                 return self._verdicts[key]
         if (fault := self._fault(spec, sandbox)) is not None:
-            # Without its traceback, whose frames hold the grammar.
+            # A new one without traceback, whose frames would keep the grammar in memory.
             fault = GrammarFault(fault.message, fault.where)
         with self._lock:
             self._verdicts[key] = fault
@@ -121,14 +121,12 @@ class GrammarChecker:
         return GrammarFault(error, self._place(self._schema(spec, error, sandbox), error, sandbox))
 
     def _schema(self, spec: GrammarSpec, error: str, sandbox: SandboxProcess) -> Any:
-        """Return the schema that has the error: the grammar itself, or one inside of it; {} if none
-        has.
-        """
+        """Return the schema with the error: the grammar itself, or one inside of it; {} if none."""
         if spec.kind == "json_schema":
             return parse_json(spec.text)
         until = monotonic() + SEARCH_S
         for match in _EMBEDDED.finditer(spec.text):
-            # Raised in a literal that looks like a schema, or by a schema with another fault.
+            # These occur for literals that look like a schema, and schemas with another fault.
             with suppress(ValueError, RecursionError, GrammarFault):
                 schema, _ = json.JSONDecoder().raw_decode(spec.text, match.end())
                 if monotonic() < until and self._error_of(schema, sandbox) == error:
@@ -136,8 +134,9 @@ class GrammarChecker:
         return {}
 
     def _place(self, root: Any, error: str, sandbox: SandboxProcess) -> str:
-        """Return the pointer to the innermost schema that has the same error alone, beside the
-        definitions.
+        """Return the pointer to the innermost schema that has the error by itself.
+
+        Definitions are added to each schema that is tried.
         """
         if not isinstance(root, dict):
             return ""
@@ -145,7 +144,7 @@ class GrammarChecker:
         where = ""
         schema = root
         until = monotonic() + SEARCH_S
-        with suppress(GrammarFault):  # a part alone may have another fault
+        with suppress(GrammarFault):  # a part by itself may have another fault
             while True:
                 for step, inner in subschemas(schema):
                     if monotonic() > until:
@@ -162,7 +161,7 @@ class GrammarChecker:
         return self._compile(GrammarSpec("json_schema", json.dumps(schema)), sandbox)
 
     def _compile(self, spec: GrammarSpec, sandbox: SandboxProcess) -> str:
-        """Return llguidance's error, "" for none. Raise GrammarFault if the process died of it."""
+        """Return llguidance's error, "" for none. Raise GrammarFault if the process died."""
         try:
             answer = sandbox.ask(json.dumps(grammar_source(spec, self._special)).encode())
         except SandboxDied as death:
@@ -178,9 +177,7 @@ def _accept(fault: GrammarFault | None, param: str) -> None:
 
 
 def _plain(error: str) -> str:
-    """Return llguidance's error on one line, without positions in sources that the sender did not
-    write.
-    """
+    """Return llguidance's error on one line, without positions in generated sources."""
     for pattern, by in _NOISE:
         error = pattern.sub(by, error)
     error = " ".join(error.split())

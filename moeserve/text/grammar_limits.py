@@ -1,4 +1,4 @@
-"""How long a grammar may be, and its key in caches."""
+"""Limits on the size of grammars, and their keys in caches."""
 
 import hashlib
 

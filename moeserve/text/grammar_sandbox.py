@@ -1,5 +1,4 @@
-"""A process that compiles the grammars of strangers: one that overflows the stack or never ends
-kills only this process.
+"""A sandbox process that compiles untrusted grammars, which may overflow the stack or never end.
 
     python -m moeserve.text.grammar_sandbox
 

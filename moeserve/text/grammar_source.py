@@ -1,15 +1,16 @@
-"""From a `GrammarSpec` to the source that llguidance compiles. Limits are checked first.
+"""Converts a `GrammarSpec` to the source that llguidance compiles, after checking its limits.
 
+    kind             the answer is
     json_object      any JSON object
-    json_schema      a JSON schema; keywords that cannot be enforced are errors, never ignored
-    regex            the whole text matches; Rust's syntax, without look-around
-    choice           one of these texts
-    lark, gbnf       a context-free grammar, as llguidance and llama.cpp write them
-    structural_tag   free text with tags whose contents are JSON, as vLLM and SGLang write them
-    answer           Lark that an answer format made of tools, or around one of the above
+    json_schema      JSON of a schema; keywords that cannot be enforced are errors
+    regex            a match of a regex in Rust's syntax, without look-around
+    choice           one of several texts
+    lark, gbnf       a text of a context-free grammar, in llguidance's or llama.cpp's syntax
+    structural_tag   free text with tags that contain JSON, as in vLLM and SGLang
+    answer           a text of Lark that an answer format made from tools or another kind
 
-A quoted text means these characters, even if they spell a special token. Only Lark's <name> and the
-literals of structural tags mean the special tokens themselves.
+Quoted text stands for its characters, even if they spell a special token. Only Lark's <name> and
+the literals of structural tags stand for special tokens.
 """
 
 from collections.abc import Mapping
@@ -21,14 +22,15 @@ from moeserve.text.lark import exactly
 from moeserve.text.structural_tag import structural_tag
 from moeserve.text.tokenizer import Tokenizer
 
-# Without this option llguidance looks ahead for text that must come, and never ends where that text
-# is endless: /b+/ /b+/.
+# Without this option llguidance computes forced text in advance, and never ends if the forced text
+# is endless, as in /b+/ /b+/.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
 def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
-    """Return the source of a spec, in Lark. special: the tokenizer's special tokens. Raise
-    GrammarFault.
+    """Return the Lark source of a grammar. Raise GrammarFault.
+
+    special: the tokenizer's special tokens.
     """
     return lark_of(spec, special) + _OPTIONS
 
@@ -61,9 +63,7 @@ def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return name -> id of the tokens that are not text to llguidance: special ones, and added ones
-    in <...>.
-    """
+    """Return name -> id of special tokens and added tokens in <...>, as llguidance treats them."""
     added = tokenizer.backend.get_added_tokens_decoder().items()
     return {
         t.content: i

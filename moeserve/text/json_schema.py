@@ -1,4 +1,4 @@
-"""JSON schemas as text and as trees: limits, JSON pointers, and the form that llguidance takes."""
+"""Checks JSON schemas of requests, and converts them to the form that llguidance compiles."""
 
 import json
 import re
@@ -14,37 +14,35 @@ MAX_DEPTH = 64
 MAX_VALUES = 20_000
 MAX_ENUM = MAX_CHOICES
 MAX_DIGITS = 15  # of a fraction
-# JSON laid out in any usual way; models loop in endless whitespace.
+# Any usual layout of JSON, but bounded, because models can loop in whitespace.
 _WHITESPACE = r"[ \t]{1,4}|(\r?\n){1,2}[ \t]{0,32}"
-# Keywords that map names to schemas, that list schemas, and that are schemas.
+# Keywords whose value maps names to schemas, is a list of schemas, or is a schema
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = (
     "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
     "propertyNames", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
-# Keywords that restrict nothing, wherever they stand.
+# Keywords that never restrict anything
 ANNOTATIONS = frozenset({
     "title", "description", "default", "example", "examples", "$comment", "deprecated", "readOnly",
     "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "discriminator",
 })  # fmt: skip
-# The formats that llguidance enforces. JSON Schema has all others as annotations.
+# The formats that llguidance enforces. Other formats are annotations.
 FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 })  # fmt: skip
 _DRAFT = re.compile(r"https?://json-schema\.org/")
-_LARGEST = 2**63 - 1024  # the bound of largest size that llguidance compiles, a double
+_LARGEST = 2**63 - 1024  # the largest bound of a number that llguidance compiles, a double
 _ENFORCED = re.compile(r"/(enum|const|multipleOf|(exclusiveM|m)(in|ax)imum)(/|$)")
 
 
 class GrammarFault(ValueError):
-    """A grammar that cannot be compiled. where: the JSON pointer to the place in its JSON, "" for
-    the whole.
-    """
+    """A grammar that cannot be compiled. where: JSON pointer to the fault; "" for the whole."""
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message)
-        # Cut, because both may quote a request, and verdicts are kept.
+        # Truncated, because both may quote a request, and results of checks are cached.
         self.message = message[:MAX_FAULT_CHARS]
         self.where = where[:MAX_FAULT_CHARS]
 
@@ -55,8 +53,10 @@ class GrammarFault(ValueError):
 
 
 def checked_schema(schema: Any) -> Any:
-    """Return a schema without keywords that restrict nothing. Raise GrammarFault for one that costs
-    too much to compile, and for keywords that llguidance takes but does not enforce.
+    """Check a schema, and return it without keywords that restrict nothing.
+
+    Raise GrammarFault if it costs too much to compile, or has keywords that llguidance accepts but
+    does not enforce.
     """
     if not isinstance(schema, dict | bool):
         raise GrammarFault("a JSON schema must be an object or a boolean")
@@ -101,20 +101,20 @@ def _fault(value: Any, where: str, name: str | int) -> str:
             required = value.get("required")
             if least > 1 + (len(required) if isinstance(required, list) else 0):
                 return (
-                    "minProperties cannot be enforced for names that are free, since they could "
+                    "minProperties cannot be enforced for arbitrary names, because they could "
                     "repeat"
                 )
     return ""
 
 
 def _is_exact(value: float) -> bool:
-    """Whether llguidance, which rounds long fractions, writes a value as it is."""
+    """Return whether llguidance, which rounds long fractions, keeps a value unchanged."""
     text = repr(abs(value))
     return "e" not in text and len(text.replace(".", "").lstrip("0")) <= MAX_DIGITS
 
 
 def _simplified(schema: Any) -> Any:
-    """Return a schema without the keywords that restrict nothing, in it and in its subschemas."""
+    """Return a schema without keywords that restrict nothing, also in its subschemas."""
     if not isinstance(schema, dict):
         return schema
     schema = {key: _mapped(key, value, _simplified) for key, value in schema.items()}
@@ -130,7 +130,7 @@ def _mapped(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
     if key in _SINGLE:
         return change(value)
     if key in ("minimum", "exclusiveMinimum") and _is_number(value):
-        # Tighter than what it replaces, so that no answer breaks the sender's bound.
+        # The new bound is tighter, so all answers respect the sender's bound.
         return -_LARGEST if value < -_LARGEST else value
     if key in ("maximum", "exclusiveMaximum") and _is_number(value):
         return _LARGEST if value > _LARGEST else value
@@ -142,13 +142,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_idle(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a keyword restricts nothing that the rest of its schema allows."""
+    """Return whether a keyword restricts nothing that the rest of its schema allows."""
     judge = _IDLE.get(key)
     return judge is not None and judge(value, schema)
 
 
 def _allows_text(schema: Any) -> bool:
-    """Whether a simplified schema allows any name of a property."""
+    """Return whether a simplified schema of names allows any property name."""
     if allows_all(schema):
         return True
     return (
@@ -165,11 +165,11 @@ def _allow_all(schemas: Any) -> bool:
 
 
 def allows_all(schema: Any) -> bool:
-    """Whether a simplified schema allows any value."""
+    """Return whether a simplified schema allows any value."""
     return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS)
 
 
-# By keyword: whether its value, in a simplified schema, restricts nothing.
+# Keyword -> function that tells whether its value, in a simplified schema, restricts nothing
 _IDLE: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "uniqueItems": lambda value, _: value is False,
     "propertyNames": lambda value, _: _allows_text(value),
@@ -195,7 +195,7 @@ _IDLE: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas directly inside a schema, each with the pointer to it."""
+    """Yield the direct subschemas of a schema, each with its pointer."""
     for key, value in schema.items():
         inner: Any = []
         if key in BY_NAME and isinstance(value, dict):
@@ -217,9 +217,7 @@ def pointer(where: str, key: str | int) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raise ValueError for anything else, NaN and infinity
-    included.
-    """
+    """Parse JSON. Raise ValueError if it is invalid, also for NaN and infinity."""
     try:
         value = json.loads(text, parse_constant=no_constant)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
@@ -229,7 +227,7 @@ def parse_json(text: str) -> Any:
 
 
 def json_of(text: str) -> Any:
-    """Return the value of a JSON text. Raise GrammarFault."""
+    """Parse JSON. Raise GrammarFault if it is invalid."""
     try:
         return parse_json(text)
     except ValueError as error:
@@ -237,16 +235,16 @@ def json_of(text: str) -> Any:
 
 
 def no_constant(name: str) -> Any:
-    """Refuse NaN and infinity, for parsers of JSON."""
+    """Raise ValueError for NaN and infinity (`parse_constant` of json.loads)."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 def schema_text(schema: Any, spec: GrammarSpec) -> str:
-    """Return a checked schema with the spec's whitespace, on one line of JSON."""
+    """Return a checked schema as one line of JSON, with the whitespace options of `spec`."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     options: dict[str, Any] = {} if spec.any_whitespace else {"whitespace_flexible": False}
     if pattern := spec.whitespace_pattern or (_WHITESPACE if spec.any_whitespace else ""):
         options["whitespace_pattern"] = pattern
-    # Replaces the sender's options, which could switch checks off.
+    # This replaces options of the sender, which could disable checks.
     return json.dumps(schema | {"x-guidance": options})

@@ -1,4 +1,4 @@
-"""The child's side of a sandbox: its limits, and a loop that answers lines with lines."""
+"""The child side of a sandbox process: its limits, and the loop of its line protocol."""
 
 import os
 import resource
@@ -6,12 +6,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 
-LIMIT_EXIT = 81  # the exit code of a process that met its own limit of memory or of nesting
+LIMIT_EXIT = 81  # exit code of a process that reached its limit of memory or of recursion
 
 
 def set_limits(max_memory: int) -> None:
-    """Limit the address space of this process. Ctrl-C is for the parent, which then closes our
-    standard input.
+    """Limit the address space of this process, and ignore Ctrl-C.
+
+    On Ctrl-C the parent closes standard input, which ends this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
@@ -19,11 +20,11 @@ def set_limits(max_memory: int) -> None:
 
 
 def serve(lines: Iterable[bytes], answer: Callable[[bytes], bytes], cpu_s: float) -> None:
-    """Answer each line with a line until standard input ends. The first line of output is empty and
-    says that the process is ready.
+    """Answer each line with a line until standard input ends.
 
-    A line that takes more than `cpu_s` seconds of CPU time ends the process by SIGPROF, which
-    nobody catches. One that needs too much memory ends it with LIMIT_EXIT.
+    The first line of output is empty, and signals that the process is ready. A line that takes more
+    than `cpu_s` seconds of CPU time ends the process by SIGPROF, which is not caught. One that
+    needs too much memory ends it with LIMIT_EXIT.
     """
     out = sys.stdout.buffer
     out.write(b"\n")

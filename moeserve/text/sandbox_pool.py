@@ -1,4 +1,4 @@
-"""A few worker processes for many requests, which take turns."""
+"""A pool of sandbox processes, shared fairly among requests."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from moeserve.errors import Overloaded
 from moeserve.text.sandbox_process import SandboxProcess
 
 T = TypeVar("T")
-MAX_WAIT_S = 10.0  # for a free process
+MAX_WAIT_S = 10.0  # until a process is free
 MAX_PROCESSES = 8
 
 
@@ -22,10 +22,10 @@ class _Job(NamedTuple):
 
 
 class SandboxPool:
-    """Worker processes of one module, and threads that talk to them, as many of both.
+    """Sandbox processes of one module, and as many threads that communicate with them.
 
-    The pool owns them until `close`. They start when they are needed. Owners of waiting work take
-    turns, so that an owner with much work delays others by one piece each. Thread-safe.
+    They start when they are needed, and live until `close`. Waiting work is scheduled round-robin
+    among owners, so an owner with much work delays each other one by one piece. Thread-safe.
     """
 
     def __init__(self, *module: str, purpose: str, size: int = 0, hello: bytes = b"") -> None:
@@ -39,7 +39,7 @@ class SandboxPool:
         self.purpose = purpose
         self.size = size or min(max(os.cpu_count() or 1, 2), MAX_PROCESSES)
         self._processes = [SandboxProcess(*module, hello=hello) for _ in range(self.size)]
-        # The latest first: a quiet server needs one process.
+        # Used as a stack, so that a server with little work needs only one process.
         self._idle = self._processes[::-1]
         self._waiting: dict[str, deque[_Job]] = {}  # by owner, the next owner first
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class SandboxPool:
     async def run(self, work: Callable[[SandboxProcess], T], owner: str = "") -> T:
         """Await `work`. Raise Overloaded if no process is free for MAX_WAIT_S seconds.
 
-        A caller that is cancelled gives up its place in the queue.
+        If the caller is cancelled, waiting work is removed from the queue.
         """
         future = self.submit(work, owner)
         waiter = asyncio.wrap_future(future)
@@ -72,7 +72,7 @@ class SandboxPool:
             waiter.cancel()
 
     def close(self) -> None:
-        """End the processes and threads. Work that waits is cancelled. Idempotent; it blocks."""
+        """End the processes and threads, and cancel waiting work. Idempotent; it blocks."""
         with self._lock:
             jobs = [job for waiting in self._waiting.values() for job in waiting]
             self._waiting.clear()

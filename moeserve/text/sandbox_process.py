@@ -1,6 +1,4 @@
-"""A worker process for input of strangers: input that never ends, or needs all memory, kills only
-the worker.
-"""
+"""A worker process for untrusted input, which may take forever or need all memory."""
 
 import signal
 import subprocess
@@ -12,8 +10,8 @@ from pathlib import Path
 from moeserve.errors import ConfigError
 from moeserve.text.sandbox_child import LIMIT_EXIT
 
-TRIES = 2  # processes that one line may cost
-# Signals that a process raises by its own code. SIGSEGV is also how a stack overflow ends it.
+TRIES = 2  # processes that may be killed by others during one request
+# Signals caused by the process's own code. SIGSEGV is also the result of a stack overflow.
 _OWN_FAULTS = (
     signal.SIGSEGV,
     signal.SIGABRT,
@@ -21,13 +19,13 @@ _OWN_FAULTS = (
     signal.SIGFPE,
     signal.SIGILL,
 )
-_EXIT_S = 5.0  # for a process that closed its output to exit
+_EXIT_S = 5.0  # time to exit for a process that closed its output
 
 
 class SandboxDied(Exception):
-    """The input is at fault: the process met a limit of its own, or two processes were killed.
+    """The process reached a limit because of its input, or two processes were killed.
 
-    too_long: the limit was that of time, rather than of memory or of the stack.
+    too_long: the limit was time, not memory or stack.
     """
 
     def __init__(self, why: str, *, too_long: bool = False) -> None:
@@ -36,14 +34,13 @@ class SandboxDied(Exception):
 
 
 class _Killed(Exception):
-    """Somebody else ended the process, so the input may be harmless."""
+    """Another process killed the worker, so its input may be harmless."""
 
 
 class SandboxProcess:
-    """A worker process that answers lines with lines and sets its own limits (`sandbox_child`).
+    """A worker process that speaks a line protocol and sets its own limits (`sandbox_child`).
 
-    It starts with the first line, and again after a death. Only `stop` may be called from another
-    thread than the one that uses it.
+    It starts with the first request, and again after it died. Not thread-safe, except for `stop`.
     """
 
     def __init__(self, *module: str, hello: bytes = b"") -> None:
@@ -65,10 +62,10 @@ class SandboxProcess:
         return None if self._process is None else self._process.pid
 
     def ask(self, line: bytes) -> bytes:
-        """Return the line that answers `line`. Raise SandboxDied.
+        """Send a line, and return the line that answers it. Raise SandboxDied.
 
-        A process that somebody else kills, such as the kernel when memory runs out, costs nothing:
-        another one answers.
+        If another process kills the worker, such as the kernel when memory runs out, a new one gets
+        the line.
         """
         for _ in range(TRIES):
             with suppress(_Killed):
@@ -76,15 +73,16 @@ class SandboxProcess:
         raise SandboxDied("killed the process that works on it, and the next one")
 
     def stop(self) -> None:
-        """Kill the process for good. A thread that waits for an answer gets SandboxDied."""
+        """Kill the process, and start no other. A thread in `ask` gets SandboxDied."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
                 self._process.kill()
 
     def close(self) -> int | None:
-        """Wait for the end of a process that died or was stopped, and close its pipes. Return its
-        exit code, None if there was no process.
+        """Wait for a process that died or was stopped, and close its pipes.
+
+        Return its exit code, None if there was no process.
         """
         process = self._process
         self._process = None
@@ -122,9 +120,8 @@ class SandboxProcess:
                 stderr=subprocess.DEVNULL,  # hostile input could fill the log with tracebacks
                 bufsize=2**16,
                 pipesize=2**20,  # a long conversation in few writes
-                cwd=Path(__file__)
-                .resolve()
-                .parents[2],  # finds this package, nothing of the user's
+                # So that Python imports this package, and no module of the user's directory.
+                cwd=Path(__file__).resolve().parents[2],
             )
         if self._hello:
             self._send(self._hello)
@@ -150,7 +147,7 @@ class SandboxProcess:
         return line if line.endswith(b"\n") else None
 
     def _death(self) -> Exception:
-        """Return the error that a dead process means for its input."""
+        """Return the exception for a process that died."""
         code = self.close()
         if self._stopped:
             return SandboxDied("came while the server stops")

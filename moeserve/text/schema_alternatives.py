@@ -1,9 +1,9 @@
-"""A JSON schema as a list of alternatives, one per JSON type, without references and unions.
+"""Resolves a JSON schema to a list of alternatives, one per JSON type.
 
-Formats that write values between tags or with bare keys have grammars and readers of their own, so
-they need to know what a schema means: which keys an object has, which texts a value may be. A
-schema may say it in many ways ($ref, allOf, anyOf, enum, lists of types); an `Alternative` says it
-in one.
+Answer formats with values between tags, or with bare keys, have their own grammars and readers. So
+they need to know which keys an object has, and which texts a value may be. A schema can express
+this in many ways ($ref, allOf, anyOf, enum, lists of types), an `Alternative` in one: it has no
+references and no unions.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from moeserve.text.json_schema import ANNOTATIONS, GrammarFault, pointer
 
 MAX_ALTERNATIVES = 64
-MAX_STEPS = 2_000  # schemas that are looked at for one list of alternatives
+MAX_STEPS = 2_000  # schemas that are resolved for one list of alternatives
 KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _OF_KIND = {
@@ -31,7 +31,7 @@ _OF_KIND = {
         "unevaluatedProperties",
     },
 }  # fmt: skip
-# Keywords that restrict values of several kinds and that are not resolved here.
+# Keywords that restrict values of several kinds, and are not resolved here
 _OF_ALL = {"not", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
 _RESTRICTING = _OF_ALL.union(*_OF_KIND.values())
 _RESOLVED = {"$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions"}
@@ -40,9 +40,9 @@ _RESOLVED = {"$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions"}
 class Alternative(NamedTuple):
     """One way to satisfy a schema."""
 
-    kind: str  # one of KINDS, or "any" for a value that nothing restricts
+    kind: str  # one of KINDS, or "any" for an unrestricted value
     schema: dict[str, Any]  # the keywords that restrict values of this kind; enum lists the values
-    where: str  # the JSON pointer to the schema, for errors
+    where: str  # JSON pointer to the schema, for errors
 
 
 def alternatives(schema: Any, root: Any, where: str = "") -> list[Alternative]:
@@ -53,8 +53,8 @@ def alternatives(schema: Any, root: Any, where: str = "") -> list[Alternative]:
         root: The whole schema, in which references are followed.
         where: The pointer to `schema`.
 
-    Raise GrammarFault for references outside of the schema, for circles of references, for unions
-    that cannot be resolved, and for what is no schema.
+    Raise GrammarFault for references to other documents, circular references, unions that cannot be
+    resolved, and values that are not a schema.
     """
     found: list[Alternative] = []
     try:
@@ -74,8 +74,9 @@ def kinds_of(schema: Any, root: Any) -> set[str]:
 
 
 def members_of(schema: Any) -> tuple[dict[str, Any], Any]:
-    """Return the schema of each key that objects may have in any of the alternatives, and the
-    schema of all other keys. For readers: what cannot be resolved may be any value.
+    """Return the schema of each key of objects in any alternative, and that of all other keys.
+
+    For readers of values: parts that cannot be resolved allow any value.
     """
     objects: list[Mapping[str, Any]]
     try:
@@ -109,7 +110,7 @@ def kind_of(value: Any) -> str:
 
 
 def is_listed(value: Any, values: list[Any]) -> bool:
-    """Whether a JSON value is in a list. True is not 1."""
+    """Return whether a JSON value is in a list. True does not equal 1."""
     return any(value == other and kind_of(value) == kind_of(other) for other in values)
 
 
@@ -137,7 +138,7 @@ class _Resolver:
         """
         self._steps += 1
         if self._steps > MAX_STEPS:
-            raise GrammarFault("too many schemas are combined here", where)
+            raise GrammarFault("too many schemas are combined in one place", where)
         if isinstance(schema, bool):
             return [{}] if schema else []
         if not isinstance(schema, Mapping):
@@ -156,7 +157,7 @@ class _Resolver:
         """Yield the resolved schemas that a schema combines, each as a union."""
         if (ref := schema.get("$ref")) is not None:
             if ref in seen:
-                raise GrammarFault("a circle of references, so no text matches it", where)
+                raise GrammarFault("a circular reference, which no text matches", where)
             target, place = _target(ref, self._root, where)
             yield self.resolve(target, place, (*seen, ref))
         for i, inner in enumerate(schema.get("allOf", ())):

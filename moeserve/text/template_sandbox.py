@@ -1,13 +1,13 @@
-"""A process that renders chat templates. They come with checkpoints, so they may be anybody's code.
+"""A sandbox process that renders chat templates, which come with checkpoints and are untrusted.
 
     python -m moeserve.text.template_sandbox CPU_S
 
 Each line of standard input is a JSON list: a template's source, its variables, and the date and
-time that its `strftime_now` shows. Each line of output is a list of an outcome ("text", "syntax",
-"limit", "rejects" or "fails") and the text, or the reason why there is none. Where the variables
-are null, the outcome is "names", and the text lists the variables that the template reads.
+time for its `strftime_now`. Each line of output is a list of an outcome ("text", "syntax", "limit",
+"rejects" or "fails"), and the text or the reason of the failure. If the variables are null, the
+outcome is "names", and the text lists the variables that the template reads.
 
-The environment keeps templates from Python's internals. A template that takes more than CPU_S
+The Jinja environment denies access to Python's internals. A template that takes more than CPU_S
 seconds or MAX_MEMORY bytes ends the process.
 """
 
@@ -37,9 +37,7 @@ _NOT_ASCII = re.compile("[^\0-~\ufdd0]+")
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """An environment that denies Python's internals and changes of values with an error, where
-    jinja2 would continue with an Undefined.
-    """
+    """An environment that raises for access to Python's internals, instead of Undefined."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         raise SecurityError(
@@ -48,7 +46,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace without names such as `__class__`, which Python itself would look up."""
+    """A namespace that rejects names such as `__class__`, which have a meaning in Python."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -80,7 +78,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON as transformers does; jinja2's own filter escapes HTML. Marks stay marks."""
+    """Return JSON like transformers; jinja2's own filter escapes HTML. MARK is never escaped."""
     text = json.dumps(
         value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -96,7 +94,7 @@ def _raise_exception(message: str) -> None:
 def _environment() -> _Sandbox:
     env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     env.filters["tojson"] = _tojson
-    # Equal messages give equal prompts, so nothing random.
+    # Equal messages must give equal prompts, so there is no randomness.
     del env.filters["random"]
     del env.globals["lipsum"]
     env.globals |= {"namespace": _namespace, "raise_exception": _raise_exception}
@@ -112,7 +110,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def render(source: str, variables: Mapping[str, Any] | None, now: str) -> tuple[str, str]:
-    """Return the outcome and the text, or the reason why there is none."""
+    """Return the outcome, and the text or the reason of the failure."""
     try:
         if variables is None:
             return "names", " ".join(find_undeclared_variables(_ENVIRONMENT.parse(source)))
