@@ -79,12 +79,12 @@ class _Coordinator:
         self.members = members
         self.epoch = members.epoch
         self._loop = asyncio.get_running_loop()
-        self._step = 0  # of the open vote, or else of the next one
+        self._step = 0  # the step of the open vote, or else of the next one
         self._open: asyncio.Future[Decision] | None = None  # the open vote's decision
         self._woken = asyncio.Event()  # also set when the group is lost
-        self._timer: asyncio.TimerHandle | None = None  # of the open vote's deadline
+        self._timer: asyncio.TimerHandle | None = None  # the open vote's deadline
         self._lost: asyncio.Future[PeerLost] = self._loop.create_future()
-        self._streams: dict[int, AsyncStream[Any]] = {}  # by engine
+        self._streams: dict[int, AsyncStream[Any]] = {}  # engine -> stream
 
     @property
     def woken(self) -> bool:
@@ -216,7 +216,7 @@ class _Leader(_Coordinator):
     def __init__(self, members: Members, followers: dict[Peer, KeyedSocket]) -> None:
         super().__init__(members)
         self._num_engines = len(followers) + 1
-        self._votes: dict[int, Vote] = {}  # of the open step, by engine
+        self._votes: dict[int, Vote] = {}  # engine -> its vote in the open step
         self._parked = False  # the last decision was PARK, and no engine has voted since
         self._streams = {
             peer.rank: AsyncStream[Vote | Leaving](

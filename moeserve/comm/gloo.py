@@ -367,7 +367,7 @@ class Exchange:
                 )
                 mesh.close()
                 raise error
-        self._underway.release()  # for another `wait`
+        self._underway.release()  # so that `wait` may be called again
         if self._error is not None:
             raise self._error
         try:

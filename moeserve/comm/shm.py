@@ -264,7 +264,8 @@ class ShmTensor(TensorParallel):
         self._gathers = ()  # the memory is freed when the last call that uses it ends
 
     def _connect(self, members: Members) -> None:
-        group = self._group = ShmGroup(members, members.tp_ranks, "tensor", self._num_channels)
+        group = ShmGroup(members, members.tp_ranks, name="tensor", ubatches=self._num_channels)
+        self._group = group
         gather = module().Gather
         channels = group.open_channels(
             gather.region_bytes(GATHER_PART_BYTES), f"{self._num_channels} channels"

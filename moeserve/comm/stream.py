@@ -303,7 +303,7 @@ class FrameSplitter(Generic[In]):
         self._buffer = bytearray()
         self._cipher = cipher
         self._header_bytes = HEADER.size if cipher is None else cipher.header_bytes
-        self._num_bytes: int | None = None  # of the next message, once its header has arrived
+        self._num_bytes: int | None = None  # the next message's length, after its header
         self._max_bytes = max_bytes
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
 

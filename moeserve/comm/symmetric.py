@@ -75,7 +75,8 @@ class Symmetric:
         self._left = threading.Event()
         self._gone = ()
         self._windows = []
-        group = self._group = ShmGroup(members, range(members.size), "symmetric", 1)
+        group = ShmGroup(members, range(members.size), name="symmetric", ubatches=1)
+        self._group = group
         region_B, offer = self._memory.allocate(ubatches * ubatch_bytes)
         peers = group.connect([offer], f"{ubatches} micro-batches of {ubatch_bytes} bytes, {facts}")
         bases = dict.fromkeys(range(members.size), region_B.data_ptr())

@@ -101,7 +101,7 @@ class GlooTensor(TensorParallel):
 
     _new_mesh: Callable[..., Mesh] = Mesh
     _mesh: Mesh | None = None
-    _first_rank = 0  # of the engine
+    _first_rank = 0  # the lowest rank of the engine
 
     def _connect(self, members: Members) -> None:
         self._first_rank = members.tp_ranks[0]

@@ -110,7 +110,7 @@ class Decoder:
     # For an MTP head: maps embeddings and the target model's hidden states, [T', D] each, to the
     # residual stream.
     merge: Callable[[Tensor, Tensor, RowContext], Tensor] | None = None
-    slots: WeightSlots = field(init=False)  # of its parameters; set by the function that builds it
+    slots: WeightSlots = field(init=False)  # its parameters; set when it is built
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)

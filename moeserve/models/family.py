@@ -47,7 +47,7 @@ class Family:
     # The values of keys that config.json omits. They are the defaults of the family's configuration
     # class in transformers 5. hf_config.py has those that most families share.
     defaults: dict[str, Any]
-    names: Names = field(default_factory=Names)  # of the checkpoint's tensors
+    names: Names = field(default_factory=Names)  # names of the checkpoint's tensors
     aliases: dict[str, str] = field(default_factory=dict)  # another spelling -> key that is read
     text: str = ""  # the key of the text model's config, if the model is multimodal
     hidden_act: str = "silu"  # the only supported activation
@@ -405,7 +405,11 @@ def sizes(
     top_k: int | None = None,
     expert_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the defaults of the keys that every family has, and of the usual keys of experts."""
+    """Return the defaults of the keys that every family has, and of the usual keys of experts.
+
+    kv_heads: None: as many as heads. experts, top_k, expert_size: None: config.json must have the
+    key, if the family reads it.
+    """
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

@@ -59,7 +59,7 @@ class ModelSpec:
     """The description of a decoder, read from config.json."""
 
     architecture: str  # the class name in config.json, e.g. Qwen3MoeForCausalLM
-    dtype: str  # of the checkpoint: float32, bfloat16, float16
+    dtype: str  # the checkpoint's: float32, bfloat16 or float16
     vocab_size: int
     hidden_size: int
     max_position: int

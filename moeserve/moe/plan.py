@@ -26,7 +26,7 @@ class MoENeeds:
     hidden_size: int
     dtype: str  # e.g. "bfloat16"
     device: str  # e.g. "cpu"
-    max_tokens: int  # of one step on one rank
+    max_tokens: int  # the most tokens of a step on one rank
     expert_size: int = 0  # inner width of an expert
     world_size: int = 1  # ranks over which the experts are sharded
     tp_size: int = 1

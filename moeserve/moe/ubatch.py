@@ -35,7 +35,7 @@ class UBatchMeter:
     times those with CUDA events.
     """
 
-    index: int  # of the micro-batch
+    index: int  # the micro-batch's number
     comm_ns: int = 0  # the sum over transfers, from the start to the arrival of the last row
     # The part of comm_ns that nothing overlaps: this micro-batch has the turn, and is in `wait`, or
     # in `arrive` for its sibling. Work that `wait` does after the last row has arrived is excluded.

@@ -40,7 +40,7 @@ class MeshAll2All(All2All, Generic[M]):
         self._width = width
         self._dtype = dtype
         self._top_k = facts.top_k
-        self._max_tokens = facts.max_tokens  # of one dispatch; `join` may lower it
+        self._max_tokens = facts.max_tokens  # limit of one dispatch; `join` may lower it
         self._facts = facts
         self._mesh: M | None = None
         self._num_local = 0

@@ -56,7 +56,7 @@ class BackendFacts:
     hidden_size: int
     dtype: "torch.dtype"
     top_k: int
-    max_tokens: int  # of one step on one rank
+    max_tokens: int  # the most tokens of a step on one rank
     experts_per_rank: int
     num_ranks: int  # over which the experts are sharded
     num_hosts: int = 1

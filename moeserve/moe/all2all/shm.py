@@ -38,8 +38,8 @@ class _RowBuffer:
 
     y: Tensor  # shared memory for results, [most rows of a dispatch, D]
     rows: Tensor  # private memory for received rows; replaced by a larger one when it is full
-    capacity: int = 0  # of `rows`
-    address: int = 0  # of `rows`; cached, because Tensor.data_ptr takes a microsecond
+    capacity: int = 0  # length of `rows`
+    address: int = 0  # rows.data_ptr(), cached because that call takes a microsecond
 
     def replace_rows(self, rows: Tensor) -> None:
         self.rows = rows
@@ -107,16 +107,19 @@ class ShmAll2All:
             "x_row_bytes": row_bytes if self._wire is None else self._wire.row_bytes(self._hidden),
             "y_row_bytes": row_bytes,
         }
-        exchange = module().Exchange
+        exchange_class = module().Exchange
         shape = module().Shape(**facts)
-        group = self._group = ShmGroup(members, range(members.size), "all2all", ubatches)
-        region_bytes = exchange.region_bytes(members.size, shape)
-        opened = group.open_channels(
-            region_bytes, f"{facts} {self._dtype} {self._wire and self._wire.name}"
+        group = ShmGroup(members, range(members.size), name="all2all", ubatches=ubatches)
+        self._group = group
+        channels = group.open_channels(
+            exchange_class.region_bytes(members.size, shape),
+            f"{facts} {self._dtype} {self._wire and self._wire.name}",
         )
         self._channels = [
-            self._channel(exchange(channel, shape), region, experts_per_rank, members.deadline_s)
-            for channel, region in opened
+            self._channel(
+                exchange_class(channel, shape), region, experts_per_rank, members.deadline_s
+            )
+            for channel, region in channels
         ]
 
     def _channel(

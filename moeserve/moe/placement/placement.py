@@ -27,7 +27,7 @@ class Nodes:
     """
 
     number: int = 1
-    groups: int = 1  # of experts, in the router
+    groups: int = 1  # the router's groups of experts
     even: float = 0.9  # least balance (mean load / highest load of a node) with groups on nodes
 
     def under(self, num_ranks: int) -> "Nodes":

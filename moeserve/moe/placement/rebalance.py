@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 class Gate:
     """Thresholds for a move to a better placement. Times are seconds in which steps run."""
 
-    half_life_s: float = 120.0  # of the counted load
+    half_life_s: float = 120.0  # the counted load decays with this half-life
     horizon_s: float = 600.0  # how long the load is assumed to stay the same
     interval_s: float = 30.0  # least time between decisions
     expert_share: float = 0.5  # the part of a step in which all ranks wait for the fullest one
     slowdown: float = 0.2  # the part of a step that moving takes
     margin: float = 2.0  # least ratio of gain to cost
     min_saving: float = 0.05  # the part of the experts' time below which a gain is noise
-    min_tokens: float = 100.0  # that must be counted per expert and layer before any decision
+    min_tokens: float = 100.0  # least count per expert and layer before any decision
     bytes_per_s: float = 100e6  # at which a rank fetches weights, until that is measured
 
 
@@ -49,7 +49,7 @@ class Rebalancer:
         self.moved_bytes = 0  # fetched since the start, by all ranks that reported
         # Tokens of each expert; decays with half_life_s.
         self.load_LE = np.zeros((placement.num_layers, placement.num_experts))
-        self.expert_bytes = expert_bytes  # of one expert in one layer
+        self.expert_bytes = expert_bytes  # the size of one expert in one layer
         self._gate = gate
         self.nodes = nodes  # on which the ranks of `current` run
         self._bytes_per_s = gate.bytes_per_s

@@ -144,7 +144,7 @@ def arrange(
     nodes = nodes.under(num_ranks)
     if nodes.groups > 1 and nodes.even > 0:
         return _where_even(load_LE, now_LS, num_ranks, per_rank, nodes)
-    ranks = num_ranks // nodes.number  # of a node; from here on each is a layer of its own
+    ranks = num_ranks // nodes.number  # per node; from here on, each node is treated as a layer
     now_LNn = now_LS.reshape(layers, nodes.number, -1)
     if nodes.groups > 1:
         here_LNE = _share_groups(load_LE, now_LNn, nodes.groups)

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # Either bfloat16 [T, W], or (fp8 [T, W], fp32 scales [T, W / 128]).
 SentRows = Tensor | tuple[Tensor, Tensor]
 
-TIMEOUT_WORDS = ("timeout", "CPU wait")  # in the messages of deep_ep's timeout errors
+TIMEOUT_WORDS = ("timeout", "CPU wait")  # a message of deep_ep with one of these is a timeout
 FAREWELL_S = 2.0  # how long a rank that leaves waits for the others to leave too
 RANKS_PER_NODE = 8  # connected by NVLink; larger groups must consist of whole nodes
 
@@ -106,8 +106,8 @@ class DeepEP(All2All):
         self.width = facts.hidden_size if width is None else width
         self.max_tokens = self.caps.max_tokens or facts.max_tokens
         self.num_experts = 0  # physical experts of all ranks
-        self.num_local = 0  # of this rank
-        self.deadline_s = 0.0  # of the members
+        self.num_local = 0  # physical experts of this rank
+        self.deadline_s = 0.0  # the members' deadline
         self.comm = CommStream()  # only times transfers: deep_ep runs them on its own streams
         self._ids_dtype = getattr(lib, "topk_idx_t", torch.int64)
         self._mesh: BufferMesh | None = None

@@ -1,16 +1,18 @@
 """The adapter for DeepEP's low-latency kernels, which write each token's activation directly into
 the slots of its experts on their ranks.
 
-Each operation (a dispatch or a combine) is a send and a receive:
+Each operation (a dispatch or a combine) is a send and a receive. On the stream, the operations A
+and C of micro-batch 0 and B of micro-batch 1 are in this order:
 
-    micro-batch 0: send  .  .  .  .  .  receive, send next  ...
-    micro-batch 1: .  .  . compute  .  .
+    micro-batch 0:  compute, send A,                               compute, receive B, send C, ...
+    micro-batch 1:                   compute, receive A, send B,
 
-1. The call of `dispatch` or `combine` launches the sending kernel, and deep_ep returns a hook that
+1. The call of `dispatch` or `combine` launches the sending kernel. deep_ep returns a hook that
    launches the receiving kernel.
-2. The other micro-batch computes. The receiving kernel would occupy the stream until the rows are
-   here, so its launch is delayed.
-3. `arrive` or `wait` launches it, once.
+2. The other micro-batch computes. The receiving kernel is not launched yet, because it would occupy
+   the stream until all rows have arrived.
+3. The other micro-batch calls `arrive` before its own send, which calls the hook. Without another
+   micro-batch, `wait` does.
 
 deep_ep alternates between two buffers, and each send clears the counters of the previous operation.
 So the previous operation must be received before the next send. The order of the micro-batches
@@ -40,7 +42,7 @@ from moeserve.moe.ubatch import UBatch
 
 T = TypeVar("T")
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # supported by the kernels
-MAX_TOKENS = 128  # of one dispatch; every expert has slots for that many tokens of each rank
+MAX_TOKENS = 128  # per dispatch; every expert has slots for that many tokens of each rank
 TOKEN_ALIGNMENT = 4  # the most tokens of a dispatch must be a multiple
 IN_FLIGHT = 2  # dispatches that may wait for their combine: one for each of deep_ep's buffers
 

@@ -25,7 +25,7 @@ from moeserve.moe.ubatch import UBatch
 
 ROW_BYTES = 512  # the length of a row must be a multiple
 MAX_WIDTH = 8192  # supported by the kernels
-MAX_TOKENS = 4096  # of one dispatch; the buffer has space for that many tokens of each rank
+MAX_TOKENS = 4096  # per dispatch; the buffer has space for that many tokens of each rank
 
 
 class DeepEPElastic(DeepEP):
@@ -121,7 +121,7 @@ class DeepEPElastic(DeepEP):
         buffer, handle, weights_P = ticket.private
         rows = weights_P.shape[0]
         weighted_PD = y.new_empty((rows, y.shape[1]))
-        torch.mul(y[:rows], weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
+        torch.mul(y[:rows], weights_P[:, None], out=weighted_PD)  # computed in fp32, then rounded
         timer = self.comm.watch()
         with self.calling(buffer):
             home_TW, _, event = buffer.combine(
