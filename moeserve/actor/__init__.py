@@ -1,5 +1,5 @@
-"""Messages between tasks and processes: inboxes, actors, wires between them, and the supervision of
-child processes.
+"""Actors with inboxes, connections between processes, and the supervision of child processes.
 
-Read actor.py, zmq_wire.py, handshake.py; then guard.py, process.py, supervisor.py, forking.py.
+Start with actor.py, tasks.py, zmq_wire.py and handshake.py. Child processes: guard.py, process.py,
+supervisor.py and forking.py.
 """

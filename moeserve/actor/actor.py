@@ -1,8 +1,8 @@
-"""The actor kit: start reading here.
+"""Actors: objects that own their state and receive messages. Start reading here.
 
-The parts of moeserve that get messages from other processes are actors: `EngineCore`, `FrontEnd`,
-`NodeAgent`. An actor has one inbox, one closed union of messages that it understands, one owner,
-and one way to stop:
+The parts of moeserve that receive messages from other processes are actors: `EngineCore`,
+`FrontEnd`, `NodeAgent`. An actor has one inbox, one closed union of message types, one owner, and
+one way to stop:
 
     class Counter(Actor[Add | Reset]):
         total = 0
@@ -20,11 +20,10 @@ and one way to stop:
     life = spawn(counter.run(), name="counter", on_error=on_counter_failed)
     counter.tell(Add(2))
 
-Messages are handled one at a time, in the order in which they were sent. `tell` returns nothing: an
-answer is a message to the sender's own inbox. Other long-lived parts are plain objects whose
-methods the loop calls, such as the fleet's state machine, and tasks with an owner (tasks.py). No
-object writes the fields of another one. Where a process can die, a `Supervisor` (supervisor.py)
-starts it again.
+Messages are handled one at a time, in the order in which they were sent. `tell` returns nothing; a
+reply is a message to the sender's inbox. Other long-lived parts are plain objects whose methods the
+loop calls, such as the fleet's state machine, and tasks with an owner (tasks.py). No object writes
+the fields of another one. If a process can die, a `Supervisor` (supervisor.py) restarts it.
 """
 
 import asyncio
@@ -38,11 +37,11 @@ M = TypeVar("M")
 
 
 class Inbox(Generic[M]):
-    """Messages for one owner, first in, first out, at most `limit` of them. All of it belongs to
-    one event loop.
+    """A queue of at most `limit` messages for one owner, first in, first out.
 
-    The owner alone reads. A full inbox raises Overloaded, a closed one ActorStopped: a sender
-    always learns at once that its message will not be read.
+    It belongs to one event loop, and only the owner reads. Putting a message raises Overloaded if
+    the inbox is full and ActorStopped if it is closed, so a sender always knows at once that its
+    message will not be read.
     """
 
     def __init__(self, owner: str, limit: int = 10_000) -> None:
@@ -51,9 +50,9 @@ class Inbox(Generic[M]):
         self.limit = limit
         self._queue: deque[M] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._woken = False  # since the last drain
+        self._woken = False  # whether `wake` was called since the last drain
         self._when_room: list[Callable[[], None]] = []
-        self._cause: str | None = None
+        self._cause: str | None = None  # of the close; None: open
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -65,30 +64,29 @@ class Inbox(Generic[M]):
 
     @property
     def closed(self) -> bool:
-        """Whether nobody reads any more."""
+        """Whether the owner has stopped reading."""
         return self._cause is not None
 
     def put(self, msg: M, *, force: bool = False) -> None:
-        """Add a message. `force` ignores the limit: for the few notices that must not be lost."""
+        """Add a message. `force` ignores the limit, for the few messages that must not be lost."""
         self._raise_if_closed()
         if self.full and not force:
             raise Overloaded(
-                f"{self.owner}: {len(self)} messages are waiting already, the limit is {self.limit}"
+                f"{self.owner}: the inbox is full, with {len(self)} messages (limit {self.limit})"
             )
         self._queue.append(msg)
         self.wake()
 
     def wake(self) -> None:
-        """Make a `drain` that waits return, without a message if there is none; if no drain waits,
-        the next one.
-        """
+        """Make the waiting `drain` (or else the next one) return, even without messages."""
         self._woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def drain(self, wait: bool) -> list[M]:
-        """Return all messages, oldest first. With `wait`, sleeps until there is one or `wake` is
-        called.
+        """Remove and return all messages, oldest first.
+
+        wait: sleep until there is a message or `wake` is called.
 
         Raises ActorStopped once the inbox is closed, so that a reading loop ends.
         """
@@ -103,18 +101,18 @@ class Inbox(Generic[M]):
         self._woken = False
         messages = list(self._queue)
         self._queue.clear()
-        self._tell_room()
+        self._notify_room()
         return messages
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, on the loop, when half of a full inbox is free again (or it is
-        closed).
+        """Call `callback` once, on the loop, when half of a full inbox is free again, or when it is
+        closed.
         """
         self._when_room.append(callback)
-        self._tell_room()
+        self._notify_room()
 
-    def _tell_room(self) -> None:
-        # A sender that sleeps is woken for a batch, not for every message that is read.
+    def _notify_room(self) -> None:
+        # Only once half is free, so that a sleeping sender is woken for a batch, not per message.
         if self._when_room and (len(self._queue) <= self.limit // 2 or self.closed):
             waiting = self._when_room
             self._when_room = []
@@ -122,14 +120,11 @@ class Inbox(Generic[M]):
                 callback()
 
     def close(self, cause: str = "stopped") -> None:
-        """Refuse all further messages, and drop those that were not read.
-
-        The first cause counts.
-        """
+        """Refuse all further messages, and drop the unread ones. The first cause is kept."""
         self._cause = self._cause or cause
         self._queue.clear()
         self.wake()
-        self._tell_room()
+        self._notify_room()
 
     def _raise_if_closed(self) -> None:
         if self._cause is not None:
@@ -137,10 +132,12 @@ class Inbox(Generic[M]):
 
 
 class Actor(Generic[M]):
-    """Base class of everything that lives on an event loop and is talked to. Override `handle`.
+    """The base class of actors. Override `handle`, and `turn` if the actor also works between
+    messages.
 
-    An actor that also works between messages overrides `turn`. inbox: where its messages arrive; a
-    wire may fill it. An error in `handle` or `turn` ends the actor and comes out of `run`.
+    An error in `handle` or `turn` ends the actor, and `run` raises it.
+
+    inbox: where its messages arrive, for example from a connection to another process.
     """
 
     def __init__(self, name: str, inbox: Inbox[M] | None = None) -> None:
@@ -149,19 +146,19 @@ class Actor(Generic[M]):
         self._stopping = False
 
     def tell(self, msg: M) -> None:
-        """Send a message to this actor. Raises Overloaded if its inbox is full, ActorStopped if it
-        has ended.
+        """Send a message to this actor. Raises Overloaded if its inbox is full, ActorStopped if the
+        actor has ended.
         """
         self.inbox.put(msg)
 
     def stop(self) -> None:
-        """End the actor after the turn in hand. Safe to repeat."""
+        """End the actor after the current turn. Idempotent."""
         self._stopping = True
         self.inbox.wake()
 
     @property
     def over(self) -> bool:
-        """Whether `run` shall return."""
+        """Whether `run` should return."""
         return self._stopping
 
     def handle(self, msg: M) -> None:
@@ -169,18 +166,18 @@ class Actor(Generic[M]):
         raise NotImplementedError
 
     async def turn(self) -> None:
-        """Wait for messages and handles all that are there."""
+        """Wait for messages, and handle all of them."""
         for msg in await self.inbox.drain(wait=True):
             self.handle(msg)
 
     async def on_start(self) -> None:
-        """Run before the first turn. An error here ends the actor without a call of `on_stop`."""
+        """Prepare for the first turn. After an error here, `on_stop` is not called."""
 
     async def on_stop(self) -> None:
-        """Run after the last turn, also after an error or a cancellation."""
+        """Clean up after the last turn. Called after an error or a cancellation, too."""
 
     async def run(self) -> None:
-        """The actor's whole life; belongs in a task. Closes the inbox at its end."""
+        """Run the actor until `over`, then close its inbox. To be run as a task."""
         cause = "stopped"
         try:
             await self.on_start()

@@ -1,8 +1,8 @@
-"""Children that are forks of a process which has done the slow imports. Linux only.
+"""Start children quickly, as forks of a process that has already done the slow imports. Linux only.
 
-`ForkServer` is the side that requests, `serve` the process that forks. A fork ends up as a child of
-the requesting process, not of the server. So its exit code, its death signal and its lifeline are
-those of every child, and it outlives the server.
+`ForkServer` requests forks, and `serve` runs in the process that forks. A fork becomes a child of
+the requesting process, not of the server. So it can be supervised like any child, and it outlives
+the server.
 """
 
 import asyncio
@@ -19,17 +19,18 @@ from moeserve.actor.process import Child, Forked, end_now
 from moeserve.actor.tasks import spawn
 
 POSSIBLE = sys.platform == "linux"
-WARM_S = 120.0  # for the server's imports
-FORK_S = 5.0  # for one fork, which takes some 20 ms
+WARM_S = 120.0  # time limit for the server's imports
+FORK_S = 5.0  # time limit for one fork, which takes about 20 ms
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 
 
 class ForkServer:
-    """A running fork server. Belongs to the loop that started it, like any `Child`.
+    """A running fork server. Like any `Child`, it belongs to the loop that started it.
 
-    command: a program that ends up in `serve` with the descriptor in its last argument. Raises
-    ConfigError, OSError.
+    command: a program that calls `serve` with the descriptor in its last argument.
+
+    Raises ConfigError or OSError.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -58,12 +59,12 @@ class ForkServer:
         return self._warm.done() and not self._warm.cancelled() and self._warm.exception() is None
 
     async def until_warm(self) -> None:
-        """Return when the server has imported everything. Raises OSError if it is gone."""
+        """Wait until the server has imported everything. Raises OSError if it is gone."""
         await asyncio.shield(self._warm)
 
     async def fork(self, argument: int) -> Forked:
-        """Return a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if
-        there is none.
+        """Return a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if the
+        fork fails.
         """
         async with asyncio.timeout(WARM_S):  # `wait_for` may swallow a cancellation (Python 3.11)
             await self.until_warm()
@@ -71,11 +72,11 @@ class ForkServer:
         try:
             return await asyncio.shield(forking)
         except asyncio.CancelledError:
-            forking.add_done_callback(_end_unwanted)  # the server cannot take a fork back
+            forking.add_done_callback(_end_unwanted)  # because a fork cannot be cancelled
             raise
 
     async def close(self) -> None:
-        """End the server, not the forks."""
+        """End the server, but not the forks."""
         self.child.kill("is not needed any more")
         await self.child.death()
         self._warm.cancel()
@@ -115,7 +116,7 @@ def _end_unwanted(forking: asyncio.Task[Forked]) -> None:
 
 
 def _pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return a child's stdin and stdout: our ends, and the child's."""
+    """Create the pipes for a child's stdin and stdout. Return the parent's ends and the child's."""
     stdin = os.pipe()
     stdout = os.pipe()
     return (stdin[1], stdout[0]), (stdin[0], stdout[1])
@@ -128,7 +129,7 @@ def _close(fds: Iterable[int]) -> None:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Make orphaned descendants our children, inside the block only. Raises OSError."""
+    """Inside the block, adopt orphaned descendants as children. Raises OSError."""
     before = ctypes.c_int()
     prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
@@ -139,19 +140,18 @@ def _adopting() -> Iterator[None]:
             prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
 
 
-# ---- in the process that forks, which has one thread: a fork has only the thread that forked
+# ---- In the process that forks. It has one thread, because a fork has only the forking thread.
 
 
 def serve(fd: int) -> int:
     """Fork at each request on this socket. The process ends with the requesting process.
 
-    Return in each fork, with the request's argument; stdin, stdout and stderr are the asking
-    process's pipes then.
+    Return in each fork, with the request's argument. There, stdin, stdout and stderr are pipes to
+    the requesting process.
     """
     sock = socket.socket(fileno=fd)
     gc.collect()
-    # a collection that looked at these objects would copy the pages that all forks share
-    gc.freeze()
+    gc.freeze()  # because a collection in a fork would copy the pages that forks share
     sock.send(b"0")
     while True:
         argument, fds, _, _ = socket.recv_fds(sock, 1, 2)
@@ -167,27 +167,27 @@ def serve(fd: int) -> int:
 
 
 def _fork_orphan() -> int | None:
-    """Fork twice. Return None in the fork; in the server its pid once it has lost its parent, 0
-    if there is none.
+    """Fork twice. Return None in the fork. In the server, return the pid of the fork once it is an
+    orphan, or 0 if forking failed.
     """
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
     try:
         if middle := os.fork():
             os.waitpid(middle, 0)
-            os.set_blocking(told, False)
-            return int(os.read(told, 32))
+            os.set_blocking(reader, False)
+            return int(os.read(reader, 32))
         try:
             pid = os.fork()
         except OSError:
             os._exit(1)
         if pid:
-            os.write(tell, b"%d" % pid)
+            os.write(writer, b"%d" % pid)
             os._exit(0)
         return None
     except OSError:  # no fork, or nothing to read
         return 0
     finally:
-        _close((told, tell))
+        _close((reader, writer))
 
 
 def fork_child() -> Forked | None:

@@ -1,10 +1,12 @@
-"""The child's side of supervision: the start document, and an end together with the parent.
+"""The child's side of supervision: it receives its start document, and ends with its parent.
 
-There are two ties, because each has a gap. The kernel's parent-death signal (Linux) kills at once,
-even inside a long native call, but also when the thread that started us ends, and it is lost if the
-parent died before we asked for it. The lifeline is our stdin: the parent holds its other end, so
-end-of-file means the parent's end, whatever killed it; a thread waits for that, and for further
-documents, which few children expect.
+Two mechanisms end it, because each has a gap:
+
+- The kernel's parent-death signal (Linux) kills at once, even during a long native call. But it is
+  also sent when the thread that started the child ends, and it is lost if the parent died before
+  the child requested it.
+- The lifeline is the child's stdin, whose other end the parent holds. End-of-file means that the
+  parent is gone, whatever the cause. A thread waits for that, and for further documents.
 """
 
 import ctypes
@@ -24,19 +26,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Birth(msgspec.Struct, frozen=True):
-    """The start document's envelope: the one line of JSON that a parent writes into its child's
-    stdin.
-    """
+    """The envelope of a document: one line of JSON, which a parent writes to its child's stdin."""
 
     parent_pid: int
     document: msgspec.Raw
 
 
 def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
-    """Tie this process to its parent, and return the document (JSON) that the parent gave it.
+    """Tie this process to its parent, and return the start document (JSON). To be called first.
 
-    later: called in a thread with each further one (see `Child.hand_over`). The first thing a child
-    does. Exits with code 77 if the parent is gone already.
+    Exits with code 77 if the parent is gone already.
+
+    later: called in a thread with each further document (see `Child.hand_over`).
     """
     lines = _read_lines()
     line = next(lines, None)
@@ -44,7 +45,7 @@ def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
     if line is None:
         _end("the parent ended before it sent a start document")
     birth = _decode(line)
-    if os.getppid() != birth.parent_pid:  # it died before we asked for the signal
+    if os.getppid() != birth.parent_pid:  # it died before `die_with_parent`
         _end("the parent ended during start-up")
     threading.Thread(
         target=_hold_lifeline, args=[lines, later], name="lifeline", daemon=True
@@ -65,7 +66,7 @@ def prctl(option: int, value: object) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once: taking down a large process in order takes seconds or hangs."""
+    """End this process at once. An orderly end of a large process would take seconds, or hang."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -89,7 +90,7 @@ def _hold_lifeline(lines: Iterator[bytes], later: Callable[[bytes], object]) -> 
 
 
 def _end(why: str) -> NoReturn:
-    # The parent's terminal or log may be gone as well.
+    # stderr may be gone together with the parent.
     with suppress(OSError):
         os.write(2, f"{os.path.basename(sys.argv[0])}: {why}; ending\n".encode())
     os._exit(PARENT_GONE_EXIT_CODE)

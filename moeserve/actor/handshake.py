@@ -1,10 +1,9 @@
-"""The two sides of a wire find each other and prove who they are: addresses, CURVE keys, and the
-first frames.
+"""The handshake of a connection between processes: addresses, CURVE keys, and the first frames.
 
-Over TCP all machines of a cluster share one secret, from which the keys are derived. The listener's
-public key authenticates it to those who connect; the token in the first frame, which CURVE
-encrypts, authenticates them to the listener. Sockets of one machine are in a folder that nobody
-else can enter, and need the token only.
+Over TCP, all machines of a cluster share one secret, from which the keys are derived. The public
+key of the listener authenticates it to the connecting process. The token in the first frame, which
+CURVE encrypts, authenticates the connecting process to the listener. Unix sockets are in a private
+folder, and need only the token.
 """
 
 import hashlib
@@ -22,47 +21,43 @@ from zmq.utils import z85
 from moeserve.errors import ConfigError
 
 MIN_SECRET_BYTES = 16
-MAX_PATH_BYTES = 107  # sun_path of a Unix socket, its end mark excluded
+MAX_PATH_BYTES = 107  # of a Unix socket (sun_path without the final zero)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first frame in each direction. Its sender is a stranger without the right token."""
+    """The first frame in each direction. A sender without the right token is ignored."""
 
     version: int
     token: str
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """The listener's answer to a peer with the right token and another protocol version."""
+    """The listener's reply to a peer with the right token but another protocol version."""
 
     cause: str
 
 
 def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
-    """Return a listener's answer to a hello: its own, a refusal to another protocol version, None
-    to a stranger.
+    """Return a listener's reply to a hello: its own hello, or a refusal if the protocol versions
+    differ. None: the token is wrong, so do not reply.
     """
     if not hmac.compare_digest(hello.token.encode(), own.token.encode()):
         return None
     if hello.version != own.version:
         return Refusal(
             f"the connecting process speaks message protocol {hello.version}, the listening one"
-            f" {own.version}: "
-            "moeserve was changed while it ran, or differs between machines; install the same and"
-            " restart it"
+            f" {own.version}: moeserve was changed while it ran, or differs between machines;"
+            " install the same version everywhere and restart it"
         )
     return own
 
 
 def check_address(address: str, keys: "Keys | None") -> None:
-    """Raise ConfigError unless this is `tcp://` with keys, or `ipc://` in a folder that only we
-    can enter.
-    """
+    """Raise ConfigError unless this is `tcp://` with keys, or `ipc://` in a private folder."""
     if address.startswith("tcp://"):
         if keys is None:
             raise ConfigError(
-                f"{address}: messages cross a network only with CURVE keys; give a"
-                " --cluster-key-file"
+                f"{address}: messages over a network need CURVE keys; pass a --cluster-key-file"
             )
         return
     path = address.removeprefix("ipc://")
@@ -84,7 +79,7 @@ def check_address(address: str, keys: "Keys | None") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Z85-encoded CURVE key pairs of the two sides of a wire."""
+    """Z85-encoded CURVE key pairs of the two sides of a connection."""
 
     server_public: bytes
     server_secret: bytes
@@ -93,7 +88,7 @@ class Keys:
 
 
 def secure(socket: zmq.Socket[Any], keys: Keys, *, listens: bool) -> None:
-    """Encrypt and authenticate a socket by CURVE, before it is bound or connected."""
+    """Set up CURVE encryption and authentication of a socket, before it is bound or connected."""
     public, secret = keys.client_public, keys.client_secret
     if listens:
         public, secret = keys.server_public, keys.server_secret
@@ -107,7 +102,7 @@ def secure(socket: zmq.Socket[Any], keys: Keys, *, listens: bool) -> None:
 
 
 def keys_of(secret: bytes) -> Keys:
-    """Return the keys of a secret, the same on every machine."""
+    """Derive the keys from a secret. They are equal on all machines."""
     pairs = []
     for side in (b"server", b"client"):
         private = z85.encode(hmac.digest(secret, b"moeserve curve 1 " + side, hashlib.sha256))
@@ -116,20 +111,21 @@ def keys_of(secret: bytes) -> Keys:
 
 
 def token_of(secret: bytes, purpose: str) -> str:
-    """Return a token for one purpose, which only those who know the secret can derive."""
+    """Derive a token for one purpose from a secret."""
     return hmac.digest(secret, b"moeserve token 1 " + purpose.encode(), hashlib.sha256).hex()
 
 
 def read_secret(path: str) -> bytes:
-    """Read the cluster's secret from a file. Raises ConfigError when others can read the file, or
-    it is too short.
+    """Read the cluster's secret from a file.
+
+    Raises ConfigError if other users can read the file, or if the secret is too short.
     """
     with ConfigError.instead_of(OSError, f"--cluster-key-file: cannot read {path}"):
         info = os.stat(path)
         secret = Path(path).read_bytes().strip()
     mode = stat.S_IMODE(info.st_mode)
-    # A Secret in a pod whose user is not root: root owns it, and lets the pod's own group (fsGroup)
-    # read it.
+    # A Kubernetes Secret in a pod whose user is not root: the file belongs to root and may be read
+    # by the pod's group (fsGroup).
     others = 0o037 if info.st_uid == 0 != os.geteuid() else 0o077
     if mode & others:
         raise ConfigError(
@@ -138,8 +134,7 @@ def read_secret(path: str) -> bytes:
         )
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
-            f"--cluster-key-file: {path} holds {len(secret)} bytes and a secret needs"
-            f" {MIN_SECRET_BYTES}; "
-            f"make one: head -c 32 /dev/urandom | base64 > {path}"
+            f"--cluster-key-file: {path} has {len(secret)} bytes, but a secret needs at least"
+            f" {MIN_SECRET_BYTES}; create one: head -c 32 /dev/urandom | base64 > {path}"
         )
     return secret

@@ -1,6 +1,4 @@
-"""Process handles: what every supervised process offers, and child processes. Works on asyncio and
-on uvloop.
-"""
+"""Handles of supervised processes, and child processes. Works with asyncio and with uvloop."""
 
 import asyncio
 import fcntl
@@ -25,33 +23,31 @@ from moeserve.errors import ConfigError
 
 TAIL_LINES = 20
 MAX_LINE_BYTES = 4096
-PIPE_BYTES = 65536  # that fit into any pipe
-LOG_GRACE_S = (
-    0.5  # for the last log lines after the exit; a grandchild may hold the pipe open for ever
-)
+PIPE_BYTES = 65536  # capacity of any pipe
+# Time for the last log lines after the exit. It is limited, because a grandchild may hold the pipe
+# open forever.
+LOG_GRACE_S = 0.5
 
-# Control characters but the tab, line and paragraph separators, changes of writing direction.
+# Control characters except the tab, line and paragraph separators, changes of writing direction.
 _CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if code != 0x09}
 _CONTROL |= {code: f"\\u{code:04x}" for code in [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]}
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a process. exit_code as in `subprocess`: negative is minus the signal. log_tail:
-    its last lines.
-    """
+    """The end of a process."""
 
     name: str
     pid: int
-    exit_code: int
+    exit_code: int  # as in `subprocess`: a negative one is minus the signal
     lived_s: float
-    log_tail: tuple[str, ...]
-    reason: str = ""  # why we ended it, if we did
-    stranded: bool = False  # its machine was lost, which is no fault of the process
+    log_tail: tuple[str, ...]  # its last log lines
+    reason: str = ""  # why moeserve killed it, if it did
+    stranded: bool = False  # its machine was lost, which is not the process's fault
 
     @property
     def summary(self) -> str:
-        """One line: which process ended, how, when and, if we killed it, why."""
+        """One line: the process, how and when it ended, and the reason if moeserve killed it."""
         summary = (
             f"{self.name} (pid {self.pid}) {describe_exit(self.exit_code)} after"
             f" {self.lived_s:.1f} s"
@@ -69,25 +65,23 @@ class Death:
 
 
 class Forked:
-    """A forked child of this process and our ends of its pipes: the part of `subprocess.Popen` that
-    `Child` uses.
-    """
+    """A forked child of this process, with the part of `subprocess.Popen` that `Child` uses."""
 
     def __init__(self, pid: int, stdin: int, stdout: int) -> None:
         self.pid = pid
         self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb", buffering=0)
         self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb", buffering=0)
         self._lock = threading.Lock()
-        self._reaped = False  # from then on the pid may belong to another process
+        self._reaped = False  # after that, the pid may belong to another process
 
     def send_signal(self, number: int) -> None:
-        """Do nothing once the process was reaped."""
+        """Send a signal, unless the process was reaped."""
         with self._lock:
             if not self._reaped:
                 os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Block until the process ends; return its exit code as `subprocess` does."""
+        """Block until the process ends. Return its exit code, as in `subprocess`."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
             self._reaped = True
@@ -95,7 +89,7 @@ class Forked:
 
 
 def end_now(process: subprocess.Popen[bytes] | Forked) -> None:
-    """Kill and reap a process that nobody watches yet, and close its pipes."""
+    """Kill and reap a process that is not watched yet, and close its pipes."""
     process.send_signal(signal.SIGKILL)
     process.wait()
     close_pipes(process)
@@ -109,8 +103,9 @@ def close_pipes(process: subprocess.Popen[bytes] | Forked) -> None:
 
 
 class Process(ABC):
-    """A process under supervision, on this machine (`Child`) or on another one. pid: 0 while it is
-    not known.
+    """A supervised process, on this machine (`Child`) or on another one.
+
+    pid: 0 while it is not known.
     """
 
     def __init__(self, name: str, pid: int) -> None:
@@ -124,21 +119,21 @@ class Process(ABC):
         return not self._death.done()
 
     async def death(self) -> Death:
-        """Return when the process has ended and its last log lines were read. May be awaited by
-        several.
+        """Wait until the process has ended and its last log lines were read. May be awaited by
+        several tasks.
         """
         return await asyncio.shield(self._death)
 
     @abstractmethod
     def kill(self, reason: str) -> None:
-        """Send SIGKILL. reason: for log and error, the end of a sentence that begins with "it"."""
+        """Send SIGKILL. reason: the rest of a sentence that begins with "it", for the log."""
 
     @abstractmethod
     def terminate(self) -> None:
         """Send SIGTERM."""
 
     async def stop(self, term_s: float) -> Death:
-        """Send SIGTERM, and SIGKILL if the process still runs `term_s` later."""
+        """Send SIGTERM, and SIGKILL if the process still runs after `term_s`."""
         self.terminate()
         try:
             async with asyncio.timeout(term_s):
@@ -149,8 +144,8 @@ class Process(ABC):
 
 
 def to_stderr(line: str) -> None:
-    """Write a child's log line to our stderr."""
-    with suppress(OSError, ValueError):  # a closed terminal must not hurt the engine
+    """Write a child's log line to stderr."""
+    with suppress(OSError, ValueError):  # a closed terminal must not end the engine
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
@@ -162,7 +157,7 @@ class Child(Process):
         self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None]
     ) -> None:
         super().__init__(name, process.pid)
-        self._reason = ""  # why we killed it
+        self._reason = ""  # of the first `kill`
         self._process = process
         self._born_s = time.monotonic()
         self._log = _LogLines(forward)
@@ -186,12 +181,12 @@ class Child(Process):
         forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
     ) -> "Child":
-        """Start `command` and hand it `document` (JSON; None for none) over stdin, which nobody
+        """Start `command`, and send it `document` (JSON; None: nothing) over stdin, which nobody
         else can read.
 
-        The child must call `guard.adopt()` first. Its stdout and stderr are kept as log tail and
-        passed on, line by line and with control characters escaped, to `forward` (default: our
-        stderr). pass_fds: descriptors that it inherits. Raises ConfigError.
+        The child must first call `guard.adopt()`. The lines of its stdout and stderr are passed to
+        `forward` with control characters escaped, and the last ones are kept as its log tail.
+        pass_fds: descriptors that it inherits. Raises ConfigError.
         """
         with ConfigError.instead_of(OSError, f"cannot start {name} ({command[0]})"):
             process = subprocess.Popen(
@@ -217,9 +212,9 @@ class Child(Process):
         *,
         forward: Callable[[str], None] = to_stderr,
     ) -> "Child":
-        """Watch a process that runs already and waits for its document.
+        """Watch a process that is running already and waits for its document.
 
-        Raises ConfigError, after ending the process.
+        Raises ConfigError, after killing the process.
         """
         try:
             _hand_over(process, document, name)
@@ -234,30 +229,29 @@ class Child(Process):
         return not self._exit.done()
 
     def kill(self, reason: str) -> None:
-        """Send SIGKILL; the first reason counts."""
         self._reason = self._reason or reason
         self._process.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal; a process that has ended gets none."""
+        """Send a signal, unless the process has ended."""
         self._process.send_signal(number)
 
     def hand_over(self, document: bytes, forward: Callable[[str], None] | None = None) -> None:
-        """Give the running child another document: see `guard.adopt`. forward: for its lines from
-        now on.
+        """Send the running child another document; see `guard.adopt`.
+
+        forward: called with its log lines from now on.
         """
         if forward is not None:
             self._log.forward_to(forward)
         _hand_over(self._process, document, self.name)
 
     def _reap(self) -> None:
-        # A thread and not a child watcher: those differ between asyncio, its versions and uvloop.
+        # In a thread, because child watchers differ between versions of asyncio and uvloop.
         code = self._process.wait()
-        with suppress(RuntimeError):  # the loop is closed; nobody asks any more
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._exit.set_result, code)
 
     async def _watch(self) -> Death:
@@ -273,26 +267,25 @@ class Child(Process):
             finally:
                 transport.close()
         finally:
-            process.stdin.close()  # the lifeline: a child whose watcher is cancelled ends too
+            process.stdin.close()  # the lifeline, so that a child without a watcher ends, too
         return Death(self.name, self.pid, code, lived_s, tuple(self._log.tail), self._reason)
 
 
 def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name: str) -> None:
     line = msgspec.json.encode(Birth(os.getpid(), msgspec.Raw(document))) + b"\n"
     assert process.stdin is not None
-    if (
-        len(line) > PIPE_BYTES
-    ):  # the pipe must take all of it before anyone reads: writing must not block the loop
+    # The pipe must hold the whole line, because the write must not block the loop.
+    if len(line) > PIPE_BYTES:
         what = f"cannot hand {name} a start document of {len(line)} bytes through a pipe"
         with ConfigError.instead_of((AttributeError, OSError), what):
             resize = fcntl.F_SETPIPE_SZ  # type: ignore[attr-defined,unused-ignore]  # Linux
             fcntl.fcntl(process.stdin, resize, len(line))
-    with suppress(BrokenPipeError):  # it is dead already, and its exit says why
+    with suppress(BrokenPipeError):  # the process is dead already; its exit will be reported
         process.stdin.write(line)
 
 
 class _LogLines(asyncio.Protocol):
-    """Cuts a child's output into lines, keeps the last ones, passes each on."""
+    """Splits a child's output into lines, keeps the last ones, and forwards each."""
 
     def __init__(self, forward: Callable[[str], None]) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -301,11 +294,10 @@ class _LogLines(asyncio.Protocol):
         self._rest = b""
 
     def forward_to(self, forward: Callable[[str], None]) -> None:
-        """Pass the lines to another function from now on."""
+        """Forward the lines to another function from now on."""
         self._forward = forward
 
     def data_received(self, data: bytes) -> None:
-        """Keep the complete lines of `data`; one longer than MAX_LINE_BYTES in parts."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._keep(line)
@@ -314,7 +306,6 @@ class _LogLines(asyncio.Protocol):
             self._rest = b""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Keep the unfinished last line and resolves `ended`."""
         if self._rest:
             self._keep(self._rest)
         if not self.ended.done():
@@ -327,8 +318,8 @@ class _LogLines(asyncio.Protocol):
 
 
 def one_line(text: str) -> str:
-    """Return text that cannot forge a log line or move a terminal's cursor: control characters
-    become \\xNN.
+    """Escape control characters as \\xNN, so that text cannot forge a log line or control a
+    terminal.
     """
     return text.rstrip("\r\n").translate(_CONTROL)
 

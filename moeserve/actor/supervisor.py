@@ -1,4 +1,4 @@
-"""Keeps one process running: restarts it with growing pauses, and gives up with an error."""
+"""Keep a process running: restart it after growing pauses, and give up after too many deaths."""
 
 import asyncio
 import logging
@@ -18,27 +18,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Restarts after pauses of first_pause_s * 2^k, at most max_pause_s; k counts the deaths within
-    window_s.
+    """When a process is restarted.
 
-    More than max_deaths within window_s end the restarts. proven_s: a process that was ready for so
-    long is started again at once, and its earlier deaths no longer count. silence_s: a starting
-    process that shows no progress for so long is killed.
+    The pause before a restart is first_pause_s * 2^k, at most max_pause_s, where k is the number of
+    earlier deaths within window_s.
     """
 
     first_pause_s: float = 0.25
     max_pause_s: float = 30.0
-    max_deaths: int = 5
+    max_deaths: int = 5  # within window_s; after more, the process is not restarted
     window_s: float = 300.0
-    silence_s: float = 600.0
+    silence_s: float = 600.0  # a starting process without progress for this long is killed
+    # A process that was ready for this long is restarted at once, and earlier deaths are forgotten.
     proven_s: float = math.inf
 
 
 class Supervisor(ABC):
-    """Keeps one process at a time running; `run` is its whole life.
+    """Keeps one process running, while `run` runs.
 
-    Subclasses start the process, and call `progress` while it starts and `serving` once it is
-    ready.
+    A subclass starts the process. It calls `progress` while the process starts, and `serving` once
+    it is ready.
     """
 
     def __init__(self, name: str, policy: RestartPolicy | None = None) -> None:
@@ -49,25 +48,27 @@ class Supervisor(ABC):
         self._retired = asyncio.Event()
         self._starting: asyncio.Future[Process] | None = None
         self._progress_s = 0.0
-        self._ready_s: float | None = None  # since when the child is ready
+        self._ready_s: float | None = None  # when the child became ready; None: it has not
 
     @abstractmethod
     async def begin(self, incarnation: int) -> Process:
-        """Start a process, incarnation 0 first; may be cancelled. Raises ConfigError."""
+        """Start a process. May be cancelled. Raises ConfigError.
+
+        incarnation: the number of earlier starts.
+        """
 
     @abstractmethod
     async def curable(self, death: Death) -> bool:
-        """Return whether another start may end differently."""
+        """Return whether a restart may help."""
 
     @abstractmethod
     async def on_death(self, death: Death, again_in_s: float | None) -> None:
-        """Note a death. again_in_s: seconds to the next start, None if there is none."""
+        """Handle a death. again_in_s: seconds until the restart; None: there is none."""
 
     async def run(self) -> Death:
-        """Start the process again and again; return its last death after `stop` or after giving
-        up.
+        """Start the process, and restart it until `stop` or until giving up. Return its last death.
 
-        Cancelling it kills the process.
+        Cancellation kills the process.
         """
         for incarnation in count():
             self.progress()
@@ -102,29 +103,27 @@ class Supervisor(ABC):
                 await child.death()
 
     async def stop(self, term_s: float) -> None:
-        """End the process (SIGTERM, SIGKILL after `term_s`) and make `run` return. There is no
-        restart.
-        """
+        """End the process (SIGTERM, then SIGKILL after `term_s`), so that `run` returns."""
         self.retire()
         if self.child is not None:
             await self.child.stop(term_s)
 
     def retire(self) -> None:
-        """Make the next death final, and end a start that has no process yet."""
+        """Do not restart the process after its next death, and cancel a start without a process."""
         self._retired.set()
         if self._starting is not None:
             self._starting.cancel()
 
     def progress(self) -> None:
-        """Note a sign of life of the starting process."""
+        """Record progress of the starting process."""
         self._progress_s = time.monotonic()
 
     def serving(self) -> None:
-        """Note that the process is ready."""
+        """Record that the process is ready."""
         self._ready_s = time.monotonic()
 
     def _check_progress(self, child: Process) -> None:
-        """Kill a starting process that shows no progress, otherwise check again in time."""
+        """Kill a starting process without progress for silence_s. Otherwise check again later."""
         if child is not self.child or self._ready_s is not None or not child.alive:
             return
         left_s = self._progress_s + self.policy.silence_s - time.monotonic()
@@ -134,7 +133,7 @@ class Supervisor(ABC):
             child.kill(f"showed no progress for {self.policy.silence_s:g} s during start-up")
 
     def _pause_after(self, death: Death, curable: bool) -> float | None:
-        """Return the seconds until the next start, None if there will be none."""
+        """Return the seconds until the restart; None: there is none."""
         if self._retired.is_set():
             return None
         policy = self.policy

@@ -1,7 +1,7 @@
-"""Background tasks with an owner: a task that fails is reported, never forgotten.
+"""Background tasks whose failures are reported at once.
 
-asyncio keeps the exception of a task until somebody awaits it. A task that runs beside its owner
-may be awaited at shutdown only, so its failure would go unnoticed for hours. Start such tasks here:
+asyncio keeps the exception of a task until the task is awaited. A background task may be awaited
+only at shutdown, so its failure would go unnoticed for hours. Start such tasks with `spawn`:
 
     self._reader = spawn(self._read(), name="reader", on_error=self._reader_failed)
     self._pings = spawn(every(15.0, self._ping_all, name="pings"), name="pings", on_error=log_error)
@@ -25,9 +25,9 @@ OnError = Callable[[str, Exception], None]  # gets the task's name and its excep
 def spawn(coroutine: Coroutine[Any, Any, T], *, name: str, on_error: OnError) -> asyncio.Task[T]:
     """Start a background task on the running loop. Keep the returned task: the loop does not.
 
-    If the task raises an Exception, `on_error` is called with the task's name and the exception, on
-    the loop, at once. Cancellation is not an error. The exception stays in the task for whoever
-    awaits it later.
+    If the task raises an Exception, `on_error` is called at once, on the loop, with the task's name
+    and the exception. Cancellation is not an error. Awaiting the task later raises the exception,
+    too.
     """
     task = asyncio.get_running_loop().create_task(coroutine, name=name)
     task.add_done_callback(lambda ended: _report(ended, name, on_error))
@@ -43,7 +43,7 @@ def _report(task: asyncio.Task[Any], name: str, on_error: OnError) -> None:
 
 
 def log_error(name: str, error: Exception) -> None:
-    """Log a task's failure with its traceback. For tasks that nothing else depends on."""
+    """Log a task's failure with its traceback. An `on_error` for tasks that nothing depends on."""
     log.error(
         "background task %r failed: %s: %s", name, type(error).__name__, error, exc_info=error
     )
@@ -55,10 +55,9 @@ async def every(
     *,
     name: str,
 ) -> None:
-    """Call `tick` every `interval_s` seconds, for ever. The first call is after one interval.
+    """Call `tick` every `interval_s` seconds, forever. The first call is after one interval.
 
-    A tick that raises an Exception is logged, and the next one is tried at its time: one bad tick
-    does not end a timer.
+    An Exception of a tick is logged and does not end the timer.
     """
     while True:
         await asyncio.sleep(interval_s)
@@ -79,12 +78,12 @@ async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Call a function in a daemon thread of its own, whose end the process does not wait for.
+    """Call a function in a new daemon thread. The process does not wait for it when it ends.
 
-    Raises RuntimeError at once when the interpreter ends and starts no threads any more.
+    Raises RuntimeError if the interpreter is ending, so that no thread can be started.
     """
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # a call cannot be undone: its result is dropped
+    done.set_running_or_notify_cancel()  # so that it cannot be cancelled; a result may be dropped
 
     def run() -> None:
         try:

@@ -1,13 +1,13 @@
-"""A wire carries messages between two actors in different processes: ZeroMQ over `ipc://`, or
-`tcp://` with CURVE keys.
+"""A wire is a connection between actors in two processes: ZeroMQ over `ipc://`, or over `tcp://`
+with CURVE keys.
 
-Messages are msgspec structs in msgpack; the first frame is a hello with the protocol version and a
-token. The listener (ROUTER) accepts one peer, the one that knows the token, and drops and counts
-everything else. Order is kept. The loss of the peer puts a `PeerGone` into the inbox, behind the
-last message that arrived from it.
+Messages are msgspec structs, encoded as msgpack, and arrive in order. The first frame is a hello
+with the protocol version and a token. The listener (ROUTER) accepts one peer with the right token,
+and drops and counts all other frames. When the peer is lost, a `PeerGone` is put into the inbox,
+after the last message from it.
 
 Nothing polls: ZeroMQ's descriptor wakes the loop (asyncio or uvloop), its monitor reports a closed
-connection, and heartbeats over TCP report a machine that vanished.
+connection, and heartbeats over TCP detect a lost machine.
 """
 
 import asyncio
@@ -36,25 +36,23 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 128 * 2**20
 MAX_SOCKETS = 16_384  # of one process; a wire has three
-MAX_WAITING = 10_000  # frames on their way in each direction
-READ_BURST = 256  # frames per turn of the loop, so that a flood cannot starve everything else
-# over TCP: a machine that is silent for so long is gone
-HEARTBEAT_MS = 1000
-VANISHED_MS = 5000
-NEVER_MS = 2**30  # 12 days: a wire that has lost its peer is closed long before
+MAX_WAITING = 10_000  # queued frames in each direction
+READ_BURST = 256  # frames per turn of the loop, so that a flood does not block everything else
+HEARTBEAT_MS = 1000  # over TCP
+VANISHED_MS = 5000  # a machine that is silent for this long is lost
+NEVER_MS = 2**30  # 12 days; a wire without a peer is closed long before
 _GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENTS = _GONE_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 
 
 class PeerGone(msgspec.Struct, frozen=True):
-    """Notice that the other end of a wire is lost: it ended, was killed, or speaks another protocol
-    version.
-    """
+    """The other end of a wire is lost: it ended, was killed, or has another protocol version."""
 
     cause: str
 
 
-# The context of all wires of a process, with one I/O thread, by process id: a fork has its own.
+# The ZeroMQ context of all wires of a process, with one I/O thread. By process id, because a fork
+# needs a new one.
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 
@@ -68,7 +66,7 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 async def flush_closed(limit_s: float) -> None:
-    """Wait until the messages of closed wires have left. The process opens no wires afterwards."""
+    """Wait until the messages of closed wires are sent. No wire may be opened after this."""
     context = _contexts.pop(os.getpid(), None)
     if context is not None:
         await asyncio.wait([in_thread("end of wires", context.term)], timeout=limit_s)
@@ -79,13 +77,17 @@ _decode_greeting = msgspec.msgpack.Decoder(Hello | Refusal).decode
 
 
 class ZmqWire(Generic[Out, In]):
-    """One end of a wire between exactly two processes, made by `listen` or `connect`. Belongs to
-    the running loop.
+    """One end of a wire between two processes, created by `listen` or `connect`. Belongs to the
+    running loop.
 
-    address: `ipc:///path`, in a directory that only we can enter, or `tcp://host:port` with `keys`
-    (port *: any free one; the listener's `address` then has its number). token: the secret that
-    both ends know. receives: the union of messages that may come. inbox: where they go. notice:
-    makes the inbox's message from a `PeerGone`. Raises ConfigError if the address cannot be used.
+    address: `ipc:///path` in a private folder, or `tcp://host:port` with `keys`. With port *, the
+    listener chooses a free port, which its `address` then contains.
+    token: the secret of both ends.
+    receives: the union of the messages that may arrive.
+    inbox: where they are put.
+    notice: converts a `PeerGone` into a message for the inbox.
+
+    Raises ConfigError if the address cannot be used.
     """
 
     def __init__(
@@ -102,16 +104,16 @@ class ZmqWire(Generic[Out, In]):
         check_address(address, keys)
         self.address = address
         self.inbox = inbox
-        self.greeted = False  # both ends know each other, or did
-        self.num_dropped = 0  # frames that were no message, or came from a stranger
+        self.greeted = False  # whether the handshake was completed
+        self.num_dropped = 0  # invalid frames, and frames from strangers
         self._kind = kind
         self._notice = notice
         self._hello = Hello(PROTOCOL_VERSION, token)
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
-        self._route: list[bytes] = []  # how ZeroMQ addresses the peer: its identity on a ROUTER
+        self._route: list[bytes] = []  # frames that address the peer: its identity on a ROUTER
         self._peer_fd: int | None = None
-        self._met = False  # there was a connection, perhaps to a stranger
-        self._gone: str | None = None  # why there is no peer any more
+        self._met = False  # whether there was a connection, perhaps to a stranger
+        self._gone: str | None = None  # why the wire has ended; None: it has not
         self._loop = asyncio.get_running_loop()
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._open(keys)
@@ -121,8 +123,8 @@ class ZmqWire(Generic[Out, In]):
         socket.set_hwm(MAX_WAITING)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
-        # A peer that comes back is another process; it gets another wire. Not ZeroMQ's own "never"
-        # (-1): with a lost connection that drops what came over it and was not read yet.
+        # Never reconnect: a peer that comes back is another process, which gets another wire. Not
+        # with ZeroMQ's own "never" (-1), which drops unread frames of a lost connection.
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         if keys is not None:
             secure(socket, keys, listens=self._kind == zmq.ROUTER)
@@ -148,15 +150,14 @@ class ZmqWire(Generic[Out, In]):
         self._loop.add_reader(self._monitor.FD, self._on_monitor)
         if self._kind == zmq.DEALER:
             socket.send(_encode(self._hello), zmq.NOBLOCK)
-        # The descriptors report changes only, and there may have been one already.
+        # The descriptors are edge-triggered, and there may have been a change already.
         self._loop.call_soon(self._read)
         self._loop.call_soon(self._on_monitor)
 
     def send(self, msg: Out) -> bool:
-        """Send in order, without blocking. Return False if there is no peer yet, or no more:
-        `PeerGone` says why.
+        """Send a message without blocking. Return False if there is no peer yet or any more.
 
-        Raises Overloaded when the peer does not keep up, ValueError for a message beyond
+        Raises Overloaded if the peer does not keep up, and ValueError for a message of more than
         MAX_FRAME_BYTES.
         """
         if self._gone is not None or (self._kind == zmq.ROUTER and not self.greeted):
@@ -180,14 +181,14 @@ class ZmqWire(Generic[Out, In]):
             self._read_rest()
             self._lose("the connection was closed by the other process")
             return False
-        # Sending may swallow the descriptor's news of an incoming frame; see zmq_getsockopt(3),
+        # Sending may clear the descriptor's event for an incoming frame; see zmq_getsockopt(3),
         # ZMQ_FD.
         if int(self._socket.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._read)
         return True
 
     def _read(self) -> None:
-        """Deliver the messages that are here. Called by the loop: an error is the wire's end."""
+        """Deliver the messages that have arrived. Called by the loop, so an error ends the wire."""
         try:
             self._read_burst()
         except Exception as error:
@@ -199,7 +200,7 @@ class ZmqWire(Generic[Out, In]):
             return
         for _ in range(READ_BURST):
             if self.inbox.full:
-                self.inbox.when_room(self._read)  # meanwhile ZeroMQ holds the peer back
+                self.inbox.when_room(self._read)  # until then, ZeroMQ applies back pressure
                 return
             if not self._read_one():
                 return
@@ -224,7 +225,7 @@ class ZmqWire(Generic[Out, In]):
         if not self.greeted:
             self._greet(msg, sender, int(frame.get(zmq.SRCFD)))
         elif not self.inbox.closed:
-            self.inbox.put(msg, force=True)  # `_read` has looked at the limit
+            self.inbox.put(msg, force=True)  # `_read_burst` has checked the limit
         return True
 
     def _greet(self, greeting: Hello | Refusal, sender: list[bytes], fd: int) -> None:
@@ -248,15 +249,14 @@ class ZmqWire(Generic[Out, In]):
 
     def _drop(self, what: str) -> None:
         self.num_dropped += 1
-        if (
-            self.num_dropped.bit_count() == 1
-        ):  # 1, 2, 4, 8, ...: a flood of frames is no flood of log lines
+        # Log the 1st, 2nd, 4th, 8th, ..., so that a flood of frames does not flood the log.
+        if self.num_dropped.bit_count() == 1:
             log.warning("%s: dropped %s (%d so far)", self.inbox.owner, what, self.num_dropped)
 
-    # How a wire ends
+    # ---- the end of a wire
 
     def _on_monitor(self) -> None:
-        """Act on events of the connection. Called by the loop: an error is the wire's end."""
+        """Handle events of the connection. Called by the loop, so an error ends the wire."""
         try:
             self._look_at_events()
         except Exception as error:
@@ -267,28 +267,26 @@ class ZmqWire(Generic[Out, In]):
         if self._gone is not None:
             return
         gone: set[int] = set()
-        # Again behind what was read: the hello may be among it, over a connection that took the
-        # number of a lost one.
+        # Take events again after reading: the hello may be among the frames, over a connection that
+        # reuses the descriptor of a lost one.
         while self._take_events(gone) and gone:
             self._read_rest()
         if gone and (self._kind == zmq.DEALER or self._peer_fd in gone):
             self._lose(self._why_closed())
 
     def _take_events(self, gone: set[int]) -> bool:
-        """Add to `gone` the connections that the monitor reports as lost. Return False without
-        news.
-        """
-        told = False
+        """Add to `gone` the descriptors of lost connections. Return whether there were events."""
+        has_events = False
         with suppress(zmq.Again):
             while True:
                 event, fd = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-                told = True
+                has_events = True
                 self._met |= bool(event & zmq.EVENT_CONNECTED)
                 if event & _GONE_EVENTS:
                     gone.add(fd)
                 else:
-                    gone.discard(fd)  # the number was given to a new connection
-        return told
+                    gone.discard(fd)  # a new connection has the same descriptor
+        return has_events
 
     def _why_closed(self) -> str:
         if self.greeted or self.address.startswith("ipc://"):
@@ -301,8 +299,8 @@ class ZmqWire(Generic[Out, In]):
         )
 
     def _read_rest(self) -> None:
-        """Delivers what arrived before the end, whatever the inbox's limit: the notice comes behind
-        it.
+        """Deliver what arrived before the end, beyond the inbox's limit if need be, because the
+        notice must come after it.
         """
         while self._gone is None and self._read_one():
             pass
@@ -320,27 +318,29 @@ class ZmqWire(Generic[Out, In]):
         self._loop.remove_reader(self._monitor.FD)
         if not self._connected.done():
             self._connected.set_exception(ActorStopped(f"{self.inbox.owner}: {cause}"))
-            self._connected.exception()  # nobody has to await it
+            self._connected.exception()  # so that asyncio does not warn if nobody awaits it
         return True
 
     async def connected(self, deadline_s: float | None) -> None:
-        """Return when both ends know each other. Raises ActorStopped with the cause, or
-        TimeoutError. None: waits for as long as it takes."""
+        """Wait for the handshake. Raises ActorStopped if the wire ends, or TimeoutError.
+
+        deadline_s: None: no time limit.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.shield(self._connected)
         except TimeoutError:
             raise TimeoutError(
-                f"{self.inbox.owner}: nobody has connected within {deadline_s:g} s"
+                f"{self.inbox.owner}: no peer has connected within {deadline_s:g} s"
             ) from None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close the wire without waiting; safe to repeat.
+        """Close the wire without waiting. Idempotent.
 
-        Messages that were sent before still leave if that takes at most `linger_s`, and the process
-        lives so long (see `flush_closed`). The peer then has them before its notice, except where
-        as many messages as the wire's limit were unread there, or the network loses packets at that
-        moment. A message that must not be lost needs a peer that closes first.
+        Earlier messages are still sent for up to `linger_s`, if the process lives that long (see
+        `flush_closed`). The peer then receives them before its `PeerGone`, unless MAX_WAITING of
+        them were unread there, or the network loses packets at that moment. If a message must not
+        be lost, let the peer close first.
         """
         if self._socket.closed:
             return
@@ -356,7 +356,7 @@ class ZmqWire(Generic[Out, In]):
                 os.unlink(self.address.removeprefix("ipc://"))
 
 
-# `listen` waits at an address for the one peer with the token, `connect` makes the other end, which
+# `listen` waits at an address for one peer with the token. `connect` creates the other end, which
 # may send at once.
 listen: Callable[..., ZmqWire[Any, Any]] = partial(ZmqWire, zmq.ROUTER)
 connect: Callable[..., ZmqWire[Any, Any]] = partial(ZmqWire, zmq.DEALER)

@@ -30,7 +30,7 @@ async def test_a_full_inbox_refuses_with_owner_and_count_but_takes_what_is_force
     inbox: Inbox[int] = Inbox("engine", limit=2)
     inbox.put(1)
     inbox.put(2)
-    with pytest.raises(Overloaded, match="engine: 2 messages are waiting already, the limit is 2"):
+    with pytest.raises(Overloaded, match=r"engine: the inbox is full, with 2 messages \(limit 2\)"):
         inbox.put(3)
     inbox.put(4, force=True)
     assert await inbox.drain(wait=True) == [1, 2, 4]

@@ -482,7 +482,7 @@ def test_nobody_listening_and_nobody_connecting_are_told_apart_quickly(
             await lonely.connected(5)
         lonely.close()
         wire = listen(address, token="t", receives=Msg, inbox=inbox)
-        with pytest.raises(TimeoutError, match=r"nobody has connected within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"no peer has connected within 0\.05 s"):
             await wire.connected(0.05)
         assert not wire.send(Bye())
         wire.close()
