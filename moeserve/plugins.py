@@ -1,12 +1,12 @@
-"""Parts of moeserve by name: built-in ones, and plugins that installed packages add.
+"""Registries of named parts of moeserve: built-in ones, and plugins from installed packages.
 
-A plugin is an entry point of a registry's group, declared in the package's pyproject.toml:
+A plugin is an entry point in a registry's group, declared in the package's pyproject.toml:
 
     [project.entry-points."moeserve.models"]
     MyModelForCausalLM = "my_package.family:FAMILY"
 
-Every installed plugin is used unless MOESERVE_PLUGINS lists those to use: `MOESERVE_PLUGINS=a,b`
-by name, an empty value for none. docs/plugins.md lists the groups and what their entries are.
+Every installed plugin is used, unless MOESERVE_PLUGINS lists the names of plugins to use, such as
+`MOESERVE_PLUGINS=a,b`; an empty value disables all. docs/plugins.md describes the groups.
 """
 
 import os
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from moeserve.errors import ConfigError
 
-PREFIX = "moeserve."  # of the groups of entry points
+PREFIX = "moeserve."  # of entry point groups
 VARIABLE = "MOESERVE_PLUGINS"
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Plugin:
     target: str  # "module:attribute"
     package: str
     version: str
-    used: bool  # MOESERVE_PLUGINS does not exclude it
+    used: bool  # not excluded by MOESERVE_PLUGINS
 
     def __str__(self) -> str:
         return (
@@ -44,7 +44,7 @@ class Plugin:
 
 
 def installed_plugins() -> tuple[Plugin, ...]:
-    """Return all plugins of installed packages, also those that MOESERVE_PLUGINS excludes."""
+    """Return all plugins of installed packages, including those that MOESERVE_PLUGINS excludes."""
     return _scan(tuple(sys.path), os.environ.get(VARIABLE))
 
 
@@ -72,7 +72,7 @@ def _names(allowed: str | None) -> set[str]:
 
 
 def _packages() -> list[Distribution]:
-    """Return the packages with entry points for moeserve; of one name, the first on sys.path."""
+    """Return the packages with plugins for moeserve; of equal names, the first on sys.path."""
     found: dict[str, Distribution] = {}
     for package in distributions():
         if f"[{PREFIX}" in (package.read_text("entry_points.txt") or ""):
@@ -81,13 +81,13 @@ def _packages() -> list[Distribution]:
 
 
 def _not_callable(name: str, part: Any) -> str:
-    return "" if callable(part) else f"it is a {type(part).__name__}, and must be callable"
+    return "" if callable(part) else f"it is a {type(part).__name__}, but must be callable"
 
 
 class Registry(Mapping[str, T]):
-    """The parts of one kind by name. A part is imported when it is first asked for.
+    """A mapping of names to parts of one kind, which are imported on first access.
 
-    Iterating yields the names, built-in ones first; `in` imports nothing.
+    Iteration yields the names, built-in ones first. Iteration and `in` import nothing.
     """
 
     def __init__(
@@ -98,9 +98,13 @@ class Registry(Mapping[str, T]):
         reserved: Collection[str] = (),
         misfit: Callable[[str, Any], str] = _not_callable,
     ) -> None:
-        """`built_in` maps names to "module:attribute". No plugin may have a `reserved` name.
+        """Create a registry.
 
-        `misfit(name, part)` returns why a plugin's object cannot be such a part, or "".
+        group: of the entry points.
+        built_in: name -> "module:attribute".
+        reserved: names that plugins must not have.
+        misfit: function of a plugin's name and object that returns why the object is not such a
+            part, or "".
         """
         self.group = group
         self.built_in = tuple(built_in)
@@ -128,9 +132,9 @@ class Registry(Mapping[str, T]):
 
     @property
     def plugins(self) -> dict[str, Plugin]:
-        """The plugins in use by name.
+        """The plugins in use, by name.
 
-        Raises ConfigError if a name has two meanings, or MOESERVE_PLUGINS an unknown name.
+        Raises ConfigError if a name is ambiguous, or MOESERVE_PLUGINS has an unknown name.
         """
         found: dict[str, Plugin] = {}
         installed = installed_plugins()
@@ -152,7 +156,7 @@ class Registry(Mapping[str, T]):
         return found
 
     def load_plugins(self) -> None:
-        """Import every plugin of the group. Call it at start: a broken plugin ends the start.
+        """Import every plugin of the group, at start, so that a broken one is found early.
 
         Raises ConfigError with the plugin's name, package and error.
         """
@@ -160,9 +164,9 @@ class Registry(Mapping[str, T]):
             self._load(plugin)
 
     def check(self, name: str, setting: str, built_in: Sequence[str]) -> None:
-        """Raise ConfigError, with the nearest known value, unless `setting` may have this value.
+        """Raise ConfigError unless `name` is a plugin or in `built_in`.
 
-        It may be a plugin's name or one of `built_in`.
+        The error names `setting` and the closest known value.
         """
         known = [*built_in, *self.plugins]
         if name not in known:

@@ -57,7 +57,7 @@ def test_a_package_adds_parts(install: Install) -> None:
         ("broken_a:f", "import no_such_module\n", "ModuleNotFoundError: No module named 'no_such"),
         ("broken_b:f", "1 / 0\n", "ZeroDivisionError: division by zero"),
         ("broken_c:f", "", "AttributeError: module 'broken_c' has no attribute 'f'"),
-        ("broken_d:f", "f = 3\n", "it is a int, and must be callable"),
+        ("broken_d:f", "f = 3\n", "it is a int, but must be callable"),
         ("broken_e:f", "def f(:\n", "SyntaxError"),
         ("not a target", "", "AttributeError"),
     ],

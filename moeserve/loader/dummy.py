@@ -29,23 +29,25 @@ _STEPS = {  # kind -> standard deviation and maximum of the values
 }
 
 
-def rounded_format(asked: QuantizeTo | None, num_inputs: int) -> StoredFormat:
+def rounded_format(quantize_to: QuantizeTo | None, num_inputs: int) -> StoredFormat:
     """Return the format of a linear layer with the setting `--quantization`."""
-    assert asked
-    return StoredFormat(kind=asked, group=group_of(num_inputs) if asked == "int4" else 0)
+    assert quantize_to
+    return StoredFormat(
+        kind=quantize_to, group=group_of(num_inputs) if quantize_to == "int4" else 0
+    )
 
 
 def imagined(
     model_dir: Path,
     plan: LoadPlan,
     stored_as: Sequence[StoredFormat] = (),
-    asked: QuantizeTo | None = None,
+    quantize_to: QuantizeTo | None = None,
 ) -> Checkpoint:
     """Return the headers of a checkpoint with all tensors of a plan, but without files.
 
     stored_as: formats in quantization_config; linear layers have the first one.
-    asked: without `stored_as`, linear layers are already quantized to this kind, which saves the
-        time to quantize random numbers.
+    quantize_to: without `stored_as`, linear layers already have this kind, which saves the time to
+        quantize random numbers.
 
     Raises CheckpointError for a GGUF file.
     """
@@ -58,10 +60,10 @@ def imagined(
             "pass the model's directory, or use load_format=auto"
         )
     forms: dict[str, StoredFormat] = {}
-    if form or asked:
+    if form or quantize_to:
         for param in plan.params:
             if param.quantised_on_load:
-                forms[param.name] = form or rounded_format(asked, param.shape[-1])
+                forms[param.name] = form or rounded_format(quantize_to, param.shape[-1])
     for piece in plan.pieces:
         name = piece.source
         shape = (piece.shape, piece.transposed)

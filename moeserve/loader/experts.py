@@ -47,7 +47,7 @@ class ExpertFiles:
     plan: Callable[[int, int], LoadPlan]
     dtype: torch.dtype
     device: torch.device = CPU
-    asked: QuantizeTo | None = None  # quantize weights that are not quantized in the files
+    quantize_to: QuantizeTo | None = None  # quantize weights that are not quantized in the files
 
     def __post_init__(self) -> None:
         self._reader = Reader(self.checkpoint)
@@ -116,9 +116,11 @@ class ExpertFiles:
         return weights
 
     def _quantised(self, param: Param, weight: Weight, name: str, work: Work) -> Weight:
-        if self.asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
+        if self.quantize_to is None or isinstance(weight, Quantised) or not param.quantised_on_load:
             return weight
-        quantised, jobs = quantisation_of(weight, self.asked, name, self.checkpoint.activations)
+        quantised, jobs = quantisation_of(
+            weight, self.quantize_to, name, self.checkpoint.activations
+        )
         for job in jobs:
             job()
             work(0)

@@ -61,12 +61,14 @@ SPARED = 8 << 30  # bytes of the disk to leave free, or a tenth of a small disk
 HEADER = 1 << 20  # size of the header if it is written after the experts (`expert_memory`)
 
 
-def folder_of(asked: str | None) -> str | None:
-    """Return the directory of the packed cache: `asked`, or one in the user's cache directory.
+def folder_of(setting: str | None) -> str | None:
+    """Return the directory of the packed cache: `setting`, or one in the user's cache directory.
 
     Returns None and logs a warning if the path begins with `~` and the user has no home directory.
     """
-    folder = Path(asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "moeserve/packed"))
+    folder = Path(
+        setting or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "moeserve/packed")
+    )
     try:
         return str(folder.expanduser())
     except RuntimeError:
@@ -79,11 +81,12 @@ def folder_of(asked: str | None) -> str | None:
 
 
 def key_of(
-    identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, asked: str | None
+    identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, forms: str | None
 ) -> str:
     """Return the key of a rank's packed weights, a hash of everything that decides their bytes.
 
     identity: of the checkpoint's files (`ExpertFiles.identity`).
+    forms: the settings and formats of quantized weights, as text.
     """
     parts = (
         identity,
@@ -92,7 +95,7 @@ def key_of(
         world.tp_rank,
         world.tp_size,
         dtype,
-        asked,
+        forms,
         LAYOUT,
         __version__,
     )

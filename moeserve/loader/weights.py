@@ -347,7 +347,7 @@ class Params(UserDict[str, Any]):
     checkpoint is quantized.
 
     device: of the parameters; on "meta" nothing is read.
-    asked: quantize the remaining linear layers to this kind.
+    quantize_to: quantize the remaining linear layers to this kind.
     progress: called with the bytes read so far and the total, in the accessing thread.
     threads: concurrent reads (default: one per core, from 2 to 16).
     reader: the class that reads the files (loader/dummy.py has another one).
@@ -363,7 +363,7 @@ class Params(UserDict[str, Any]):
         dtype: torch.dtype,
         *,
         device: torch.device | str = "cpu",
-        asked: QuantizeTo | None = None,
+        quantize_to: QuantizeTo | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         threads: int | None = None,
         reader: type[Reader] = Reader,
@@ -373,7 +373,7 @@ class Params(UserDict[str, Any]):
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = torch.device(device)
-        self._asked = asked
+        self._quantize_to = quantize_to
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._sources = {piece.source for piece in plan.pieces}
 
@@ -408,10 +408,14 @@ class Params(UserDict[str, Any]):
         is_meta = self._device.type == "meta"
         if not is_meta:
             self._run_reads(list(self._read_jobs(pieces, weight)))
-        if self._asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
+        if (
+            self._quantize_to is None
+            or isinstance(weight, Quantised)
+            or not param.quantised_on_load
+        ):
             return weight
         quantised, rounding_jobs = quantisation_of(
-            weight, self._asked, param.name, self._checkpoint.activations
+            weight, self._quantize_to, param.name, self._checkpoint.activations
         )
         if not is_meta:
             for _ in self._pool.map(lambda job: job(), rounding_jobs):

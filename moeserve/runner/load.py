@@ -150,7 +150,7 @@ def load_model(
         plan,
         dtype,
         device=device,
-        asked=quantize_to,
+        quantize_to=quantize_to,
         progress=percent.read,
         reader=reader,
     ) as params:
@@ -222,7 +222,9 @@ def draft_params(
     check_weights_fit(weight_bytes(described, plan, ops, quantize_to), memory)
     _check_kernels(ops, described, plan, quantize_to)
     reader = RandomReader if dummy else Reader
-    with Params(described, plan, dtype, device=device, asked=quantize_to, reader=reader) as params:
+    with Params(
+        described, plan, dtype, device=device, quantize_to=quantize_to, reader=reader
+    ) as params:
         yield params, ops
 
 

@@ -1,8 +1,7 @@
-"""Grammars of answers: which tools are called, with which arguments, and what follows the
-reasoning.
+"""Builds the grammars of answers: reasoning, then tool calls or constrained content.
 
-A grammar is Lark as llguidance takes it. Marks of a format that are tokens of their own are written
-as such.
+Grammars are in llguidance's Lark. Marks of a format that are special tokens must be written as
+these tokens.
 """
 
 import json
@@ -23,15 +22,16 @@ _ANYTHING: dict[str, Any] = {"type": "object"}
 
 
 def is_free(tools: Sequence[Tool], *, required: bool, parallel: bool) -> bool:
-    """Whether answers need no grammar."""
+    """Return whether answers need no grammar."""
     return not tools or not (
         required or not parallel or any(_function(tool).get("strict") for tool in tools)
     )
 
 
 def arguments_schema(tool: Tool, *, strict: bool) -> dict[str, Any]:
-    """Return the schema that a call's arguments must match, which allows objects only. strict: for
-    every tool. Raise ToolFault.
+    """Return the schema for the arguments of a call, which allows objects only.
+
+    strict: use the tool's schema even if the tool is not `strict`. Raise ToolFault.
     """
     function = _function(tool)
     schema = function.get("parameters")
@@ -50,8 +50,9 @@ def arguments_schema(tool: Tool, *, strict: bool) -> dict[str, Any]:
 
 
 def schemas_of(tools: Sequence[Tool], *, required: bool) -> list[tuple[GrammarSpec, Tool]]:
-    """Return the schemas that constrain calls, each as a grammar of its own: to find the tool whose
-    schema does not compile.
+    """Return the schemas that constrain calls, each as a separate grammar.
+
+    They serve to find the tool whose schema does not compile.
     """
     found = []
     for tool in tools:
@@ -87,8 +88,8 @@ class AnswerGrammar:
         Args:
             syntax: The format.
             special: The tokenizer's special tokens.
-            can_write: Whether the format's parser reads a key as the grammar writes it.
-            opened: The answer begins inside the reasoning.
+            can_write: Tells whether the format's parser correctly reads a key.
+            opened: The answer begins within the reasoning.
         """
         self._syntax = syntax
         self._calls = syntax.calls
@@ -103,9 +104,7 @@ class AnswerGrammar:
         return self._rules.spec(f"{self._reasoning} {content}")
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> GrammarSpec:
-        """Return the grammar of answers that call tools. Raise GrammarFault, of which ToolFault is
-        one.
-        """
+        """Return the grammar of answers that call tools. Raise GrammarFault or ToolFault."""
         calls = self._calls
         literal = self._rules.literal
         more = f"({literal(calls.between)} call)*" if parallel else ""
@@ -159,7 +158,7 @@ class AnswerGrammar:
 
 
 def written_name(syntax: Syntax, name: str) -> str:
-    """Return a tool's name as a format writes it."""
+    """Return a tool's name, escaped for the format."""
     if syntax.calls.content == "json":
         return json.dumps(name, ensure_ascii=False)[1:-1]
     parameter = syntax.calls.parameter
@@ -167,10 +166,9 @@ def written_name(syntax: Syntax, name: str) -> str:
 
 
 def written_call(syntax: Syntax, name: str, key: str | None, mark: Callable[[str], str]) -> str:
-    """Return a call as the grammar makes a model write it, with the argument `key` of value 1, or
-    with none if `key` is None.
+    """Return a call as the grammar allows it, with the argument `key` of value 1.
 
-    mark: puts marks around the special tokens of the format's own texts.
+    key: None for a call without arguments. mark: marks the special tokens in texts of the format.
     """
     calls = syntax.calls
     if key is None:

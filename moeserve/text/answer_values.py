@@ -1,4 +1,4 @@
-"""Values in answers, in JSON and its relatives, rewritten as JSON that every reader takes."""
+"""Reads values in answers, in JSON or similar notations, and converts them to strict JSON."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _SCALAR = re.compile(r"[\w.+-]+")
 _BARE = re.compile(r"[^,\[\]{}]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
-# Pairs of surrogates (12 characters), halves of pairs (6), and all other escapes.
+# Escapes: pairs of surrogates (12 characters), unpaired surrogates (6), and all others
 _ESCAPES = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u[dD][89a-fA-F]..|\\.", re.DOTALL)
 _KEY_END = Stops([":"])
 _ENDS = {quote: Stops([quote, "\\"]) for quote in "\"'"}
@@ -28,11 +28,11 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Python's, and
 
 
 class Dialect(NamedTuple):
-    """The differences of a notation from JSON."""
+    """A notation of values similar to JSON."""
 
     quotes: str = '"'
-    constants: Mapping[str, str] = _WORDS  # words and their JSON
-    delimiter: Stops | None = None  # around texts without escapes
+    constants: Mapping[str, str] = _WORDS  # word -> JSON
+    delimiter: Stops | None = None  # quotation mark of strings without escapes
     bare: bool = False  # keys and words need no quotes
 
 
@@ -41,7 +41,7 @@ PYTHON = Dialect("\"'", _WORDS | _CONSTANTS)
 
 
 def value(text: AnswerText, dialect: Dialect) -> Wait[str]:
-    """Take one value and return it as JSON. Raise Malformed."""
+    """Read one value, and return it as JSON. Raise Malformed."""
     pieces = list[str]()
     closers = list[str]()
     want = "value"  # or "first" of an array, "key", "first key" of an object, "next"
@@ -99,8 +99,9 @@ def _scalar(text: AnswerText, dialect: Dialect) -> Wait[str]:
 
 
 def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
-    """Take a text in quotes or between delimiters, and return its JSON, "" if there is none.
-    Control characters in it become escapes, and unknown escapes become text.
+    """Read a string in quotes or between delimiters. Return its JSON, "" if there is none.
+
+    Control characters become escapes, and unknown escapes become ordinary text.
     """
     pieces: list[str] = []
 
@@ -119,7 +120,7 @@ def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
     else:
         return ""
     body = "".join(pieces)
-    # Half of a surrogate pair is no character.
+    # Unpaired surrogates become U+FFFD.
     return f'"{_ESCAPES.sub(_whole_pair, body)}"' if "\\u" in body else f'"{body}"'
 
 
@@ -128,8 +129,10 @@ def _whole_pair(found: re.Match[str]) -> str:
 
 
 def _number(word: str) -> str:
-    """Return a number as JSON. One that is too large for a double, such as 1e400, becomes the
-    largest double: JSON allows it, but readers refuse it or read infinity.
+    """Return a number as JSON.
+
+    A number beyond the range of doubles, such as 1e400, becomes the largest double: JSON allows
+    such numbers, but parsers reject them or read infinity.
     """
     if word.lstrip("-").isdigit() or math.isfinite(float(word)):
         return word
@@ -149,7 +152,7 @@ def _escape(text: AnswerText) -> Wait[str]:
 
 
 def readable(word: str) -> bool:
-    """Whether a JSON reader takes a text."""
+    """Return whether JSON parsers accept a text."""
     try:
         msgspec.json.decode(word)
     except (msgspec.DecodeError, RecursionError):
@@ -158,8 +161,10 @@ def readable(word: str) -> bool:
 
 
 def as_json(word: str) -> str:
-    """Return the JSON of a text with one JSON value, "" if it has none. Values that JSON allows and
-    readers refuse are changed: numbers beyond all doubles, and halves of surrogate pairs.
+    """Return the JSON in a text with one JSON value, "" if it is not one.
+
+    Values that JSON allows but parsers reject are changed: numbers beyond the range of doubles, and
+    unpaired surrogates.
     """
     return word if readable(word) else _whole(word, JSON)
 

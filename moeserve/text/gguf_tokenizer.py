@@ -215,8 +215,9 @@ def _byte_level(
 def _sentencepiece(
     path: Path, meta: Mapping[str, Any], vocab: dict[str, int], tokens: list[str]
 ) -> tuple[Backend, bool]:
-    """SentencePiece joins the neighbours whose union has the highest score: merges in the order of
-    scores.
+    """Build a SentencePiece tokenizer, with merges in the order of scores.
+
+    SentencePiece merges the adjacent pair whose union has the highest score.
     """
     scores = _list(path, meta, "scores", len(tokens))
     merges = [
@@ -241,8 +242,10 @@ def _sentencepiece(
 
 
 def _list(path: Path, meta: Mapping[str, Any], key: str, length: int | None = None) -> Any:
-    """Return a list of the metadata. Without it a tokenizer would read each text otherwise than the
-    model, so raise CheckpointError if it is missing, empty, or of another length.
+    """Return a list in the metadata.
+
+    Raise CheckpointError if it is missing, empty, or has another length, because the tokenizer
+    would then differ from the model's.
     """
     found = meta.get(key)
     name = f"{path}: tokenizer.ggml.{key}"

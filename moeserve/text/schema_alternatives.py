@@ -191,7 +191,7 @@ def _target(ref: Any, root: Any, where: str) -> tuple[Any, str]:
 
 
 def _merged(a: Mapping[str, Any], b: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """Return a schema that allows what both allow, None for nothing."""
+    """Return the intersection of two schemas, None if it is empty."""
     merged = {**b, **a}
     for key in a.keys() & b.keys() - ANNOTATIONS:
         if a[key] == b[key]:
@@ -210,8 +210,9 @@ def _merged(a: Mapping[str, Any], b: Mapping[str, Any], where: str) -> dict[str,
 
 
 def _merged_properties(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of objects that satisfy both schemas. A key that only one of them names
-    is an additional property of the other one.
+    """Return the properties of objects that satisfy both schemas.
+
+    A key that only one schema names is an additional property of the other one.
     """
     keys = dict.fromkeys([*a.get("properties", ()), *b.get("properties", ())])
     return {key: _both(_member(a, key), _member(b, key)) for key in keys}
@@ -238,12 +239,13 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 def _types(given: str | list[str]) -> set[str]:
-    """Return the types that `type` names. A number may be an integer."""
+    """Return the types in `type`. "number" includes "integer"."""
     types = {given} if isinstance(given, str) else set(given)
     return types | {"integer"} if "number" in types else types
 
 
-# By keyword: the value that allows what two values allow. `properties` needs both schemas.
+# Keyword -> function that intersects two values of it. `properties` needs the whole schemas
+# (`_merged_properties`).
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda a, b: sorted(_types(a) & _types(b)),
     "required": lambda a, b: [*dict.fromkeys([*a, *b])],
@@ -272,7 +274,7 @@ def _by_kind(schema: Mapping[str, Any], where: str) -> Iterator[Alternative]:
             if not own["enum"]:
                 continue
         elif kind == "integer" and "number" in types:
-            continue  # numbers are integers, too
+            continue  # included in "number"
         yield Alternative(kind, own, where)
 
 

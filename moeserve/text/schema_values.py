@@ -1,6 +1,4 @@
-"""Checks a value by a JSON schema, as far as that is certain and cheap: patterns and formats are
-not evaluated.
-"""
+"""Validates values by a JSON schema, conservatively: patterns and formats are not evaluated."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,12 +6,13 @@ from typing import Any
 from moeserve.text.json_schema import GrammarFault
 from moeserve.text.schema_alternatives import Alternative, alternatives, is_listed, kind_of
 
-MAX_VALUES = 5_000  # that are checked for one answer
+MAX_VALUES = 5_000  # values to check in one call
 
 
 def is_valid(value: Any, schema: Any, root: Any) -> bool:
-    """Whether a value certainly satisfies a schema; false where that is not known. root: the whole
-    schema, in which references are followed.
+    """Return whether a value certainly satisfies a schema; False if it is not certain.
+
+    root: the whole schema, in which references are followed.
     """
     try:
         return _Validator(root).check(value, schema)
@@ -28,7 +27,7 @@ class _Validator:
         self._count = 0
 
     def check(self, value: Any, schema: Any) -> bool:
-        """Whether a value certainly satisfies a schema."""
+        """Return whether a value certainly satisfies a schema."""
         self._count += 1
         if self._count > MAX_VALUES:
             return False
@@ -86,8 +85,8 @@ def _first_items(value: Any, schema: Mapping[str, Any]) -> list[tuple[Any, Any]]
     return list(zip(value, schema["prefixItems"], strict=False))
 
 
-# By keyword: the parts of a value, each with its schema. `patternProperties` is unknown, so a
-# schema with it is never certain.
+# Keyword -> function that returns the parts of a value, each with its schema. `patternProperties`
+# is missing, so a schema with it is never certain.
 _PARTS: dict[str, Callable[[Any, Mapping[str, Any]], list[tuple[Any, Any]]]] = {
     "properties": _members,
     "additionalProperties": _others,

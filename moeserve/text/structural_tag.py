@@ -1,6 +1,6 @@
-"""Structural tags: free text with tags in it whose contents are JSON, as vLLM and SGLang take them.
+"""Structural tags, as in vLLM and SGLang: free text with tags that contain JSON.
 
-The literals of a tag that spell special tokens mean these tokens.
+Literals of a tag that spell special tokens stand for these tokens.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,10 @@ class _Document(Struct, forbid_unknown_fields=True):
 
 
 def structural_tag(spec: GrammarSpec, special: Mapping[str, int]) -> str:
-    """Return the Lark grammar: text up to the first trigger, then one of the structures that begin
-    with it, and so on. Raise GrammarFault.
+    """Return the Lark grammar of a structural tag. Raise GrammarFault.
+
+    It allows text up to the first trigger, then one of the structures that begin with this trigger,
+    and so on.
     """
     try:
         document = msgspec.convert(json_of(spec.text), _Document)

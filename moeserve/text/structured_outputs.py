@@ -1,6 +1,4 @@
-"""From a request's constraint on the text of its answer to one grammar, in one form for equal
-constraints.
-"""
+"""Converts a request's `structured_outputs` to a grammar, in a canonical form for caches."""
 
 import json
 from typing import Any
@@ -10,13 +8,15 @@ from moeserve.sampling import GrammarSpec, StructuredOutputsParams
 from moeserve.text.grammar_limits import answer_spec, check_length
 from moeserve.text.json_schema import GrammarFault, parse_json
 
-# Constraints that come as JSON text or as values, and the kinds of their grammars.
+# Constraint that may be JSON text or a value -> kind of its grammar
 _KINDS: dict[str, Any] = {"json": "json_schema", "structural_tag": "structural_tag"}
 
 
 def grammar_of(params: StructuredOutputsParams, param: str) -> GrammarSpec:
-    """Return the grammar; only its length is checked. param: the field of the request that holds
-    the constraint. Raise InvalidRequest unless there is exactly one constraint.
+    """Return the grammar of a constraint; only its length is checked.
+
+    param: the field of the request with the constraint. Raise InvalidRequest unless there is
+    exactly one constraint.
     """
     given = params.given
     if len(given) != 1:
@@ -41,12 +41,12 @@ def grammar_of(params: StructuredOutputsParams, param: str) -> GrammarSpec:
 
 
 def either(first: GrammarSpec, second: GrammarSpec) -> GrammarSpec:
-    """Return the grammar of texts that match one of two grammars of answers. Raise GrammarFault."""
+    """Return the union of two grammars of answers. Raise GrammarFault."""
     return answer_spec(f"start: %lark {{\n{first.text}\n}} | %lark {{\n{second.text}\n}}")
 
 
 def _canonical(value: Any, param: str, *, parse: bool) -> str:
-    """Return JSON in one form for equal values. Keys keep their order, since answers follow it."""
+    """Return canonical JSON. Keys keep their order, because answers follow it."""
     try:
         parsed = parse_json(value) if parse and isinstance(value, str) else value
         return json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -112,12 +112,14 @@ def test_what_is_asked_for_is_there_without_rounding(
     spec = read_model_spec(config_only)
     plan = load_plan(spec, set())
     names = ("layers.0.w13", "layers.0.qkv", "layers.0.w2")
-    parts: dict[str, Any] = {"device": "meta", "asked": asked, "reader": RandomReader}
+    parts: dict[str, Any] = {"device": "meta", "quantize_to": asked, "reader": RandomReader}
     with Params(imagined(config_only, plan), plan, torch.bfloat16, **parts) as params:
         expected = [params.pop(name) for name in names]
     monkeypatch.setattr(weights, "quantisation_of", None)
     parts["device"] = "cpu"
-    with Params(imagined(config_only, plan, asked=asked), plan, torch.bfloat16, **parts) as params:
+    with Params(
+        imagined(config_only, plan, quantize_to=asked), plan, torch.bfloat16, **parts
+    ) as params:
         for name, theirs in zip(names, expected, strict=True):
             ours = params.pop(name)
             assert (ours.kind, ours.group, ours.zeros, ours.dtype) == (

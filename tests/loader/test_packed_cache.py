@@ -430,7 +430,7 @@ def built(
     tp = BoardTensor(world.tp_rank, Board(world.tp_size))
     shape = {"hidden_size": spec.hidden_size, "top_k": spec.experts_per_token, "max_tokens": 16}
     backends = [TorchAll2All(facts_of(dtype, world.num_expert_ranks, **shape))]
-    with make(checkpoint, plan, dtype, asked=asked) as params, torch.inference_mode():
+    with make(checkpoint, plan, dtype, quantize_to=asked) as params, torch.inference_mode():
         build_decoder(
             spec, params, ops.packing_into(recording), world=world, tp=tp, backends=backends
         )

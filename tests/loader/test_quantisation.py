@@ -438,12 +438,12 @@ def test_experts_read_one_by_one_are_the_same(
     spec = read_model_spec(path)
     checkpoint = open_checkpoint(path, spec.stored)
     plan = load_plan(spec, checkpoint.names)
-    params = load(checkpoint, plan, torch.bfloat16, asked=asked)
+    params = load(checkpoint, plan, torch.bfloat16, quantize_to=asked)
     files = ExpertFiles(
         checkpoint,
         lambda layer, e: expert_load_plan(spec, checkpoint.names, layer, [e]),
         torch.bfloat16,
-        asked=asked,
+        quantize_to=asked,
     )
     for expert in (5, 0, 5):
         for got, name in zip(files.read(1, expert), ("w13", "w2"), strict=True):

@@ -103,7 +103,7 @@ class Driver:
         if asked or self.spec.stored or path.is_file():
             checkpoint = replace(open_checkpoint(path, self.spec.stored), activations=activations)
             plan = load_plan(self.spec, checkpoint.names, world, placement)
-            params = load(checkpoint, plan, dtype, asked=asked)
+            params = load(checkpoint, plan, dtype, quantize_to=asked)
         else:
             params = carry_out(path, self.spec, dtype, world, placement)
         change(params)

@@ -115,7 +115,7 @@ def test_weights_that_are_rounded_while_they_are_read(
 ) -> None:
     path = make_checkpoint("qwen3_moe").path
     driver = Driver(path, dtype, asked=asked)
-    params = params_of(path, driver, asked=asked)
+    params = params_of(path, driver, quantize_to=asked)
     driver.model.slots.write({key: other(value) for key, value in params.items()})
     expected = logits(Driver(path, dtype, asked=asked, change=change_all), "a")
     assert torch.equal(logits(driver, "a"), expected)
