@@ -1,18 +1,19 @@
-"""Admission: whether one more request may wait, by the wait that is predicted for it and by how
-many come; and the sequences that were admitted and run, which it is predicted from.
+"""Admission control: decide whether a new request may wait, from its predicted wait and the load.
 
-A new sequence waits for two things: for the prompts before it to be read, at the rate at which
-prompts were read lately; and, if every place in the engine is taken, for so many sequences to end,
-at the rate at which they ended while all places were taken. Both rates are measured; a server that
-has measured nothing yet predicts nothing. A request whose wait would be longer than it may be is
-refused at once: it would not be served sooner by waiting here, and those that were admitted before
-it start in time.
+A new sequence waits for two things. Both rates are measured, and without measurements no wait is
+predicted:
 
-A queue is there to keep the places taken while nobody comes. Where more come than can be served it
-always stands, and all it does is to make everybody wait; so then it is only as long as the places
-need. If `load` times as many come as end, and k may wait, then load^-k / (load - 1) places are
-empty on average. A burst is no such load: what comes is counted over a time in which the server
-ends some sequences.
+- The prompts before it have to be prefilled, at the recent rate of prefill.
+- If all slots of the engine are used, enough sequences have to end, at the rate at which sequences
+  ended while all slots were used.
+
+A request is refused at once if its predicted wait is too long. Waiting would not serve it sooner,
+and requests that were admitted before it start in time.
+
+A queue keeps the slots used while no requests arrive. Under a permanent overload, a long queue only
+makes everyone wait. Then it may only be as long as the slots need: if `load` times as many
+sequences arrive as end, and k may wait, load^-k / (load - 1) slots are empty on average. A burst is
+not an overload, because arrivals are counted over a time in which some sequences end.
 """
 
 import asyncio
@@ -27,38 +28,35 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.messages import Ready, StepRecord
 
 MAX_RETRY_AFTER_S = 60.0
-# with less than an eighth of the blocks free, they limit the sequences that run, and not their
-# number
+# If less than an eighth of the KV blocks is free, the blocks limit the number of running sequences.
 KV_FULL = 8
-EMPTY = 0.01  # share of the places that may be empty for want of a longer queue
-COUNTED_ENDS = 8  # what comes is counted over the time of at least so many ends,
-COUNTED_WAIT = 0.25  # and of at least this part of the longest wait
-_KEPT = 0.95  # weight of what was measured before one more step, or one more end
+EMPTY = 0.01  # share of slots that may be empty because the queue is short
+# Arrivals are counted over the time in which so many sequences end, and at least over this share of
+# the longest wait.
+COUNTED_ENDS = 8
+COUNTED_WAIT = 0.25
+_KEPT = 0.95  # weight of earlier measurements in the moving averages
 
 
 class Admission:
-    """Bounds the number of sequences, and the wait of the last one.
+    """Limits the number of sequences, and their wait.
 
-    max_queued: sequences that may wait beyond those that the engine runs at once; None for no bound
-    at all. max_wait_s: longest predicted wait where every place is taken; 0 for any, whatever
-    comes. unread_tokens: of prompts without a first token, kept by the front end.
+    max_queued: the most sequences that may wait, beyond those that the engine runs at once; None:
+    no limits at all.
+    max_wait_s: the longest predicted wait if all slots are used; 0: any wait and any load.
     """
 
     def __init__(self, stats: FrontStats, max_queued: int | None, max_wait_s: float = 0.0) -> None:
         self._stats = stats
         self._max_queued = max_queued
         self._max_wait_s = max_wait_s
-        self.unread_tokens = 0
-        self._read_tokens = (
-            0.0  # prompt tokens of late, cached ones included, and the seconds that they took
-        )
-        self._read_s = 0.0
+        self.unread_tokens = 0  # prompt tokens of sequences without a first token
+        self._read_tokens = 0.0  # recently prefilled tokens, cached ones included
+        self._read_s = 0.0  # seconds of the steps that prefilled them
         self._seconds_per_end = 0.0  # moving average; 0: not measured yet
         self._last_end_s = 0.0
-        self._came = (
-            0.0  # sequences that were admitted or refused lately, and when the last one was
-        )
-        self._came_s = 0.0
+        self._came = 0.0  # recent arrivals: sequences that were admitted or refused
+        self._came_s = 0.0  # time of the last arrival
 
     def check(
         self,
@@ -69,11 +67,11 @@ class Admission:
         within_s: float | None = None,
         num_behind: int = 0,
     ) -> None:
-        """Raise Overloaded unless num_more sequences may come now, InvalidRequest if they never
-        may.
+        """Raise Overloaded if num_more sequences cannot be admitted now, and InvalidRequest if they
+        never could be.
 
-        within_s: the time that the request has; DeadlineExceeded if that is over. num_behind: of
-        the live ones, those that have to let this request pass, and so are no reason to wait.
+        within_s: the time that the request has. Raises DeadlineExceeded if it is over.
+        num_behind: the live sequences of lower priority, for which this request need not wait.
         """
         if within_s is not None and within_s <= 0:
             raise DeadlineExceeded("the request's time was over before it could start")
@@ -82,7 +80,8 @@ class Admission:
         capacity = ready.max_num_seqs + self._max_queued
         if num_more > capacity:
             raise InvalidRequest(
-                f"{num_more} sequences in one request; this server takes at most {capacity} at once"
+                f"{num_more} sequences in one request; this server accepts at most {capacity} at "
+                "once"
             )
         if (excess := num_live + num_more - capacity) > 0:
             raise Overloaded(
@@ -92,9 +91,9 @@ class Admission:
         num_then = num_live - num_behind + num_more
         if num_then == num_more:
             return
-        places = self._places(ready)
+        slots = self._slots(ready)
         limits = [
-            limit for limit in (self._max_wait_s if num_then > places else 0, within_s) if limit
+            limit for limit in (self._max_wait_s if num_then > slots else 0, within_s) if limit
         ]
         load = (self._came_lately(now_s) + num_more) * self._seconds_per_end / self._counted_s
         wait_s = self.wait_s(num_then, ready)
@@ -108,17 +107,18 @@ class Admission:
         if (
             self._max_wait_s
             and load > 1
-            and num_then > places
-            and (load ** (places + 1 - num_then) < EMPTY * places * (load - 1))
+            and num_then > slots
+            and (load ** (slots + 1 - num_then) < EMPTY * slots * (load - 1))
         ):
             raise Overloaded(
-                f"{load:.1f} times as many requests come as can be served",
+                f"{load:.1f} times as many requests arrive as can be served",
                 retry_after_s=min(too_much_s, MAX_RETRY_AFTER_S),
             )
 
     def came(self, num: int, now_s: float, unread_tokens: int = 0) -> None:
-        """Count sequences that were admitted or refused. unread_tokens: of the prompts of those
-        that were admitted.
+        """Count sequences that were admitted or refused.
+
+        unread_tokens: the prompt tokens of those that were admitted.
         """
         self.unread_tokens += unread_tokens
         self._came = self._came_lately(now_s) + num
@@ -132,16 +132,16 @@ class Admission:
         return max(COUNTED_WAIT * self._max_wait_s, COUNTED_ENDS * self._seconds_per_end) or 1.0
 
     def wait_s(self, num_live: int, ready: Ready) -> float:
-        """Return the predicted wait of the last of so many sequences, in seconds."""
+        """Return the predicted wait of the last of num_live sequences, in seconds."""
         num_engines = sum(engine.last is not None for engine in self._stats.engines.values()) or 1
         reading_s = (
             self.unread_tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
         )
         return (
-            reading_s / num_engines + max(0, num_live - self._places(ready)) * self._seconds_per_end
+            reading_s / num_engines + max(0, num_live - self._slots(ready)) * self._seconds_per_end
         )
 
-    def _places(self, ready: Ready) -> int:
+    def _slots(self, ready: Ready) -> int:
         """Return how many sequences can run at once."""
         last = self._stats.last
         if (
@@ -153,18 +153,16 @@ class Admission:
         return ready.max_num_seqs
 
     def step(self, record: StepRecord) -> None:
-        """Note how fast a step read prompts, if it did."""
+        """Measure the rate of prefill in a step with prompts."""
         read = record.num_tokens - record.num_requests + record.cached_tokens
-        if read > record.num_requests:  # others are decoding steps, with a few drafts
+        if read > record.num_requests:  # otherwise all rows decode, perhaps with some drafts
             self._read_tokens = _KEPT * self._read_tokens + read
             self._read_s = _KEPT * self._read_s + record.device_us / 1e6
 
     def ended(self, now_s: float, num_live: int, ready: Ready) -> None:
-        """Note the end of one sequence; num_live are left."""
-        if num_live + 1 < self._places(ready):
-            self._last_end_s = (
-                0.0  # a place was free: the time to the next end says nothing about a wait
-            )
+        """Measure the time between the ends of sequences. num_live: the remaining sequences."""
+        if num_live + 1 < self._slots(ready):
+            self._last_end_s = 0.0  # a slot was free, so the time to the next end does not count
             return
         if self._last_end_s:
             seconds = now_s - self._last_end_s
@@ -175,9 +173,9 @@ class Admission:
 
 
 class Reservation:
-    """Room for the sequences of one request, from its admission until they are submitted.
+    """The admission of a request's sequences, until they are submitted.
 
-    Leaving the `with` block releases what was not used.
+    Leaving the `with` block releases those that were not submitted.
     """
 
     def __init__(self, running: "Running", num_sequences: int, priority: int) -> None:
@@ -187,13 +185,13 @@ class Reservation:
         running.count_live(num_sequences, priority)
 
     def use(self, num_sequences: int) -> None:
-        """Release the room of sequences that are added to the running ones now."""
+        """Release sequences that are now added to the running ones."""
         assert num_sequences <= self._num_left, "more sequences than were admitted"
         self._num_left -= num_sequences
         self._running.count_live(-num_sequences, self._priority)
 
     def release(self) -> None:
-        """Release the room that is left. Idempotent."""
+        """Release the remaining sequences. Idempotent."""
         self.use(self._num_left)
 
     def __enter__(self) -> "Reservation":
@@ -204,13 +202,11 @@ class Reservation:
 
 
 class Running:
-    """The sequences that run, by rid, and what is counted of each from start to end. idle: set when
-    none runs.
-    """
+    """The running sequences, and the statistics of each from start to end."""
 
     def __init__(self, stats: FrontStats, admission: Admission) -> None:
-        self.sequences: dict[int, Sequence] = {}
-        self.idle = asyncio.Event()
+        self.sequences: dict[int, Sequence] = {}  # by id
+        self.idle = asyncio.Event()  # set when the last sequence ends
         self._stats = stats
         self._admission = admission
         self._num_live = Counter[int]()  # running and reserved sequences by priority
@@ -221,17 +217,17 @@ class Running:
         return self._num_live.total()
 
     def count_live(self, num: int, priority: int) -> None:
-        """Count sequences that were added or reserved; a negative number takes some back."""
+        """Count sequences that were added or reserved. num: negative for removed ones."""
         self._num_live[priority] += num
         if not self._num_live[priority]:
-            del self._num_live[priority]  # clients choose priorities: zeros would pile up
+            del self._num_live[priority]  # because clients choose priorities, so zeros would add up
 
     def num_behind(self, priority: int) -> int:
-        """Return how many have to let a request of this priority pass."""
+        """Return the number of sequences that run after a request of this priority."""
         return sum(num for later, num in self._num_live.items() if later > priority)
 
     def add(self, sequences: Collection[Sequence]) -> None:
-        """Count sequences of one request that begin."""
+        """Add the sequences of a new request."""
         for sequence in sequences:
             owner = sequence.owner
             self.sequences[sequence.rid] = sequence
@@ -240,16 +236,15 @@ class Running:
         self._stats.num_active = len(self.sequences)
 
     def replace(self, before: Sequence, now: Sequence) -> None:
-        """Give the rows of a running sequence to another one, with the same rid, from now on."""
+        """Replace a running sequence by another one with the same id."""
         if self.sequences.get(before.rid) is before:
             self.sequences[before.rid] = now
 
     def note_starts(self, rids: list[int], began_s: float) -> None:
-        """Note when these sequences stopped waiting. began_s: when their first step began."""
+        """Record the start of these sequences. began_s: when their first step began."""
         for rid in rids:
-            if (
-                sequence := self.sequences.get(rid)
-            ) and sequence.started_at is None:  # a replay does not start again
+            sequence = self.sequences.get(rid)
+            if sequence and sequence.started_at is None:  # otherwise, it is a replay
                 sequence.started_at = max(began_s, sequence.owner.submitted_at)
                 self._stats.queue_s.add(sequence.started_at - sequence.owner.submitted_at)
 
@@ -268,7 +263,7 @@ class Running:
         sequence.last_at = now
 
     def end(self, sequence: Sequence, reason: str, ready: Ready) -> None:
-        """Count the end of a sequence, which is not known here any more."""
+        """Remove a sequence that has ended, and count it."""
         now = monotonic()
         stats = self._stats
         del self.sequences[sequence.rid]

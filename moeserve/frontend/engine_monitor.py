@@ -1,5 +1,5 @@
-"""The state of the engines behind a front end, and traces of their steps. One engine looks like a
-fleet of one.
+"""The state of the engines behind a front end, and traces of their steps. A single engine is shown
+as a fleet of one.
 """
 
 import asyncio
@@ -20,31 +20,30 @@ from moeserve.messages import ExpertLoad, Ready, Traced, TraceNext
 if TYPE_CHECKING:
     from moeserve.cluster.rebalancing import Rebalancing
 
-LATE_S = 2.0  # from the first rank's part of a trace to the last one's
+LATE_S = 2.0  # time limit for the other ranks, after the first rank has sent its trace
 
 Rank = tuple[int, int]  # data-parallel, tensor-parallel
 
 
 class EngineMonitor:
-    """Makes views and traces of the engines. fleet: None for one engine. state, ready: the front
-    end's at present.
-    """
+    """Creates views and traces of the engines. fleet: None for a single engine."""
 
     def __init__(self, link: EngineLink, fleet: Fleet | None, stats: FrontStats) -> None:
         self._fleet = fleet
         self._stats = stats
         self.tracing = Tracing(link)
-        self._loads: Rebalancing | None = None  # where every engine has all experts
+        # Counts the load of experts, if each engine has all experts. Otherwise, the fleet does.
+        self._loads: Rebalancing | None = None
 
     def hear(self, msg: ExpertLoad | Traced, ready: Ready | None) -> None:
-        """Take an engine's expert load or its part of a trace."""
+        """Handle the expert load of an engine, or the trace of a rank."""
         if isinstance(msg, Traced):
             self.tracing.hear(msg)
         elif (loads := self._all_experts(ready)) is not None:
             loads.note(msg)
 
     def view(self, state: str, ready: Ready | None) -> FleetView:
-        """Return the state of all engines."""
+        """Return the state of all engines. state, ready: the current ones of the front end."""
         if self._fleet is not None:
             view = self._fleet.view
         else:
@@ -77,7 +76,7 @@ class EngineMonitor:
         )
 
     def _all_experts(self, ready: Ready | None) -> "Rebalancing | None":
-        """Return the load statistics where every engine has all experts; None for dense models and
+        """Return the load statistics if each engine has all experts; None for dense models and for
         sharded experts.
         """
         ep_sharded = self._fleet is not None and self._fleet.experts is not None
@@ -93,24 +92,25 @@ class EngineMonitor:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The spans of one step, in rank order. missing: ranks that did not answer in time."""
+    """The spans of one step."""
 
-    ranks: Sequence[Traced]
-    missing: Sequence[Rank]
+    ranks: Sequence[Traced]  # in rank order
+    missing: Sequence[Rank]  # ranks that did not answer in time
 
 
 class Tracing:
-    """Takes traces of steps, one at a time."""
+    """Records traces of steps, one at a time."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._answers: asyncio.Queue[Traced] | None = None
 
     async def take(self, view: FleetView, timeout_s: float) -> Trace:
-        """Trace the next step. Engines that form a group are traced in the same step, others each
-        in its own.
+        """Trace the next step of all engines. Engines in a group have the same step; separate
+        engines are each traced in their own next step.
 
-        Raises Conflict if no step runs within timeout_s seconds, or another trace is being taken.
+        Raises Conflict if no step runs within timeout_s seconds, or if another trace is being
+        recorded.
         """
         if self._answers is not None:
             raise Conflict("another trace is being taken")
@@ -121,9 +121,9 @@ class Tracing:
             raise Conflict("the engines do not serve at the moment")
         wanted = {(rank, tp_rank) for rank in serving for tp_rank in range(view.tp)}
         answers = self._answers = asyncio.Queue()
-        steps: dict[
-            int, dict[Rank, Traced]
-        ] = {}  # a step that was asked for earlier, when nothing ran, may still come
+        # The traces of each rank, by step. There may be several steps, because the step of an
+        # earlier request that timed out may still arrive.
+        steps: dict[int, dict[Rank, Traced]] = {}
         try:
             self._link.send(TraceNext())
             with suppress(TimeoutError):
@@ -133,7 +133,9 @@ class Tracing:
                         if (rank := (msg.dp_rank, msg.tp_rank)) in wanted:
                             if not steps:
                                 limit.reschedule(asyncio.get_running_loop().time() + LATE_S)
-                            steps.setdefault(msg.step if view.together else 0, {})[rank] = msg
+                            # Separate engines number their steps independently.
+                            step = msg.step if view.together else 0
+                            steps.setdefault(step, {})[rank] = msg
         finally:
             self._answers = None
         if not steps:
@@ -144,6 +146,6 @@ class Tracing:
         return Trace([fullest[rank] for rank in sorted(fullest)], sorted(wanted - fullest.keys()))
 
     def hear(self, msg: Traced) -> None:
-        """Add one rank's answer; one that comes too late is dropped."""
+        """Add the trace of a rank. A late one is dropped."""
         if self._answers is not None:
             self._answers.put_nowait(msg)

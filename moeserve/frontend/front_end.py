@@ -1,10 +1,10 @@
-"""The front end: everything between a caller's text and the engine's integers, on one asyncio loop,
-without torch.
+"""The front end: the part between text and token ids, on one asyncio loop, without torch.
 
-It numbers sequences, submits them to the engine over a link, turns step outputs into deltas, finds
-stop strings and counts. It survives the engine: prompts and generated tokens stay here, so that the
-sequences of an engine that died are submitted again with the tokens that they have, and go on with
-the same tokens.
+It submits sequences to the engine over a link, converts step outputs into deltas of text, finds
+stop strings and collects statistics.
+
+It outlives the engine. It keeps the prompts and the generated tokens, so that it can submit the
+sequences of a dead engine to another one. These continue with the same tokens.
 """
 
 import asyncio
@@ -50,11 +50,11 @@ from moeserve.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 LONG_TEXT = 4_000  # characters; longer texts are encoded in a thread
-ABORT_GRACE_S = 2.0  # for the engine's aborts at the end of draining to arrive
+ABORT_GRACE_S = 2.0  # time for the engine's aborts to arrive, at the end of draining
 
 
 class FrontEnd(Actor[FromEngine], ServingState):
-    """The actor that owns all running sequences; its inbox is that of the engine link."""
+    """The actor that owns all running sequences. Its inbox is that of the engine link."""
 
     def __init__(
         self,
@@ -73,19 +73,19 @@ class FrontEnd(Actor[FromEngine], ServingState):
         receipt_signer: ReceiptSigner | None = None,
         resume_window_s: float = 0.0,
     ) -> None:
-        """Make a front end that takes requests once its engine is ready.
+        """Create a front end, which accepts requests once its engine is ready.
 
         Args:
             link: The connection to the engine or engines.
             aliases: Further names of the model.
-            answer_format: How the model writes reasoning and tool calls; None if that is unknown.
-            defaults: Sampling parameters of requests that do not set them.
-            max_queued: Sequences that may wait beyond those that the engine runs at once; None for
-                no limit (offline use).
+            answer_format: The model's format of reasoning and tool calls; None if unknown.
+            defaults: Default values of sampling parameters.
+            max_queued: The most sequences that may wait, beyond those that the engine runs at once.
+                None: no limit (for offline use).
             max_wait_s: See `Admission`.
             processors: Names of logits processors.
-            receipt_signer: Makes receipts; without one, only the digests for them are made.
-            resume_window_s: See `Resumable`. With 0, streams end with their readers.
+            receipt_signer: Creates receipts. None: only their digests are computed.
+            resume_window_s: See `Resumable`. 0: streams end with their readers.
         """
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
@@ -98,9 +98,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.defaults = defaults
         self.receipt_signer = receipt_signer
         self.stats = FrontStats()
-        self.fleet = (
-            link if isinstance(link, Fleet) and not link.single else None
-        )  # where there may be several engines
+        # None if there is only one engine.
+        self.fleet = link if isinstance(link, Fleet) and not link.single else None
         self.monitor = EngineMonitor(link, self.fleet, self.stats)
         self.link = link
         self._admission = Admission(self.stats, max_queued, max_wait_s)
@@ -118,9 +117,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._grammars = GrammarAdmission(tokenizer)
         self._processors = processors
         self.rids = itertools.count(1)
-        self._due: list[Generation] = []  # those with new deltas, maybe twice
-        self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
-        self._drain_by_s: float | None = None  # when draining ends
+        self._due: list[Generation] = []  # generations with new deltas; may contain duplicates
+        self._unsent_aborts: list[int] = []  # aborts for which the engine's inbox was full
+        self._drain_by_s: float | None = None  # deadline of draining
 
     # ---- requests
     # -------------------------------------------------------------------------------------------
@@ -143,16 +142,20 @@ class FrontEnd(Actor[FromEngine], ServingState):
     ) -> Generation:
         """Check, admit and submit a request. Raises RequestError before anything runs.
 
-        Args: prompt: The prompt's token ids. params: The sampling parameters of its `params.n`
-            sequences. reservation: Room for the sequences, from `admit`. Without one they are
-            admitted here. priority: Lower values run first. salt: Requests with different salts
-            share no prefix cache. owner: The sender. New grammars of several owners are checked in
-            turns. request_id: Any text; it names the request in errors and receipts. marked:
-            Special tokens are in the text, between marks. parser: Makes the parser of each
-            sequence's answer; the text is marked then. grammar: A grammar for the answers, in place
-            of `params.structured_outputs`. grammar_param: The request field that errors in the
-            grammar name. grammar_parts: The constraints in `grammar`, each with its field; see
-            `GrammarAdmission`.
+        Args:
+            prompt: Token ids.
+            params: The sampling parameters of the `params.n` sequences.
+            reservation: From `admit`. None: the sequences are admitted here.
+            priority: Lower values run first.
+            salt: Requests with different salts do not share prefix-cache blocks.
+            owner: The sender. New grammars of several owners are checked in turns.
+            request_id: The name of the request in errors and receipts.
+            marked: Keep special tokens in the text, between marks.
+            parser: Returns a parser for the answer of a sequence. Implies `marked`.
+            grammar: A grammar for the answers, in place of `params.structured_outputs`.
+            grammar_param: The request field that errors about the grammar name.
+            grammar_parts: The constraints in `grammar`, each with its request field; see
+                `GrammarAdmission`.
         """
         ready = self._serving()
         check_request(prompt, priority, ready)
@@ -166,7 +169,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             if self.tokenizer and params.bad_words
             else ()
         )
-        own = reservation is None
+        admitted_here = reservation is None
         reservation = reservation or self.admit(params.n, priority=priority)
         try:
             if grammar is not None or params.structured_outputs is not None:
@@ -175,7 +178,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 )
             if params.receipt and self.receipt_signer is not None:
                 await self.receipt_signer.weights(ready)
-            # The engine may have been lost or replaced meanwhile.
+            # Check again: the engine may have been lost or replaced in the meantime.
             ready = self._serving()
             samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
             generation = Generation(
@@ -192,7 +195,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             reservation.use(params.n)
             self.running.add(generation.sequences)
         finally:
-            if own:
+            if admitted_here:
                 reservation.release()
         try:
             for sequence in generation.sequences:
@@ -203,9 +206,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return generation
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text, with the tokenizer's own special tokens around it if
-        `special`.
-        """
+        """Return the token ids of a text. special: add the tokenizer's special tokens."""
         return (await self.encode_all([text], special=special))[0]
 
     async def encode_all(self, texts: list[str], *, special: bool = True) -> list[list[int]]:
@@ -217,7 +218,6 @@ class FrontEnd(Actor[FromEngine], ServingState):
             )
 
         def work() -> list[list[int]]:
-            """Encode the texts, in this thread."""
             return [tokenizer.encode(text, special=special) for text in texts]
 
         return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
@@ -225,11 +225,11 @@ class FrontEnd(Actor[FromEngine], ServingState):
     def admit(
         self, num_sequences: int, *, within_s: float | None = None, priority: int = 0
     ) -> Reservation:
-        """Reserve room for the sequences of a request; use the reservation in a `with` statement.
+        """Admit the sequences of a request. Use the reservation in a `with` statement.
 
-        Admission is decided once, here: the reserved sequences count as running until they are
-        submitted by `generate` or the block ends. Raises Overloaded if they may not come now or
-        could not start within `within_s` seconds, and InvalidRequest if they never may come.
+        Reserved sequences count as running, until they are submitted by `generate` or the block
+        ends. Raises Overloaded if they cannot be admitted now or could not start within `within_s`
+        seconds, and InvalidRequest if they could never be admitted.
         """
         ready = self._serving()
         now = monotonic()
@@ -250,13 +250,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return Reservation(running, num_sequences, priority)
 
     def _serving(self) -> m.Ready:
-        """Return the engine's facts. Raises RequestError while no requests are taken."""
+        """Return the engine's facts. Raises RequestError while requests are not accepted."""
         if self.ready is None or self.state != "ready":
             raise self.refusal()
         return self.ready
 
     def drop(self, generation: Generation, reason: str = "abort") -> None:
-        """End the sequences of a request that still run, here and in the engine."""
+        """End the running sequences of a request, here and in the engine."""
         live = [s for s in generation.sequences if self.running.sequences.get(s.rid) is s]
         for sequence in live:
             self._end(sequence, reason)
@@ -269,9 +269,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
     # -------------------------------------------------------------------------------------------
 
     def adopt(self, stream: StreamLog) -> StreamLog:
-        """Keep a stream of another front end from now on; `restart` computes it.
+        """Take over a stream of another front end. `restart` continues to compute it.
 
-        Returns its log in this front end. Raises RequestError if that cannot be.
+        Return its log in this front end. Raises RequestError if that is not possible.
         """
         assert self.resumable is not None
         self._serving()
@@ -284,7 +284,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
     async def restart(self, stream: StreamLog) -> None:
         """Submit the sequences of an adopted stream that have not ended, unless it was closed.
 
-        Raises RequestError, and closes the stream, if that cannot be.
+        Raises RequestError if that is not possible, and closes the stream.
         """
         assert self.resumable is not None
         try:
@@ -303,7 +303,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             raise
 
     def _stop_computing(self, rids: list[int]) -> None:
-        """Aborts sequences in the engine; if its inbox is full, again after its next output."""
+        """Abort sequences in the engine. If its inbox is full, retry after its next output."""
         self._unsent_aborts += rids
         try:
             self.link.send(m.Abort(self._unsent_aborts))
@@ -316,18 +316,16 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
     @property
     def over(self) -> bool:
-        """Whether the front end was stopped, or the engine is gone for good (`failure` is the
-        reason).
-        """
+        """Whether the front end was stopped, or the engine is gone for good (see `failure`)."""
         return self._stopping or self.failure is not None
 
     async def turn(self) -> None:
-        """Handle the engine's messages. An unexpected error is logged and becomes the `failure`
+        """Handle the engine's messages. An unexpected error is logged, and becomes the `failure`
         that callers see.
         """
         try:
             await super().turn()
-            for generation in self._due:  # once, however many steps came
+            for generation in self._due:  # only once for all steps that have arrived
                 generation.deliver()
             self._due.clear()
         except Exception as error:
@@ -342,7 +340,6 @@ class FrontEnd(Actor[FromEngine], ServingState):
         await self._grammars.close()
 
     def handle(self, msg: FromEngine) -> None:
-        """Act on one message of the engine or of its link."""
         match msg:
             case m.StepOutput():
                 self._on_step(msg)
@@ -361,7 +358,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             case m.ExpertLoad() | m.Traced():
                 self.monitor.hear(msg, self.ready)
             case m.Pong() | m.Stopped() | m.Joined() | m.LeftGroup() | m.PlacementResult():
-                pass  # the link acts on these
+                pass  # the link handles these
             case _:
                 assert_never(msg)
 
@@ -387,11 +384,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 sequences[rid].digests += digests
         for rid, token, finish in zip(rids, tokens, out.finish, strict=True):
             if (sequence := sequences.get(rid)) is None:
-                # aborted here, or ended by a stop string, while the engine still computed it
+                # The sequence was aborted here, or a stop string ended it, while the engine still
+                # computed it.
                 continue
             try:
                 self._advance(sequence, token, finish, out, now)
-            except Exception as error:  # in its text, say; the other sequences go on
+            except Exception as error:  # such as one in its text; other sequences continue
                 log.error(
                     "request %s failed: %s", sequence.owner.request_id, errors.place_of(error)
                 )
@@ -406,12 +404,10 @@ class FrontEnd(Actor[FromEngine], ServingState):
         rid = sequence.rid
         if finish == m.FinishReason.ERROR:
             self._end(sequence, "error")
-            why = out.errors.get(rid, "the request failed inside the engine")
-            own_doing = why.startswith((m.NO_TOKEN_LEFT, m.GRAMMAR_FAILED))
-            self._fail(
-                sequence.owner,
-                (errors.ConstraintFailed if own_doing else errors.RequestFailed)(why),
-            )
+            message = out.errors.get(rid, "the request failed inside the engine")
+            by_request = message.startswith((m.NO_TOKEN_LEFT, m.GRAMMAR_FAILED))
+            kind = errors.ConstraintFailed if by_request else errors.RequestFailed
+            self._fail(sequence.owner, kind(message))
             return
         delta = sequence.advance(token, finish, out)
         if token >= 0:
@@ -424,7 +420,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
             if not finish:
-                self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
+                self._stop_computing([rid])  # ended by a stop string, unknown to the engine
             delta.receipt = sequence.receipt = self._receipt(sequence, delta)
         sequence.owner.push(delta)
         self._due.append(sequence.owner)
@@ -433,23 +429,22 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self, sequence: Sequence, last: Delta, ended_before: bool = False
     ) -> Receipt | None:
         """Return the receipt of a sequence that ends with this delta, if the request wants one.
-
-        Also logs the sequence, unless it ended before this process or replay.
+        Also log the sequence, unless it ended in another process or before a replay.
         """
         if self.receipt_signer is None or last.finish_reason == "abort":
-            return None  # nobody could compute again where an abort ended it
+            return None  # the end of an aborted sequence cannot be reproduced
         if sequence.owner.lags or not (sequence.sampling.receipt or self.receipt_signer.logs):
             return None
         assert self.ready is not None
         return self.receipt_signer.finish(sequence, last, self.ready, logged=not ended_before)
 
     def _on_ready(self, ready: m.Ready) -> None:
-        again = self.ready is not None
+        is_restart = self.ready is not None
         self.ready = ready
         self._unsent_aborts = []
         self.phase = m.Phase("ready", 100, self.phase.elapsed_s)
         self.enter("ready")
-        if again:
+        if is_restart:
             self.stats.lost_engine(0, died=True)
             self._replay(list(self.running.sequences), "the engine is back")
         if self._drain_by_s is not None:
@@ -462,12 +457,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._replay(msg.rids, f"engine {msg.engine} {what} ({msg.cause})")
 
     def _replay(self, rids: Collection[int], why: str) -> None:
-        """Submit these sequences again with the tokens that they have."""
+        """Submit these sequences again, with the tokens that they have."""
         live = [rid for rid in rids if rid in self.running.sequences]
-        log.warning("%s; %d sequences go on where they were", why, len(live))
+        log.warning("%s; resuming %d sequences", why, len(live))
         for rid in live:
             if (sequence := self.running.sequences.get(rid)) is None:
-                continue  # a sibling could not be sent
+                continue  # its request has failed, because another sequence could not be sent
             try:
                 self.link.send(submission(sequence))
             except errors.Overloaded as error:
@@ -485,7 +480,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._give_up(gone.error())
 
     def _give_up(self, failure: errors.MoeserveError) -> None:
-        """Fail all sequences: there will be no engine any more."""
+        """Fail all sequences, because the engine is gone for good."""
         self.failure = failure
         self.enter("lost")
         self._fail_all("the engine stopped while this request ran; send it again")
@@ -494,7 +489,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
     # --------------------------------------------------------------------------------------------
 
     def _fail(self, generation: Generation, error: errors.RequestError) -> None:
-        """Fail a whole request because of one sequence."""
+        """Fail a request because of one of its sequences."""
         generation.fail(error)
         self.drop(generation, "error")
 
@@ -505,7 +500,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._fail(generation, error)
 
     def _end_early(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence that the engine still computes, here and there."""
+        """End a sequence that is still running, here and in the engine."""
         if self.running.sequences.get(sequence.rid) is sequence:
             self._end(sequence, reason)
             self._stop_computing([sequence.rid])
@@ -516,14 +511,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken and the engine makes progress, for readiness probes."""
+        """Whether requests are accepted and the engine makes progress, for readiness probes."""
         return self.state == "ready" and self.link.healthy
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, lets running ones finish for timeout_s seconds, then aborts the
-        rest.
+        """Refuse new requests, let running ones finish for timeout_s seconds, and abort the rest.
 
-        An engine that dies meanwhile is replaced as usual, and its requests go on.
+        An engine that dies during this time is replaced as usual, and its requests are resumed.
         """
         if self.state == "ready":
             self.link.send(m.Drain(timeout_s))

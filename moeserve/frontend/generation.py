@@ -1,8 +1,8 @@
-"""A request in the front end, from its check to its deltas.
+"""A request in the front end, from its validation to its deltas.
 
-`Generation` is the running request: an async iterator of deltas over n sequences, each with its
-text state. Before it come `check_request` and `token_sampling`; `submission` makes the message to
-the engine.
+`check_request` and `token_sampling` validate and resolve its parameters. `Generation` is the
+running request: an async iterator of the deltas of its n sequences. `submission` creates the
+message to the engine.
 """
 
 import asyncio
@@ -33,29 +33,23 @@ _SEED_MASK = 2**63 - 1
 
 
 class Delta(msgspec.Struct, gc=False):
-    """New text and tokens of one sequence of a request, `index` in 0..n-1.
+    """New text and tokens of one sequence of a request."""
 
-    text: new text without stop strings; empty while a character or a possible stop string is
-    incomplete. logprobs: aligned with token_ids, empty if not asked for. finish_reason: "stop",
-    "length" or "abort" in the sequence's last delta; stop_reason: the stop string or stop token
-    that ended it. prompt_logprobs: in the first delta of sequence 0; entry i belongs to prompt
-    token i, entry 0 is None. parts: the text, which has marks then, read by a parser.
-    num_reasoning: tokens of reasoning.
-    """
-
-    index: int
+    index: int  # of the sequence, 0 to n - 1
+    # Without stop strings. Empty while a character or a possible stop string is incomplete.
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[Logprobs] = []
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    cached_tokens: int | None = None  # set once per sequence, with its first delta
-    num_drafts: int = 0  # verified since the last delta
-    num_accepted: int = 0  # those of them that were right
+    logprobs: list[Logprobs] = []  # one for each of token_ids, if requested
+    finish_reason: str | None = None  # "stop", "length" or "abort", in the last delta
+    stop_reason: int | str | None = None  # the stop token or the stop string, in the last delta
+    cached_tokens: int | None = None  # in the first delta of a sequence
+    num_drafts: int = 0  # verified drafts since the last delta
+    num_accepted: int = 0  # accepted drafts since the last delta
+    # One for each prompt token, the first of which is None. In the first delta of sequence 0.
     prompt_logprobs: list[Logprobs | None] | None = None
-    parts: list[Part] = []
-    num_reasoning: int = 0
-    receipt: Receipt | None = None  # in the sequence's last delta, if asked for
+    parts: list[Part] = []  # the text (which has marks then), read by a parser
+    num_reasoning: int = 0  # tokens of reasoning
+    receipt: Receipt | None = None  # in the last delta, if requested
 
     def append(self, later: "Delta") -> None:
         """Append the next delta of the same sequence."""
@@ -66,7 +60,7 @@ class Delta(msgspec.Struct, gc=False):
         self.add(later)
 
     def add(self, later: "Delta") -> None:
-        """Append the next delta of the same sequence, but for its text."""
+        """Append the next delta of the same sequence, except for its text."""
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.parts += later.parts
@@ -81,10 +75,9 @@ class Delta(msgspec.Struct, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of a request's n sequences: its sampling parameters, its tokens so far, and its text
-    state.
+    """One of a request's n sequences: its sampling parameters, tokens and text state.
 
-    The generated tokens stay here, so that a new engine can continue where a dead one stopped.
+    The generated tokens are kept, so that a new engine can continue for a dead one.
     """
 
     rid: int
@@ -95,27 +88,24 @@ class Sequence:
     stops: StopMatcher | None = None
     parser: AnswerParser | None = None
     reasoning: bool = False  # whether the parser's latest part is reasoning
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # generated so far
     started_at: float | None = None  # when its first step began
-    digests: list[bytes] = field(
-        default_factory=list
-    )  # of the tokens' logits, if asked for; maybe of more
+    digests: list[bytes] = field(default_factory=list)  # of logits, if requested; may be too many
     ended: bool = False
     receipt: Receipt | None = None
-    first_at: float | None = None
-    last_at: float = 0.0
+    first_at: float | None = None  # time of its first token
+    last_at: float = 0.0  # time of its latest token
 
     def advance(self, token: int, finish: int, out: StepOutput) -> Delta:
-        """Take one row of a step output and returns the delta for the caller. A token of -1 means
-        no token. What is in columns of `out` for a request's rows is taken out of them.
+        """Apply one row of a step output, and return its delta. This removes the row's values from
+        the dictionaries of `out`.
 
-        A stop token ends the text before itself unless `include_stop_str_in_output`.
+        token: -1: none. A stop token is not part of the text, unless `include_stop_str_in_output`.
         """
         if token >= 0:
             self.tokens.append(token)
-        ends = (
-            finish == FinishReason.STOP and token in self.sampling.stop_ids
-        )  # not where it completes a grammar
+        # A token that only completes a grammar is no stop token.
+        ends = finish == FinishReason.STOP and token in self.sampling.stop_ids
         shown = not ends or self.owner.params.include_stop_str_in_output
         text = self.detok.push(token) if self.detok is not None and token >= 0 and shown else ""
         delta = Delta(self.index, text, [token] if token >= 0 else [])
@@ -132,16 +122,15 @@ class Sequence:
             delta.logprobs.append(rows.pop(0))
         if out.drafts and (verified := out.drafts.pop(self.rid, None)):
             delta.num_drafts, delta.num_accepted = verified
-        if (
-            out.cached and len(self.tokens) <= 1
-        ):  # a replay's cache hits are on our own earlier work
+        # The cache hits of a replay do not count, because they are this sequence's earlier blocks.
+        if out.cached and len(self.tokens) <= 1:
             delta.cached_tokens = out.cached.get(self.rid)
         self.ended = delta.finish_reason is not None
         return delta
 
     def read(self, delta: Delta) -> None:
-        """Add to a delta what the parser makes of it: here, so that it does not depend on how
-        deltas are merged.
+        """Parse a delta's text into `parts`. This must happen before deltas are merged, so that the
+        parts do not depend on the merging.
         """
         assert self.parser is not None
         delta.parts = self.parser.push(delta.text, final=delta.finish_reason is not None)
@@ -150,7 +139,7 @@ class Sequence:
         delta.num_reasoning = len(delta.token_ids) if self.reasoning else 0
 
     def _cut(self, delta: Delta) -> None:
-        """Hold back what may become a stop string, and ends the sequence at the first one."""
+        """Hold back text that may become a stop string, and end the sequence at the first one."""
         assert self.stops is not None
         searching = len(self.tokens) >= self.owner.params.min_tokens
         delta.text, found = self.stops.push(delta.text, active=searching)
@@ -164,9 +153,9 @@ class Sequence:
 class Generation:
     """A running request. `async for delta in generation` ends after the last sequence has ended.
 
-    Deltas that a slow reader has not read are merged, so an unread answer takes as much memory as
-    its tokens and text do. `aclose()`, leaving an `async with`, or cancelling the reader aborts the
-    sequences that still run, unless the request is resumable.
+    Unread deltas are merged, so an unread answer takes no more memory than its tokens and text.
+    `aclose()`, leaving an `async with`, or cancelling the reader aborts the running sequences,
+    unless the request is resumable.
     """
 
     def __init__(
@@ -189,19 +178,20 @@ class Generation:
         self.priority = priority
         self.salt = salt
         self.marked = marked  # see `FrontEnd.generate`
-        # Fast path: called with each delta for which the reader would be woken; returns whether it
-        # took the delta. Waking the reader costs as much as the rest of a token's way. What it
-        # raises is raised to the reader.
+        # Fast path: called with each delta instead of waking the reader. Returns whether it wrote
+        # the delta. Waking the reader would cost as much as all other work for a token. Its errors
+        # are raised in the reader.
         self.taker: Callable[[Delta], bool] | None = None
-        # prompt logprobs that have come and were not delivered; None if there are none
+        # Prompt logprobs that are not delivered yet; None: there are none.
         self.prompt_rows: list[Logprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
         self.merges = True  # whether unread deltas are merged
         self.pause: Callable[[], Awaitable[None]] | None = None  # awaited before each delta
         self.stream: StreamLog | None = None  # the log of a resumable request
-        self.lags = False  # it has tokens and no text: a stop string is found by a later replay
-        # called when the reader goes
+        # Whether it has tokens but no text yet, so that only a replay will find stop strings.
+        self.lags = False
+        # Called when the reader is gone.
         self.leave: Callable[[Generation], None] = Generation.abort
         self._abort = abort
         self._pending: dict[object, Delta] = {}
@@ -215,7 +205,7 @@ class Generation:
         tokenizer: Tokenizer | None,
         parser: Callable[[], AnswerParser] | None,
     ) -> None:
-        """Make the sequences. For the front end."""
+        """Create the sequences. Called by the front end."""
         params = self.params
         for index, sampling in enumerate(samplings):
             sequence = Sequence(next(rids), index, self, sampling)
@@ -232,16 +222,16 @@ class Generation:
             self.sequences.append(sequence)
 
     def push(self, delta: Delta) -> None:
-        """Add a delta, merged with an unread one of the same sequence; `deliver` is due then. For
-        the front end.
+        """Add a delta, merged with an unread one of the same sequence. Called by the front end,
+        which then calls `deliver`.
         """
         held = self._pending.setdefault(delta.index if self.merges else object(), delta)
         if held is not delta:
             held.append(delta)
 
     def deliver(self) -> None:
-        """Give the deltas to the taker, as far as it takes them, or wakes the reader. For the
-        front end.
+        """Pass deltas to the taker until it declines one, then wake the reader. Called by the front
+        end.
         """
         if self._waiter is None or self._waiter.done():
             return
@@ -259,14 +249,14 @@ class Generation:
             self._wake()
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:
-        """Add a chunk of prompt logprobs. A chunk may come again after a preemption."""
+        """Add a chunk of prompt logprobs. A chunk may be repeated after a preemption."""
         rows = self.prompt_rows or [None]
         rows[piece.start : piece.start + len(piece.rows)] = piece.rows
         self.prompt_rows = rows
 
     def fail(self, error: Exception) -> None:
-        """End the whole request with an error, which is raised after the unread deltas. The first
-        error counts.
+        """End the request with an error, which is raised after the unread deltas. The first error
+        is kept.
         """
         self._error = self._error or error
         self._wake()
@@ -297,21 +287,19 @@ class Generation:
         return self._pending.pop(next(iter(self._pending)))
 
     def abort(self) -> None:
-        """End the sequences that still run; the engine frees them before its next step.
-        Idempotent.
-        """
+        """End the running sequences. The engine frees them before its next step. Idempotent."""
         if self.num_live:
             self._abort(self)
 
     def replace(self, error: Exception) -> None:
-        """Give the reader an error in place of what it has not read. The sequences go on
-        elsewhere.
+        """Raise an error in the reader, and drop the unread deltas. Another generation continues
+        the sequences.
         """
         self._pending.clear()
         self.fail(error)
 
     def caught_up(self) -> None:
-        """Note that the reader of a replay has read what was known: unread deltas merge now."""
+        """Merge unread deltas from now on. Called when the reader of a replay has caught up."""
         self.merges = True
         self.pause = None
 
@@ -321,7 +309,7 @@ class Generation:
         self.caught_up()
 
     async def aclose(self) -> None:
-        """Tells that there is no reader any more; for `aclosing`."""
+        """Call `leave`: there is no reader any more."""
         self.leave(self)
 
     async def __aenter__(self) -> "Generation":
@@ -332,8 +320,9 @@ class Generation:
 
 
 def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
-    """Raise InvalidRequest for an empty prompt, an unknown token id or a priority that is no
-    32-bit integer, and ContextLengthExceeded for a long prompt."""
+    """Raise ContextLengthExceeded for a long prompt, and InvalidRequest for an empty prompt, an
+    unknown token id, or a priority that is not a 32-bit integer.
+    """
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
     low = min(prompt)
@@ -354,7 +343,8 @@ def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
         raise too_long
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
         raise InvalidRequest(
-            "priority must be an integer of 32 bits; lower ones go first", param="priority"
+            f"priority must be a 32-bit integer (lower values run first), got {priority!r}",
+            param="priority",
         )
 
 
@@ -366,12 +356,13 @@ def token_sampling(
     grammar: GrammarSpec | None = None,
     known_processors: Collection[str] = (),
 ) -> list[TokenSampling]:
-    """Return one `TokenSampling` for each of the n sequences; sequence i samples with seed + i,
-    and only the first one computes prompt logprobs.
+    """Return the `TokenSampling` of each of the n sequences.
 
-    The parameters were checked by `SamplingParams.check`, and the prompt by `check_request`:
-    max_tokens is cut to the room that the context leaves, which is at least 1. known_processors:
-    names of logits processors. Raises InvalidRequest for an unknown one.
+    Sequence i samples with seed + i, and only the first one computes prompt logprobs. max_tokens is
+    reduced to the rest of the context, which is at least 1.
+
+    The parameters must have passed `SamplingParams.check`, and the prompt `check_request`.
+    known_processors: names of logits processors. Raises InvalidRequest for an unknown one.
     """
     room = ready.max_model_len - prompt_len
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -393,8 +384,8 @@ def token_sampling(
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,
-        processors=checked_processors(asked, known_processors)
-        if (asked := params.logits_processors)
+        processors=checked_processors(params.logits_processors, known_processors)
+        if params.logits_processors
         else (),
     )
     each = [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
@@ -402,9 +393,7 @@ def token_sampling(
 
 
 def submission(sequence: Sequence) -> Submit:
-    """Return the message that starts a sequence, or replays it with the tokens that were already
-    generated.
-    """
+    """Return the message that starts a sequence, or resumes it with its generated tokens."""
     owner = sequence.owner
     sampling = sequence.sampling
     if sequence.tokens and sampling.prompt_logprobs is not None:
