@@ -275,7 +275,7 @@ async def test_an_engine_that_finds_another_checkpoint_is_never_let_in(
         kill(front, 0)
         await until(lambda: front.failure is not None)
         assert "checkpoint is 'second' in process" in str(front.failure)
-        assert "changed since the first of them read them" in str(front.failure)
+        assert "have changed since the first engine read them" in str(front.failure)
         assert front.fleet.view.epoch == epoch, "they never met"
 
 

@@ -105,7 +105,9 @@ def test_a_missing_package_and_folder_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"needs pyarrow; pip install 'moeserve\[tables\]'"):
+    with pytest.raises(
+        ConfigError, match=r"pyarrow is not installed; pip install 'moeserve\[tables\]'"
+    ):
         read_tables(str(tmp_path), DEVICES["h200"])
     with pytest.raises(ConfigError, match=r"--tables /nowhere: there is no folder /nowhere; "):
         read_tables("/nowhere", DEVICES["h200"])
