@@ -141,7 +141,7 @@ def test_parameters_of_one_slot_come_together(make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen2_moe").path
     driver = Driver(path)
     params = params_of(path, driver)
-    with pytest.raises(AssertionError, match=r"layers.0.qkv_bias.* belong to what is written"):
+    with pytest.raises(AssertionError, match=r"layers.0.qkv_bias.* must be written together"):
         driver.model.slots.write({"layers.0.qkv": params["layers.0.qkv"]})
     with pytest.raises(KeyError, match=r"layers.9.qkv"):
         driver.model.slots.write({"layers.9.qkv": params["layers.0.qkv"]})

@@ -186,7 +186,7 @@ def test_warns_when_nothing_is_invariant(
 def test_refuses_other_dtypes() -> None:
     with pytest.raises(ConfigError, match="float64"):
         pick_ops("cpu", torch.float64)
-    with pytest.raises(ConfigError, match="its successor is kernels: torch"):
+    with pytest.raises(ConfigError, match="use kernels: torch instead"):
         config_of("demo", kernels="onednn")
 
 

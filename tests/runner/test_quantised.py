@@ -173,7 +173,9 @@ def test_rows_of_int8_are_refused_where_they_would_change_nothing(
         load(path, activations="int8", quantization="int8", kernels="torch")
     for form in (FORMS["fp8"], Form("int4", group=8, packed=True)):
         stored, _ = write_quantised(path, tmp_path / form.kind, form)
-        with pytest.raises(ConfigError, match=r"groups of 16 or 32 n.*use activations=float"):
+        with pytest.raises(
+            ConfigError, match=r"groups of 16 inputs or a multiple of 32.*use activations=float"
+        ):
             load(stored, activations="int8")
 
 
