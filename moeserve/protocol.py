@@ -1,6 +1,6 @@
-"""The answers of the HTTP API: the server encodes these structs, and the client decodes them.
+"""The responses of the HTTP API: the server encodes these structs, and the client decodes them.
 
-The shapes are OpenAI's, with vLLM's extensions. Fields have defaults because servers differ in the
+They follow OpenAI's API, with vLLM's extensions. Fields have defaults because servers differ in the
 fields that they send; unknown fields are ignored. A struct with `omit_defaults` omits fields that
 are None, except for those declared by `written`. /openapi.json shows the comments beside fields.
 """
@@ -15,7 +15,7 @@ from moeserve.receipts import Receipt
 
 
 def written(default: Any) -> Any:
-    """Declare a field that is written to JSON even where it has its default.
+    """Declare a field that is written to JSON even if it has its default value.
 
     msgspec omits a value that equals a plain default, and an empty list whose factory is `list`
     itself.
@@ -356,13 +356,13 @@ class ExpertRank(Struct, kw_only=True):
     engine: int = 0
     tp_rank: int = 0
     slots: int = 0  # physical experts that it holds
-    # Of the recent rows, by its physical experts. Null if nothing was counted, or if every engine
-    # has all experts and computes the rows of its own requests.
+    # Of recent tokens, those computed by its physical experts. Null if nothing was counted, or if
+    # every engine has all experts and computes the tokens of its own requests.
     share: float | None = None
 
 
 class ExpertBalance(Struct, kw_only=True):
-    """Mean load over highest load of the recent rows; 1 is even."""
+    """Mean load divided by highest load, of recent tokens; 1 is even."""
 
     ranks: float = 1.0  # over ranks, averaged over layers
     experts: float = 1.0  # over experts, wherever they are
@@ -371,10 +371,10 @@ class ExpertBalance(Struct, kw_only=True):
 
 
 class ExpertLoads(Struct, kw_only=True):
-    """Rows (a token counts once for each of its experts), [L][E]."""
+    """Tokens per expert, [L][E]. A token counts once for each of its experts."""
 
     total: list[list[int]] = []  # since the start
-    recent: list[list[float]] = []  # older rows count less, by half every two minutes
+    recent: list[list[float]] = []  # older tokens count less: half after two minutes
 
 
 class ExpertPlacement(Struct, kw_only=True):

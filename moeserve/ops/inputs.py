@@ -115,7 +115,7 @@ class StepInputs:
     offsets_R1: NDArray[np.int32]  # host
     starts_R: NDArray[np.int32]  # host: first position of each row's new tokens
     rows_on_device: tuple[Tensor, Tensor]  # starts_R and offsets_R1, int32, for kernels
-    # int32 [1] on the device: number of tokens, of which the rest is padding; None: all T
+    # int32 [1] on the device: number of tokens without padding; None: all T
     live: Tensor | None = None
     # Piecewise CUDA graphs: ends a graph before attention and begins another one after it, so that
     # each step that replays them plans and computes its own attention. None: not captured so.

@@ -184,16 +184,16 @@ def _whole(word: str, dialect: Dialect) -> str:
 
 
 def typed(raw: str, schema: Any, root: Any, text: bool | None) -> str:
-    """Return the JSON of a value that was written as text.
+    """Return the JSON of a value that was written without quotes.
+
+    If the schema allows strings and other types, the text is another type's value if it is valid
+    as such.
 
     Args:
         raw: The text.
         schema: The value's schema.
         root: The whole schema, in which references are followed.
-        text: Whether the format says that the value is a text; None if it does not say.
-
-    Where the schema allows texts as well as other values, the text counts as another value if it
-    satisfies the schema as such.
+        text: Whether the format marks the value as a string; None if it has no marks.
     """
     kinds = kinds_of(schema, root)
     if text or (text is None and kinds == {"string"}):

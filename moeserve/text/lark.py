@@ -1,4 +1,4 @@
-"""Pieces of Lark, the grammars that llguidance compiles: texts as regexes, and rules by name."""
+"""Helpers to write Lark, the grammar language of llguidance: literals, and named rules."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ TEXT = r"TEXT: /(.|\n)*/"
 
 
 def exactly(text: str) -> str:
-    """Return the regex of one text, free of characters with a meaning in regexes or in Lark."""
+    """Return a regex that matches exactly one text, with all special characters escaped."""
     return "".join(
         char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text
     )
@@ -24,7 +24,7 @@ def special_in(text: str, special: Mapping[str, int]) -> str:
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
-    """Return the Lark of a text in which the names of special tokens mean these tokens."""
+    """Return the Lark of a text, in which names of special tokens stand for these tokens."""
     parts = enumerate(_pattern(special).split(text))  # text, name, text, name, ..., text
     return " ".join(f"<[{special[p]}]>" if i % 2 else f"/{exactly(p)}/" for i, p in parts if p)
 
@@ -35,23 +35,24 @@ def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:
 
 
 class Rules:
-    """The rules of one grammar. special: the tokenizer's special tokens."""
+    """The rules of one grammar."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
+        """special: the tokenizer's special tokens."""
         self.special = special
         self._rules = [TEXT]
-        self._names: dict[str, str] = {}  # of rules, by body
+        self._names: dict[str, str] = {}  # body of a rule -> its name
 
     def literal(self, text: str) -> str:
-        """Return the Lark of a format's own text; the names of special tokens mean the tokens."""
+        """Return the Lark of a format's text; names of special tokens stand for the tokens."""
         return literal(text, self.special)
 
     def plain(self, text: str) -> str:
-        """Return the Lark of a request's text; it is spelled in characters."""
+        """Return the Lark of a request's text, which never stands for special tokens."""
         return f"/{exactly(text)}/" if text else '""'
 
     def fill(self, write: str, **slots: str) -> str:
-        """Return the Lark of a format's text with {slots}. slots: the Lark of each."""
+        """Return the Lark of a format's text with {slots}. slots: the Lark of each slot."""
         parts = SLOT.split(write)
         slots["index"] = "/[0-9]+/"
         return " ".join(
@@ -59,7 +60,7 @@ class Rules:
         )
 
     def until(self, mark: str) -> str:
-        """Return the Lark of any text and the mark behind it."""
+        """Return the Lark of any text followed by a mark."""
         if special := special_in(mark, self.special):
             before = mark.partition(special)[0]
             if not before.strip():
@@ -67,7 +68,7 @@ class Rules:
         return self.rule(f"TEXT {self.literal(mark)}", lazy=True)
 
     def rule(self, body: str, *, lazy: bool = False) -> str:
-        """Return the name of a rule. lazy: it ends as early as it can."""
+        """Return the name of a rule with this body. lazy: it ends as early as possible."""
         key = f"lazy {body}" if lazy else body
         if key not in self._names:
             self._names[key] = name = f"{'until' if lazy else 'r'}_{len(self._rules)}"
@@ -75,11 +76,11 @@ class Rules:
         return self._names[key]
 
     def named(self, name: str, body: str) -> None:
-        """Add a rule under a name of the caller's."""
+        """Add a rule with the caller's name."""
         self._rules.append(f"{name}: {body}")
 
     def reserve(self) -> str:
-        """Return a name for a rule that follows by `named`, so that it can refer to itself."""
+        """Return a name for a recursive rule, to be added with `named`."""
         self._rules.append("")
         return f"r_{len(self._rules) - 1}"
 

@@ -299,8 +299,9 @@ def _are_disjoint(a: Alternative, b: Alternative) -> bool:
 
 
 def _excludes(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether a key that objects of `a` must have is forbidden in those of `b`, or has other values
-    there.
+    """Return whether no object satisfies both schemas, because of a key that `a` requires.
+
+    The key is forbidden in objects of `b`, or has other values there.
     """
     for key in a.get("required", ()):
         of_b = _member(b, key)
