@@ -194,8 +194,8 @@ class DeviceConfig:
     )
     attention_backend: Literal["auto", "triton", "fa3"] = _yaml(
         "auto",
-        "attention kernels (CUDA); triton; fa3: FlashAttention-3 where it supports the step; "
-        "auto: fa3 for steps in which `moeserve tune` measured it faster",
+        "attention kernels (CUDA); fa3: FlashAttention-3; auto: fa3 in steps for which "
+        "`moeserve tune` measured it faster, otherwise Triton's",
     )
     graphs: Literal["auto", "full", "piecewise", "off"] = _yaml(
         "auto",

@@ -142,6 +142,7 @@ class MoE:
         # Leading dimension and index of the expert, in tensors that have all experts
         lead: tuple[int, ...] = (self.num_experts,) if names.in_one else ()
         take: Index = (expert,) if names.in_one else ()
+        shape: tuple[int, ...]
         if self.activation.parts == 1:
             yield Piece(names.up.format(expert), (*lead, inner, width), "w13", take=take)
             yield Piece(names.down.format(expert), (*lead, width, inner), "w2", take=take)

@@ -65,7 +65,12 @@ class MTPNames:
 
 
 QWEN_MTP = MTPNames(
-    "mtp.layers.0.", "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    layer="mtp.layers.0.",
+    begin="mtp.",
+    embed_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    merge="fc",
+    norm="norm",
 )
 
 
@@ -157,7 +162,7 @@ class WeightPlan:
         for source, count, rows in sources:
             end = start + rows.stop - rows.start
             total = sum(count for _, count, _ in sources) if is_one_tensor else count
-            shape = (total, *tail)
+            shape: tuple[int, ...] = (total, *tail)
             take: Index = (slice(offset + rows.start, offset + rows.stop),)
             if source.endswith(self.names.boxed):
                 shape = (1, *shape)
