@@ -1,3 +1,1 @@
-"""Between text and engine: streams of text deltas over any wire, for the server, AsyncEngine and
-LLM.
-"""
+"""The front end between text and engine, and its Python interfaces `AsyncEngine` and `LLM`."""

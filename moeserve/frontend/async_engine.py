@@ -1,6 +1,4 @@
-"""`AsyncEngine`: the engine inside an asyncio program, no HTTP in between; and its outputs, with
-vLLM's names.
-"""
+"""`AsyncEngine`: the engine inside an asyncio program, without HTTP, and its outputs."""
 
 import asyncio
 import operator
@@ -27,14 +25,12 @@ Prompt = str | Mapping[str, Any]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n answers. logprobs[i] belongs to token_ids[i]; logprobs is None if not
-    asked for.
-    """
+    """One of a request's n answers."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] | None = None
+    logprobs: list[Logprobs] | None = None  # one for each of token_ids, if requested
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -61,7 +57,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its answers; from `AsyncEngine`, the parts of answers since the last output."""
+    """A request and its answers. `AsyncEngine` yields what is new since the last output."""
 
     request_id: str
     prompt: str | None
@@ -88,8 +84,9 @@ class AsyncEngine:
             print(out.outputs[0].text, end="")
 
     Keyword arguments are the fields of `moeserve.config` (`dtype`, `max_model_len`, `max_num_seqs`,
-    `threads`, ...); or pass a whole `Config`. logits_processors: factories that requests may name
-    (docs/logits-processors.md).
+    `threads`, ...). Or pass a whole `Config`.
+
+    logits_processors: factories that requests may name (docs/logits-processors.md).
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class AsyncEngine:
         """The fleet of engines: their state (`view`) and changes to them (`scaling`)."""
         fleet = self.front.fleet
         if fleet is None:
-            raise RuntimeError("this is one engine of one process; give dp or tp above 1")
+            raise RuntimeError("there is only one engine in one process; set dp or tp above 1")
         return fleet
 
     async def __aenter__(self) -> "AsyncEngine":
@@ -148,11 +145,12 @@ class AsyncEngine:
         request_id: str = "",
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield new pieces of the answers, one entry in `outputs` each. Leaving the loop early
+        """Yield new pieces of the answers, each with one entry in `outputs`. Leaving the loop early
         aborts the request.
 
-        prompt: a text, or {"prompt_token_ids": [...]}. Raises RequestError before the first piece
-        if it is refused.
+        prompt: a text, or {"prompt_token_ids": [...]}.
+
+        Raises RequestError before the first piece if the request is refused.
         """
         params = checked(params)
         text, tokens = await read_prompt(self.front, prompt)
@@ -175,8 +173,8 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Like `generate`; the chat template makes the prompt of these messages."""
-        # in a thread: a template runs in another process, for up to seconds
+        """Like `generate`, with a prompt that the chat template makes from messages."""
+        # In a thread, because a template runs in another process, and may take seconds.
         tokens = await asyncio.to_thread(render_chat, self.front, messages)
         async for piece in self.generate({"prompt_token_ids": tokens}, params, **kwargs):
             yield piece
@@ -192,17 +190,16 @@ def checked(params: SamplingParams | None) -> SamplingParams:
 
 
 async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """Return a prompt's text (None if given as ids) and its token ids. Raises InvalidRequest for
-    anything else.
+    """Return a prompt's text (None if only ids were given) and its token ids.
+
+    Raises InvalidRequest.
     """
     text: Any = prompt
     if isinstance(prompt, Mapping):
         text = prompt.get("prompt")
         if (ids := prompt.get("prompt_token_ids")) is not None:
             try:
-                return text, [
-                    operator.index(token) for token in ids
-                ]  # arrays of integers are welcome
+                return text, [operator.index(token) for token in ids]  # also arrays of integers
             except TypeError as error:
                 raise InvalidRequest(f"prompt_token_ids: {error}", param="prompt") from error
     if not isinstance(text, str):
@@ -211,13 +208,13 @@ async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list
 
 
 def render_chat(front: FrontEnd, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the token ids of a conversation, ready for the assistant's answer.
+    """Return the token ids of a conversation, up to the beginning of the assistant's answer.
 
-    Blocks while the template runs: call it in a thread. Raises InvalidRequest.
+    Blocks while the template runs, so call it in a thread. Raises InvalidRequest.
     """
     if front.tokenizer is None or front.chat_template is None:
         raise InvalidRequest(
-            "this model has no chat template: use generate, or give one with chat_template="
+            "this model has no chat template: use generate, or pass one with chat_template="
         )
     if isinstance(messages, str) or not all(
         isinstance(m, Mapping) and "role" in m for m in messages

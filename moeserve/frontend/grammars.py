@@ -1,4 +1,4 @@
-"""Checks the grammars of requests before the requests are admitted."""
+"""Check the grammars of requests before the requests are admitted."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -12,8 +12,8 @@ from moeserve.text.tokenizer import Tokenizer
 
 
 class GrammarAdmission:
-    """Checks the grammars of one front end's requests. It owns the processes that compile new ones;
-    `close` ends them.
+    """Checks the grammars of requests. It owns the processes that compile new grammars, which
+    `close` ends.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -32,18 +32,18 @@ class GrammarAdmission:
         """Return the checked grammar: the given one, or the one of the sampling parameters.
 
         Args:
-            params: The request's sampling parameters, which were checked.
+            params: The request's sampling parameters, already checked.
             grammar: The grammar of a chat with tools.
-            param: The request's field with the grammar, for errors.
-            ready: The engine's answer to its start.
-            owner: The sender. Owners of new grammars take turns.
-            parts: Gives the constraints that `grammar` was made of, each with its field. If
-                `grammar` is refused, the error names the first part that is refused alone.
+            param: The request field with the grammar, for errors.
+            ready: The engine's facts.
+            owner: The sender. New grammars of several owners are compiled in turns.
+            parts: Returns the constraints that `grammar` combines, each with its request field. If
+                `grammar` is refused, the error is about the first one that is refused by itself.
 
-        Raise InvalidRequest, or Overloaded if the processes that compile are busy for too long.
+        Raises InvalidRequest, or Overloaded if the compiling processes are busy for too long.
         """
         if grammar is None and params.structured_outputs is not None:
-            # In a thread: a schema may be as long as the largest body.
+            # In a thread, because a schema may be as long as the largest body.
             grammar = await asyncio.to_thread(grammar_of, params.structured_outputs, param)
         if grammar is not None:
             checker = self._checker_for(ready, param)
@@ -62,8 +62,8 @@ class GrammarAdmission:
             )
         if not ready.eos_token_ids:
             raise InvalidRequest(
-                f"{param}: this model names no token that ends an answer (eos_token_id), so no "
-                "text can be complete",
+                f"{param}: this model has no end-of-text token (eos_token_id), so no text can be "
+                "complete",
                 param=param,
                 code="unsupported_parameter",
             )

@@ -1,9 +1,11 @@
-"""The journal: the known tokens of each resumable stream.
+"""The journal: the requests and the known tokens of all resumable streams.
 
-Text, tool calls and chunks are functions of the tokens, so only tokens are kept: an `Entry` has the
-request, a `SequenceLog` the rows of one of its sequences. A journal that applies the changes of
-another one in their order is equal to it; journal_feed.py carries them to the process that stands
-by. Changes that a kill takes along are computed again, with equal tokens.
+Text, tool calls and chunks are functions of the tokens, so only tokens are stored: an `Entry` has
+the request, and a `SequenceLog` the rows of one of its sequences.
+
+journal_feed.py sends all changes to a standby process. A journal that applies them in order is
+equal to the original. Changes that are lost with a killed process are computed again, with the same
+tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,39 +19,38 @@ from moeserve.sampling import SamplingParams, TokenSampling
 
 T = TypeVar("T")
 
-# an int in a list, its slot in an unread delta, and its text
-TOKEN_BYTES = 48
+# Estimates of memory.
+TOKEN_BYTES = 48  # an int in a list, its entry in an unread delta, and its text
 LOGPROB_BYTES = 72  # an alternative: token id and value
 DIGEST_BYTES = 64
 _NO_COLUMNS = StepOutput(rids=b"", tokens=b"", finish=b"")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of a stream, enough to compute its answer again."""
+    """The request of a stream, with all that is needed to compute its answer again."""
 
-    id: str  # hard to guess; part of the ids of the stream's events
+    id: str  # random; part of the ids of the stream's events
     request_id: str
-    created: int  # unix time
+    created: int  # Unix time
     digest: bytes  # of route and body, which a client sends again to resume
     owner: str  # of the API key
     prompt: bytes  # int32
     params: SamplingParams
-    samplings: list[TokenSampling]  # one for each sequence, with the seeds that were drawn
-    rids: list[int]  # of the sequences, in the front end that writes the journal
+    samplings: list[TokenSampling]  # one for each sequence, with its seed
+    rids: list[int]  # ids of the sequences in the front end that writes the journal
     priority: int = 0
     salt: str = ""
     marked: bool = False  # see `FrontEnd.generate`
 
 
 class SequenceLog(msgspec.Struct, kw_only=True):
-    """The rows of one sequence so far, by column; see `StepOutput` for the columns.
+    """The rows of one sequence so far, in columns; see `StepOutput`.
 
-    Rows may follow the one at which a stop string ends the sequence.
+    There may be rows after the one at which a stop string ends the sequence.
     """
 
     tokens: list[int] = []
-    # of the last row; an abort has a row of its own, without a token
-    finish: int = FinishReason.NONE
+    finish: int = FinishReason.NONE  # of the last row; an abort is a row without a token
     stop_id: int | None = None
     cached: int | None = None
     logprobs: list[Logprobs] = []
@@ -63,7 +64,7 @@ class SequenceLog(msgspec.Struct, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the log and its unread text take."""
+        """The approximate memory of the log and its unread text."""
         alternatives = sum(len(row.ids) for row in self.logprobs)
         return (
             TOKEN_BYTES * len(self.tokens)
@@ -72,9 +73,8 @@ class SequenceLog(msgspec.Struct, kw_only=True):
         )
 
     def rows(self, rid: int, start: int = 0) -> Iterator[tuple[int, int, StepOutput]]:
-        """Yield (token, finish, other columns) of each row, as the engine sent them.
-
-        Rows that are added meanwhile are yielded, too.
+        """Yield (token, finish, other columns) of each row, as the engine sent them. This includes
+        rows that are added during the iteration.
         """
         while start < self.num_rows:
             yield self._row(rid, start)
@@ -99,25 +99,25 @@ class SequenceLog(msgspec.Struct, kw_only=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """A stream is kept from now on; its rows so far."""
+    """A stream was added to the journal, with its rows so far."""
 
     entry: Entry
     sequences: list[SequenceLog]
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):
-    """A stream is forgotten."""
+    """A stream was removed from the journal."""
 
     id: str
 
 
-# a StepOutput may also have rows of requests that the journal does not keep
+# A StepOutput may also have rows of requests that are not in the journal.
 Change = Opened | StepOutput | Closed
 
 
 @dataclass(eq=False)
 class StreamLog:
-    """A stream that is kept."""
+    """A stream in the journal."""
 
     entry: Entry
     sequences: list[SequenceLog]
@@ -125,33 +125,35 @@ class StreamLog:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the stream takes while nobody reads it."""
+        """The approximate memory of the stream while it has no reader."""
         num_prompt = len(self.entry.prompt) // 4
         return TOKEN_BYTES * num_prompt + sum(log.num_bytes for log in self.sequences)
 
 
 class Journal:
-    """The streams that are kept, by id.
+    """The resumable streams, by id.
 
-    At most `max_count` are kept. A stream with a reader costs little that the front end would not
-    hold anyway; the streams without one are computed on and may take `max_bytes` together. The
-    owner closes those that `overfull` names.
+    A stream with a reader needs little memory beyond what the front end has anyway. Streams without
+    a reader continue to be computed; the owner closes those in `overfull`.
+
+    max_count: the most streams.
+    max_bytes: the most memory of all streams without a reader.
     """
 
     def __init__(self, max_count: int = 4096, max_bytes: int = 256 * 2**20) -> None:
         self.streams: dict[str, StreamLog] = {}
-        # gets each change, and has to encode it before it returns
+        # Called with each change, which it must encode before it returns.
         self.listener: Callable[[Change], None] | None = None
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._logs: dict[int, SequenceLog] = {}  # by rid
-        self._unread: dict[str, int] = {}  # bytes of streams without a reader, the oldest first
-        self._unread_rids: dict[int, str] = {}  # id of the stream
+        self._logs: dict[int, SequenceLog] = {}  # by id of the sequence
+        self._unread: dict[str, int] = {}  # bytes of streams without a reader, oldest first
+        self._unread_rids: dict[int, str] = {}  # their ids, by id of the sequence
         self.unread_bytes = 0
 
     def open(self, entry: Entry, sequences: list[SequenceLog]) -> StreamLog | None:
-        """Keep a stream; None if there is no room. One with the same id is replaced."""
-        self._forget(entry.id)
+        """Add a stream, or replace the one with the same id. Return None if there is no room."""
+        self._remove(entry.id)
         if len(self.streams) >= self._max_count:
             return None
         stream = self.streams[entry.id] = StreamLog(entry, sequences)
@@ -160,7 +162,9 @@ class Journal:
         return stream
 
     def step(self, out: StepOutput) -> None:
-        """Note a step without its tokens, which a front end adds as it applies the rows."""
+        """Add the rows of a step without their tokens. The front end appends the tokens when it
+        applies the rows, because it shares the lists.
+        """
         if not self.streams:
             return
         if self.listener is not None:
@@ -177,7 +181,7 @@ class Journal:
         for log, verified in self._of(out.drafts):
             log.drafts[len(log.tokens)] = verified
         for log, cached in self._of(out.cached):
-            if not log.tokens:  # later hits are on the sequence's own earlier tokens
+            if not log.tokens:  # later hits are those of a replay
                 log.cached = cached
         for log, stop_id in self._of(out.stop_ids):
             log.stop_id = stop_id
@@ -206,7 +210,7 @@ class Journal:
             self.unread_bytes += num_bytes
 
     def leave(self, id: str) -> None:
-        """Note that nobody reads a stream any more."""
+        """Mark a stream as having no reader."""
         self.resume(id)
         stream = self.streams[id]
         self._unread[id] = stream.num_bytes
@@ -214,13 +218,15 @@ class Journal:
         self._unread_rids |= dict.fromkeys(stream.entry.rids, id)
 
     def resume(self, id: str) -> None:
-        """Note that a stream is read again. Streams that are read are ignored."""
+        """Mark a stream as having a reader. Idempotent."""
         self.unread_bytes -= self._unread.pop(id, 0)
         for rid in self.streams[id].entry.rids:
             self._unread_rids.pop(rid, None)
 
     def overfull(self) -> list[str]:
-        """Return the ids of the streams to close, the oldest without a reader, for want of room."""
+        """Return the ids of the streams to close if there are too many: the oldest without a
+        reader.
+        """
         if self.unread_bytes <= self._max_bytes and len(self.streams) < self._max_count:
             return []
         full = list[str]()
@@ -237,11 +243,11 @@ class Journal:
         return list(self._unread)
 
     def close(self, id: str) -> None:
-        """Forget a stream. Unknown ids are ignored."""
-        if self._forget(id):
+        """Remove a stream. Unknown ids are ignored."""
+        if self._remove(id):
             self._notify(Closed(id))
 
-    def _forget(self, id: str) -> bool:
+    def _remove(self, id: str) -> bool:
         if id not in self.streams:
             return False
         self.resume(id)
@@ -250,7 +256,7 @@ class Journal:
         return True
 
     def apply(self, change: Change) -> None:
-        """Apply the change of another journal."""
+        """Apply a change of another journal."""
         match change:
             case Opened(entry, sequences):
                 self.open(entry, sequences)

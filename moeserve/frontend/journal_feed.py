@@ -1,4 +1,4 @@
-"""The feed of a journal: the front end that serves sends its changes to the one that stands by."""
+"""The feed of a journal, from the active front end to the standby one."""
 
 import asyncio
 import logging
@@ -18,11 +18,13 @@ AGAIN_S = 0.1
 
 
 async def feed(journal: Journal, root: Root, slices: Slices) -> None:
-    """Send all changes of the journal to one standby front end after the other; never returns."""
+    """Send all changes of the journal to a standby front end, and to the next one if that is gone.
+    Runs forever.
+    """
     while True:
         try:
             await _feed_one(journal, root, slices)
-        except Exception as error:  # the next one is fed from the start
+        except Exception as error:  # the next standby gets the whole journal
             log_error("journal feed", error)
         await asyncio.sleep(AGAIN_S)
 
@@ -34,27 +36,26 @@ async def _feed_one(journal: Journal, root: Root, slices: Slices) -> None:
     )
 
     def send(change: Change) -> None:
-        """Send a change; drop a reader that does not keep up: it comes again for all of them."""
+        """Send a change. Disconnect a standby that does not keep up: it will connect again, and get
+        the whole journal.
+        """
         try:
             wire.send(change)
-        except (
-            Overloaded,
-            ValueError,
-        ) as error:  # ValueError: the change is too large for the wire
-            log.warning("the front end that stands by is dropped: %s", error)
+        except (Overloaded, ValueError) as error:  # ValueError: the change is too large
+            log.warning("disconnected the standby front end: %s", error)
             wire.inbox.close("it does not keep up")
 
     try:
         await wire.connected(None)
-        # Changes go out from here on. The reader ignores rows of streams that it does not know yet,
-        # and gets them with the whole stream.
+        # From now on, changes are sent. The standby ignores rows of streams that it does not have
+        # yet, because it will get these rows together with the stream.
         journal.listener = send
         for id, stream in list(journal.streams.items()):
             if journal.streams.get(id) is stream:
                 send(Opened(stream.entry, stream.sequences))
             await slices.pause()
-        log.info("a front end stands by, with %d streams", len(journal.streams))
-        await inbox.drain(wait=True)  # nothing but the reader's end comes
+        log.info("a standby front end is connected, with %d streams", len(journal.streams))
+        await inbox.drain(wait=True)  # until the standby is gone; it sends nothing
     except ActorStopped:
         pass
     finally:
@@ -63,9 +64,9 @@ async def _feed_one(journal: Journal, root: Root, slices: Slices) -> None:
 
 
 async def follow(root: Root, ours: asyncio.Event) -> Journal:
-    """Copy the journal of the front end that serves; return the copy once that one is dead.
+    """Copy the journal of the active front end. Return the copy once that front end is dead.
 
-    ours: set when it is this front end's turn to serve.
+    ours: set when this front end becomes the active one.
     """
     journal = Journal()
     while root.follows >= 0 and not ours.is_set():

@@ -22,8 +22,8 @@ from moeserve.sampling import SamplingParams
 
 T = TypeVar("T")
 
-IN_FLIGHT = 2048  # sequences submitted at a time; the rest of a larger batch waits here
-BAR_DELAY_S = 2.0  # shorter batches need no progress bar
+IN_FLIGHT = 2048  # the most sequences submitted at once; the rest of a larger batch waits here
+BAR_DELAY_S = 2.0  # shorter batches have no progress bar
 
 
 class LLM:
@@ -33,12 +33,16 @@ class LLM:
         for out in llm.generate(["Once upon a time", "A fox"], SamplingParams(max_tokens=64)):
             print(out.outputs[0].text)
 
-    model: a Hugging Face directory, or "demo". Keyword arguments are the fields of
-    `moeserve.config` under their own names: dtype, max_model_len, max_num_seqs,
-    enable_prefix_caching, skip_tokenizer_init, threads, kv_cache_bytes, ... logits_processors:
-    {name: factory} (docs/logits-processors.md). Raises ConfigError when the model cannot be served.
-    `close()` is idempotent; leaving the `with` block calls it, and so does the end of the program
-    or of the last reference to this object. May be used from several threads.
+    Keyword arguments are the fields of `moeserve.config`: dtype, max_model_len, max_num_seqs,
+    enable_prefix_caching, skip_tokenizer_init, threads, kv_cache_bytes, ...
+
+    May be used from several threads. `close` is called at the end of the `with` block, at the end
+    of the program, or when the object is garbage-collected.
+
+    model: a Hugging Face directory, or "demo".
+    logits_processors: {name: factory} (docs/logits-processors.md).
+
+    Raises ConfigError if the model cannot be served.
     """
 
     def __init__(
@@ -72,11 +76,12 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Return all answers, in the order of the prompts. Takes one SamplingParams for all, or
-        one each.
+        """Return all answers, in the order of the prompts.
 
-        Raises RequestError for the first prompt that is refused; nothing of that call keeps running
-        then.
+        sampling_params: for all prompts, or one for each.
+
+        Raises RequestError for the first prompt that is refused, and ends all other requests of
+        this call.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _one_each(sampling_params, len(batch), self.ready.vocab_size)
@@ -92,7 +97,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Like `generate` for one conversation or several, through the model's chat template."""
+        """Like `generate`, for one or several conversations, with the model's chat template."""
         several = (
             isinstance(messages, Sequence) and messages and isinstance(messages[0], list | tuple)
         )
@@ -120,7 +125,6 @@ class LLM:
         )
 
         async def answer(i: int) -> RequestOutput:
-            """Generate all answers to prompt i."""
             async with room:
                 text, tokens = await async_engine.read_prompt(front, batch[i])
                 async with await front.generate(
@@ -138,7 +142,7 @@ class LLM:
                 tasks = [group.create_task(answer(i)) for i in range(len(batch))]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
-            raise first from first.__cause__  # without the group, which is an internal detail
+            raise first from first.__cause__  # without the ExceptionGroup
         finally:
             bar.close()
         return [task.result() for task in tasks]
@@ -175,8 +179,9 @@ def _one_each(
 
 
 class LoopThread:
-    """An open AsyncEngine on an event loop in a thread, until `close`. Raises the error of opening
-    the engine.
+    """An event loop in a thread with an open AsyncEngine, until `close`.
+
+    The constructor raises the error of opening the engine.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -188,12 +193,12 @@ class LoopThread:
         self._thread.start()
         try:
             self._opened.result()
-        except BaseException:  # Ctrl-C while the model loads is one
+        except BaseException:  # including Ctrl-C while the model loads
             self.close()
             raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and returns its result. Ctrl-C cancels the coroutine too."""
+        """Run a coroutine on the loop and return its result. Ctrl-C cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -202,10 +207,11 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Stop the engine and ends the thread. Running calls are cancelled."""
-        with suppress(RuntimeError):  # the loop has ended by itself: the engine did not open
+        """Stop the engine and end the thread. Running calls are cancelled."""
+        with suppress(RuntimeError):  # the loop has already ended, because the engine did not open
             self._loop.call_soon_threadsafe(self._life.cancel)
-        if threading.current_thread() is not self._thread:  # the garbage collector may run anywhere
+        # The garbage collector may call this in any thread.
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:

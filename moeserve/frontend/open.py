@@ -1,4 +1,4 @@
-"""Open a front end: start the engine, and read the tokenizer and the chat template meanwhile."""
+"""Open a front end: start the engine, and load the tokenizer and the chat template in parallel."""
 
 import asyncio
 import logging
@@ -37,16 +37,16 @@ async def open_front_end(
     signs: bool = True,
     prepared: FrontEnd | None = None,
 ) -> AsyncIterator[FrontEnd]:
-    """Yield a running front end while the engine still loads (await `wait_ready()`).
+    """Yield a running front end while the engine is still loading (await `wait_ready()`).
 
-    Raises ConfigError at once for errors that the model's files show.
+    Raises ConfigError at once for errors in the model's files.
 
     Args:
-        child: Run the engine in a supervised process; otherwise it runs on this loop with a thread.
-            Several ranks (dp, tp) always have processes.
-        bounded: Bound the queue as the settings say.
-        signs: Make receipts and log requests as the settings say.
-        prepared: The front end from `prepare`.
+        child: Run the engine in a supervised process. False: run it on this loop, with a thread.
+            Several ranks (dp, tp) always run in processes.
+        bounded: Limit the queue, as configured.
+        signs: Create receipts and log requests, as configured.
+        prepared: A front end from `prepare`.
     """
     model_dir = resolve_model_dir(config.model.model)
     check_parallel(config, read_model_spec(model_dir))
@@ -54,9 +54,7 @@ async def open_front_end(
     if prepared is not None:
         link = prepared.link
     elif config.parallel.standby:
-        raise ConfigError(
-            "--standby: only `moeserve serve` has front ends of which one could stand by"
-        )
+        raise ConfigError("--standby: only `moeserve serve` supports a standby front end")
     else:
         link = Fleet(config) if child or config.parallel.num_ranks > 1 else LocalEngine(config)
     await link.start()  # first, because it takes longest
@@ -77,7 +75,7 @@ async def open_front_end(
 
 
 async def prepare(config: Config, root: Root) -> FrontEnd:
-    """Read all that a bounded front end needs; `open_front_end` starts its engines later.
+    """Load all that a bounded front end needs. `open_front_end` starts its engines later.
 
     Raises ConfigError.
     """
@@ -93,9 +91,9 @@ def _read_text_side(
 ) -> FrontEnd:
     model = config.model
     if read_model_spec(model_dir).num_experts:
-        import moeserve.cluster.rebalancing  # noqa: F401  (slow: here, so that the loop stays free)
+        import moeserve.cluster.rebalancing  # noqa: F401  (slow, so here, in a thread)
     if not config.device.null_runner and model.load_format != "dummy":
-        open_checkpoint(model_dir)  # the engine would find the same, once it has imported torch
+        open_checkpoint(model_dir)  # to report errors before the engine has imported torch
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(model_dir)
     template = answer_format = None
     if tokenizer is not None:
@@ -105,7 +103,7 @@ def _read_text_side(
             template.source_for_tools if template else "", tokenizer, model.tool_format
         )
     if answer_format is not None:
-        log.info("answers are read as %s; --tool-format names another format", answer_format.name)
+        log.info("answers are parsed as %s; --tool-format sets another format", answer_format.name)
     defaults = generation_defaults(model_dir) if model.generation_config == "auto" else {}
     if defaults:
         log.info("sampling defaults from generation_config.json: %s", defaults)

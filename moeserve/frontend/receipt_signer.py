@@ -1,4 +1,4 @@
-"""The receipt signer: makes and signs the receipts of answers, and logs finished requests."""
+"""Create and sign the receipts of answers, and log finished requests."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from moeserve.frontend.signing_key import SigningKey
 
 NO_KEY = (
-    "this server signs no receipts: make a key with `moeserve receipt-key FILE`, and put "
+    "this server signs no receipts: create a key with `moeserve receipt-key FILE`, and put "
     "`receipt_key: FILE` under `server:` in the file for --config"
 )
 _VARIES = (
-    "this server's answers depend on more than the request, so nobody could compute them again; "
+    "this server's answers depend on more than the request, so they could not be reproduced; "
     "start it with --determinism batch and wire: auto"
 )
 
 
 class WeightsHash:
-    """The digest of a model's weights, computed in a thread (minutes for large models)."""
+    """The digest of a model's weights, computed in a thread. Large models take minutes."""
 
     def __init__(self, model_dir: Path) -> None:
         self._closing = threading.Event()
@@ -55,11 +55,11 @@ class WeightsHash:
             raise CheckpointError("the server stops")
 
     async def wait(self) -> None:
-        """Return when the digest is known. Raises CheckpointError."""
+        """Wait until the digest is known. Raises CheckpointError."""
         await asyncio.shield(asyncio.wrap_future(self._result))
 
     def of(self, fingerprint: str) -> str:
-        """Return the digest of the files with this fingerprint; "" while it is unknown."""
+        """Return the digest of the files with this fingerprint; "" if it is not known."""
         if not self._result.done() or self._result.exception() is not None:
             return ""
         digest, found = self._result.result()
@@ -72,10 +72,13 @@ class WeightsHash:
 
 
 class ReceiptSigner:
-    """Signs receipts if there is a key, and logs each finished request if there is a log.
+    """Signs receipts if there is a key, and logs finished requests if there is a log.
 
-    key, request_log: files. The weights are hashed from the start on, if either is given. Raises
-    ConfigError.
+    If there is either, hashing the weights begins at once.
+
+    key, request_log: paths of files.
+
+    Raises ConfigError.
     """
 
     def __init__(
@@ -94,10 +97,10 @@ class ReceiptSigner:
         self._hash = WeightsHash(model_dir) if key or request_log else None
 
     async def weights(self, ready: Ready) -> str:
-        """Return the digest of the weights, once they have been hashed.
+        """Wait until the weights are hashed, and return the digest.
 
-        Raises InvalidRequest if this server makes no receipts, RequestFailed if the weights are not
-        those that the engine has loaded.
+        Raises InvalidRequest if this server signs no receipts, and RequestFailed if the engine has
+        loaded other weights.
         """
         if self.key is None or self._hash is None:
             raise InvalidRequest(NO_KEY, param="receipt", code="no_receipts")
@@ -122,8 +125,9 @@ class ReceiptSigner:
     ) -> Receipt | None:
         """Return the receipt of a sequence that ends with this delta, if the request wants one.
 
-        logged: whether to log the sequence, too. Raises RequestFailed if an engine has loaded other
-        weights since the request came.
+        logged: also log the sequence.
+
+        Raises RequestFailed if an engine has loaded other weights since the request arrived.
         """
         owner = sequence.owner
         sampling = sequence.sampling

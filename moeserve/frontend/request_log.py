@@ -12,14 +12,14 @@ from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_BYTES = 64 * 2**20  # lines that a slow disk may leave in memory
+MAX_WAITING_BYTES = 64 * 2**20  # the most memory of lines that are not written yet
 
 
 class RequestLog:
-    """Appends lines to a file that only its owner can read, in a thread of its own.
+    """Appends lines to a file that only its owner can read, in a separate thread.
 
-    A disk that is full or too slow costs lines, never requests. Raises ConfigError if the file
-    cannot be opened.
+    If the disk is full or too slow, lines are lost, but requests are not affected. Raises
+    ConfigError if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,17 +29,17 @@ class RequestLog:
             )
         self._path = path
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
-        # each is written by one thread only; the difference waits
+        # Each counter is changed by one thread only. The difference is waiting to be written.
         self._added_bytes = 0
-        self._taken_bytes = 0
+        self._written_bytes = 0
         self._num_lost = 0
-        self._failed = False
+        self._failed = False  # whether the last write failed
         self._closed: Future[None] = Future()
         threading.Thread(target=self._run, name="request log", daemon=True).start()
 
     def add(self, line: bytes) -> None:
         """Append a line, or drop it if too many wait."""
-        if self._added_bytes - self._taken_bytes > MAX_WAITING_BYTES:
+        if self._added_bytes - self._written_bytes > MAX_WAITING_BYTES:
             if not self._num_lost:
                 log.error("request_log %s: the disk is too slow; lines are lost", self._path)
             self._num_lost += 1
@@ -51,7 +51,7 @@ class RequestLog:
         self._lines.put(line)
 
     async def close(self) -> None:
-        """Write the lines that wait, and end the thread."""
+        """Write the remaining lines, and end the thread."""
         self._lines.put(None)
         await asyncio.wrap_future(self._closed)
 
@@ -59,7 +59,7 @@ class RequestLog:
         try:
             while (line := self._lines.get()) is not None:
                 self._write(line)
-                self._taken_bytes += len(line)
+                self._written_bytes += len(line)
             self._file.close()
         except BaseException as error:
             self._closed.set_exception(error)

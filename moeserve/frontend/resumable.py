@@ -1,12 +1,12 @@
-"""Resumable streams: they outlive their readers for a while, and may outlive the process.
+"""Resumable streams, which outlive their readers for a while, and may outlive the process.
 
-A reader that resumes a stream gets a new `Generation`. The known rows are replayed into it beside
-the running one, in time slices; once it has caught up, it takes the running one's place, whose
-sequences the engine never stopped computing.
+A reader that resumes a stream gets a new `Generation`. The known rows are replayed into it in time
+slices, while the old generation keeps running. Once the new one has caught up, it replaces the old
+one. The engine computes without interruption.
 
-After a takeover, the streams of the dead process are computed on at once from their tokens, without
-a text: the next reader's replay makes it. Only stop strings need the text earlier; `catch_up`
-replays such streams in the background.
+After a takeover by a standby process, the streams of the dead process continue at once from their
+tokens, without text. The replay of the next reader creates the text. Only stop strings need it
+earlier, so `catch_up` replays streams with stop strings in the background.
 """
 
 import asyncio
@@ -28,17 +28,18 @@ from moeserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MERGED_ROWS = 256  # rows of a replayed delta, at most
-MAX_REPLAY_TOKENS = 2**21  # that may wait for their replay; some 20 to 40 s of work
+MERGED_ROWS = 256  # the most rows in a replayed delta
+MAX_REPLAY_TOKENS = 2**21  # the most tokens that may wait for their replay; 20 to 40 s of work
 RETRY_AFTER_S = 5.0
 
-# (sequence, its last delta, whether it had ended before this process or replay) -> its receipt
+# Returns a receipt: (sequence, its last delta, whether it ended in another process or before the
+# replay) -> receipt
 MakeReceipt = Callable[[Sequence, Delta, bool], Receipt | None]
 EndSequence = Callable[[Sequence, str], None]
 
 
 class TakenOver(ConnectionError):
-    """Another connection reads this stream now."""
+    """Another connection has resumed this stream."""
 
 
 @dataclass(eq=False)
@@ -47,8 +48,8 @@ class _Stream:
 
     log: StreamLog
     generation: Generation
-    newest: Generation | None = None  # of the latest replay, while it catches up
-    closing: asyncio.TimerHandle | None = None  # closes it, while nobody reads it
+    newest: Generation | None = None  # of the latest replay that has not caught up yet
+    closing: asyncio.TimerHandle | None = None  # closes a stream without a reader
 
     def stop_closing(self) -> None:
         if self.closing is not None:
@@ -57,7 +58,7 @@ class _Stream:
 
 
 class Resumable:
-    """The resumable streams of a front end, which hands in what it shares with them."""
+    """The resumable streams of a front end."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Resumable:
         end: EndSequence,
         make_receipt: MakeReceipt,
     ) -> None:
-        self.window_s = window_s  # how long a stream without a reader is kept
+        self.window_s = window_s  # time for which a stream without a reader is kept
         self.journal = Journal()
         self.slices = Slices()
         self._running = running
@@ -78,15 +79,15 @@ class Resumable:
         self._end = end
         self._make_receipt = make_receipt
         self._streams: dict[str, _Stream] = {}
-        self._turn = asyncio.Lock()  # of the replay that runs; first come, first served
-        self._replay_tokens = 0  # of replays that run or wait
+        self._turn = asyncio.Lock()  # one replay runs at a time, first come, first served
+        self._replay_tokens = 0  # of all running and waiting replays
 
-    # ---- keeping and closing
+    # ---- opening and closing
 
     def record(
         self, generation: Generation, *, id: str, created: int, digest: bytes, owner: str
     ) -> None:
-        """Keep a generation that has just begun, if there is room.
+        """Make a new generation resumable, if there is room.
 
         The keyword arguments are fields of `Entry`.
         """
@@ -117,16 +118,16 @@ class Resumable:
         return True
 
     def step(self, out: StepOutput) -> None:
-        """Note a step, and close unread streams that take too much memory."""
+        """Record a step, and close streams without a reader that take too much memory."""
         self.journal.step(out)
         self._make_room()
 
     def generation(self, stream: StreamLog) -> Generation | None:
-        """Return the generation that computes a stream; None once it is closed."""
+        """Return the current generation of a stream; None once it is closed."""
         return found.generation if (found := self._streams.get(stream.entry.id)) else None
 
     def leave(self, generation: Generation) -> None:
-        """Note that nobody reads a generation any more: unless it is resumed, it is closed soon."""
+        """Handle the loss of a reader: close the stream after `window_s`, unless it is resumed."""
         if (stream := self._of(generation)) is None:
             return
         self.journal.leave(stream.log.entry.id)
@@ -136,7 +137,7 @@ class Resumable:
         self._make_room()
 
     def forget(self, generation: Generation) -> None:
-        """Forget the stream of a generation, unless another generation continues it."""
+        """Remove the stream of a generation, unless another generation has replaced it."""
         if (stream := self._of(generation)) is not None:
             stream.stop_closing()
             id = stream.log.entry.id
@@ -153,7 +154,7 @@ class Resumable:
             self._close(id)
 
     def _close(self, id: str) -> None:
-        """Forget a stream and end its sequences."""
+        """Remove a stream, and end its sequences."""
         generation = self._streams[id].generation
         generation.abort()
         self.forget(generation)
@@ -172,13 +173,16 @@ class Resumable:
         parser: Callable[[], AnswerParser] | None = None,
         cuts: Mapping[int, Collection[int]] | None = None,
     ) -> Generation:
-        """Return a generation that begins at the stream's first row; its reader so far gets
+        """Return a generation that begins with the stream's first row. The current reader gets
         TakenOver.
 
-        The known rows come as deltas of up to MERGED_ROWS rows, never merged across the token
-        counts in `cuts[index of the sequence]`; rows that follow come one by one until `merges` is
-        set. Raises NotFound if the stream is closed meanwhile, TakenOver if another reader resumes
-        it, and Overloaded if too many streams wait for their replay.
+        The known rows are merged into deltas of up to MERGED_ROWS rows. Later rows are separate
+        deltas until `merges` is set.
+
+        cuts: by index of the sequence, numbers of tokens at which a delta must end.
+
+        Raises NotFound if the stream is closed, TakenOver if another reader resumes it, and
+        Overloaded if too many streams wait for their replay.
         """
         stream = self._streams.get(log.entry.id)
         if stream is None or stream.log is not log:
@@ -199,7 +203,7 @@ class Resumable:
         cuts: Mapping[int, Collection[int]],
         num_tokens: int,
     ) -> Generation:
-        """Replay the known rows into a new generation, and let it continue the stream."""
+        """Replay the known rows into a new generation, and let it replace the current one."""
         entry = stream.log.entry
         old = stream.generation
         fresh = Generation(
@@ -208,9 +212,9 @@ class Resumable:
             entry.request_id,
             old.submitted_at,
             self._drop,
-            entry.priority,
-            entry.salt,
-            entry.marked,
+            priority=entry.priority,
+            salt=entry.salt,
+            marked=entry.marked,
         )
         fresh.merges = False
         fresh.pause = self.slices.pause
@@ -224,8 +228,9 @@ class Resumable:
         try:
             async with self._turn:
                 self._check_wanted(stream, fresh)
+                # Repeat: while one sequence is replayed, others get new rows.
                 while any([await self._replay_rows(stream, fresh, replay) for replay in replays]):
-                    pass  # rows of one sequence came while another one's were replayed
+                    pass
         finally:
             self._replay_tokens -= num_tokens
             if stream.newest is fresh:
@@ -238,7 +243,7 @@ class Resumable:
     async def _replay_rows(
         self, stream: _Stream, fresh: Generation, replay: "_SequenceReplay"
     ) -> bool:
-        """Replay the rows of a sequence that are new. Returns False without a pause if none are."""
+        """Replay the new rows of a sequence. If there are none, return False without a pause."""
         before = replay.num_rows
         sequence = replay.sequence
         for row in replay.new_rows():
@@ -259,10 +264,10 @@ class Resumable:
         if self._streams.get(stream.log.entry.id) is not stream:
             raise unknown_stream()
         if stream.newest is not fresh:
-            raise TakenOver("another connection resumed this stream meanwhile")
+            raise TakenOver("another connection has resumed this stream in the meantime")
 
     def _attach(self, stream: _Stream, fresh: Generation) -> None:
-        """Let a generation that has caught up take the place of the running one."""
+        """Replace the current generation by one that has caught up."""
         old = stream.generation
         logs = stream.log.sequences
         for before, now, log in zip(old.sequences, fresh.sequences, logs, strict=True):
@@ -272,21 +277,20 @@ class Resumable:
             now.digests = before.digests
             log.tokens = now.tokens
             if now.ended and not before.ended:
-                self._end(before, "stop")  # at a stop string among the rows of another process
+                self._end(before, "stop")  # the replay has found a stop string
             else:
                 self._running.replace(before, now)
         fresh.stream = stream.log
         fresh.leave = self.leave
         stream.generation = fresh
-        old.replace(TakenOver("another connection reads this stream now"))
+        old.replace(TakenOver("another connection has resumed this stream"))
 
     # ---- streams of another process
 
     def adopt(self, entry: Entry, logs: list[SequenceLog]) -> Generation:
-        """Keep a stream of another process; return its generation, which has tokens and no text
-        yet.
+        """Add a stream of another process. Return its generation, which has tokens but no text yet.
 
-        entry: with rids of this process. Raises Overloaded if there is no room.
+        entry: with ids of sequences in this process. Raises Overloaded if there is no room.
         """
         generation = Generation(
             array("i", entry.prompt).tolist(),
@@ -294,9 +298,9 @@ class Resumable:
             entry.request_id,
             monotonic(),
             self._drop,
-            entry.priority,
-            entry.salt,
-            entry.marked,
+            priority=entry.priority,
+            salt=entry.salt,
+            marked=entry.marked,
         )
         generation.begin(entry.samplings, iter(entry.rids), None, None)
         for sequence, known in zip(generation.sequences, logs, strict=True):
@@ -306,7 +310,7 @@ class Resumable:
             generation.num_live -= sequence.ended
         generation.lags = bool(entry.params.stop_strings)
         if not self._keep(entry, logs, generation):
-            raise Overloaded("more streams are kept than this server has room for")
+            raise Overloaded("this server has no room for more resumable streams")
         self.leave(generation)
         return generation
 
@@ -314,7 +318,7 @@ class Resumable:
         """Replay the adopted streams that have stop strings, in the background."""
         for stream in list(self._streams.values()):
             if not stream.generation.lags or stream.newest is not None:
-                continue  # its reader replays it
+                continue  # it has no stop strings, or its reader replays it
             try:
                 fresh = await self._replayed(stream, None, {}, 0)
             except (NotFound, TakenOver):
@@ -327,7 +331,7 @@ class Resumable:
 
 
 class _SequenceReplay:
-    """The replay of one sequence. cuts: numbers of tokens at which a delta ends."""
+    """The replay of one sequence. cuts: numbers of tokens at which a delta must end."""
 
     def __init__(self, sequence: Sequence, log: SequenceLog, cuts: Collection[int]) -> None:
         self.sequence = sequence
@@ -338,13 +342,13 @@ class _SequenceReplay:
         self._held_rows = 0
 
     def new_rows(self) -> Iterator[tuple[int, int, StepOutput]]:
-        """Return the rows that were not replayed yet; none of a sequence that has ended."""
+        """Return the rows that are not replayed yet; none if the sequence has ended."""
         if self.sequence.ended:
             return iter(())
         return self._log.rows(self.sequence.rid, self.num_rows)
 
     def add(self, token: int, finish: int, columns: StepOutput) -> Delta:
-        """Apply a row; return the delta that it went into."""
+        """Apply a row. Return the delta that contains it."""
         if token < 0 or self._held_rows == MERGED_ROWS:
             self.flush()
         delta = self.sequence.advance(token, finish, columns)
@@ -360,7 +364,7 @@ class _SequenceReplay:
         return held
 
     def flush(self) -> None:
-        """Push the delta that is held."""
+        """Push the merged delta."""
         if self._held is not None:
             self.sequence.owner.push(self._held)
         self._held = None
@@ -368,7 +372,7 @@ class _SequenceReplay:
 
 
 def unknown_stream() -> NotFound:
-    """Return the error for a stream that is not kept, or is another key's."""
+    """Return the error for a stream that does not exist any more, or belongs to another key."""
     return NotFound(
         "Last-Event-ID: this stream is not kept any more; send the request without it to begin "
         "again"

@@ -1,6 +1,4 @@
-"""The state of the engine behind a front end: whether requests are taken, why not, and waits for a
-change of that.
-"""
+"""The state of the engine behind a front end: whether requests are accepted, and if not, why."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,27 +11,24 @@ State = Literal["loading", "ready", "lost", "draining"]
 
 
 class ServingState:
-    """state: "lost" from an engine's end until the next one serves; "draining" is the last one.
-
-    phase: the last progress of a start-up. ready: the engine's facts, kept when the engine is lost.
-    failure: why the engine is gone for good.
-    """
+    """The state of the engine, and waits for changes of it."""
 
     def __init__(self) -> None:
+        # "lost": after the end of an engine, until the next one is ready. "draining" is final.
         self.state: State = "loading"
-        self.phase = Phase("starting", 0, 0.0)
-        self.ready: Ready | None = None
-        self.failure: MoeserveError | None = None
+        self.phase = Phase("starting", 0, 0.0)  # the last progress of a start
+        self.ready: Ready | None = None  # the engine's facts, kept when the engine is lost
+        self.failure: MoeserveError | None = None  # why the engine is gone for good
         self._changed = asyncio.Event()
 
     def enter(self, state: State) -> None:
-        """Change the state, unless the front end drains, and wakes all that wait here."""
+        """Change the state, unless it is "draining", and wake all waiting tasks."""
         if self.state != "draining":
             self.state = state
         self._changed.set()
 
     def refusal(self) -> RequestError:
-        """Return the error for a request that comes while the state is not "ready"."""
+        """Return the error for a request while the state is not "ready"."""
         if self.state == "draining":
             return Overloaded(
                 "the server is shutting down", code="server_draining", retry_after_s=5
@@ -50,7 +45,7 @@ class ServingState:
         return Overloaded(what, code="model_loading", retry_after_s=2)
 
     async def wait_ready(self) -> Ready:
-        """Return when the engine serves. Raises ConfigError or EngineDied if it never will."""
+        """Wait until the engine is ready. Raises ConfigError or EngineDied if it never will be."""
         await self._until(lambda: self.state == "ready" or self.failure is not None)
         if self.failure is not None:
             raise self.failure
@@ -58,13 +53,13 @@ class ServingState:
         return self.ready
 
     async def died(self) -> MoeserveError:
-        """Wait until the engine is gone for good and returns the cause."""
+        """Wait until the engine is gone for good, and return the cause."""
         await self._until(lambda: self.failure is not None)
         assert self.failure is not None
         return self.failure
 
     async def stopping(self) -> None:
-        """Return once the front end drains, or the engine is gone for good."""
+        """Wait until the front end is draining, or the engine is gone for good."""
         await self._until(lambda: self.state == "draining" or self.failure is not None)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""The server's key: signs receipts by Ed25519, and checks signatures."""
+"""Sign receipts with the server's Ed25519 key, and check signatures."""
 
 import os
 from pathlib import Path
@@ -19,12 +19,12 @@ class SigningKey:
         # TypeError: the key has a password
         kinds = (OSError, ValueError, TypeError, UnsupportedAlgorithm)
         with ConfigError.instead_of(
-            kinds, f"receipt_key {path}", "; `moeserve receipt-key FILE` makes a key"
+            kinds, f"receipt_key {path}", "; `moeserve receipt-key FILE` creates a key"
         ):
             key = serialization.load_pem_private_key(path.read_bytes(), None)
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(
-                f"receipt_key {path} is no Ed25519 key; `moeserve receipt-key FILE` makes one"
+                f"receipt_key {path} is not an Ed25519 key; `moeserve receipt-key FILE` creates one"
             )
         self._key = key
         self.public_key = key.public_key().public_bytes_raw().hex()
@@ -36,14 +36,14 @@ class SigningKey:
 
 
 def make_key(path: Path) -> str:
-    """Write a new private key, readable by its owner only; return the public key.
+    """Write a new private key to a file that only its owner can read. Return the public key.
 
     Raises ConfigError.
     """
     form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     text = Ed25519PrivateKey.generate().private_bytes(serialization.Encoding.PEM, *form)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    remedy = "; a key needs a name of its own"
+    remedy = "; choose the name of a new file"
     with (
         ConfigError.instead_of(OSError, path, remedy),
         open(os.open(path, flags, 0o600), "wb") as file,
@@ -53,7 +53,7 @@ def make_key(path: Path) -> str:
 
 
 def is_signed(receipt: Receipt) -> bool:
-    """Return whether the signature was made of this receipt with its public key."""
+    """Return whether the receipt's signature is valid for its public key."""
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(receipt.public_key))
         key.verify(bytes.fromhex(receipt.signature), signed_bytes(receipt))

@@ -1,5 +1,5 @@
-"""Counters and histograms of the front end, fed by step records and by requests. /metrics and the
-logs render them.
+"""The counters and histograms of the front end. Step records and requests update them, and /metrics
+and the logs show them.
 """
 
 from bisect import bisect_left
@@ -61,8 +61,11 @@ SUMS = ("restarts", "steps", "step_s", "vote_s", "comm_s", "exposed_comm_s")
 
 
 class Histogram:
-    """A histogram with Prometheus' upper bounds: counts[i] values are <= bounds[i] and above the
-    bound before; the last count is of all larger values."""
+    """A histogram for Prometheus.
+
+    counts[i] is the number of values <= bounds[i] and > bounds[i - 1]. The last count is that of
+    all larger values.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -79,9 +82,9 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals of one engine's steps with requests, restarts included. Times in seconds."""
+    """Totals over the steps of one engine that had requests, across restarts. Times in seconds."""
 
-    last: StepRecord | None = None  # of the newest step; None while there is no engine or no step
+    last: StepRecord | None = None  # of the last step; None: no engine, or no step yet
     restarts: int = 0
     steps: int = 0
     step_s: float = 0.0  # in the model
@@ -91,9 +94,7 @@ class EngineStats:
     exposed_comm_s: float = 0.0  # the part of comm_s during which the model waited
 
     def step(self, record: StepRecord) -> None:
-        """Add one step. A record without work only has gauges: the other values stay those of the
-        last step.
-        """
+        """Add one step. A record without work only updates the gauges."""
         if not record.num_requests and self.last is not None:
             self.last = msgspec.structs.replace(
                 self.last, **{name: getattr(record, name) for name in GAUGES}
@@ -117,20 +118,18 @@ class EngineStats:
 
 @dataclass(slots=True)
 class FrontStats:
-    """Totals since the front end started; they survive engine restarts. Times in seconds."""
+    """Totals since the start of the front end, across restarts of engines. Times in seconds."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
-    drafts: list[int] = field(
-        default_factory=list
-    )  # verified, by place behind the last known token
+    # Verified drafts, by their position after the last known token.
+    drafts: list[int] = field(default_factory=list)
     accepted_drafts: list[int] = field(default_factory=list)
     expert_cache: list[int] = field(default_factory=list)  # sums of `StepRecord.expert_cache`
-    engines: defaultdict[int, EngineStats] = field(
-        default_factory=lambda: defaultdict(EngineStats)
-    )  # by rank (dp)
+    # By data-parallel rank.
+    engines: defaultdict[int, EngineStats] = field(default_factory=lambda: defaultdict(EngineStats))
     rejected: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> sequences
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_S))
@@ -141,11 +140,10 @@ class FrontStats:
     decode_s: Histogram = field(default_factory=lambda: Histogram(E2E_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    request_longest: Histogram = field(
-        default_factory=lambda: Histogram(TOKENS)
-    )  # of a request's n answers
+    # The longest of a request's n answers.
+    request_longest: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    num_active: int = 0  # sequences that the front end is waiting for
+    num_active: int = 0  # running and waiting sequences
 
     def step(self, record: StepRecord) -> None:
         """Add one engine's step."""
@@ -165,8 +163,8 @@ class FrontStats:
         self.engines[record.dp_rank].step(record)
 
     def lost_engine(self, engine: int, *, died: bool) -> None:
-        """Drop the gauges of an engine (data-parallel rank) that is gone, and counts a restart if
-        it died.
+        """Drop the gauges of an engine (data-parallel rank) that is gone. Count a restart if it
+        died.
         """
         self.engines[engine].last = None
         self.engines[engine].restarts += died
@@ -182,17 +180,16 @@ class FrontStats:
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step's record, with gauges (running, waiting, blocks) summed over all engines'
-        newest records.
+        """The record of the last step, with gauges (running, waiting, blocks) summed over the last
+        records of all engines.
         """
         records = [engine.last for engine in self.engines.values() if engine.last is not None]
         if len(records) <= 1:
             return records[0] if records else None
         newest = max(records, key=lambda record: record.at_s)
         sums = {name: sum(getattr(record, name) for record in records) for name in GAUGES}
-        sums["num_blocks"] = 1 + sum(
-            record.num_blocks - 1 for record in records
-        )  # each has a null block
+        # Without the null blocks of all engines but one.
+        sums["num_blocks"] = 1 + sum(record.num_blocks - 1 for record in records)
         sums["num_states"] = newest.num_states and 1 + sum(
             record.num_states - 1 for record in records
         )

@@ -1,4 +1,4 @@
-"""A front end that continues the streams of one that died."""
+"""Take over the resumable streams of a front end that has died."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 async def succeeding(
     opened: AbstractAsyncContextManager[FrontEnd], streams: list[StreamLog], root: Root
 ) -> AsyncIterator[FrontEnd]:
-    """Yield the front end once it computes these streams; feed its own journal."""
+    """Yield the front end once it has resumed these streams. Feed its journal to a standby."""
     async with opened as front:
         assert front.resumable is not None
         resumable = front.resumable
@@ -41,7 +41,7 @@ async def succeeding(
 
 
 async def _adopt(front: FrontEnd, streams: list[StreamLog]) -> list[StreamLog]:
-    """Adopt and restart the streams in time slices; return those left to `_finish`."""
+    """Adopt and restart the streams in time slices. Return those that are left to `_finish`."""
     assert front.resumable is not None
     pause = front.resumable.slices.pause
     adopted: list[StreamLog] = []
@@ -55,12 +55,12 @@ async def _adopt(front: FrontEnd, streams: list[StreamLog]) -> list[StreamLog]:
         if not stream.entry.params.receipt:
             await _restart(front, stream)
             await pause()
-    log.info("%d streams of the front end before this one are continued", len(adopted))
+    log.info("resuming %d streams of the previous front end", len(adopted))
     return [stream for stream in adopted if stream.entry.params.receipt]
 
 
 async def _finish(front: FrontEnd, streams: list[StreamLog]) -> None:
-    """Make the texts that stop strings need, and restart what needs the digest of the weights."""
+    """Replay streams with stop strings, and restart streams that need the digest of the weights."""
     assert front.resumable is not None
     await front.resumable.catch_up()
     for stream in streams:

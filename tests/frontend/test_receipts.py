@@ -215,7 +215,7 @@ def test_weights_are_told_apart_by_any_byte_and_not_by_files(tmp_path: Path) -> 
 
 
 def test_keys_are_refused_with_a_remedy(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="exists; a key needs a name of its own"):
+    with pytest.raises(ConfigError, match="exists; choose the name of a new file"):
         make_key(Path(key))
     assert Path(key).stat().st_mode & 0o777 == 0o600
     wrong = tmp_path / "wrong"

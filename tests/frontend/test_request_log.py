@@ -75,7 +75,7 @@ async def test_a_slow_disk_costs_lines_and_no_memory(
     assert "the disk is too slow" in caplog.text
     os.set_blocking(reader, True)
     draining = asyncio.create_task(asyncio.to_thread(_read_all, reader))
-    while log._added_bytes - log._taken_bytes > 100:  # noqa: ASYNC110
+    while log._added_bytes - log._written_bytes > 100:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     log.add(b"the last one")
     await log.close()
