@@ -243,7 +243,7 @@ def test_flags_win_but_do_not_contradict() -> None:
     with pytest.raises(ConfigError, match=r"^--node-rank is 0, LWS says 1: omit it"):
         apply(ParallelConfig(dp=2), {"node_rank"}, LWS)
     with pytest.raises(
-        ConfigError, match=r"^--dp 1: the 2 machines of LWS .* at least --dp 2; --nnodes 1 serves"
+        ConfigError, match=r"^--dp 1: each of the 2 machines of LWS .* --dp 2; --nnodes 1 serves"
     ):
         apply(ParallelConfig(dp=1), {"dp"}, LWS)
 

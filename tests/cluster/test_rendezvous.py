@@ -250,7 +250,7 @@ def test_another_model_is_found_by_its_files(config: Config, tmp_path: Path) -> 
         ({"nnodes": 2, "dp": 2, "rendezvous": "h:1"}, "--nnodes 2 needs --cluster-key-file"),
         (
             {"nnodes": 2, "dp": 1, "rendezvous": "h:1", "cluster_key_file": "f"},
-            "--dp 1: --nnodes 2 .* --dp 2 at least",
+            r"--dp 1: each of the 2 machines \(--nnodes\) .* at least --dp 2",
         ),
         (
             {"nnodes": 2, "dp": 2, "rendezvous": "h", "cluster_key_file": "f"},

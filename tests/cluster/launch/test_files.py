@@ -161,4 +161,4 @@ def test_a_container_has_no_folder_beside_the_caller(
         main(["launch", "--print", kind, "--nodes", "2", "--image", "x", "--", "serve", "./qwen3"])
         == 2
     )
-    assert f"give {tmp_path / 'qwen3'}" in capsys.readouterr().err
+    assert f"use {tmp_path / 'qwen3'}" in capsys.readouterr().err
