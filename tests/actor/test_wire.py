@@ -516,7 +516,7 @@ def test_addresses_that_would_be_unsafe_or_cannot_work_are_refused(
     for address, why in (
         (f"ipc://{open_dir}/s", "can be entered by others .mode 755."),
         (f"ipc://{tmp_path}/{'x' * 120}", "longer than the 107 bytes"),
-        ("tcp://127.0.0.1:5555", "only with CURVE keys"),
+        ("tcp://127.0.0.1:5555", "need CURVE keys"),
         ("udp://127.0.0.1:5555", "ipc:// or tcp://"),
         (f"ipc://{tmp_path}/missing/s", "missing"),
     ):

@@ -302,7 +302,7 @@ async def test_the_feed_gives_all_streams_while_rows_come_and_outlives_an_error(
     feeding = asyncio.create_task(feed(journal, serving, slices.Slices()))
     copying = asyncio.create_task(follow(following, ours))
     fed = 0
-    while "a front end stands by" not in caplog.text or fed < 30:
+    while "a standby front end is connected" not in caplog.text or fed < 30:
         fed += journal.listener is not None
         token = 100 + fed
         out = StepOutput(

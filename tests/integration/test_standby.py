@@ -85,7 +85,7 @@ def name_of(process: psutil.Process) -> str:
 
 def stands_by(server: Server) -> Callable[[], bool]:
     """Return a condition: a standby follows the journal of the active front end."""
-    news = ("a front end stands by", "takes over", "the standby front end has died")
+    news = ("a standby front end is connected", "takes over", "the standby front end has died")
 
     def last_news() -> str:
         lines = server.log.read_text().splitlines()

@@ -294,7 +294,7 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
     refuse(f"model:{dense.path}", "no layer with full attention", path=windows)
     refuse(
         f"model:{make_checkpoint('qwen3_next').path}",
-        "recurrent layers, whose states cannot be taken back",
+        "recurrent layers, whose states cannot be restored",
     )
     refuse(f"eagle:{dense.path}", "supported: Eagle3DraftModel, Eagle3Llama", CheckpointError)
     wider = copy_with(dense.path, tmp_path / "wider", vocab_size=257)
@@ -316,7 +316,7 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
         (
             {"vocab": {"a": 0, "b": 1}},
             {"vocab": {"b": 0, "a": 1}},
-            "token 0 is 'a', and that is 1 for the other",
+            "token 0 is 'a', which is 1 for the other",
         ),
         ({"vocab": ["a"]}, {"vocab": {"a": 0}}, "its vocabulary cannot be read"),
         ({"vocab": None}, {"vocab": {"a": 0}}, "its vocabulary cannot be read"),

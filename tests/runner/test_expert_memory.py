@@ -161,7 +161,7 @@ def test_models_without_experts_and_experts_that_move_are_refused(make_checkpoin
     path = make_checkpoint("qwen3_moe").path
     config = config_of(path, expert_memory=SMALL)
     spec = read_model_spec(path)
-    with pytest.raises(ConfigError, match="use --ep off"):
+    with pytest.raises(ConfigError, match="Use --ep off"):
         CPUModelRunner(config, spec, path, World(0, 2), grouped=True)
     CPUModelRunner(config, spec, path, World(0, 2, ep=False), grouped=True)
 

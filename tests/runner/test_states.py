@@ -75,7 +75,7 @@ def test_fewer_requests_run_where_the_states_of_all_do_not_fit(
 @pytest.mark.parametrize("asked", [{}, {"kv_cache_bytes": 5_999}])
 def test_no_room_for_one_request_is_refused_with_what_to_raise(asked: dict[str, int]) -> None:
     with pytest.raises(
-        DoesNotFit, match=r"1,000 bytes a block, a request needs 2, and 2,999 .*--kv-cache-bytes"
+        DoesNotFit, match=r"needs 2 blocks of 1,000 bytes .* only 2,999 bytes .*--kv-cache-bytes"
     ):
         state_room(config(**asked), STATE, 5_999 if not asked else 10**6, fill=False)
 
