@@ -182,7 +182,7 @@ def test_layers_are_counted_as_their_makers_do(
         ),
         (
             {"eagle_config": ...},
-            "usual layers, -1, 1, 2, are not all in the served model, which has 2",
+            "default layers, -1, 1, 2, are not all in the served model, which has 2",
         ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}},
@@ -230,7 +230,7 @@ def _without(name: str) -> Any:
         (
             _without("d2t"),
             (
-                "d2t must have a whole number .* of 100 tokens of the draft vocabulary, and it is "
+                "d2t must have an integer .* of the 100 tokens of the draft vocabulary, and it is "
                 "missing"
             ),
         ),

@@ -266,7 +266,7 @@ def test_code_of_the_checkpoint_does_not_run(
     with caplog.at_level("INFO"):
         spec = read_model_spec(write_config(auto_map={"AutoModelForCausalLM": "evil.Model"}))
     assert spec.architecture == "LlamaForCausalLM"
-    assert "LlamaForCausalLM is built in, and code of a checkpoint never runs" in caplog.text
+    assert "LlamaForCausalLM is built in, and a checkpoint's code is never run" in caplog.text
 
 
 def test_end_ids_that_no_token_has_are_dropped(

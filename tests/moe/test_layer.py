@@ -197,7 +197,7 @@ def test_plan_picks_the_first_pair_that_can() -> None:
         ({}, {}, {"world_size": 2}, "does not support 2 ranks"),
         ({"wires": frozenset({"bfloat16"})}, {}, {}, "does not support float32"),
         ({"pad_hidden": lambda width: None}, {}, {}, "does not support rows of 32"),
-        ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches in flight, 2 micro-batches"),
+        ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches in flight, for 2 micro-batches"),
         ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
         ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
         ({}, {"biases": False}, {"biases": True}, "quick takes no experts with biases"),
@@ -288,7 +288,7 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Acti
     [
         ({"tp_size": 2}, {}, {}, "2 tensor-parallel ranks divide the tokens"),
         ({"replicas": True}, {}, {}, "some experts have replicas"),
-        ({}, {"in_place": False}, {}, "rows travel by other, or are rounded"),
+        ({}, {"in_place": False}, {}, "rows are sent by other, or rounded"),
         (
             {"gated": False},
             {},

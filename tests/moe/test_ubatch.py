@@ -67,7 +67,7 @@ def two(log: list[str], *plans: list[str], early: str = "") -> PingPong:
     run(ubatches[0])
     thread.join(10)
     assert not thread.is_alive()
-    assert not any(ubatch._inbox for ubatch in ubatches)
+    assert not any(ubatch._receives for ubatch in ubatches)
     return ping_pong
 
 

@@ -87,8 +87,8 @@ class TorchAll2All(MeshAll2All[Mesh]):
         receive = {rank: inbox_RNB[rank].view(-1) for rank in range(size) if rank != me}
         channel = mesh.channel(ubatch.index)
         exchange = channel.post(receive, send, lambda: pool.give(outbox))
-        # A single micro-batch gains nothing from early results: other ranks wait for all of their
-        # rows before they compute.
+        # Results are not sent early with a single micro-batch, which waits for its rows as soon as
+        # all of its results are sent.
         num_early = self._num_local // 2 if ubatch.in_turns else 0
 
         def receive_rows() -> Ticket:
