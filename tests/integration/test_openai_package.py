@@ -179,7 +179,7 @@ def test_the_package_retries_when_we_are_full(tmp_path):
         url = server.url + "/v1"
         with (
             openai.OpenAI(base_url=url, api_key="none", max_retries=0) as impatient,
-            openai.OpenAI(base_url=url, api_key="none", max_retries=8) as patient,
+            openai.OpenAI(base_url=url, api_key="none", max_retries=100) as patient,
         ):
             asked = {"model": "demo", "prompt": "Once upon a time", "temperature": 0}
             stream = impatient.completions.create(
