@@ -1,1 +1,1 @@
-"""From logits to tokens and logprobs: a reference in torch, and two samplers that agree with it."""
+"""Sampling: a reference sampler in torch, and native and Triton samplers that agree with it."""

@@ -1,13 +1,14 @@
-"""Grammars of the requests in an engine's slots: the tokens that each may sample next, and how far
-each has come.
+"""Structured output: the grammars of running requests, and the masks of tokens that they allow.
 
-A matcher follows its request's tokens on the host. It is made before a plan has the request
-(grammar_compiler.py). `accept` gives it the tokens of a step, and a thread fills the masks of the
-next step while its forward pass runs. Its state is a function of grammar and tokens, so a
-preempted, replayed or repeated step finds the same masks, with and without drafts.
+Each request with a grammar has a matcher on the host, which follows its tokens. It is created
+before the request is planned (grammar_compiler.py). After a step, `accept` advances it by the
+step's tokens. A thread fills the masks of the next step while the forward pass runs.
 
-S rows that sample, each at 1 + its drafts positions: N in all. C of them belong to requests with a
-grammar.
+The state of a matcher is a function of grammar and tokens. So steps that are preempted, replayed or
+repeated have the same masks, with and without drafts.
+
+S: rows that sample. N: their positions, 1 + its drafts for each row. C: the positions of requests
+with a grammar.
 """
 
 import itertools
@@ -32,31 +33,30 @@ if TYPE_CHECKING:
     from moeserve.text.grammar import Matcher
 
 T = TypeVar("T")
-_numbers = itertools.count(1)  # of jobs that no scheduler gave a ticket
+_numbers = itertools.count(1)  # for jobs without a ticket of the scheduler
 
 
 class Accepted(NamedTuple):
-    """What a step's tokens mean to the grammars. complete: slot -> how many of the step's tokens
-    belong to its answer, which ends with them. failed: slot -> message."""
+    """The effect of a step's tokens on grammars, by slot."""
 
-    complete: dict[int, int]
-    failed: dict[int, str]
+    complete: dict[int, int]  # the number of the step's tokens with which the answer is complete
+    failed: dict[int, str]  # error messages
 
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """The request in a slot."""
+    """The request with a grammar in a slot."""
 
     slot: int
     ticket: int
     num_prompt: int
-    matcher: "Future[Matcher]"  # not done yet where nobody prepared it (see `Constraints.add`)
+    matcher: "Future[Matcher]"  # may not be done if it was not prepared (see `Constraints.add`)
     failure: str = ""  # why the request must fail
-    ended: bool = False  # failed elsewhere: no tokens come for the steps in flight
+    ended: bool = False  # it failed for another reason: steps in flight will have no tokens for it
 
     @contextmanager
     def caught(self) -> "Iterator[None]":
-        """Turn an error into this request's failure."""
+        """Convert an error into a failure of this request."""
         try:
             yield
         except Exception as error:
@@ -64,10 +64,12 @@ class Constrained:
 
 
 class Constraints:
-    """The grammars of an engine's requests. `add` and `begin` belong to the thread that launches
-    steps; `prepare` and `drop` may be called from any thread.
+    """The grammars of an engine's requests.
 
-    end_ids: the tokens that end answers.
+    `add` and `begin` are called in the thread that launches steps. `prepare` and `drop` may be
+    called from any thread.
+
+    end_ids: the model's end-of-text tokens.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -75,8 +77,9 @@ class Constraints:
         self._compiler = GrammarCompiler(model_dir, vocab_size, end_ids)
         self._prepared: dict[int, Future[Matcher]] = {}  # by ticket, until `add` or `drop`
         self._requests: dict[int, Constrained] = {}
-        self._thread: JobThread | None = None  # fills masks; starts with the first grammar
-        self._moved = threading.Condition()  # a matcher went on, or a fill became superfluous
+        self._thread: JobThread | None = None  # fills masks; started with the first grammar
+        # Notified when a matcher has advanced, or when masks are not needed any more.
+        self._moved = threading.Condition()
         self._latest: StepMasks | None = None
 
     @property
@@ -85,10 +88,10 @@ class Constraints:
         return bool(self._requests)
 
     def prepare(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
-        """Compile a grammar and replay an answer, for the request that `add` gets with this ticket.
+        """Compile a grammar and replay an answer, for the request with this ticket (see `add`).
 
-        `on_done` is called with the reason why the request must fail, or "". It is not called if
-        the job is dropped first.
+        `on_done` is called with an error message, or with "". It is not called if the job is
+        dropped.
         """
         future = self._prepared[job.ticket] = self._compiler.start(job)
 
@@ -100,16 +103,16 @@ class Constraints:
         future.add_done_callback(report)
 
     def drop(self, tickets: Iterable[int]) -> None:
-        """Forget what was prepared for requests that never get a slot."""
+        """Drop grammars that were prepared for requests which will not get a slot."""
         for ticket in tickets:
             if (future := self._prepared.pop(ticket, None)) is not None:
                 future.cancel()
 
     def add(self, request: NewRequest) -> None:
-        """Note the request of a slot. What is wrong with its grammar comes from the next `accept`.
+        """Set the request of a slot. Errors of its grammar are reported by the next `accept`.
 
-        A step that runs again adds its requests again. A request that nobody prepared, as in a test
-        without a scheduler, makes the masks of its first step wait for its grammar.
+        If a step runs again, its requests are added again. If the grammar was not prepared, as in a
+        test without a scheduler, the masks of the first step wait for it.
         """
         before = self._requests.pop(request.slot, None)
         grammar = request.sampling.grammar
@@ -132,11 +135,12 @@ class Constraints:
         positions_S: Iterable[int],
         drafts_S: Sequence[I32] | None = None,
     ) -> "StepMasks | None":
-        """Start to fill the masks of a step's rows; None if no row has a grammar. May be called
-        again for a step.
+        """Start to fill the masks of a step's rows. Return None if no row has a grammar.
 
-        positions_S: the known tokens of each row, drafts not counted. The masks wait until `accept`
-        has had them.
+        The masks wait until `accept` was called with all known tokens. If a step runs again, this
+        is called again.
+
+        positions_S: the number of known tokens of each row, without drafts.
         """
         rows = []
         first = 0
@@ -165,7 +169,7 @@ class Constraints:
             self._thread.stop()
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue work for the thread, which lets the process end whatever it waits for."""
+        """Queue work for the thread. It is a daemon thread, so the process can always end."""
         future: Future[T] = Future()
 
         def job() -> None:
@@ -181,7 +185,7 @@ class Constraints:
 
     def _fill(self, step: "StepMasks") -> Masks:
         rows_C = np.concatenate([row.first + np.arange(1 + len(row.drafts)) for row in step.rows])
-        # A request that fails may sample any token.
+        # All tokens are allowed at first, which is also right for requests that fail.
         bits_CW = np.full((len(rows_C), self._mask_words), -1, np.int32)
         filled: list[tuple[MaskedRow, Matcher, int]] = []
         first = 0
@@ -207,26 +211,25 @@ class Constraints:
             if lost is not None:
                 raise lost
             if filled:
-                asked = [(matcher, first, row.drafts) for row, matcher, first in filled]
-                for i, error in self._compiler.grammars.fill_all(asked, bits_CW).items():
+                jobs = [(matcher, first, row.drafts) for row, matcher, first in filled]
+                for i, error in self._compiler.grammars.fill_all(jobs, bits_CW).items():
                     filled[i][0].request.failure = error.message
         return Masks(rows_C, bits_CW)
 
 
 @dataclass(slots=True, eq=False)
 class MaskedRow:
-    """A row whose request has a grammar: the index-th of the step's rows, sampling from position
-    `first` of N on, when `known` tokens of its answer are."""
+    """A row whose request has a grammar."""
 
-    index: int
+    index: int  # among the rows that sample
     request: Constrained
-    known: int
-    first: int
+    known: int  # the number of known tokens of its answer
+    first: int  # index (of N) of its first position
     drafts: list[int]
 
     @property
     def is_due(self) -> bool:
-        """Whether the matcher has had all known tokens, or never will."""
+        """Whether the matcher has accepted all known tokens, or never will."""
         return (
             bool(self.request.failure)
             or self.request.ended
@@ -234,15 +237,15 @@ class MaskedRow:
         )
 
     def rewind(self) -> None:
-        """Take back what the matcher has had of this step, which runs again."""
+        """Undo the tokens that the matcher has accepted in an earlier run of this step."""
         matcher = self.request.matcher.result()
         assert matcher.num_tokens >= self.known, (matcher.num_tokens, self.known)
         if matcher.num_tokens > self.known:
             matcher.rewind(self.known)
 
     def accept(self, tokens: list[int]) -> int:
-        """Give the matcher new tokens up to the one that completes the text; returns how many
-        those are, else 0.
+        """Advance the matcher by new tokens, up to the one that completes the text. Return the
+        number of tokens if the text is complete, otherwise 0.
         """
         self.rewind()
         matcher = self.request.matcher.result()
@@ -254,28 +257,27 @@ class MaskedRow:
 
 
 class StepMasks:
-    """The masks of one step, in the making. A step that runs again has new ones; the old ones are
-    forgotten.
-
-    before: those of the step before, until they are of no use. lost: why that step has no result.
-    """
+    """The masks of one step, while they are filled. A step that runs again has new ones."""
 
     def __init__(
         self, rows: list[MaskedRow], moved: threading.Condition, before: "StepMasks | None"
     ) -> None:
         self.rows = rows
         self.masks: Future[Masks]
-        self.before = before
-        self.lost: BaseException | None = None
+        self.before = before  # the masks of the step before, until they are not needed any more
+        self.lost: BaseException | None = None  # why this step has no result
         self._moved = moved
 
     def result(self) -> Masks:
-        """Wait for the masks, and so for `accept` of the step before."""
+        """Wait for the masks, which includes waiting for `accept` of the step before."""
         return self.masks.result()
 
     def accept(self, tokens_S: Sequence[Sequence[int] | I32]) -> Accepted:
-        """Take the tokens that were kept, of each of `begin`'s rows; none of a row that failed,
-        whose request ends. From any thread, in the order of steps."""
+        """Advance the grammars by the tokens that were kept. Called in the order of steps, from any
+        thread.
+
+        tokens_S: of each row that was passed to `begin`; empty for a row that failed.
+        """
         self.result()
         accepted = Accepted({}, {})
         with self._moved:
@@ -293,8 +295,9 @@ class StepMasks:
 
     @contextmanager
     def lost_by_errors(self) -> "Iterator[None]":
-        """Around what gets the step's tokens. After an error there are none, and the masks of the
-        step behind it, which wait for them, raise the error as well."""
+        """A context in which the runner waits for the step's tokens. After an error, there are
+        none, so the masks of the next step raise the error instead of waiting for them.
+        """
         try:
             yield
         except BaseException as error:

@@ -1,7 +1,7 @@
-"""Compiles grammars on a thread of its own, so that a slow one delays no step.
+"""Compile grammars in a separate thread, so that a slow one does not delay steps.
 
-The thread also replays answers that a grammar has had already: of requests that were preempted, or
-that come from a lost engine.
+The thread also replays the known tokens of a request that was preempted, or that comes from a lost
+engine.
 """
 
 import logging
@@ -27,10 +27,11 @@ _LAST: _Entry = (2**62, 0, None, None)
 
 
 class GrammarCompiler:
-    """Makes the matchers of requests, those of higher priority first.
+    """Creates the matchers of requests, in order of priority.
 
-    end_ids: the tokens that end answers. The first grammar starts the thread, which reads the
-    tokenizer for it.
+    The first grammar starts the thread, which then loads the tokenizer.
+
+    end_ids: the model's end-of-text tokens.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -38,7 +39,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_ids = end_ids
         self._grammars: Grammars | None = None
-        # Entries compare by priority and ticket alone, and no two jobs have one ticket.
+        # Entries compare by priority and ticket only, because tickets are unique.
         self._jobs: queue.PriorityQueue[_Entry] = queue.PriorityQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -46,12 +47,14 @@ class GrammarCompiler:
 
     @property
     def grammars(self) -> "Grammars":
-        """What the matchers are made of, and what fills their masks. There is a matcher."""
-        assert self._grammars is not None, "no matcher was made yet"
+        """The compiled grammars, which also fill masks. A matcher must have been created."""
+        assert self._grammars is not None, "no matcher was created yet"
         return self._grammars
 
     def start(self, job: GrammarJob) -> "Future[Matcher]":
-        """Start to make a matcher; from any thread. Cancel the future to withdraw the job."""
+        """Start to create a matcher. May be called from any thread. Cancel the future to drop the
+        job.
+        """
         future: Future[Matcher] = Future()
         with self._lock:
             if self._closed:
@@ -66,7 +69,7 @@ class GrammarCompiler:
         return future
 
     def close(self) -> None:
-        """End the thread after the job in hand; the others fail."""
+        """End the thread after the current job. The other jobs are cancelled."""
         with self._lock:
             self._closed = True
             with suppress(queue.Empty):
@@ -92,7 +95,7 @@ class GrammarCompiler:
 
     def _matcher(self, job: GrammarJob) -> "Matcher":
         if self._grammars is None:
-            from moeserve.text.grammar import Grammars  # here, since few engines need it
+            from moeserve.text.grammar import Grammars  # here, because few engines need it
             from moeserve.text.tokenizer import Tokenizer
 
             tokenizer = Tokenizer.load(self._model_dir)
@@ -101,7 +104,7 @@ class GrammarCompiler:
 
 
 def failure_of(error: BaseException) -> str:
-    """Return the message of the request whose grammar failed with this error."""
+    """Return the error message of a request whose grammar failed with this error."""
     if isinstance(error, RequestError):
         message = error.message
         return message if message.startswith(GRAMMAR_FAILED) else f"{GRAMMAR_FAILED}: {message}"

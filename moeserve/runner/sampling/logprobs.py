@@ -1,4 +1,4 @@
-"""Logprobs of chosen and likely tokens, from the raw logits, in bounded memory."""
+"""Logprobs of chosen and of the likeliest tokens, from raw logits, in bounded memory."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,34 +14,34 @@ from moeserve.runner.sampling.noise import LANES
 from moeserve.runner.sampling.rows import SamplingRows
 from moeserve.runner.tables import I64, HostRows, Tables, Upload
 
-CHUNK_ELEMENTS = 1 << 22  # most logits that are turned into logprobs at once
-PROMPT_ELEMENTS = 1 << 24  # most logits of prompt positions that are computed at once
+CHUNK_ELEMENTS = 1 << 22  # the most logits that are converted to logprobs at once
+PROMPT_ELEMENTS = 1 << 24  # the most logits of prompt positions that are computed at once
 
 
 class LogprobRows(NamedTuple):
-    """P rows, each a chosen token and the n likeliest in order: on the device, before it becomes
-    messages.
-    """
+    """The logprobs of P rows on the device: of the chosen token and the n likeliest in order."""
 
     ids_PN: Tensor  # int64 [P, 1 + n], the chosen token first
     values_PN: Tensor  # float32
-    rank_P: Tensor  # int64: number of tokens at least as likely as the chosen one
+    rank_P: Tensor  # int64: the number of tokens that are at least as likely as the chosen one
 
 
 def logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
-    """Return log-softmax of raw logits at the chosen tokens (int64) and the n likeliest, in chunks
-    of rows.
+    """Return the log-softmax of raw logits at the chosen tokens (int64) and the n likeliest ones,
+    computed in chunks of rows.
     """
     step = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
-    parts = [
+    chunks = [
         _logprob_rows(logits_PV[i : i + step], chosen_P[i : i + step], n)
         for i in range(0, len(chosen_P), step)
     ]
-    return _join(parts)
+    return _concatenated(chunks)
 
 
-def _join(parts: Sequence[LogprobRows]) -> LogprobRows:
-    return parts[0] if len(parts) == 1 else LogprobRows(*map(torch.cat, zip(*parts, strict=True)))
+def _concatenated(chunks: Sequence[LogprobRows]) -> LogprobRows:
+    if len(chunks) == 1:
+        return chunks[0]
+    return LogprobRows(*map(torch.cat, zip(*chunks, strict=True)))
 
 
 def _logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
@@ -53,11 +53,12 @@ def _logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
 
 
 def likeliest(x_PV: Tensor, n: int) -> Tensor:
-    """Return the ids of the n largest values of each row, best first, equal ones by id: int64 [P,
-    min(n, V)].
+    """Return the ids of the n largest values of each row, int64 [P, min(n, V)]: the largest first,
+    equal values by id.
 
-    torch's `topk` picks among equal values as it likes, by n among others; half-precision logits
-    are full of them. [[1, 7, 7, 0]], 2 -> [[1, 2]]
+    torch's `topk` chooses arbitrarily among equal values, which are common in half precision.
+
+    [[1, 7, 7, 0]], 2 -> [[1, 2]]
     """
     rows, width = x_PV.shape
     n = min(n, width)
@@ -65,8 +66,8 @@ def likeliest(x_PV: Tensor, n: int) -> Tensor:
         return _ordered_topk(x_PV, torch.arange(width, device=x_PV.device), n)
     x_PV = torch.nn.functional.pad(x_PV, (0, -width % LANES), value=float("-inf"))
     x_PBL = x_PV.view(rows, -1, LANES)
-    # Each block before the one of a token that is in has a better token: its maximum. So n blocks
-    # are enough.
+    # The n blocks with the largest maxima are enough: a token in any other block has n better
+    # tokens, which are these maxima.
     blocks_Pn = _ordered_topk(
         x_PBL.amax(dim=-1), torch.arange(x_PBL.shape[1], device=x_PV.device), n
     )
@@ -76,8 +77,8 @@ def likeliest(x_PV: Tensor, n: int) -> Tensor:
 
 
 def _ordered_topk(x_PW: Tensor, ids_PW: Tensor, n: int) -> Tensor:
-    """Return the columns of each row's n largest (value, -id)."""
-    # A float's bits order as an integer, once negative ones flip.
+    """Return the columns of the n largest (value, -id) of each row."""
+    # The bits of floats have the order of integers, after those of negative ones are inverted.
     bits_PW = (x_PW + 0.0).view(torch.int32)
     keys_PW = (bits_PW ^ ((bits_PW >> 31) & 0x7FFFFFFF)).long() << 32
     return (keys_PW - ids_PW).topk(n, dim=-1).indices
@@ -89,7 +90,7 @@ def to_messages(
     values_PN: NDArray[np.float32],
     rank_P: NDArray[np.int64],
 ) -> list[Logprobs]:
-    """Return a message for each row: row i with its counts[i] likeliest tokens."""
+    """Return a message for each row, with its counts[i] likeliest tokens."""
     return [
         Logprobs(ids[: 1 + n], values[: 1 + n], rank)
         for ids, values, rank, n in zip(
@@ -99,12 +100,12 @@ def to_messages(
 
 
 class PromptSpan(NamedTuple):
-    """`num_tokens` prompt tokens of a request from position `start` on, `alternatives` for each."""
+    """Consecutive prompt tokens of a request."""
 
     slot: int
-    start: int
+    start: int  # position of the first one
     num_tokens: int
-    alternatives: int
+    alternatives: int  # likeliest tokens to report for each
 
 
 class PromptRows(NamedTuple):
@@ -115,7 +116,7 @@ class PromptRows(NamedTuple):
 
 
 def prompt_logprobs(
-    asking: I64,
+    scored: I64,
     plan: StepPlan,
     host: HostRows,
     rows: SamplingRows,
@@ -124,16 +125,15 @@ def prompt_logprobs(
     hidden_TD: Tensor,
     logits: Callable[[Tensor], Tensor],
 ) -> PromptRows | None:
-    """Return the logprobs of the prompt tokens that this step's positions predict: position p
-    predicts token p + 1. asking: the plan's rows whose requests want them.
+    """Return the logprobs of the prompt tokens that this step predicts. Position p predicts token
+    p + 1, which is read from the token table, so that it may be in the next chunk.
 
-    The next token comes from the token table, so a chunk's last position needs nothing of the next
-    chunk.
+    scored: the plan's rows whose requests want prompt logprobs.
     """
     spans: list[PromptSpan] = []
     tokens_P: list[I64] = []
     targets_P: list[I64] = []
-    for row in asking.tolist():
+    for row in scored.tolist():
         slot = int(plan.slots_R[row])
         start = int(plan.starts_R[row])
         end = min(start + int(plan.counts_R[row]), int(rows.num_prompt[slot]) - 1)
@@ -148,7 +148,7 @@ def prompt_logprobs(
     token_index, target_index = upload(np.concatenate(tokens_P), np.concatenate(targets_P))
     chosen = tables.arena.index_select(0, target_index).long()
     at_once = max(1, PROMPT_ELEMENTS // rows.vocab_size)
-    parts = [
+    chunks = [
         logprob_rows(
             logits(hidden_TD.index_select(0, token_index[i : i + at_once])),
             chosen[i : i + at_once],
@@ -156,7 +156,7 @@ def prompt_logprobs(
         )
         for i in range(0, len(chosen), at_once)
     ]
-    return PromptRows(_join(parts), spans)
+    return PromptRows(_concatenated(chunks), spans)
 
 
 def prompt_messages(

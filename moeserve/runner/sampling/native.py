@@ -1,10 +1,10 @@
-"""The sampler for CPUs: reads only the part of a row that can matter, and leaves the draw to native
-code.
+"""The sampler for CPUs. It reads only the part of a row that can matter, and draws in native code.
 
-Rows without filters are one native call. Rows with top-k or min-p are narrowed to the few blocks of
-LANES tokens that hold their largest logits, and top-p sorts only what its sum can reach. Which way
-a row goes depends on that row alone, so its bits never depend on its neighbours. r rows, V padded
-vocabulary, B blocks of a narrowed row, W = B * LANES.
+Rows without filters take one native call. Rows with top-k or min-p are narrowed to the few blocks
+of LANES tokens with their largest logits. Top-p sorts only the tokens that its sum can reach. The
+method depends only on the row itself, so its bits never depend on other rows.
+
+r: rows. V: padded vocabulary. B: blocks of a narrowed row. W = B * LANES.
 """
 
 import numpy as np
@@ -21,16 +21,14 @@ from moeserve.runner.sampling.rules import NEG_INF
 from moeserve.runner.sampling.sampler import Masks
 from moeserve.runner.tables import I64
 
-HEAD_BLOCKS = 64  # blocks that a row is narrowed to
-HEAD_TOKENS = 64  # tokens that a top-p is usually reached with
-ELSEWHERE = (
-    Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P
-)  # what one native call does not do
-ROUNDING = 1e-4  # of sums of probabilities, generously
+HEAD_BLOCKS = 64  # blocks of a narrowed row
+HEAD_TOKENS = 64  # tokens that are usually enough for top-p
+ELSEWHERE = Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P  # not in one native call
+ROUNDING = 1e-4  # upper bound of rounding errors in sums of probabilities
 
 
 class NativeSampler(ReferenceSampler):
-    """Chooses the tokens that `ReferenceSampler` chooses, sooner."""
+    """Chooses the same tokens as `ReferenceSampler`, but faster."""
 
     def _mask(self, x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
         native_rows.apply_bitmask(x_rV, rows_C, bits_CW)
@@ -46,8 +44,7 @@ class NativeSampler(ReferenceSampler):
     def _first(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
-        # Most requests have a temperature and perhaps a grammar: one call chooses for them, a row
-        # at a time.
+        # One call chooses for most requests, which have a temperature and perhaps a grammar.
         columns = self.rows.traits, self.rows.temperature, self.rows.seed
         tokens_S, peak_S, status_S = native_rows.draw(
             logits_SV,
@@ -85,9 +82,7 @@ class NativeSampler(ReferenceSampler):
         return (blocks_rB.gather(1, column_r1 // LANES) * LANES + column_r1 % LANES).squeeze(1)
 
     def _is_enough(self, x_rW: Tensor, floor_r: Tensor, slots_r: I64) -> NDArray[np.bool_]:
-        """Return which of the narrowed rows hold all that top-k or min-p would keep of the whole
-        ones.
-        """
+        """Return which of the narrowed rows contain all tokens that top-k or min-p would keep."""
         count_r = (x_rW > NEG_INF).sum(dim=-1).numpy()
         has_top_k_r = (self.rows.traits[slots_r] & Trait.TOP_K) != 0
         is_enough_r: NDArray[np.bool_] = has_top_k_r & (count_r >= self.rows.top_k[slots_r])
@@ -101,13 +96,13 @@ def race(
     high_r: Tensor,
     blocks_rB: Tensor | None = None,
 ) -> Tensor:
-    """Return each row's column with the largest x + Gumbel noise, int64; arguments as for
-    `Gumbel`.
+    """Return the column with the largest x + Gumbel noise of each row, int64.
 
     Equivalently, tokens race: each arrives after an exponential time divided by its probability,
-    and the first wins (Maddison et al., 2014, "A* Sampling"). Native code leaves out tokens that
-    cannot win. It is not sure of rows where two tokens are about equally early; the definition
-    decides those.
+    and the first one wins (Maddison et al., 2014, "A* Sampling"). Native code skips tokens that
+    cannot win. If two tokens are about equally early, it cannot decide; then the noise itself does.
+
+    Other arguments are as for `Gumbel`.
     """
     column_r = native_rows.race(x_rV, low_r, high_r, gumbel.token_hash, blocks_rB)
     for i in (column_r < 0).nonzero().flatten().tolist():
@@ -120,15 +115,15 @@ def race(
 
 
 def can_narrow(width: int) -> bool:
-    """Whether rows of this width are wide enough for `narrow` to pay."""
+    """Whether rows are so wide that `narrow` makes sampling faster."""
     return width > 2 * HEAD_BLOCKS * LANES
 
 
 def narrow(x_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x_rW, blocks_rB, floor_r): the few blocks of each row that hold its largest values.
+    """Return (x_rW, blocks_rB, floor_r): the few blocks of each row with its largest values.
 
-    Every value above floor_r[i] of row i is there, in order of its id; all others are -inf.
-    blocks_rB: which blocks of LANES tokens they are.
+    x_rW: all values of row i above floor_r[i], in order of token ids. All others are -inf.
+    blocks_rB: the numbers of the blocks of LANES tokens.
     """
     rows, width = x_rV.shape
     count = width // LANES
@@ -145,11 +140,12 @@ def narrow(x_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def top_p_cutoff_head(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
-    """Return what `top_p_cutoff` returns, but sorts only what can matter.
+    """Return the same as `top_p_cutoff`, but sort only the tokens that can matter.
 
-    First the largest few of each row, if they reach top_p; sums from the largest on are the same
-    however many follow. Where they do not, the tokens below half of (1 - top_p) / V are left out:
-    they sum to less than half of what may be dropped, so none of them stays.
+    If the few largest tokens of a row reach top_p, only these are sorted: the sums from the largest
+    token on are the same, however many follow. Otherwise, tokens below half of (1 - top_p) / V are
+    omitted: their sum is less than half of the probability that may be dropped, so top-p keeps none
+    of them.
     """
     width = probs_rV.shape[1]
     head_rW = narrow(probs_rV)[0].clamp_(min=0.0) if can_narrow(width) else probs_rV

@@ -1,9 +1,10 @@
-"""Sampling noise without a generator: Gumbel noise is a hash of (seed, position, token id).
+"""Gumbel noise for sampling, as a hash of (seed, position, token id), without a generator.
 
-So a request draws the same tokens in any batch, after a preemption, and on any rank. The noise of
-one position is independent between tokens; argmax(logits / temperature + noise) is a draw from
-softmax(logits / temperature) (Maddison et al., 2014, "A* Sampling"). The hash mixes token and key
-in three multiply-xorshift rounds on 32-bit words.
+So a request draws the same tokens in any batch, after a preemption, and on any rank.
+
+The noise of different tokens is independent. Therefore argmax(logits / temperature + noise) is a
+draw from softmax(logits / temperature) (Maddison et al., 2014, "A* Sampling"). The hash mixes token
+and key in three multiply-xorshift rounds on 32-bit words.
 """
 
 from collections.abc import Callable
@@ -11,25 +12,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LANES = 64  # a row's length is padded to a multiple of this
-_SERIAL = 32_768  # torch runs an elementwise kernel of at most this many elements on one thread
+LANES = 64  # rows are padded to a multiple of this
+_SERIAL = 32_768  # torch runs elementwise kernels of up to this many elements in one thread
 _MASK31 = 2**31 - 1
-# Maps the hash's 31 bits into (0, 1): 2^-32 at the winning end, where float32 is densest, below 1
-# at the other.
+# Maps the hash's 31 bits into (0, 1): from 2^-32 for the likely winners, where float32 is densest,
+# to just below 1.
 _SCALE = 2.0**-31 * (1 - 2.0**-23)
-# Odd factors with well mixed bits: murmur3's two, and one of Wellons' search for good hash
-# constants.
+# Odd factors with well mixed bits: two of murmur3, and one of Wellons' search for hash constants.
 _FACTORS = (-2048144789, -1028477387, 2146121005)
 
 
 def padded(vocab_size: int) -> int:
-    """Return the vocabulary size rounded up to whole vectors: 65 -> 128."""
+    """Return the vocabulary size, rounded up to a multiple of LANES: 65 -> 128."""
     return -(-vocab_size // LANES) * LANES
 
 
 class Gumbel:
-    """Gumbel noise, float32 in -2.8 .. 22.2: row i, column j is the noise of token j for row i's
-    key.
+    """Gumbel noise, float32 in -2.8 .. 22.2. Row i, column j is the noise of token j for the key of
+    row i.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -38,10 +38,10 @@ class Gumbel:
         self._scratch = torch.empty((3, 0), dtype=torch.int32, device=device)
 
     def __call__(self, low_S: Tensor, high_S: Tensor, blocks_SB: Tensor | None = None) -> Tensor:
-        """Return the noise [S, padded vocabulary], valid until the next call. low_S, high_S:
-        int32, from `row_keys`.
+        """Return the noise [S, padded vocabulary], which is valid until the next call.
 
-        blocks_SB: each row's blocks of LANES tokens, if only those are wanted.
+        low_S, high_S: int32, from `row_keys`.
+        blocks_SB: if only some blocks of LANES tokens are needed, their numbers in each row.
         """
         rows = len(low_S)
         token_hash = self.token_hash.unsqueeze(0)
@@ -52,7 +52,7 @@ class Gumbel:
         count = rows * token_hash.shape[1]
         if self._scratch.shape[1] < count:
             self._scratch = self._scratch.new_empty((3, count))
-        x_SV, shifted_SV, noise_SV = (part[:count].view(rows, -1) for part in self._scratch)
+        x_SV, shifted_SV, noise_SV = (scratch[:count].view(rows, -1) for scratch in self._scratch)
         torch.bitwise_xor(token_hash, low_S.unsqueeze(1), out=x_SV)
         _shift_xor(x_SV.mul_(_FACTORS[0]), 16, shifted_SV)
         x_SV.bitwise_xor_(high_S.unsqueeze(1))
@@ -66,10 +66,11 @@ class Gumbel:
 def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply an in-place elementwise op so that an element's bits depend on its value alone.
 
-    torch vectorises such ops over the flat tensor and ends each thread's share with scalar code,
-    whose log and exp may differ in the last bit (it depends on the build). Pieces that the threads
-    share evenly, in multiples of LANES, have no such ends. x: contiguous, its size a multiple of
-    LANES.
+    torch vectorizes such ops over the flat tensor, and uses scalar code at the end of each thread's
+    share. Depending on the build, the log and exp of scalar code may differ in the last bit. Pieces
+    that are shared evenly by the threads, in multiples of LANES, do not need scalar code.
+
+    x: contiguous, with a size that is a multiple of LANES.
     """
     if not x.is_cpu:
         return op(x)
@@ -86,10 +87,10 @@ def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def is_invariant(vocab_size: int = 50_000) -> bool:
-    """Return whether rows of noise have the same bits alone and among others, with the thread
-    count that is set.
+    """Return whether rows of noise have the same bits alone and in a batch, with the current number
+    of threads.
 
-    Takes a millisecond; checked at start, since all samplers on the CPU rely on it.
+    Checked at the start, because all samplers on CPUs rely on it. Takes a millisecond.
     """
     rows = 4
     gumbel = Gumbel(vocab_size, torch.device("cpu"))
@@ -101,7 +102,7 @@ def is_invariant(vocab_size: int = 50_000) -> bool:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply murmur3's 32-bit finaliser in place on int32 (products wrap)."""
+    """Apply murmur3's 32-bit finalizer to int32, in place (products wrap around)."""
     shifted = torch.empty_like(x)
     _shift_xor(x, 16, shifted).mul_(_FACTORS[0])
     _shift_xor(x, 13, shifted).mul_(_FACTORS[1])

@@ -1,6 +1,4 @@
-"""From logits to tokens and logprobs: a reference in torch, and the native and Triton samplers that
-agree with it.
-"""
+"""Choose the sampler for a device."""
 
 from importlib.util import find_spec
 
@@ -12,11 +10,13 @@ from moeserve.runner.tables import Tables, Upload
 def make_sampler(
     vocab_size: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool
 ) -> Sampler:
-    """Return the fastest sampler for a device. kernels: config.device.kernels; "torch" stands for
-    the reference.
+    """Return the fastest sampler for a device.
 
-    is_async: whether the device runs on while the host continues, so that a sampler must not wait
-    for results. Imports are local because Triton is slow to import and may not be installed.
+    kernels: config.device.kernels; "torch": the reference sampler.
+    is_async: whether the device runs in parallel to the host, so that a sampler must not wait for
+    results.
+
+    Imports are local, because Triton is slow to import and may not be installed.
     """
     if kernels != "torch" and is_async and find_spec("triton"):
         from moeserve.runner.sampling.triton import TritonSampler

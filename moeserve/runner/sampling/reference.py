@@ -1,8 +1,9 @@
-"""The sampler in plain torch: the definition of what the others compute. It never waits for the
+"""The sampler in plain torch, which defines the results of the others. It never waits for the
 device.
 
-r rows, V vocabulary padded to a multiple of LANES. Ties at a cut are kept, so that no result
-depends on an order of equal logits.
+Ties at a cutoff are kept, so that no result depends on the order of equal logits.
+
+r: rows. V: vocabulary, padded to a multiple of LANES.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +18,12 @@ from moeserve.runner.sampling.rules import NEG_INF
 from moeserve.runner.sampling.sampler import Failures, Masks, Sampler, Status
 from moeserve.runner.tables import I64, Tables, Upload
 
-CHUNK_ELEMENTS = (
-    1 << 18
-)  # logits that are worked on at once: they and their temporaries stay in a core's cache
+# Logits per chunk, so that they and their temporaries stay in a core's cache.
+CHUNK_ELEMENTS = 1 << 18
 
 
 class ReferenceSampler(Sampler):
-    """Samples in chunks of like rows, which it copies."""
+    """Samples in chunks of similar rows, which are copied."""
 
     def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
         super().__init__(vocab_size, tables, upload)
@@ -61,17 +61,17 @@ class ReferenceSampler(Sampler):
     def _first(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
-        """Return (tokens int64, peaks of the logits, `Status`) as far as they are known at once,
-        and the rows, in order, whose tokens are not."""
-        peak_S, tokens_S = self._argmax(
-            logits_SV
-        )  # a NaN in a row is its maximum, and infinity less itself is NaN
+        """Return (tokens int64, maximum logits, `Status`) without further work, and the rows, in
+        order, whose tokens need more.
+        """
+        # A NaN is the maximum of its row, and infinity minus itself is NaN.
+        peak_S, tokens_S = self._argmax(logits_SV)
         status_S = ((peak_S - peak_S) != 0).to(torch.uint8).mul_(Status.NOT_FINITE)
         return tokens_S, peak_S, status_S, self.rows.having(Trait.RANDOM | Trait.CHANGED, slots_S)
 
     def _chunks(self, rest: I64, slots_S: I64) -> Iterator[I64]:
-        """Yield the rows in chunks: greedy ones whose logits are changed, random ones, random ones
-        with a cut.
+        """Yield chunks of rows: greedy ones with changed logits, then random ones, then random ones
+        with a cutoff.
         """
         if not len(rest):
             return
@@ -79,21 +79,19 @@ class ReferenceSampler(Sampler):
         random_r, cut_r = ((traits_r & t) != 0 for t in (Trait.RANDOM, Trait.CUT))
         for kind_r in (~random_r, random_r & ~cut_r, cut_r):
             rows = rest[kind_r]
-            # The native sampler does most of its work on cut rows after it has narrowed them.
+            # Larger chunks with a cutoff, because the native sampler first narrows these rows.
             most = 4 * self._chunk_rows if kind_r is cut_r else self._chunk_rows
             for start in range(0, len(rows), most):
                 yield rows[start : start + most]
 
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
-        """Return tokens drawn from rows whose maximum is 0, after their filters. May write to
-        x_rV.
-        """
+        """Filter rows whose maximum is 0, and return the drawn tokens. May write to x_rV."""
         self._filter(x_rV, slots_r)
         low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
         return self._argmax(x_rV.add_(self.gumbel(low_r, high_r)))[1]
 
     def _filter(self, x_rV: Tensor, slots_r: I64) -> None:
-        """Set what may not be drawn to -inf; each row's maximum stays."""
+        """Set tokens that may not be drawn to -inf. The maximum of each row stays."""
         rows = self.rows
         log_min_p, top_k, top_p = self._upload(
             rows.log_min_p[slots_r], rows.top_k[slots_r], rows.top_p[slots_r]
@@ -122,7 +120,7 @@ class ReferenceSampler(Sampler):
 
     @staticmethod
     def _argmax(x_rV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's maximum and its lowest index; NaN counts as largest."""
+        """Return the maximum of each row and its lowest index. NaN counts as the largest."""
         peak_r, index_r = x_rV.max(dim=-1)
         return peak_r, index_r
 
@@ -132,8 +130,9 @@ class ReferenceSampler(Sampler):
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-    """Set the tokens whose bit is 0 to -inf in the given rows (int64), in place. bits: int32, bit
-    v % 32 of word v // 32 is token v; W * 32 is at least V.
+    """Set tokens whose bit is 0 to -inf in the given rows (int64), in place.
+
+    bits_CW: int32; bit v % 32 of word v // 32 is token v. W * 32 is at least V.
 
     x [[1, 2, 3]], rows [0], bits [[0b101]] -> [[1, -inf, 3]]
     """
@@ -145,17 +144,15 @@ def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
 
 
 def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:
-    """Drop tokens less likely than min_p times the likeliest. log_min_p_r: -inf where min-p is
-    off.
-    """
+    """Drop tokens that are less likely than min_p times the likeliest. log_min_p_r: -inf: off."""
     x_rV.masked_fill_(x_rV < log_min_p_r.unsqueeze(1), NEG_INF)
 
 
 def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
-    """Drop tokens below the k-th largest logit of their row; equal ones stay. k_r: int64 >= 1; V
-    where top-k is off.
+    """Drop tokens below the k-th largest logit of their row. Equal ones stay.
 
-    largest_k: the largest k of those rows that have one.
+    k_r: int64 >= 1; V: off.
+    largest_k: the largest k of rows that use top-k.
     """
     largest_k = min(largest_k, x_rV.shape[1])
     top_rK = x_rV.topk(largest_k, dim=-1).values
@@ -165,20 +162,20 @@ def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
 
 
 def keep_top_p(x_rV: Tensor, top_p_r: Tensor, cutoff: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Drop the least likely tokens of each row that are not needed to reach its top_p (1: off);
-    ties stay.
+    """Drop the least likely tokens of each row that are not needed to reach top_p (1: off). Ties
+    stay.
 
     cutoff: `top_p_cutoff`, or a faster function with the same results.
     """
     probs_rV = torch.softmax(x_rV, dim=-1)
-    # A top_p of 1 asks for nothing; its sums would stop anywhere near 1.
+    # top_p = 1 is handled separately, because rounded sums may or may not reach 1.
     cutoff_r = torch.where(top_p_r < 1, cutoff(probs_rV, top_p_r.where(top_p_r < 1, 0.0)), -1.0)
     x_rV.masked_fill_(probs_rV < cutoff_r.unsqueeze(1), NEG_INF)
 
 
 def top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
-    """Return the smallest probability that stays in each row: tokens from the likeliest on until
-    their sum is top_p.
+    """Return the smallest probability that top-p keeps in each row. It keeps the likeliest tokens
+    until their sum reaches top_p.
 
     probs [[0.2, 0.5, 0.3]], top_p [0.6] -> [0.3]
     """
@@ -198,19 +195,22 @@ def apply_penalties(
     frequency_r: Tensor,
     presence_r: Tensor,
 ) -> None:
-    """Change logits x_rV in place.
+    """Apply penalties to logits, in place.
 
-    history_rL: int64 token ids of which row i has known_r[i] (the rest is arbitrary), the first
-    num_prompt_r[i] of them prompt. Repetition divides positive and multiplies negative logits of
-    every token in the history; frequency is subtracted once per occurrence in the answer, presence
-    once if there is any (as OpenAI defines them).
+    - Repetition: positive logits of all tokens in the history are divided, negative ones
+      multiplied.
+    - Frequency: subtracted once for each occurrence in the answer.
+    - Presence: subtracted once if the token occurs in the answer.
 
-    The history comes from the device's token table, so penalties are right one step ahead of the
-    host, after a preemption and after a replay.
+    The history is the device's token table. So penalties are right although the host does not know
+    the last tokens yet, and also after a preemption or a replay.
+
+    history_rL: int64 token ids. Row i has known_r[i] of them (the rest is arbitrary), and the first
+    num_prompt_r[i] are the prompt.
     """
     index_L = torch.arange(history_rL.shape[1], device=x_rV.device)
     known_rL = index_L < known_r.unsqueeze(1)
-    # Unknown entries repeat the first token: writing the same value twice changes nothing.
+    # Arbitrary entries are replaced by the first token, because writing a value twice is harmless.
     ids_rL = torch.where(known_rL, history_rL, history_rL[:, :1])
     counts_rV = torch.zeros(x_rV.shape, dtype=torch.int32, device=x_rV.device)
     in_answer_rL = known_rL & (index_L >= num_prompt_r.unsqueeze(1))

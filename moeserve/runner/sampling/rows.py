@@ -1,5 +1,6 @@
-"""The sampling parameters of the request in each slot: NumPy columns and 16 bits of traits on the
-host."""
+"""The sampling parameters of the request in each slot: NumPy columns on the host, and 16 bits of
+traits.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ from moeserve.sampling import GREEDY_BELOW
 
 
 class Trait:
-    """The needs of a request beyond an argmax over its logits, as bits of 16."""
+    """The properties of a request that need more than an argmax over its logits, as 16 bits."""
 
     RANDOM = 1
     MIN_P = 2
@@ -23,14 +24,12 @@ class Trait:
     DIGESTS = 256
     GRAMMAR = 512
 
-    CHANGED = (
-        PENALTY | RULES | GRAMMAR
-    )  # the logits are changed before the likeliest token is chosen
-    CUT = MIN_P | TOP_K  # only tokens close to the likeliest one stay; RANDOM rows only
+    CHANGED = PENALTY | RULES | GRAMMAR  # the logits are changed before a token is chosen
+    CUT = MIN_P | TOP_K  # only the likeliest tokens are kept; for RANDOM rows only
 
 
 class SamplingRows:
-    """One column per parameter, indexed by slot; a row is written when a request takes the slot."""
+    """One column per parameter, indexed by slot."""
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -43,7 +42,7 @@ class SamplingRows:
         )
 
     def add(self, request: NewRequest) -> None:
-        """Write the row of the request's slot; without top-k it has the vocabulary's size."""
+        """Write the row of the request's slot. Without top-k, `top_k` is the vocabulary size."""
         slot = request.slot
         sampling = request.sampling
         vocab_size = self.vocab_size
@@ -62,19 +61,19 @@ class SamplingRows:
         self.prompt_logprobs[slot] = sampling.prompt_logprobs or 0
 
     def refuse(self, slot: int) -> None:
-        """Clear the traits of a request that will fail, so that none of its parameters reach a
-        kernel.
-        """
+        """Clear the traits of a request that will fail, so that its parameters are not used."""
         self.traits[slot] = 0
 
     def having(self, traits: int, slots_S: NDArray[np.integer]) -> I64:
-        """Return the positions in slots_S of the requests that have any of `traits`."""
+        """Return the indices in slots_S of the requests that have any of `traits`."""
         return np.flatnonzero(self.traits[slots_S] & traits)
 
 
 def row_keys(seeds_S: NDArray[np.uint64], positions_S: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Return the key of each row's noise, from its request's seed and the position that it samples
-    for: 64 bits, as int32 [2, S]."""
+    """Return the noise key of each row: a 64-bit hash of seed and position, as int32 [2, S].
+
+    positions_S: the positions of the tokens to sample.
+    """
     with np.errstate(over="ignore"):
         key_S = seeds_S + positions_S.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
@@ -87,7 +86,7 @@ def _traits(request: NewRequest, has_top_k: bool) -> int:
     sampling = request.sampling
     is_random = sampling.temperature >= GREEDY_BELOW
     changes = sampling.min_tokens, sampling.logit_bias, sampling.bad_seqs, sampling.processors
-    asked = {
+    traits = {
         Trait.RANDOM: is_random,
         Trait.MIN_P: is_random and sampling.min_p > 0,
         Trait.TOP_K: is_random and has_top_k,
@@ -103,8 +102,8 @@ def _traits(request: NewRequest, has_top_k: bool) -> int:
         Trait.GRAMMAR: sampling.grammar is not None,
         Trait.LOGPROBS: sampling.logprobs is not None,
         Trait.DIGESTS: sampling.receipt,
-        # A request that comes back with part of its answer has had its prompt's logprobs.
+        # A request that resumes with part of its answer already has its prompt logprobs.
         Trait.PROMPT_LOGPROBS: sampling.prompt_logprobs is not None
         and len(request.tokens) == request.num_prompt,
     }
-    return sum(trait for trait, wanted in asked.items() if wanted)
+    return sum(trait for trait, is_set in traits.items() if is_set)

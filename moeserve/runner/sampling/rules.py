@@ -1,6 +1,6 @@
-"""Rules: which tokens a request may produce (allowed ids, biases, min_tokens, bad sequences).
+"""Rules that restrict the tokens of a request: allowed ids, biases, min_tokens, bad sequences.
 
-Few requests have any, so they are applied row by row. V vocabulary; ids are int64.
+Few requests have rules, so they are applied row by row. V: vocabulary. Ids are int64.
 """
 
 from collections.abc import Iterable
@@ -22,14 +22,13 @@ class Rules:
     bias_ids: Tensor
     bias_values: Tensor  # float32
     min_tokens: int
-    stop_ids: Tensor  # banned until min_tokens were produced
-    bad: tuple[
-        tuple[Tensor, Tensor], ...
-    ]  # for each length 1 + L: [M, L] beginnings, [M] tokens that must not follow
+    stop_ids: Tensor  # not allowed before min_tokens tokens
+    # Bad sequences by their length 1 + L: ([M, L] beginnings, [M] last tokens, not allowed then).
+    bad: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
     def of(cls, sampling: TokenSampling, vocab_size: int, device: torch.device) -> "Rules":
-        """Build the rules of a request whose token ids have been checked with `unknown_token`."""
+        """Build the rules of a request. Its token ids must have passed `unknown_token`."""
         not_allowed = None
         if sampling.allowed_ids is not None:
             not_allowed = torch.ones(vocab_size, dtype=torch.bool)
@@ -52,9 +51,7 @@ class Rules:
         )
 
     def apply(self, x_V: Tensor, num_answer: int) -> None:
-        """Apply the rules that come before the penalties. num_answer: tokens that the request has
-        produced.
-        """
+        """Apply the rules that come before the penalties. num_answer: tokens generated so far."""
         if self.not_allowed is not None:
             x_V.masked_fill_(self.not_allowed, NEG_INF)
         if len(self.bias_ids):
@@ -63,8 +60,10 @@ class Rules:
             x_V.index_fill_(0, self.stop_ids, NEG_INF)
 
     def ban_sequences(self, x_V: Tensor, history: Tensor) -> None:
-        """Apply the bad sequences, after the penalties. history: all known tokens of the request;
-        a bad sequence may begin in the prompt."""
+        """Apply the bad sequences, which come after the penalties.
+
+        history: all known tokens of the request, because a bad sequence may begin in the prompt.
+        """
         for starts_ML, last_M in self.bad:
             length = starts_ML.shape[1]
             if length <= len(history):
@@ -74,7 +73,7 @@ class Rules:
 
 
 def unknown_token(sampling: TokenSampling, vocab_size: int) -> int | None:
-    """Return a token id in `sampling` that the model does not have, or None."""
+    """Return a token id in the parameters that is not in the vocabulary, or None."""
     ids: list[int] = [
         *sampling.stop_ids,
         *(sampling.logit_bias or ()),

@@ -1,11 +1,20 @@
-"""The seam of the samplers: which tokens a step's logits become.
+"""The interface of samplers, which choose the tokens of a step from its logits.
 
-A row's token depends on its own logits, parameters and position, never on its neighbours. Order:
-logits processors; grammar; allowed ids, logit bias and min_tokens; penalties; bad sequences;
-temperature; min-p; top-k; top-p; argmax with Gumbel noise. S rows that sample, V vocabulary, r some
-of the rows.
+A row's token depends on its own logits, parameters and position only, never on other rows. The
+order of operations:
 
-The parameters of the request in each slot are in rows.py, its rules in rules.py.
+1. logits processors
+2. grammar
+3. allowed ids, logit bias and min_tokens
+4. penalties
+5. bad sequences
+6. temperature
+7. min-p, top-k, top-p
+8. argmax with Gumbel noise
+
+rows.py stores the parameters of the request in each slot, rules.py its rules.
+
+S: rows that sample. V: vocabulary. r: some of the rows.
 """
 
 import logging
@@ -28,62 +37,54 @@ from moeserve.runner.sampling.rules import Rules, unknown_token
 from moeserve.runner.tables import I64, Tables, Upload
 
 logger = logging.getLogger(__name__)
-Failures = dict[int, str]  # row -> message of an exception in its sampling
+Failures = dict[int, str]  # error messages by row
 _NONE = np.zeros(0, np.int64)
 
 
 class Status:
-    """Why a row has no token; one byte per row."""
+    """Whether a row has a token, and if not, why; one byte per row."""
 
     FINE, NOT_FINITE, NOTHING_ALLOWED = range(3)
     MESSAGES = (
         "",
-        "the model's logits for this request are not finite numbers: the weights "
-        "are damaged, or float16 is too "
-        "narrow for this model (--dtype bfloat16 or float32)",
-        f"{NO_TOKEN_LEFT}: logits processors, grammar, allowed_token_ids, "
-        "logit_bias and the banned tokens "
-        "exclude each other",
+        "the model's logits for this request are not finite numbers: the weights are damaged, or "
+        "float16 is too narrow for this model (--dtype bfloat16 or float32)",
+        f"{NO_TOKEN_LEFT}: logits processors, grammar, allowed_token_ids, logit_bias and the "
+        "banned tokens exclude each other",
     )
 
 
 class Masks(NamedTuple):
-    """What the grammars of C of a step's rows allow: bit v % 32 of word v // 32 is token v. Arrays
-    on the host.
-    """
+    """The tokens that grammars allow in C of a step's rows. Arrays on the host."""
 
     rows_C: I64
-    bits_CW: NDArray[np.int32]
+    bits_CW: NDArray[np.int32]  # bit v % 32 of word v // 32: whether token v is allowed
 
     def among(self, rows: I64) -> "Masks | None":
-        """Return the masks of some of the step's rows, which are numbered by their places in
-        `rows`.
-        """
-        _, places, which = np.intersect1d(
+        """Return the masks of some of the step's rows, numbered by their index in `rows`."""
+        _, indices, which = np.intersect1d(
             rows, self.rows_C, assume_unique=True, return_indices=True
         )
-        return Masks(places.astype(np.int64), self.bits_CW[which]) if len(places) else None
+        return Masks(indices.astype(np.int64), self.bits_CW[which]) if len(indices) else None
 
 
 class Sampled(NamedTuple):
-    """A step's tokens, on the device. Rows with a status other than FINE hold token 0; a failed
-    row's is arbitrary.
-    """
+    """The tokens of a step, on the device."""
 
-    tokens_S: Tensor  # int32
-    status_S: Tensor  # uint8
+    tokens_S: Tensor  # int32; 0 if the status is not FINE, arbitrary in `failures`
+    status_S: Tensor  # uint8, `Status`
     failures: Failures
     logprobs: LogprobRows | None = None
-    logprob_rows_P: I64 = _NONE  # which of the S rows have logprobs
-    logprob_counts: Sequence[int] = ()  # alternatives that each of them wants
-    raw: Sequence[Tensor] = ()  # raw logits of each row that wants a digest
-    raw_rows_Q: I64 = _NONE  # which of the S rows those are
+    logprob_rows_P: I64 = _NONE  # the rows (of S) with logprobs
+    logprob_counts: Sequence[int] = ()  # number of alternatives of each of them
+    raw: Sequence[Tensor] = ()  # raw logits of each row with a digest
+    raw_rows_Q: I64 = _NONE  # the rows (of S) with a digest
 
 
 class Sampler(ABC):
-    """Holds the sampling parameters and rules of the request in each slot, and chooses tokens.
+    """Stores the sampling parameters and rules of the request in each slot, and chooses tokens.
 
-    A subclass overrides `_choose` and `_penalise`, and `_logprobs` where it has a faster one.
+    A subclass overrides `_choose`, `_mask` and `_penalise`, and may override `_logprobs`.
     """
 
     def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
@@ -95,10 +96,10 @@ class Sampler(ABC):
         self._rules: dict[int, Rules] = {}
         self._processors: dict[int, list[tuple[str, LogitsProcessor]]] = {}
         self.factories = ProcessorFactories()
-        self.digests = True  # whether this rank's are read
+        self.digests = True  # whether digests of this rank are used
 
     def add(self, request: NewRequest) -> str | None:
-        """Take a request's parameters; returns why the request must fail, if it must."""
+        """Store a request's parameters. Return an error message if the request must fail."""
         self._rules.pop(request.slot, None)
         self._processors.pop(request.slot, None)
         self.rows.refuse(request.slot)
@@ -124,33 +125,43 @@ class Sampler(ABC):
     def sample(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None = None
     ) -> Sampled:
-        """Choose a token for each row. logits_SV: float32, left as they are. positions_S: where in
-        its request each new token goes, which is the number of the request's known tokens. masks:
-        of requests with a grammar."""
+        """Choose a token for each row.
+
+        logits_SV: float32. They are not changed.
+        positions_S: the position of each new token: the number of known tokens of its request.
+        masks: of the requests with a grammar.
+        """
         tokens_S, status_S, failures = self._choose(logits_SV, slots_S, positions_S, masks)
-        asking = self.rows.having(Trait.LOGPROBS | Trait.DIGESTS, slots_S)
+        rows = self.rows.having(Trait.LOGPROBS | Trait.DIGESTS, slots_S)
         if failures:
-            asking = np.setdiff1d(asking, list(failures))
-        if not len(asking):
+            rows = np.setdiff1d(rows, list(failures))
+        if not len(rows):
             return Sampled(tokens_S, status_S, failures)
-        raw_Q = asking[self.rows.having(Trait.DIGESTS, slots_S[asking])]
-        raw = [logits_SV[row] for row in raw_Q.tolist()]
-        wants_P = asking[self.rows.having(Trait.LOGPROBS, slots_S[asking])]
-        if not len(wants_P):
-            return Sampled(tokens_S, status_S, failures, raw=raw, raw_rows_Q=raw_Q)
-        (index,) = self._upload(wants_P)
-        counts_P = self.rows.logprobs[slots_S[wants_P]]
+        digest_rows_Q = rows[self.rows.having(Trait.DIGESTS, slots_S[rows])]
+        raw = [logits_SV[row] for row in digest_rows_Q.tolist()]
+        logprob_rows_P = rows[self.rows.having(Trait.LOGPROBS, slots_S[rows])]
+        if not len(logprob_rows_P):
+            return Sampled(tokens_S, status_S, failures, raw=raw, raw_rows_Q=digest_rows_Q)
+        (index,) = self._upload(logprob_rows_P)
+        counts_P = self.rows.logprobs[slots_S[logprob_rows_P]]
         most = int(counts_P.max())
         logprobs = self._logprobs(
             logits_SV.index_select(0, index), tokens_S.index_select(0, index), most
         )
         return Sampled(
-            tokens_S, status_S, failures, logprobs, wants_P, counts_P.tolist(), raw, raw_Q
+            tokens_S=tokens_S,
+            status_S=status_S,
+            failures=failures,
+            logprobs=logprobs,
+            logprob_rows_P=logprob_rows_P,
+            logprob_counts=counts_P.tolist(),
+            raw=raw,
+            raw_rows_Q=digest_rows_Q,
         )
 
     def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
-        """Return the token, int32, that `sample` would choose for each row; any token where it
-        would fail.
+        """Return the tokens, int32, that `sample` would choose without masks. A token is arbitrary
+        if `sample` would fail.
         """
         return self._choose(logits_SV, slots_S, positions_S, None)[0]
 
@@ -162,23 +173,23 @@ class Sampler(ABC):
 
     @abstractmethod
     def _mask(self, x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-        """Set what masks do not allow to -inf in place. rows_C: rows of x_rV."""
+        """Set tokens that masks do not allow to -inf, in place. rows_C: rows of x_rV."""
 
     @abstractmethod
     def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
-        """Apply the penalties of the given rows of x_rV in place. known: tokens in the history of
+        """Apply penalties to the given rows of x_rV, in place. known: the number of known tokens of
         each.
         """
 
     def _logprobs(self, logits_PV: Tensor, tokens_P: Tensor, n: int) -> LogprobRows:
-        """Return the logprobs of the chosen tokens (int32) and the n likeliest ones."""
+        """Return the logprobs of the chosen tokens (int32) and of the n likeliest ones."""
         return logprob_rows(logits_PV, tokens_P.long(), n)
 
     def _change(
         self, x_rV: Tensor, slots_r: I64, positions_r: I64, masks: Masks | None
     ) -> Failures:
-        """Apply processors, masks, rules and penalties in place. An exception in a request's is
-        its own failure.
+        """Apply processors, masks, rules and penalties, in place. An exception only fails its own
+        request.
         """
         failures: Failures = {}
         ruled = [
@@ -199,9 +210,9 @@ class Sampler(ABC):
                 rules.apply(
                     x_rV[i, : self._vocab_size], int(positions_r[i] - num_prompt[slots_r[i]])
                 )
-        punished = self.rows.having(Trait.PENALTY, slots_r)
-        if len(punished):
-            self._penalise(x_rV, punished, slots_r[punished], positions_r[punished])
+        penalized = self.rows.having(Trait.PENALTY, slots_r)
+        if len(penalized):
+            self._penalise(x_rV, penalized, slots_r[penalized], positions_r[penalized])
         for i, rules in ruled:
             with _caught(failures, i):
                 rules.ban_sequences(
@@ -211,10 +222,12 @@ class Sampler(ABC):
 
 
 def process(processor: LogitsProcessor, x_V: Tensor, ids: list[int], num_prompt: int) -> None:
-    """Change logits in place by a request's own function. Raises what that raises, ValueError if
-    it returns no logits. Waits for the device."""
+    """Change logits in place by a request's logits processor. Waits for the device.
+
+    Raises the processor's errors, and ValueError if it does not return logits.
+    """
     if not x_V.amax().isfinite():
-        return  # `Status` says so
+        return  # the row gets Status.NOT_FINITE
     y_V: Any = processor(ids[:num_prompt], ids[num_prompt:], x_V.clone())
     is_like_x = isinstance(y_V, Tensor) and (y_V.shape, y_V.dtype, y_V.device) == (
         x_V.shape,
@@ -229,7 +242,9 @@ def process(processor: LogitsProcessor, x_V: Tensor, ids: list[int], num_prompt:
 
 @contextmanager
 def _caught(failures: Failures, row: int, what: str = "sampling") -> Iterator[None]:
-    """Turn an exception into the row's failure. One of the device ends all rows: it is raised."""
+    """Convert an exception into a failure of the row. Errors of the device are raised, because they
+    affect all rows.
+    """
     try:
         yield
     except torch.AcceleratorError:

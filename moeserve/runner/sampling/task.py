@@ -1,6 +1,7 @@
-"""The task that samples: a row's hidden state becomes its request's next token.
+"""The task that samples the next tokens of requests from hidden states.
 
-S rows that sample, at N tokens: each row at its last token and at the tokens before its drafts.
+S: rows that sample. N: the tokens at which they sample, which are each row's last token and the
+tokens before its drafts.
 """
 
 import hashlib
@@ -34,11 +35,7 @@ T = TypeVar("T")
 
 
 class SampleTask(RowTask):
-    """Samples tokens and writes them to the tables, where the next step reads them.
-
-    `on_logits(plan, logits_NV)`, if set, sees the raw logits of every step (tests compare their
-    bits).
-    """
+    """Samples tokens, and writes them to the tables, where the next step reads them."""
 
     def __init__(
         self,
@@ -48,6 +45,7 @@ class SampleTask(RowTask):
         tables: Tables,
         upload: Upload,
     ) -> None:
+        # on_logits(plan, logits_NV): called with the raw logits of each step, for tests.
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
         self._model = model
         self._sampler = sampler
@@ -65,7 +63,6 @@ class SampleTask(RowTask):
         self._sampler.rows.refuse(slot)
 
     def begin(self, plan: StepPlan, rows: HostRows, drafts: Tensor | None) -> None:
-        """Start to fill the masks of rows with a grammar."""
         self._masks = None
         if not self._constraints.active:
             return
@@ -74,8 +71,8 @@ class SampleTask(RowTask):
         if drafts is None or rows.drafts_S is None:
             self._masks = self._constraints.begin(slots_S, known_S)
             return
-        each = np.split(drafts.cpu().numpy(), rows.drafts_S.cumsum()[:-1])
-        self._masks = self._constraints.begin(slots_S, known_S - rows.drafts_S, each)
+        drafts_by_row = np.split(drafts.cpu().numpy(), rows.drafts_S.cumsum()[:-1])
+        self._masks = self._constraints.begin(slots_S, known_S - rows.drafts_S, drafts_by_row)
 
     def rows(self, plan: StepPlan) -> I64:
         scored = self._sampler.rows.traits[plan.slots_R] & Trait.PROMPT_LOGPROBS
@@ -120,7 +117,7 @@ class SampleTask(RowTask):
         return outputs
 
     def verified(self, step: ComputedStep, accepted_S: Tensor | None) -> Verified:
-        """Return the step for a proposer. accepted_S: see `SampleOutputs`."""
+        """Return a step for the proposer. accepted_S: see `SampleOutputs`."""
         drafts_S = step.rows.drafts_S
         last_S = step.inputs.sample_N
         if accepted_S is None or drafts_S is None:
@@ -130,29 +127,31 @@ class SampleTask(RowTask):
             last_S = last_S.index_select(0, first_S) + accepted_S - 1
         slots_S = step.plan.slots_R[step.rows.sampling_S].astype(np.int64)
         return Verified(
-            step.plan,
-            step.rows,
-            step.inputs,
-            step.hidden_TD,
-            slots_S,
-            accepted_S,
-            last_S,
-            step.aux_TN,
+            plan=step.plan,
+            rows=step.rows,
+            step=step.inputs,
+            hidden_TD=step.hidden_TD,
+            slots_S=slots_S,
+            accepted_S=accepted_S,
+            last_S=last_S,
+            aux_TN=step.aux_TN,
         )
 
 
 @dataclass(slots=True)
 class SampleOutputs(TaskOutputs):
-    """The tokens of a step, on the device; the rest was noted at launch, because a later step may
-    have reassigned a slot before this one is collected."""
+    """The tokens of a step on the device, and facts about its rows on the host.
+
+    The facts are stored at launch, because a later step may reuse a slot before this step's result
+    is collected.
+    """
 
     slots_S: I64
     masks: StepMasks | None
     sampled: Sampled | None = None  # None: no row samples
     prompt: PromptRows | None = None
-    drafts_S: I32 | None = None
-    # int64: how many sampled tokens of each row come before its first wrong draft
-    accepted_S: Tensor | None = None
+    drafts_S: I32 | None = None  # number of drafts of each row; None: there are no drafts
+    accepted_S: Tensor | None = None  # int64: sampled tokens of each row that are kept
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -186,10 +185,10 @@ class SampleOutputs(TaskOutputs):
     def _tokens(
         self, sampled: Sampled, fetched: Arrays, failed: dict[int, str]
     ) -> tuple[I32, I32 | None, I64 | None]:
-        """Return the step's tokens, their counts by row, and which of the N sampled ones they are.
+        """Return the kept tokens, their counts by row, and their indices among the N sampled ones.
 
-        Without drafts each row has one token, and counts and choice are None. Rows without a token
-        are added to `failed`.
+        Without drafts, each row has one token, and counts and indices are None. Rows without a
+        token are added to `failed`.
         """
         tokens_N = fetched["tokens"]
         counts_S = fetched["accepted"].astype(np.int32) if "accepted" in fetched else None
@@ -207,7 +206,7 @@ class SampleOutputs(TaskOutputs):
     def _outputs(
         self, fetched: Arrays, kept_N: I64 | None, failed: dict[int, str]
     ) -> dict[int, TaskOutput]:
-        """Return what requests get beside tokens, by slot.
+        """Return the outputs of requests besides tokens, by slot.
 
         Requests whose prompt logprobs are not finite are added to `failed`.
         """
@@ -218,8 +217,8 @@ class SampleOutputs(TaskOutputs):
             for slot, logprobs in self._by_slot(sampled.logprob_rows_P, rows, kept_N).items():
                 outputs.setdefault(slot, TaskOutput()).logprobs = logprobs
         if sampled is not None and sampled.raw:
-            marks = [digest(fetched[f"raw {i}"]) for i in range(len(sampled.raw))]
-            for slot, digests in self._by_slot(sampled.raw_rows_Q, marks, kept_N).items():
+            hashes = [digest(fetched[f"raw {i}"]) for i in range(len(sampled.raw))]
+            for slot, digests in self._by_slot(sampled.raw_rows_Q, hashes, kept_N).items():
                 outputs.setdefault(slot, TaskOutput()).digests = digests
         if self.prompt is not None:
             found, damaged = prompt_messages(self.prompt.spans, *_values(fetched, "prompt"))
@@ -230,7 +229,7 @@ class SampleOutputs(TaskOutputs):
         return {slot: output for slot, output in outputs.items() if slot not in failed}
 
     def _follow(self, result: StepResult, masks: StepMasks) -> StepResult:
-        """Give the step's tokens to its grammars."""
+        """Advance the grammars of the step by its tokens."""
         complete, failed = masks.accept(tokens_by_row(result, len(self.slots_S)))
         return replace(result, complete=complete, failed=failed | result.failed)
 
@@ -241,10 +240,13 @@ class SampleOutputs(TaskOutputs):
         counts_S: I32 | None,
         failed: dict[int, str],
     ) -> tuple[I32, I32 | None]:
-        """Add rows without a token to `failed`; return the tokens, with -1 there, and the counts.
+        """Add rows without a token to `failed`. Return the tokens, with -1 in those rows, and the
+        counts.
 
-        reasons: of the N tokens, why some are missing. Counts end before a token that failed behind
-        a right draft: the next step samples at that position again, and fails.
+        If sampling failed after an accepted draft, the count ends before that token. The next step
+        samples at that position again, and fails.
+
+        reasons: error messages by index (of N).
         """
         tokens_N = tokens_N.copy()
         lengths_S = (
@@ -262,7 +264,7 @@ class SampleOutputs(TaskOutputs):
         return tokens_N, counts_S
 
     def _by_slot(self, rows_P: I64, values: Sequence[T], kept_N: I64 | None) -> dict[int, list[T]]:
-        """Group values of some of the N tokens by slot, accepted tokens only."""
+        """Group values by slot, without those of rejected tokens. rows_P: their indices (of N)."""
         slots_N = (
             self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
         )
@@ -283,12 +285,12 @@ def _values(fetched: Arrays, prefix: str) -> list[NDArray[Any]]:
 
 
 def digest(logits_V: NDArray[np.float32]) -> bytes:
-    """Return the SHA-256 of a row of logits, as little-endian fp32."""
+    """Return the SHA-256 of a row of logits as little-endian fp32."""
     return hashlib.sha256(np.ascontiguousarray(logits_V, "<f4").data).digest()
 
 
 def tokens_by_row(result: StepResult, num_rows: int) -> list[I32]:
-    """Return the tokens of each row that samples; none of a row that failed."""
+    """Return the tokens of each row that samples; a failed row has none."""
     if not num_rows:
         return []
     counts_S = np.ones(num_rows, np.int32) if result.counts_S is None else result.counts_S

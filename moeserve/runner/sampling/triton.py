@@ -1,6 +1,6 @@
-"""The sampler for GPUs: all rows of a step in a few Triton kernels, whatever each of them asks for.
+"""The sampler for GPUs: a few Triton kernels for all rows of a step, whatever their parameters.
 
-Rules (allowed ids, biases, bad sequences) are torch's: few requests have any.
+Rules (allowed ids, biases, bad sequences) are applied with torch, because few requests have any.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ COUNTED_ROWS = 16  # rows whose histories are counted at a time
 
 
 class TritonSampler(Sampler):
-    """Chooses the tokens that `ReferenceSampler` chooses, but for rounding."""
+    """Chooses the same tokens as `ReferenceSampler`, except for rounding."""
 
     def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
         super().__init__(vocab_size, tables, upload)
