@@ -68,8 +68,8 @@ def step_record(record: StepRecord, in_flight: InFlightStep, result: StepResult)
     """Add a step's numbers to the gauges. The core adds the times, because it has the clock."""
     builder = in_flight.builder
     plan = in_flight.plan
-    num_drafts = []
-    num_accepted = []
+    num_drafts: list[int] = []
+    num_accepted: list[int] = []
     if plan.num_drafts_R is not None and result.counts_S is not None:
         drafts_S = plan.num_drafts_R[plan.samples_R]
         accepted_S = result.counts_S - 1

@@ -131,7 +131,7 @@ async def test_a_vote_that_is_altered_on_the_way_costs_no_answer(way: str) -> No
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
-async def test_a_placement_comes_into_force_or_is_given_up_while_nobody_has_work(
+async def test_a_placement_becomes_active_or_is_abandoned_while_nobody_has_work(
     gives_up: bool,
 ) -> None:
     table = PlacementTable(version=3, num_ranks=3, experts_per_rank=1, num_experts=3, experts=b"")

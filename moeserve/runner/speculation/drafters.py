@@ -115,8 +115,8 @@ def load_drafter(
         eagle.model, path, model, config, None, memory, lambda names: plan_eagle3(eagle, names)
     ) as loaded:
         params, ops = loaded
-        head = build_eagle3(eagle, params, ops, model.embed_VD, ids_d, longest)
-    return Drafter(head, (), spec.draft_rules, takes_hidden=True, combine=head.combine)
+        eagle_head = build_eagle3(eagle, params, ops, model.embed_VD, ids_d, longest)
+    return Drafter(eagle_head, (), spec.draft_rules, takes_hidden=True, combine=eagle_head.combine)
 
 
 def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:
