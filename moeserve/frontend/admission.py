@@ -55,8 +55,8 @@ class Admission:
         self._read_s = 0.0  # seconds of the steps that prefilled them
         self._seconds_per_end = 0.0  # moving average; 0: not measured yet
         self._last_end_s = 0.0
-        self._came = 0.0  # recent arrivals: sequences that were admitted or refused
-        self._came_s = 0.0  # time of the last arrival
+        self._arrivals = 0.0  # recent arrivals: sequences that were admitted or refused
+        self._last_arrival_s = 0.0  # time of the last arrival
 
     def check(
         self,
@@ -95,7 +95,7 @@ class Admission:
         limits = [
             limit for limit in (self._max_wait_s if num_then > slots else 0, within_s) if limit
         ]
-        load = (self._came_lately(now_s) + num_more) * self._seconds_per_end / self._counted_s
+        load = (self._recent_arrivals(now_s) + num_more) * self._seconds_per_end / self._counted_s
         wait_s = self.wait_s(num_then, ready)
         too_much_s = (load - 1) * self._counted_s
         if limits and wait_s > min(limits):
@@ -115,17 +115,17 @@ class Admission:
                 retry_after_s=min(too_much_s, MAX_RETRY_AFTER_S),
             )
 
-    def came(self, num: int, now_s: float, unread_tokens: int = 0) -> None:
+    def count_arrivals(self, num: int, now_s: float, unread_tokens: int = 0) -> None:
         """Count sequences that were admitted or refused.
 
         unread_tokens: the prompt tokens of those that were admitted.
         """
         self.unread_tokens += unread_tokens
-        self._came = self._came_lately(now_s) + num
-        self._came_s = now_s
+        self._arrivals = self._recent_arrivals(now_s) + num
+        self._last_arrival_s = now_s
 
-    def _came_lately(self, now_s: float) -> float:
-        return self._came * math.exp((self._came_s - now_s) / self._counted_s)
+    def _recent_arrivals(self, now_s: float) -> float:
+        return self._arrivals * math.exp((self._last_arrival_s - now_s) / self._counted_s)
 
     @property
     def _counted_s(self) -> float:
@@ -232,7 +232,7 @@ class Running:
             owner = sequence.owner
             self.sequences[sequence.rid] = sequence
             self.count_live(1, owner.priority)
-            self._admission.came(1, owner.submitted_at, len(owner.prompt_token_ids))
+            self._admission.count_arrivals(1, owner.submitted_at, len(owner.prompt_token_ids))
         self._stats.num_active = len(self.sequences)
 
     def replace(self, before: Sequence, now: Sequence) -> None:

@@ -35,10 +35,10 @@ class EngineMonitor:
         # Counts the load of experts, if each engine has all experts. Otherwise, the fleet does.
         self._loads: Rebalancing | None = None
 
-    def hear(self, msg: ExpertLoad | Traced, ready: Ready | None) -> None:
+    def handle(self, msg: ExpertLoad | Traced, ready: Ready | None) -> None:
         """Handle the expert load of an engine, or the trace of a rank."""
         if isinstance(msg, Traced):
-            self.tracing.hear(msg)
+            self.tracing.add(msg)
         elif (loads := self._all_experts(ready)) is not None:
             loads.note(msg)
 
@@ -145,7 +145,7 @@ class Tracing:
         fullest = max(steps.values(), key=len)
         return Trace([fullest[rank] for rank in sorted(fullest)], sorted(wanted - fullest.keys()))
 
-    def hear(self, msg: Traced) -> None:
+    def add(self, msg: Traced) -> None:
         """Add the trace of a rank. A late one is dropped."""
         if self._answers is not None:
             self._answers.put_nowait(msg)

@@ -245,7 +245,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             )
         except errors.Overloaded:
             self.stats.rejected += 1
-            self._admission.came(num_sequences, now)
+            self._admission.count_arrivals(num_sequences, now)
             raise
         return Reservation(running, num_sequences, priority)
 
@@ -356,7 +356,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             case Resized(ready):
                 self.ready = ready
             case m.ExpertLoad() | m.Traced():
-                self.monitor.hear(msg, self.ready)
+                self.monitor.handle(msg, self.ready)
             case m.Pong() | m.Stopped() | m.Joined() | m.LeftGroup() | m.PlacementResult():
                 pass  # the link handles these
             case _:

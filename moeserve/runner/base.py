@@ -205,13 +205,13 @@ class ModelRunnerBase(StepExecutor, ABC):
         """Set `graphs`, once the KV cache is allocated. Devices without graphs do nothing."""
 
     def record_graphs(self, recorder: Callable[[], Recorder]) -> None:
-        """Set `graphs`, unless there is a `graph_obstacle`.
+        """Set `graphs`, unless there is a `graphs_unsupported`.
 
         If all steps run on this rank alone, the graphs are recorded now. Otherwise each graph is
         recorded in the first step of its size, by all ranks together.
         """
-        if self.graph_obstacle is not None:
-            logger.info("all steps run without graphs: %s", self.graph_obstacle)
+        if self.graphs_unsupported is not None:
+            logger.info("all steps run without graphs: %s", self.graphs_unsupported)
             return
         sizes = (common_sizes if self.shards_experts else sizes_of)(
             self.config.device.graphs, self.limits
@@ -255,7 +255,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         )
 
     @property
-    def graph_obstacle(self) -> str | None:
+    def graphs_unsupported(self) -> str | None:
         """The reason why no step can be recorded; None if steps can be."""
         if self.config.device.graphs == "off":
             return "graphs: off"

@@ -75,7 +75,7 @@ class GPUModelRunner(ModelRunnerBase):
             from moeserve.kernels.paged_attention import MOST_SPACE
 
             needed += FP32 * MOST_SPACE * len(self.groups)
-        if self.graph_obstacle is not None:
+        if self.graphs_unsupported is not None:
             return needed
         scheduler = replace(self.config.scheduler, max_num_batched_tokens=tokens)
         inflow = self.inflow

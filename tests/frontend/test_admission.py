@@ -60,7 +60,7 @@ def come(found: Admission, per_end: float, seconds: float, begun_s: float = NOW_
     """Lets `per_end` sequences come for each that ends; returns when the last one came."""
     gap_s = 0.25 / per_end
     for number in range(1, round(seconds / gap_s) + 1):
-        found.came(1, begun_s + number * gap_s)
+        found.count_arrivals(1, begun_s + number * gap_s)
     return begun_s + seconds
 
 
@@ -90,15 +90,15 @@ def test_a_burst_is_no_overload() -> None:
     found = admission(
         max_wait_s=100.0
     )  # so what comes is counted over 25 s, in which 100 sequences end
-    found.came(90, NOW_S)
+    found.count_arrivals(90, NOW_S)
     assert longest_queue(found, NOW_S) >= 40
-    found.came(1000, NOW_S)
+    found.count_arrivals(1000, NOW_S)
     assert longest_queue(found, NOW_S) == 1
     never = admission(max_wait_s=0.0)
-    never.came(1000, NOW_S)
+    never.count_arrivals(1000, NOW_S)
     assert longest_queue(never, NOW_S) == 50
     unmeasured = Admission(FrontStats(), 100, 1.0)
-    unmeasured.came(1000, NOW_S)
+    unmeasured.count_arrivals(1000, NOW_S)
     assert longest_queue(unmeasured, NOW_S) == 50
 
 

@@ -220,7 +220,7 @@ async def take(view: FleetView, *answers: Traced, timeout_s: float = 5.0) -> Tra
     taking = asyncio.create_task(tracing.take(view, timeout_s))
     await asyncio.sleep(0)
     for answer in answers:
-        tracing.hear(answer)
+        tracing.add(answer)
     return await taking
 
 
