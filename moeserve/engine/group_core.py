@@ -46,6 +46,7 @@ QUIET_WAIT_S = 0.1  # if a wait for the group lasts longer, messages are handled
 DRAIN_GRACE_S = 0.5  # time after the deadline of a drain in which the other engines may finish
 PAUSE_TIMEOUT_S = 2.0  # time for the other engines to pause, after a newer Join has arrived
 PLACEMENT_POLL_S = 0.01  # interval at which a sleeping engine checks the progress of a placement
+_TOO_SLOW = "the other engines did not pause or stop in time"
 
 T = TypeVar("T")
 Form = Callable[[Join], Coroutine[Any, Any, DPCoordinator]]
@@ -443,9 +444,6 @@ class GroupCore(EngineCore):
             if not messages.cancelled():
                 for msg in messages.result():
                     self.handle(msg)
-
-
-_TOO_SLOW = "the other engines did not pause or stop in time"
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

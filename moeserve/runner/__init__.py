@@ -1,1 +1,1 @@
-"""Makes one plan happen on one device: tables, inputs, forward, sampling."""
+"""The model runner executes step plans on a device: tables, inputs, forward pass and sampling."""

@@ -205,7 +205,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         """Set `graphs`, once the KV cache is allocated. Devices without graphs do nothing."""
 
     def record_graphs(self, recorder: Callable[[], Recorder]) -> None:
-        """Set `graphs`, unless there is a `graphs_unsupported`.
+        """Set `graphs`, unless graphs are unsupported.
 
         If all steps run on this rank alone, the graphs are recorded now. Otherwise each graph is
         recorded in the first step of its size, by all ranks together.

@@ -117,9 +117,9 @@ def chunk_tokens(config: Config) -> int:
 class MemoryFacts:
     """The memory of a device, in bytes."""
 
-    limit: int  # that may be used in all
-    used: int  # now, of the limit
-    free: int  # that could be allocated now
+    limit: int  # total memory that may be used
+    used: int  # part of the limit that is in use
+    free: int  # memory that could be allocated now
 
     def shared(self, ranks: int) -> "MemoryFacts":
         """Return the memory of one of several ranks, with an equal share of `limit` and `free`."""

@@ -1,1 +1,1 @@
-"""Proposers of drafts."""
+"""Speculative decoding: the proposers of drafts, and the draft models."""

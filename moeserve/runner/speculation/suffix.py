@@ -19,7 +19,7 @@ from moeserve.runner.speculation.ngram import LIKELY, MAX_LENGTH, Acceptance, Re
 from moeserve.runner.tables import Upload
 
 MIN_LENGTH = 3  # of a match in other answers
-MAX_MATCHES = 16  # that are looked at per draft, the latest first
+MAX_MATCHES = 16  # matches considered per draft, the latest first
 _PORTION = 64  # tokens of an answer that are added to the ring at a time
 _END = -1  # the token after each portion
 _FACTOR = 0x9E3779B1  # of the hash
