@@ -276,7 +276,7 @@ def test_load_all_goes_anywhere_from_anywhere(tmp_path: Path) -> None:
     while min(rank.store.prepared for rank in group.ranks) < L + 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
-    group.ranks[0].store.commit(L + 2)  # one layer in force on one rank only
+    group.ranks[0].store.commit(L + 2)  # one layer active on one rank only
     current = start
     for version, ranks in enumerate((2, 4, 3, 1, 2), start=2):
         current = rescaled(current, ranks, 2, version)
