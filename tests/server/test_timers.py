@@ -174,7 +174,7 @@ async def test_a_report_that_raises_is_followed_by_the_next(monkeypatch, caplog,
     monkeypatch.setenv(protocol.NNODES, "2")
     monkeypatch.setattr(protocol, "REPORT_S", 0.01)
     sent = []
-    monkeypatch.setattr(protocol, "tell", sent.append)
+    monkeypatch.setattr(protocol, "report_state", sent.append)
     spawned(protocol.report(Broken(2, lambda: "ready")))
     await until(lambda: sent == ["ready"])
     assert "planted" in caplog.text
