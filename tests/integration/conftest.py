@@ -137,9 +137,9 @@ def mortals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], S
 
         def living() -> Server:
             if not servers or servers[-1].process.poll() is not None:
-                servers.append(
-                    stack.enter_context(running_server(tmp_path_factory.mktemp("mortal") / "log"))
-                )
+                folder = tmp_path_factory.mktemp("mortal")
+                flags = ("--shutdown-timeout", "120")  # time for an engine to start meanwhile
+                servers.append(stack.enter_context(running_server(folder / "log", *flags)))
             servers[-1].wait_ready()
             return servers[-1]
 

@@ -11,6 +11,9 @@ import time
 
 import aiohttp
 import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(400)  # engines start several times, one after the other
 
 STORY = {
     "model": "demo",
