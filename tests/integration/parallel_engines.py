@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from moeserve.actor.actor import Inbox
+from moeserve.actor.process import Death
 from moeserve.cluster.assemble import form
 from moeserve.cluster.tp_worker import Worker
 from moeserve.comm.world import World
@@ -66,8 +67,11 @@ class WorkerThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    async def death(self) -> None:
-        await asyncio.to_thread(self._thread.join, 20)
+    async def death(self) -> Death:
+        """Return when the thread has ended, however long the test takes."""
+        while self._thread.is_alive():  # noqa: ASYNC110  (waiting in a thread could not be cancelled)
+            await asyncio.sleep(0.02)
+        return Death("a worker's thread", 0, 1, 0.0, ())
 
     def kill(self, reason: str) -> None:
         """Do nothing, because threads end by themselves."""

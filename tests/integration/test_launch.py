@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.ports import free_port
 
 from .conftest import Server
 from .test_standby import stands_by, story, until
 
+pytestmark = pytest.mark.timeout(400)  # machines start several times, one after the other
 BOOT_S = 90
 FLAGS = [
     "--threads",

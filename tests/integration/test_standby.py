@@ -23,6 +23,7 @@ from tests.ports import free_port
 
 from .conftest import Server, command_of, running_server
 
+pytestmark = pytest.mark.timeout(400)  # front ends start several times, one after the other
 FLAGS = ("--standby", "--dp", "2", "--max-model-len", "512", "--kv-cache-bytes", "64MiB")
 BODY = {
     "prompt": "Once upon a time",
