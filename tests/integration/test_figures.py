@@ -312,7 +312,6 @@ NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has
     "wants within 30 s is ended": "the same",
     "`resume_window`, 60 s where": "a default, RESUME_S of moeserve/server/standby.py",
     "nothing for 10 s": "a limit of moeserve/server/standby.py",
-    "120 s by default, replaces the fixed 75 s": "a default of moeserve/config.py, and the old one",
     "silence after 5 s": "a limit, which tests/integration/test_machines.py checks",
     "take 36.0 ms for a decode step": "predicted: what `moeserve plan` prints",
     "the goal of 1 s is missed (3.0 s at p99)": "the same",
