@@ -34,7 +34,7 @@ BODY = {
 }
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
