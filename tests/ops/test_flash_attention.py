@@ -318,7 +318,11 @@ def test_a_table_that_cannot_have_it_says_so(
     for ops, changes, said in (
         (triton_ops(exact=True), {}, "use --determinism fast"),
         (triton_ops(torch.float32), {}, "float16, not in torch.float32"),
-        (fast, {"cache": CacheConfig(kv_cache_dtype="int8")}, "does not support a KV cache in int8"),
+        (
+            fast,
+            {"cache": CacheConfig(kv_cache_dtype="int8")},
+            "does not support a KV cache in int8",
+        ),
         (fast, {"cache": CacheConfig(block_size=64)}, "behind a context's end in blocks of 64"),
         (
             fast,
@@ -478,7 +482,11 @@ def test_a_whole_model(
             {"kernels": "triton"},
             "FlashAttention-3 does not support latents of width 40 and 32",
         ),
-        ("qwen3_moe", {"kernels": "triton", "kv_cache_dtype": "int8"}, "does not support a KV cache in int8"),
+        (
+            "qwen3_moe",
+            {"kernels": "triton", "kv_cache_dtype": "int8"},
+            "does not support a KV cache in int8",
+        ),
         ("qwen3_moe", {"kernels": "triton", "determinism": "batch"}, "use --determinism fast"),
         ("qwen3_moe", {"kernels": "triton"}, "cannot be imported"),
         ("qwen3_moe", {"kernels": "torch"}, "needs Triton kernels, but the kernels here are"),
