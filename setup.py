@@ -36,8 +36,12 @@ ISA_SOURCES = {"x86_64": "csrc/kernels/isa_avx*.cpp", "aarch64": "csrc/kernels/i
 FOLDERS = ("core", "pool", "kernels", "shm", "bindings")
 
 
-def isa_flags(source: str) -> list[str]:
-    """Return the compiler's flags for csrc/kernels/isa_<isa>[_int][_product].cpp."""
+def flags_of(source: str) -> list[str]:
+    """Return the flags that one source adds to FLAGS: those of its instruction set, or a lower
+    optimization level for bindings, which only convert arguments and take long to compile.
+    """
+    if "bindings" in Path(source).parts:
+        return ["-O1"]
     isa = Path(source).stem.removesuffix("_product").removesuffix("_int")
     return ISA_FLAGS.get(isa, [])
 
@@ -76,7 +80,7 @@ class Build(build_ext):
         def compile_source(
             obj: str, src: str, suffix: str, cc_args: Any, postargs: list[str], pp_opts: Any
         ) -> None:
-            compile_one(obj, src, suffix, cc_args, [*postargs, *isa_flags(src)], pp_opts)
+            compile_one(obj, src, suffix, cc_args, [*postargs, *flags_of(src)], pp_opts)
             progress.step(src)
 
         def compile_longest_first(sources: list[str], *args: Any, **kwargs: Any) -> list[str]:

@@ -93,9 +93,9 @@ def main() -> None:
     longest: dict[str, Any] = {}
     slow: list[str] = []
     while (left := until - monotonic()) > 1:
-        flags = ["--worker", "--seconds", str(left), "--seed", str(seed)]
+        worker_flags = ["--worker", "--seconds", str(left), "--seed", str(seed)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.grammar_fuzz", *flags],
+            [sys.executable, "-m", "benchmarks.grammar_fuzz", *worker_flags],
             stdout=subprocess.PIPE,
             text=True,
         )

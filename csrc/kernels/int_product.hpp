@@ -159,7 +159,7 @@ MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size
     if constexpr (kByteDots && F::kNibbles && M <= 2) {  // upper nibbles stay where they are: their sums are shifted
         i32 upper[M];
         MOESERVE_EACH(m, M) { upper[m] = all_words(0); });
-        MOESERVE_EACH(j, n / 2) {
+        MOESERVE_EACH_CONSTANT(j, n / 2) {
             const i32 w = load_words(step + (j * kColumns + v * kWidth) * 4);
             const i32 low = both(w, all_words(0x0f0f0f0f)), high = both(w, all_words(0xf0f0f0f0));
             MOESERVE_EACH(m, M) {
@@ -171,7 +171,7 @@ MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size
         return;
     }
     i32 halves[M];
-    MOESERVE_EACH(j, n) {
+    MOESERVE_EACH_CONSTANT(j, n) {
         i32 w = F::template bytes<j>(step, v), sizes = w;
         if constexpr (F::kSigned) {
             if constexpr (kByteDots) {
@@ -268,7 +268,7 @@ void int_tiles(const ProductArgs& args, const float* rows, size_t stride, size_t
     const size_t num_tiles = (count + kIntRows - 1) / kIntRows;
     for (size_t t = 0; t < num_tiles; ++t) {
         const size_t first = count * t / num_tiles, most = count * (t + 1) / num_tiles - first;
-        MOESERVE_EACH(m, kIntRows) {
+        MOESERVE_EACH_CONSTANT(m, kIntRows) {
             if (most == m + 1) int_tile<F, m + 1, supers>(args, rows + first * stride, stride, w, c + first * kSumsStride);
         });
     }

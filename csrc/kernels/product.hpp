@@ -58,7 +58,7 @@ template <class A>
 void unpack(const uint8_t* w, const uint8_t* head, size_t depth, float* to) {
     if constexpr (A::Format::kGrouped) memcpy(to, head, kColumns * sizeof(float));
     const auto step = [&](size_t count) __attribute__((always_inline)) {
-        MOESERVE_EACH(d, A::kDepth) {
+        MOESERVE_EACH_CONSTANT(d, A::kDepth) {
             for (int v = 0; d < count && v < kVectors; ++v) {
                 const auto column = A::template column<d>(w, head, v);
                 memcpy(to + d * kColumns + v * kWidth, &column, sizeof column);
@@ -183,7 +183,9 @@ void few_rows_with_escapes(const ProductArgs& args, const Workspace& space, size
 
 template <class A>
 void sums_of(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
-    if (rows <= kTileRows) {
+    // Tiles read whole steps of costly weights. If the last step is partial, unpack the weights first.
+    const bool whole_steps = !A::Format::kCostly || elements<A>(args.depth) % A::kDepth == 0;
+    if (rows <= kTileRows && whole_steps) {
         if constexpr (kEscapes<typename A::Format>) return few_rows_with_escapes<A>(args, space, rows, w, blocks);
         return few_rows<A>(args, space, rows, w, blocks);
     }

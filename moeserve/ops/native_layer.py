@@ -98,14 +98,15 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
 
     Raises CheckpointError for weights that cannot be compressed to 12 bits.
     """
-    w = weight_NK
-    if isinstance(w, Quantised) or w.stride(1) != 1:
-        w = w.contiguous()
-    values = w
-    group_parts: tuple[Tensor | None, ...] = (None,) * 5  # scales, zeros, mins, d, dmin
-    if isinstance(w, Quantised):
+    values: Tensor
+    group_parts: tuple[Tensor | None, ...]  # scales, zeros, mins, d, dmin
+    if isinstance(weight_NK, Quantised):
+        w = weight_NK.contiguous()
         values = w.values
         group_parts = (w.scales, w.zeros, w.mins, *(w.supers or (None, None)))
+    else:
+        values = weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous()
+        group_parts = (None,) * 5
     if not _native.pack(
         packing,
         values.data_ptr(),
@@ -116,7 +117,7 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
         all_threads,
     ):
         raise CheckpointError(
-            f"weights {list(w.shape)} cannot be compressed to 12 bits: in a block of 16 outputs, "
+            f"weights {list(weight_NK.shape)} cannot be compressed to 12 bits: in a block of 16 outputs, "
             "more than one weight in a thousand has an upper byte that is not among the 16 most "
             "frequent ones; use lossless_compression=off"
         )
