@@ -118,8 +118,8 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
     ):
         raise CheckpointError(
             f"weights {list(weight_NK.shape)} cannot be compressed to 12 bits: in a block of 16 "
-            "outputs, more than one weight in a thousand has an upper byte that is not among the 16 most "
-            "frequent ones; use lossless_compression=off"
+            "outputs, more than one weight in a thousand has an upper byte that is not among the "
+            "16 most frequent ones; use lossless_compression=off"
         )
 
 
