@@ -77,7 +77,17 @@ def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quanti
     zeros = torch.randint(0, 16, scales.shape).float() if with_zeros else None
     values = values.to(torch.int8 if kind == "int8" else torch.uint8)
     return Quantised(
-        kind, group, dtype, values, scales, zeros, 1, mins, supers, "int8", scale_dtype, bits
+        kind=kind,
+        group=group,
+        dtype=dtype,
+        values=values,
+        scales=scales,
+        zeros=zeros,
+        mins=mins,
+        activations="int8",
+        supers=supers,
+        scale_dtype=scale_dtype,
+        bits=bits,
     )
 
 
