@@ -129,18 +129,26 @@ def _worst_kill(found: Any) -> list[float]:
 
 
 CLAIMS = [
+    *[
+        Claim(
+            f"{machine} ([samples](benchmarks/results/"
+            f"peers-15b-q4-0_{file}-2c-avx512bf16_202611.json)) | {{}} | {{}} | {{}} |",
+            "peers-15b-q4-0",
+            _beside_llamacpp_gguf,
+        )
+        for machine, file in (("Intel Xeon", "intel-xeon"), ("AMD Zen 4", "amd-epyc-zen4"))
+    ],
     Claim(
-        "prefill ([samples](benchmarks/results/"
-        "peers-15b-q4-0_intel-xeon-2c-avx512bf16_202611.json))"
-        " | {}, {} and {} times as fast",
-        "peers-15b-q4-0",
-        _beside_llamacpp_gguf,
+        "AMD EPYC ([samples](benchmarks/results/"
+        "serve-peers_amd-epyc-2c-avx512bf16_202611.json)) | {} | {} |",
+        "serve-peers",
+        lambda r: _beside_vllm(r)[:2],
     ),
-    Claim("| {} and {} times as many |", "serve-peers", lambda r: _beside_vllm(r)[:2]),
     Claim(
-        "under 32 streams, {} times: until every stream moves again"
-        " ([samples](benchmarks/results/kills_amd-epyc-2c-avx512bf16_202611.json))"
-        " | at most {} s; {} requests lost, {} tokens different |",
+        "under 32 streams, {} times"
+        " ([samples](benchmarks/results/kills_amd-epyc-2c-avx512bf16_202611.json))."
+        " Every stream moved again after at most {} s;"
+        " {} requests were lost, and {} tokens differed.",
         "kills",
         _worst_kill,
     ),

@@ -41,7 +41,8 @@ def test_curl_block_streams_an_answer(server):
 
 
 def test_make_blocks_name_real_targets():
-    targets = [code.split()[1] for code in SHELL if code.startswith("make ")]
+    lines = [line for code in SHELL for line in code.splitlines()]
+    targets = [line.split()[1] for line in lines if line.startswith("make ")]
     assert targets == ["serve", "test"]
     makefile = (ROOT / "Makefile").read_text()
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
