@@ -193,7 +193,7 @@ class PackedCache:
             self.close()
             raise ConfigError(
                 f"expert_memory keeps experts in {self.path.parent}, but they cannot be written: "
-                f"{error}; free disk space (see docs/operations.md), or set packed_cache to "
+                f"{error}; free disk space (see docs/cpu.md), or set packed_cache to "
                 "another directory"
             ) from None
         self.tensors[self.product] = memory.view(-1).to("meta")
