@@ -180,7 +180,7 @@ class EngineGroup:
             for rank in members:  # ungrouped engines need no Join
                 table.apply(rank, Joined(epoch, 0.0))
             return ""
-        folder = os.path.join(self._machines.here.folder, f"epoch-{epoch}")
+        folder = os.path.join(self._machines.local_host.folder, f"epoch-{epoch}")
         os.mkdir(folder, 0o700)
         cause = self._send_joins(members, epoch, placement)
 

@@ -1,7 +1,7 @@
-"""The supervision of one engine: its processes, one after the other, and their wires.
+"""Keep one engine running: one process at a time, and the wire to it.
 
-The supervisor handles processes and takes no decisions about the fleet. It reports every message
-and every end of a process to `FleetState.on_event`, which updates the engine's `EngineState`.
+The supervisor does not decide anything about the fleet. It reports every message and every end of a
+process to `FleetState.on_event`, which updates the engine's `EngineState`.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 EXIT_GRACE_S = 5.0  # timeout for the exit of a process that has closed its wire
 LAST_MESSAGES_S = 0.5  # timeout for the last messages of a dead process
 STOP_S = 1.0  # from SIGTERM to SIGKILL
+READER_CHECK_S = 0.5  # interval of checks whether the engine is closed, while the outbox is full
 
 FromWire = m.EngineOut | PeerGone | EngineGone
 
@@ -85,9 +86,12 @@ class EngineSupervisor(Supervisor):
         self._task: asyncio.Task[None] | None = None
         self._closing = False  # the front end may have stopped reading
         self._stop_cause = ""  # from the process's Stopped message
-        self._handled_all = asyncio.Event()  # every message of the process was handled
-        self._incompatible = ""  # why a process started here can never connect
-        self._wire_lost_s: float | None = None
+        # PeerGone, the last message of the process's wire, was handled.
+        self._wire_end_handled = asyncio.Event()
+        self._end_reported = asyncio.Event()  # the process's EngineGone was handled
+        # Why the handshake failed. No process started here could connect, so it is permanent.
+        self._handshake_error = ""
+        self._wire_lost_at_s: float | None = None
 
     def start(self, role: Role) -> None:
         """Start the engine, and return."""
@@ -95,21 +99,21 @@ class EngineSupervisor(Supervisor):
         self._task = spawn(self._live(), name=self.name, on_error=self._supervision_failed)
 
     def assign(self, role: Role) -> None:
-        """Set the role of the next process."""
+        """Set the role (part in the fleet) of the next process."""
         self.role = role
 
-    async def close(self, deadline_s: float) -> None:
-        """Let the process finish for up to `deadline_s`, then end it. May be called repeatedly."""
+    async def close(self, timeout_s: float) -> None:
+        """Let the process finish for up to `timeout_s`, then end it. May be called repeatedly."""
         if self._task is None:
             return
         self._closing = True
         self.retire()
         try:
-            can_read = self.send(m.Drain(deadline_s))
+            was_sent = self.send(m.Drain(timeout_s))
         except Overloaded:
-            can_read = False  # end it by a signal
-        patience_s = 1.0 + (deadline_s if self._state().ready else 0.0)
-        await asyncio.wait([self._task], timeout=patience_s if can_read else 0.0)
+            was_sent = False  # end it by a signal
+        exit_timeout_s = 1.0 + (timeout_s if self._state().ready else 0.0)
+        await asyncio.wait([self._task], timeout=exit_timeout_s if was_sent else 0.0)
         if not self._task.done():
             await self.stop(term_s=STOP_S)
         await asyncio.wait([self._task])
@@ -121,15 +125,17 @@ class EngineSupervisor(Supervisor):
         """
         return self._wire is not None and self._wire.send(msg)
 
-    def drain(self, deadline_s: float) -> None:
-        """Let running requests finish for up to `deadline_s`."""
+    def drain(self, timeout_s: float) -> None:
+        """Let running requests finish for up to `timeout_s`."""
         with suppress(Overloaded):  # `close` will end it
-            self.send(m.Drain(deadline_s))
+            self.send(m.Drain(timeout_s))
 
     @property
     def pid(self) -> int | None:
         """The process id, None while there is no process."""
-        return self.child.pid or None if self.child is not None and self.child.alive else None
+        if self.child is None or not self.child.alive:
+            return None
+        return self.child.pid or None  # 0 until another machine's agent has reported it
 
     def kill(self, reason: str) -> None:
         """Send SIGKILL. reason: see `Process.kill`."""
@@ -142,8 +148,8 @@ class EngineSupervisor(Supervisor):
         """Run processes until one ends for good."""
         try:
             async with asyncio.TaskGroup() as group:
-                beats = every(INTERVAL_S, self._beat, name=f"{self.name} heartbeat")
-                helpers = [group.create_task(self._read()), group.create_task(beats)]
+                heartbeat = every(INTERVAL_S, self._beat, name=f"{self.name} heartbeat")
+                helpers = [group.create_task(self._read()), group.create_task(heartbeat)]
                 await self.run()
                 for helper in helpers:
                     helper.cancel()
@@ -163,7 +169,7 @@ class EngineSupervisor(Supervisor):
             log.error("the supervision of %s failed", self.name, exc_info=error)
         self._report(EngineGone(exit_code=exit_code, cause=cause))
 
-    async def begin(self, incarnation: int) -> Process:
+    async def begin(self, incarnation: int) -> Process:  # called by `Supervisor.run`
         address, keys = self.host.listen_address(f"{self.name}-{incarnation}")
         token = secrets.token_hex(16)
         wire = self._wire = listen(
@@ -178,49 +184,55 @@ class EngineSupervisor(Supervisor):
             role=msgspec.structs.replace(self.role, folder=self.host.folder),
         )
         self._stop_cause = ""
-        self._incompatible = ""
-        self._wire_lost_s = None
-        self._handled_all.clear()
+        self._handshake_error = ""
+        self._wire_lost_at_s = None
+        self._wire_end_handled.clear()
         waiting = spawn(
-            self._report_absence(), name=f"{self.name} waits for its machine", on_error=log_error
+            self._report_missing_machine(),
+            name=f"{self.name} waits for its machine",
+            on_error=log_error,
         )
         try:
             return await self.host.start(self.name, msgspec.json.encode(order))
         finally:
             await cancel(waiting)
 
-    async def _report_absence(self) -> None:
+    async def _report_missing_machine(self) -> None:
         """Report a Phase at intervals while the start waits for a missing machine."""
-        began_s = time.monotonic()
-        while self.host.absent:
-            elapsed_s = time.monotonic() - began_s
-            self._inbox.put(m.Phase(self.host.absent, 0, elapsed_s), force=True)
+        began_at_s = time.monotonic()
+        while self.host.is_missing:
+            elapsed_s = time.monotonic() - began_at_s
+            self._inbox.put(m.Phase(self.host.waiting_phase, 0, elapsed_s), force=True)
             await asyncio.sleep(INTERVAL_S)
 
-    async def curable(self, death: Death) -> bool:
+    async def curable(self, death: Death) -> bool:  # called by `Supervisor.run`
         if self._wire is not None and self._wire.greeted:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._handled_all.wait(), LAST_MESSAGES_S)
+                await asyncio.wait_for(self._wire_end_handled.wait(), LAST_MESSAGES_S)
+        if death.stranded:
+            return True  # its machine was lost, so the process itself had no fault
         state = self._state()
-        ended_by_order = state.stop_ordered and death.exit_code == 0
-        return death.stranded or not (
-            self._incompatible
-            or not state.loaded
-            or ended_by_order
-            or is_config_error(death.exit_code)
-        )
+        if self._handshake_error:
+            return False
+        if not state.loaded:
+            return False  # the first start failed
+        exited_as_ordered = state.stop_ordered and death.exit_code == 0
+        return not exited_as_ordered and not is_config_error(death.exit_code)
 
     async def on_death(self, death: Death, again_in_s: float | None) -> None:
-        """Report the death, and return once the report was handled."""
+        """Report the death, and return once the report was handled.
+
+        `Supervisor.run` calls it. When it returns without a restart, nothing is read any more.
+        """
         self._close_wire()
-        self._handled_all.clear()
-        cause = self._incompatible or self._stop_cause or death.summary
+        self._end_reported.clear()
+        cause = self._handshake_error or self._stop_cause or death.summary
         tail = death.log_tail if death.exit_code and not is_config_error(death.exit_code) else ()
         end = EngineGone(
             exit_code=death.exit_code, cause=cause, log_tail=tail, restart_in_s=again_in_s
         )
         self._inbox.put(end, force=True)
-        await self._handled_all.wait()
+        await self._end_reported.wait()
 
     def _close_wire(self) -> None:
         if self._wire is not None:
@@ -234,16 +246,16 @@ class EngineSupervisor(Supervisor):
         while True:
             for msg in await self._inbox.drain(wait=True):
                 if self._outbox.full:
-                    await self._room()
+                    await self._wait_for_reader()
                 self._handle(msg)
 
-    async def _room(self) -> None:
+    async def _wait_for_reader(self) -> None:
         """Wait until the front end has read enough, or the engine is closed."""
         while self._outbox.full and not self._closing:
-            free = asyncio.Event()
-            self._outbox.when_room(free.set)
+            has_room = asyncio.Event()
+            self._outbox.when_room(has_room.set)
             with suppress(TimeoutError):
-                await asyncio.wait_for(free.wait(), LAST_MESSAGES_S)
+                await asyncio.wait_for(has_room.wait(), READER_CHECK_S)
 
     def _handle(self, msg: FromWire) -> None:
         match msg:
@@ -263,26 +275,28 @@ class EngineSupervisor(Supervisor):
                 self._stop_cause = cause
         self._report(msg)
         if isinstance(msg, EngineGone):
-            self._handled_all.set()
+            self._end_reported.set()
 
     def _on_wire_lost(self, cause: str) -> None:
-        """Note the time, from which on the process should end by itself."""
-        self._incompatible = "" if self._wire is not None and self._wire.greeted else cause
-        self._wire_lost_s = time.monotonic()
-        self._handled_all.set()
+        """Note the time. The process should end by itself within EXIT_GRACE_S."""
+        was_connected = self._wire is not None and self._wire.greeted
+        self._handshake_error = "" if was_connected else cause
+        self._wire_lost_at_s = time.monotonic()
+        self._wire_end_handled.set()
 
     def _beat(self) -> None:
         """Ping the process, and kill it if it hangs."""
         now_s = time.monotonic()
         ping = self.progress_monitor.ping(now_s)
-        if self._wire_lost_s is not None and now_s - self._wire_lost_s > EXIT_GRACE_S:
+        if self._wire_lost_at_s is not None and now_s - self._wire_lost_at_s > EXIT_GRACE_S:
             self.kill("has closed its connection and did not end")
         state = self._state()
         if state.ready is None:
             return
         with suppress(Overloaded):  # the missing pong will show
             self.send(ping)
-        if why := self.progress_monitor.fault(
+        # held, grouped: see EngineState
+        if fault := self.progress_monitor.fault(
             now_s, self.stall_s, held=state.held, grouped=state.grouped
         ):
-            self.kill(why)  # otherwise the other engines of its group would wait forever
+            self.kill(fault)  # otherwise the other engines of its group would wait forever

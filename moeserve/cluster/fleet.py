@@ -89,13 +89,13 @@ class Fleet:
                 state.traffic.submit(msg)
             case m.Abort(rids=rids):
                 state.traffic.abort(rids)
-            case m.Drain(deadline_s=deadline_s) if state.single:
-                state.drain(state.members[0], deadline_s)
-            case m.Drain(deadline_s=deadline_s):
+            case m.Drain(deadline_s=timeout_s) if state.single:
+                state.drain(state.members[0], timeout_s)
+            case m.Drain(deadline_s=timeout_s):
                 # Send it to the engines at the deadline. If one dies before, a new one can replace
                 # it only if all others are still in the group, even the idle ones.
                 loop = asyncio.get_running_loop()
-                self._drain_timer = loop.call_later(deadline_s, state.stop_requests)
+                self._drain_timer = loop.call_later(timeout_s, state.stop_requests)
             case m.TraceNext():
                 for group in state.groups:
                     if group.complete:
@@ -106,8 +106,8 @@ class Fleet:
             case _:
                 assert_never(msg)
 
-    async def close(self, deadline_s: float) -> None:
-        """Let running requests finish for up to `deadline_s`, then end all engines.
+    async def close(self, timeout_s: float) -> None:
+        """Let running requests finish for up to `timeout_s`, then end all engines.
 
         May be called again.
         """
@@ -119,7 +119,7 @@ class Fleet:
             self._drain_timer.cancel()
         await self.scaling.stop()
         supervisors = [state.table.supervisor(rank) for rank in state.table]
-        await asyncio.gather(*(supervisor.close(deadline_s) for supervisor in supervisors))
+        await asyncio.gather(*(supervisor.close(timeout_s) for supervisor in supervisors))
         state.end(EngineGone(exit_code=0, cause="stopped"))
         await self.scaling.close(failure)
 
@@ -184,7 +184,7 @@ class Fleet:
             experts=state.experts.view() if state.experts is not None else None,
             machines={
                 host.name: "here"
-                if not host.absent
+                if not host.is_missing
                 else "drained"
                 if host in drained
                 else "missing"

@@ -307,10 +307,10 @@ class FleetState:
         for rank in self.serving():
             self.drain(rank, 0.0)
 
-    def drain(self, rank: int, deadline_s: float) -> None:
-        """Send an engine no new requests, and let its requests finish for up to `deadline_s`."""
+    def drain(self, rank: int, timeout_s: float) -> None:
+        """Send an engine no new requests, and let its requests finish for up to `timeout_s`."""
         self.table.apply(rank, NewRequestsEnded(ordered=True))
-        self.table.supervisor(rank).drain(deadline_s)
+        self.table.supervisor(rank).drain(timeout_s)
 
     def engine_views(self) -> tuple[EngineView, ...]:
         """Return a snapshot of each member."""

@@ -37,7 +37,8 @@ class LocalHost:
         self.number = 0  # of the machine
         self.name = "node-0"  # engines on hosts with the same name can share memory
         self.folder = folder  # private, for sockets
-        self.absent = ""  # why the machine is missing, as text; always empty for this one
+        self.is_missing = False  # as in `RemoteHost`
+        self.waiting_phase = ""
         self._tp_size = 1
         self._server: ForkServer | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -73,8 +74,8 @@ class LocalHost:
                 log.warning("%s was not forked, starting it as a new process: %s", name, error)
             else:
                 return Child.take(name, forked, order, forward=forward)
-        if (begun := take()) is not None:
-            return Child.take(name, begun, order, forward=forward)
+        if (early := take()) is not None:
+            return Child.take(name, early, order, forward=forward)
         return Child.start(name, command_of(ENGINE), order, forward=forward)
 
     async def close(self) -> None:

@@ -105,9 +105,10 @@ class RemoteHost:
         self.number = number
         self.name = f"node-{number}"
         self.folder = ""
-        self.absent = self._missing = f"waiting for machine {number} of {num_machines}"
-        self.taken = False  # an agent was admitted as this machine
-        self.here = asyncio.Event()  # the agent is connected
+        # The phase of an engine whose start waits for the agent (see `messages.Phase`).
+        self.waiting_phase = f"waiting for machine {number} of {num_machines}"
+        self.is_taken = False  # an agent was admitted as this machine
+        self.connected = asyncio.Event()  # whether the agent is connected
         self._released = False
         self._keys = keys
         self._address = address
@@ -116,13 +117,18 @@ class RemoteHost:
         self._ids = count(1)
         self._processes: dict[int, RemoteProcess] = {}
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether no agent is connected, so that engine processes cannot start."""
+        return not self.connected.is_set()
+
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
         """Return an address of this machine that the other one can reach, and the keys."""
         return f"tcp://{self._address}:*", self._keys
 
     async def start(self, name: str, order: bytes) -> Process:
         """Wait for the agent, and order it to start an engine, which ends with the agent."""
-        await self.here.wait()
+        await self.connected.wait()
         process = RemoteProcess(self.send, next(self._ids), name)
         self._processes[process.id] = process
         self.send(Start(process.id, name, order))
@@ -133,7 +139,7 @@ class RemoteHost:
 
         folder: the agent's private directory, on its machine.
         """
-        self.taken = True
+        self.is_taken = True
         self._released = False
         self.folder = folder
         token = secrets.token_hex(16)
@@ -174,8 +180,7 @@ class RemoteHost:
             await wire.connected(CONNECT_S)
             log.info("%s is here", self.name)
             self._wire = wire
-            self.absent = ""
-            self.here.set()
+            self.connected.set()
             gone: PeerGone | None = None
             while gone is None:
                 for msg in await inbox.drain(wait=True):
@@ -191,9 +196,8 @@ class RemoteHost:
             raise
         finally:
             self._wire = None
-            self.absent = self._missing
-            self.taken = False
-            self.here.clear()
+            self.is_taken = False
+            self.connected.clear()
             wire.close()
             level = logging.INFO if cause == RELEASED else logging.WARNING
             log.log(level, "%s is gone: %s", self.name, cause)
@@ -266,7 +270,7 @@ class RemoteProcess(Process):
         super().__init__(name, pid=0)
         self.id = id
         self._send = send  # sends an order to the agent
-        self._begun_s = time.monotonic()
+        self._began_at_s = time.monotonic()
         self._death = asyncio.get_running_loop().create_future()
 
     def kill(self, reason: str) -> None:
@@ -283,7 +287,7 @@ class RemoteProcess(Process):
 
     def strand(self, reason: str) -> None:
         """Record that the process was lost with its machine."""
-        lived_s = time.monotonic() - self._begun_s
+        lived_s = time.monotonic() - self._began_at_s
         self.end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, (), reason, stranded=True))
 
     def end(self, death: Death) -> None:

@@ -94,8 +94,8 @@ class EngineLink(Protocol):
         message.
         """
 
-    async def close(self, deadline_s: float) -> None:
-        """Let running requests finish for up to `deadline_s`, then end the engine.
+    async def close(self, timeout_s: float) -> None:
+        """Let running requests finish for up to `timeout_s`, then end the engine.
 
-        The last message is EngineGone. May be called again with a shorter deadline.
+        The last message is EngineGone. May be called again with a shorter timeout.
         """

@@ -52,15 +52,15 @@ class LocalEngine:
         if not self._engine_inbox.closed:
             self._engine_inbox.put(msg, force=force)
 
-    async def close(self, deadline_s: float) -> None:
-        """Let running requests finish for up to `deadline_s`, then end the engine."""
+    async def close(self, timeout_s: float) -> None:
+        """Let running requests finish for up to `timeout_s`, then end the engine."""
         if self._task is None:
             return
         if self.ready is None:
             self._task.cancel()
         else:
-            self.send(Drain(deadline_s), force=True)
-        await asyncio.wait([self._task], timeout=deadline_s + ABORT_S)
+            self.send(Drain(timeout_s), force=True)
+        await asyncio.wait([self._task], timeout=timeout_s + ABORT_S)
         self._task.cancel()
         await asyncio.wait([self._task])
 

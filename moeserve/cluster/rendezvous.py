@@ -134,8 +134,8 @@ class Rendezvous:
     """
 
     def __init__(self, folder: str) -> None:
-        self.here = LocalHost(folder)
-        self.hosts: tuple[Host, ...] = (self.here,)
+        self.local_host = LocalHost(folder)
+        self.hosts: tuple[Host, ...] = (self.local_host,)
         self.address = "127.0.0.1"  # of this machine, for the others
         self.epochs = count(1)  # numbers for the epochs of all groups
         self._root: RootHost | None = None
@@ -173,12 +173,13 @@ class Rendezvous:
             serve = self._serve(socket, own, hello)
             self._listening = spawn(serve, name="rendezvous", on_error=log_error)
         if root is None:
-            self.here.keep(config)  # last, so that no fork server is left if anything above raises
+            # Last, so that no fork server is left if anything above raises.
+            self.local_host.keep(config)
         return self
 
     async def close(self, cause: str = "") -> None:
         """Release all nodes. cause: why machine 0 fails, empty after an ordered stop."""
-        await self.here.close()
+        await self.local_host.close()
         await cancel(self._listening)
         far = [*self._nodes.values(), *([self._root] if self._root is not None else [])]
         await asyncio.gather(*(host.close(cause) for host in far))
@@ -224,7 +225,7 @@ class Rendezvous:
         return answer
 
     def _admit(self, node: Registration, own: Registration) -> Admitted | Rejected:
-        cause = misfit(own, node, {number for number, host in self._nodes.items() if host.taken})
+        cause = misfit(own, node, {number for number, host in self._nodes.items() if host.is_taken})
         if cause:
             log.warning("rejected a machine: %s", cause)
             return Rejected(cause)

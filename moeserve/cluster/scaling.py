@@ -286,7 +286,7 @@ class Scaling:
         if dp > before:
             here = Counter(state.machine for state in fleet.member_states)
             hosts = self.machines.hosts
-            engines_on = {host.number: here[host.number] for host in hosts if not host.absent}
+            engines_on = {host.number: here[host.number] for host in hosts if not host.is_missing}
             await self._grow([hosts[number] for number in spread(dp - before, engines_on)])
         elif dp < before:
             lowest = sorted(fleet.members)[:dp]
@@ -312,9 +312,9 @@ class Scaling:
         """Add an engine on each of these machines. The new ones load while the others serve."""
         fleet = self._fleet
         old = fleet.members
-        absent = [host for host in self._hosts_of(old) if host.absent]
-        if fleet.together and absent:
-            raise Conflict(f"{absent[0].name} is missing; start it again, or drain it")
+        missing = [host for host in self._hosts_of(old) if host.is_missing]
+        if fleet.together and missing:
+            raise Conflict(f"{missing[0].name} is missing; start it again, or drain it")
         new = [rank for rank in range(len(old) + len(hosts)) if rank not in fleet.table]
         new = new[: len(hosts)]
         for rank, host in zip(new, hosts, strict=True):
@@ -379,7 +379,9 @@ class Scaling:
         combined([state.ready for state in states if state.ready is not None])
 
     def _raise_if_late(self, late: Sequence[EngineState], deadline_s: float) -> None:
-        lost = [host.name for host in self._hosts_of(state.rank for state in late) if host.absent]
+        lost = [
+            host.name for host in self._hosts_of(state.rank for state in late) if host.is_missing
+        ]
         names = ", ".join(state.name for state in late)
         if lost:
             raise ConfigError(f"{names}: {lost[0]} was lost")
@@ -465,7 +467,7 @@ class Scaling:
     async def _readmit(self, host: RemoteHost, num_engines: int) -> None:
         """Start engines on a drained machine again once an agent joins as this machine."""
         while True:
-            await host.here.wait()
+            await host.connected.wait()
             while self._change is not None or self._fleet.ready is None:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
             try:
@@ -474,7 +476,7 @@ class Scaling:
                 break
             except Conflict as cause:
                 log.warning("%s is back, but without its engines: %s", host.name, cause)
-                if not host.absent:
+                if not host.is_missing:
                     break  # POST /v1/admin/scale can add them
         self._end_return(host)
 

@@ -68,7 +68,7 @@ def children() -> list[psutil.Process]:
 
 def server_pid(front: FrontEnd) -> int | None:
     """Return the process id of the fleet's fork server, if it is warm."""
-    server = front.fleet.scaling.machines.here.server
+    server = front.fleet.scaling.machines.local_host.server
     return server.child.pid if server is not None else None
 
 

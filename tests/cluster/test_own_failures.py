@@ -11,13 +11,16 @@ import pytest
 
 from moeserve.actor.actor import Inbox
 from moeserve.actor.process import Death
+from moeserve.actor.zmq_wire import PeerGone
 from moeserve.cluster import engine_supervisor, forks, host, node
 from moeserve.cluster.engine_group import EngineGroup
+from moeserve.cluster.engine_state import EngineState, ProcessLost
 from moeserve.cluster.engine_supervisor import EngineSupervisor
 from moeserve.cluster.fleet_state import FleetState
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.heartbeat import ProgressMonitor
 from moeserve.cluster.host import Ended, RemoteHost, Start
+from moeserve.cluster.link import EngineGone
 from moeserve.cluster.node import NodeAgent
 from moeserve.config import Config, ParallelConfig
 from tests.cluster.test_fleet import Open, answers, fleet, some, until
@@ -109,9 +112,9 @@ async def test_a_link_to_a_machine_that_fails_loses_the_machine_and_its_processe
     assert death.stranded
     assert "its link failed: ZeroDivisionError" in death.reason
     await until(lambda: "'node-1 link' failed: ZeroDivisionError" in caplog.text)
-    assert machine.absent
+    assert machine.is_missing
     assert wires[0].closed
-    assert not machine.taken, "another agent may come"
+    assert not machine.is_taken, "another agent may come"
 
 
 class QuietWire:
@@ -170,3 +173,38 @@ async def test_without_the_keeper_of_the_fork_server_engines_still_start(
     child = await local.start("engine 0", b"{}")
     assert (await child.death()).exit_code == 1  # that is no order
     await local.close()
+
+
+async def test_the_end_of_an_engine_is_reported_even_if_a_late_loss_fills_the_outbox() -> None:
+    """Otherwise its supervision would end before the report, and nobody would ever read it."""
+    outbox: Inbox[Any] = Inbox("front end", 1)
+    events: list[Any] = []
+
+    def report(event: Any) -> None:
+        events.append(event)
+        outbox.put(event)
+
+    supervisor = EngineSupervisor(
+        "engine 0",
+        LocalHost("/nowhere"),
+        Config(),
+        state=lambda: EngineState(rank=0, host="node-0", machine=0, loaded=True),
+        report=report,
+        outbox=outbox,
+    )
+    reading = asyncio.create_task(supervisor._read())
+    outbox.put("unread")
+    supervisor._inbox.put(PeerGone("engine 0 has closed its connection"))
+    await asyncio.sleep(0)
+    dying = asyncio.create_task(supervisor.on_death(Death("engine 0", 7, -9, 1.0, ()), None))
+    await asyncio.sleep(0)
+    assert not events
+    await outbox.drain(wait=False)
+    await until(lambda: events == [ProcessLost()])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not dying.done()
+    await outbox.drain(wait=False)
+    await asyncio.wait_for(dying, 15)
+    assert [type(event) for event in events] == [ProcessLost, EngineGone]
+    reading.cancel()

@@ -72,10 +72,10 @@ async def joins(config: Config, secret: str = SECRET, within_s: float = 20.0) ->
 async def test_each_machine_is_let_in_once(config: Config, tmp_path: Path) -> None:
     async with opened(config, tmp_path) as machines:
         assert [host.name for host in machines.hosts] == ["node-0", "node-1", "node-2"]
-        assert [host.absent for host in machines.hosts] == [
-            "",
-            "waiting for machine 1 of 3",
-            "waiting for machine 2 of 3",
+        assert [(host.is_missing, host.waiting_phase) for host in machines.hosts] == [
+            (False, ""),
+            (True, "waiting for machine 1 of 3"),
+            (True, "waiting for machine 2 of 3"),
         ]
         first = await joins(on(config, 1))
         second = await joins(on(config, 2))
@@ -176,7 +176,7 @@ async def test_an_error_costs_one_message_and_not_the_rendezvous(
                 await joins(on(config, 1), within_s=2.0)
         assert "background task 'rendezvous' failed: ZeroDivisionError" in caplog.text
         await joins(on(config, 1))
-        assert machines.hosts[1].taken
+        assert machines.hosts[1].is_taken
 
 
 async def test_an_address_that_is_taken_or_not_ours_is_named(
