@@ -312,13 +312,13 @@ def _logprobs_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, foun
     num = len(receipt.token_ids)
     as_ids = "token_id:" in json.dumps(shown.logprobs)
     if shown.is_chat:
-        form = LogprobFormat(front.tokenizer, num_top, as_ids=as_ids)
-        expected = msgspec.to_builtins(form.chat(found.logprobs))["content"]
+        logprob_format = LogprobFormat(front.tokenizer, num_top, as_ids=as_ids)
+        expected = msgspec.to_builtins(logprob_format.chat_logprobs(found.logprobs))["content"]
         return _rows_difference(shown.logprobs["content"], expected, "logprobs.content")
     # The sampled token is an additional entry if it is not among the most likely ones.
     for top in (num_top, num_top - 1):
-        form = LogprobFormat(front.tokenizer, max(top, 0), as_ids=as_ids)
-        columns, _ = form.columns(receipt.token_ids, found.logprobs)
+        logprob_format = LogprobFormat(front.tokenizer, max(top, 0), as_ids=as_ids)
+        columns, _ = logprob_format.completion_logprobs(receipt.token_ids, found.logprobs)
         expected = msgspec.to_builtins(columns)
         wrong = next(
             (

@@ -4,9 +4,10 @@ import argparse
 import os
 import sys
 from dataclasses import replace
+from typing import NamedTuple
 
 from moeserve.cli.settings import ResolvedSettings, add_flags, resolve, unknown_variables
-from moeserve.cluster.ahead import begun
+from moeserve.cluster.ahead import early_engine
 from moeserve.config import Config
 
 
@@ -24,24 +25,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Return the exit code."""
-    _use_stdout()
+    _keep_stdout_open()
     resolved = resolve(args)
     for name in unknown_variables():
         _print(f"ignoring the unknown environment variable {name}")
-    config = _placed(resolved)
-    if config is None:
+    machine = _this_machine(resolved)
+    if machine.is_idle:
         return 0
+    config = machine.config
     if config.parallel.node_rank:
         from moeserve.cluster.node import JOIN_S, LAUNCHED_JOIN_S, serve_node
 
-        return serve_node(config, JOIN_S if config is resolved.config else LAUNCHED_JOIN_S)
-    with begun(config):
+        return serve_node(config, LAUNCHED_JOIN_S if machine.was_launched else JOIN_S)
+    with early_engine(config):  # an engine process imports while the server does
         from moeserve.server.run import serve  # slow to import
 
         return serve(config)
 
 
-def _use_stdout() -> None:
+def _keep_stdout_open() -> None:
     """Open /dev/null as standard output if that is closed, so that no other file gets its
     descriptor.
     """
@@ -53,37 +55,47 @@ def _use_stdout() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
 
 
-def _placed(resolved: ResolvedSettings) -> Config | None:
-    """Return the config of this machine, with the values of a launcher (Slurm, torchrun, ...).
+class _Machine(NamedTuple):
+    """What this process has to do on its machine."""
 
-    Print where they come from. Return None if another process of this machine serves.
-    """
-    from moeserve.cluster.allocation import apply, outside_of_step
+    config: Config
+    was_launched: bool = False  # by Slurm, torchrun, ..., whose variables are in `config`
+    is_idle: bool = False  # another process of this machine serves
+
+
+def _this_machine(resolved: ResolvedSettings) -> _Machine:
+    """Complete the settings from a launcher's variables, and print where they come from."""
+    from moeserve.cluster import allocation
 
     config = resolved.config
-    given = {path.removeprefix("parallel.") for path in resolved.origins}
-    parallel, found = apply(config.parallel, given, os.environ)
-    if found is None:
-        if "nnodes" not in given and (advice := outside_of_step(os.environ)):
-            _print(advice)
-        return config
+    given_names = {path.removeprefix("parallel.") for path in resolved.origins}
+    parallel, allocated = allocation.fill_in(config.parallel, given_names, os.environ)
+    if allocated is None:
+        if "nnodes" not in given_names and (
+            warning := allocation.outside_of_slurm_step(os.environ)
+        ):
+            _print(warning)
+        return _Machine(config)
     from moeserve.cluster.check_parallel import rendezvous_of
     from moeserve.cluster.default_key import default_key
 
-    if found.local_rank:
+    if allocated.local_rank:
         _print(
-            f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts "
-            "this machine's part"
+            f"{allocated.source}: local rank {allocated.local_rank} has nothing to do: "
+            "local rank 0 starts this machine's part"
         )
-        return None
+        return _Machine(config, was_launched=True, is_idle=True)
     machine = f"machine {parallel.node_rank} of {parallel.nnodes}"
-    _print(f"{found.source}: {machine}; machine 0 is at {parallel.rendezvous}")
+    _print(f"{allocated.source}: {machine}; machine 0 is at {parallel.rendezvous}")
     rendezvous_of(parallel)  # raises ConfigError before the wait for the secret
     if parallel.cluster_key_file is None:
-        _print("machine 0 makes the machines' secret in its home; or set --cluster-key-file")
+        _print(
+            "machine 0 creates the machines' secret in its home directory; --cluster-key-file sets "
+            "another file"
+        )
         parallel = replace(parallel, cluster_key_file=default_key(parallel.node_rank))
         _print(f"the machines' secret is in {parallel.cluster_key_file}")
-    return replace(config, parallel=parallel)
+    return _Machine(replace(config, parallel=parallel), was_launched=True)
 
 
 def _print(text: str) -> None:

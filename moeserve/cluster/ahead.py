@@ -12,11 +12,11 @@ from moeserve.cluster.order import command_of
 from moeserve.config import Config
 
 ENGINE = "moeserve.cluster.engine_main"
-_begun: list[subprocess.Popen[bytes]] = []  # the process that waits for its order, if any
+_waiting: list[subprocess.Popen[bytes]] = []  # the process that waits for its order, if any
 
 
 @contextmanager
-def begun(config: Config) -> Iterator[None]:
+def early_engine(config: Config) -> Iterator[None]:
     """Start an engine process for `take`, if the server will need exactly one.
 
     On exit, the process is killed if nobody took it.
@@ -25,7 +25,7 @@ def begun(config: Config) -> Iterator[None]:
     if parallel.num_ranks == 1 and not (parallel.standby or config.device.null_runner):
         pipe = subprocess.PIPE
         command = [*command_of(ENGINE), "ahead"]
-        _begun.append(
+        _waiting.append(
             subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0)
         )
     try:
@@ -37,5 +37,5 @@ def begun(config: Config) -> Iterator[None]:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """Return the process started by `begun`, or None if there is none or it was taken already."""
-    return _begun.pop() if _begun else None
+    """Return the process of `early_engine`, or None if there is none or it was taken already."""
+    return _waiting.pop() if _waiting else None

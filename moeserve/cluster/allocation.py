@@ -73,7 +73,7 @@ def find(env: Mapping[str, str]) -> Allocation | None:
     return replace(first, local_rank=max(it.local_rank for it in found))
 
 
-def apply(
+def fill_in(
     parallel: ParallelConfig, given: Collection[str], env: Mapping[str, str]
 ) -> tuple[ParallelConfig, Allocation | None]:
     """Fill in the settings from the allocation, and return them with the allocation if it was used.
@@ -107,7 +107,7 @@ def apply(
     ), found
 
 
-def outside_of_step(env: Mapping[str, str]) -> str:
+def outside_of_slurm_step(env: Mapping[str, str]) -> str:
     """Return a warning if a Slurm job has several machines, but this process is not a task of srun.
 
     Such a process runs in a batch script or a shell of salloc, on one machine. Return "" otherwise.

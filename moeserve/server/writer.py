@@ -22,7 +22,7 @@ from moeserve.server.requests import Sampling, StreamOptions
 from moeserve.server.running import RunningRequest
 from moeserve.text.answer_format import Part
 
-MARK = "\0"  # placeholder for the text of a chunk in its template
+TEXT_MARK = "\0"  # placeholder for the text of a chunk in its template
 
 OpenChoice = protocol.OpenChatChoice | protocol.OpenCompletionChoice
 encode = msgspec.json.Encoder().encode
@@ -74,28 +74,35 @@ class ChunkWriter(Writer):
         running: RunningRequest,
         request: Sampling,
         chunk: protocol.ChatCompletionChunk | protocol.Completion,
-        form: LogprobFormat | None,
+        logprob_format: LogprobFormat | None,
     ) -> None:
-        """chunk: the common fields of all chunks. form: None without logprobs."""
+        """Write the answer of `running` to `request`.
+
+        chunk: the fields that all chunks have in common.
+        logprob_format: None without logprobs.
+        """
         options = request.stream_options or StreamOptions()
         self.running = running
         self.counts = running.counts
         self.n = running.n
-        self.form = form
-        self.token_ids = bool(request.return_token_ids)
+        self.logprob_format = logprob_format
+        self.shows_token_ids = bool(request.return_token_ids)
         self._chunk = chunk
-        self._include_usage = options.include_usage
-        self._running_usage = options.continuous_usage_stats
-        self._plain = form is None and not self.token_ids and not self._running_usage
-        self._head = b"data: " + encode(chunk).removesuffix(b"]}")
-        self._tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
+        self._usage_at_end = options.include_usage
+        self._usage_in_chunks = options.continuous_usage_stats
+        # Whether chunks have nothing but text, so that they are made from templates.
+        self._text_only = not (logprob_format or self.shows_token_ids or self._usage_in_chunks)
+        # The bytes of a chunk before and after its choice.
+        self._chunk_head = b"data: " + encode(chunk).removesuffix(b"]}")
+        self._chunk_tail = b'],"usage":null}\n\n' if self._usage_at_end else b"]}\n\n"
         num_prompts = len(running.generations)
         templates = [
-            encode(self.choice(index, MARK)).split(encode(MARK))
+            encode(self.choice(index, TEXT_MARK)).split(encode(TEXT_MARK))
             for index in range(self.n * num_prompts)
         ]
-        self._before = [self._head + before for before, _ in templates]
-        self._after = templates[0][1] + self._tail
+        # The bytes of a chunk before its text, by choice, and after it.
+        self._before_text = [self._chunk_head + before for before, _ in templates]
+        self._after_text = templates[0][1] + self._chunk_tail
         # For a whole answer: the sequences as [prompt][sequence], and the texts of each choice.
         self._sequences = [[Delta(index) for index in range(self.n)] for _ in range(num_prompts)]
         self._texts: list[list[str]] = [[] for _ in templates]
@@ -105,25 +112,25 @@ class ChunkWriter(Writer):
         """Return a choice of a chunk that is not its last."""
 
     @abstractmethod
-    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> Any:
+    def format_logprobs(self, index: int, logprob_format: LogprobFormat, delta: Delta) -> Any:
         """Return the logprobs object of a choice."""
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
         self.counts.add(delta)
         index = prompt * self.n + delta.index
-        out = b""
-        if self._plain:
+        frames = b""
+        if self._text_only:
             if delta.text:
-                out = self._before[index] + encode(delta.text) + self._after
+                frames = self._before_text[index] + encode(delta.text) + self._after_text
         elif delta.text or delta.token_ids:
             choice = self.choice(index, delta.text)
-            self._add_tokens(choice, delta)
-            out = self.frame(choice)
+            self._add_token_fields(choice, delta)
+            frames = self.frame(choice)
         if delta.finish_reason is None:
-            return out
-        return out + self.ending(index, delta, delta.finish_reason)
+            return frames
+        return frames + self.last_frame(index, delta, delta.finish_reason)
 
-    def ending(self, index: int, delta: Delta, reason: str | None) -> bytes:
+    def last_frame(self, index: int, delta: Delta, reason: str | None) -> bytes:
         """Return the chunk that ends a choice."""
         return self.frame(
             self.last_choice(
@@ -134,15 +141,15 @@ class ChunkWriter(Writer):
             )
         )
 
-    def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:
+    def _add_token_fields(self, choice: OpenChoice, delta: Delta) -> None:
         """Add a delta's logprobs and token ids to its choice, if requested."""
-        if self.form is not None:
-            choice.logprobs = self.logprobs(choice.index, self.form, delta)
-        if self.token_ids:
+        if self.logprob_format is not None:
+            choice.logprobs = self.format_logprobs(choice.index, self.logprob_format, delta)
+        if self.shows_token_ids:
             choice.token_ids = delta.token_ids
 
     def closing(self) -> bytes:
-        if not self._include_usage:
+        if not self._usage_at_end:
             return DONE
         self._chunk.usage = self.counts.usage()
         return b"data: " + encode(self._chunk) + b"\n\n" + DONE
@@ -152,10 +159,10 @@ class ChunkWriter(Writer):
 
     def frame(self, choice: OpenChoice) -> bytes:
         """Return the chunk of one choice."""
-        tail = self._tail
-        if self._running_usage:
+        tail = self._chunk_tail
+        if self._usage_in_chunks:
             tail = b'],"usage":' + encode(self.counts.usage()) + b"}\n\n"
-        return self._head + encode(choice) + tail
+        return self._chunk_head + encode(choice) + tail
 
     def add(self, prompt: int, delta: Delta) -> None:
         self.counts.add(delta)
@@ -174,31 +181,32 @@ class ChunkWriter(Writer):
 class EventWriter(Writer):
     """Writes an answer as a sequence of blocks: text, reasoning or a call.
 
-    Subclasses hold the answer, whose last block is the open one, and emit an event for each change.
-    Without a stream, events are not encoded.
+    `add` splits the deltas into blocks and calls the methods `on_block_...` of subclasses. They
+    hold the answer, whose last block is the open one, and emit an event for each change. Without a
+    stream, events are not encoded.
     """
 
     def __init__(self, chat: Conversation, *, stream: bool) -> None:
         self.chat = chat
         self.counts = chat.running.counts
-        self.last = Delta(0)  # the latest delta
-        self._stream = stream
-        self._frames = bytearray()
+        self.last_delta = Delta(0)
+        self._is_stream = stream
+        self._frames = bytearray()  # emitted and not returned yet
         # Kind of the open block: "content", "reasoning", "arguments" (a call), or "" for none.
-        self.kind = ""
-        self._texts: list[str] = []  # of the open block
+        self.open_kind = ""
+        self._open_texts: list[str] = []  # of the open block
 
     @abstractmethod
-    def begin_block(self, part: Part) -> None:
-        """Begin a block of the part's kind. A call has its name; the text follows later."""
+    def on_block_opened(self, part: Part) -> None:
+        """Append a block of the part's kind. A call has its name; the text follows later."""
 
     @abstractmethod
-    def extend_block(self, text: str) -> None:
+    def on_block_text(self, text: str) -> None:
         """Emit the event for more text of the open block."""
 
     @abstractmethod
-    def end_block(self, text: str, *, complete: bool) -> None:
-        """End the open block with its whole text. complete: False if it was cut off."""
+    def on_block_closed(self, text: str, *, complete: bool) -> None:
+        """Set the whole text of the open block. complete: False if it was cut off."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -207,30 +215,30 @@ class EventWriter(Writer):
     def add(self, prompt: int, delta: Delta) -> None:
         self.counts.add(delta)
         for part in self.chat.parts(delta):
-            if part.kind != self.kind:
-                self.close()
-                self.begin(part)
+            if part.kind != self.open_kind:
+                self.close_block()
+                self.open_block(part)
             if part.kind != "call":
-                self._texts.append(part.text)
-                self.extend_block(part.text)
-        self.last = delta
+                self._open_texts.append(part.text)
+                self.on_block_text(part.text)
+        self.last_delta = delta
         if delta.finish_reason == "abort":
-            self.aborted()
+            self.on_aborted()
 
-    def aborted(self) -> None:
+    def on_aborted(self) -> None:
         """Handle the end of an aborted request."""
 
-    def begin(self, part: Part) -> None:
-        """Begin a block. A call and its arguments are one block."""
-        self.kind = "arguments" if part.kind == "call" else part.kind
-        self.begin_block(part)
+    def open_block(self, part: Part) -> None:
+        """Open a block. A call and its arguments are one block."""
+        self.open_kind = "arguments" if part.kind == "call" else part.kind
+        self.on_block_opened(part)
 
-    def close(self, *, complete: bool = True) -> None:
-        """End the open block, if there is one."""
-        if self.kind:
-            self.end_block("".join(self._texts), complete=complete)
-            self.kind = ""
-            self._texts = []
+    def close_block(self, *, complete: bool = True) -> None:
+        """Close the open block, if there is one."""
+        if self.open_kind:
+            self.on_block_closed("".join(self._open_texts), complete=complete)
+            self.open_kind = ""
+            self._open_texts = []
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
         self.add(prompt, delta)
@@ -238,7 +246,7 @@ class EventWriter(Writer):
 
     def emit(self, event: Any) -> None:
         """Emit an event, a struct with a `type`. Encode it at once, since it may change later."""
-        if self._stream:
+        if self._is_stream:
             self._frames += b"event: " + event.type.encode() + b"\ndata: " + encode(event) + b"\n\n"
 
     def emitted(self) -> bytes:

@@ -3,14 +3,14 @@
 import psutil
 import pytest
 
-from moeserve.cluster.ahead import begun, take
+from moeserve.cluster.ahead import early_engine, take
 from moeserve.config import Config, DeviceConfig, ParallelConfig
 
 
 def test_a_process_that_nobody_takes_ends() -> None:
     us = psutil.Process()
     before = us.children()  # of other tests
-    with begun(Config()):
+    with early_engine(Config()):
         (child,) = (child for child in us.children() if child not in before)
         assert "moeserve.cluster.engine_main" in child.cmdline()
     assert not child.is_running()
@@ -18,7 +18,7 @@ def test_a_process_that_nobody_takes_ends() -> None:
 
 
 def test_a_process_is_taken_once_and_lives_on() -> None:
-    with begun(Config()):
+    with early_engine(Config()):
         process = take()
         assert process is not None
         assert take() is None
@@ -37,5 +37,5 @@ def test_a_process_is_taken_once_and_lives_on() -> None:
     ids=["a fork server starts several", "the root process starts them", "no libraries needed"],
 )
 def test_others_begin_none(config: Config) -> None:
-    with begun(config):
+    with early_engine(config):
         assert take() is None

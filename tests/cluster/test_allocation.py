@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeserve.actor.handshake import read_secret
-from moeserve.cluster.allocation import Allocation, apply, expand, find, outside_of_step
+from moeserve.cluster.allocation import Allocation, fill_in, expand, find, outside_of_slurm_step
 from moeserve.cluster.default_key import default_key
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
@@ -128,7 +128,7 @@ def test_a_launcher_says_where_this_is(env: dict[str, str], found: Allocation) -
 )
 def test_one_machine_is_no_allocation(env: dict[str, str]) -> None:
     assert find(env) is None
-    assert apply(ParallelConfig(dp=3), (), env) == (ParallelConfig(dp=3), None)
+    assert fill_in(ParallelConfig(dp=3), (), env) == (ParallelConfig(dp=3), None)
 
 
 @pytest.mark.parametrize(
@@ -228,37 +228,39 @@ def test_contradictions_are_refused(env: dict[str, str], told: str) -> None:
 def test_flags_win_but_do_not_contradict() -> None:
     both = ParallelConfig(dp=2)
     of_dp = ParallelConfig(dp=2, nnodes=2, node_rank=1)
-    placed, found = apply(both, {"dp"}, LWS)
+    placed, found = fill_in(both, {"dp"}, LWS)
     assert (placed.nnodes, placed.node_rank, placed.rendezvous) == (2, 1, "big-0.big.default:29500")
     assert found == find(LWS)
-    assert apply(of_dp, {"nnodes", "node_rank"}, LWS)[0] == placed
-    assert apply(ParallelConfig(dp=2, rendezvous="a:1"), {"rendezvous"}, LWS)[0].rendezvous == "a:1"
-    assert apply(both, {"nnodes"}, LWS) == (both, None)  # --nnodes 1
-    assert apply(of_dp, {"nnodes", "node_rank", "rendezvous"}, {"LWS_GROUP_SIZE": "x"}) == (
+    assert fill_in(of_dp, {"nnodes", "node_rank"}, LWS)[0] == placed
+    assert (
+        fill_in(ParallelConfig(dp=2, rendezvous="a:1"), {"rendezvous"}, LWS)[0].rendezvous == "a:1"
+    )
+    assert fill_in(both, {"nnodes"}, LWS) == (both, None)  # --nnodes 1
+    assert fill_in(of_dp, {"nnodes", "node_rank", "rendezvous"}, {"LWS_GROUP_SIZE": "x"}) == (
         of_dp,
         None,
     )
     with pytest.raises(ConfigError, match=r"^--nnodes is 4, LWS says 2: omit it"):
-        apply(ParallelConfig(dp=4, nnodes=4), {"nnodes"}, LWS)
+        fill_in(ParallelConfig(dp=4, nnodes=4), {"nnodes"}, LWS)
     with pytest.raises(ConfigError, match=r"^--node-rank is 0, LWS says 1: omit it"):
-        apply(ParallelConfig(dp=2), {"node_rank"}, LWS)
+        fill_in(ParallelConfig(dp=2), {"node_rank"}, LWS)
     with pytest.raises(
         ConfigError, match=r"^--dp 1: each of the 2 machines of LWS .* --dp 2; --nnodes 1 serves"
     ):
-        apply(ParallelConfig(dp=1), {"dp"}, LWS)
+        fill_in(ParallelConfig(dp=1), {"dp"}, LWS)
 
 
 def test_an_ipv6_address_is_bracketed() -> None:
     assert (
-        apply(ParallelConfig(dp=2), (), LWS | {"LWS_LEADER_ADDRESS": "fd00::1"})[0].rendezvous
+        fill_in(ParallelConfig(dp=2), (), LWS | {"LWS_LEADER_ADDRESS": "fd00::1"})[0].rendezvous
         == "[fd00::1]:29500"
     )
 
 
 def test_a_shell_of_slurm_is_told_of_srun() -> None:
     for env in (JOB, SALLOC_SHELL):
-        assert "has 4 machines" in outside_of_step(env)
-        assert "srun --ntasks-per-node=1" in outside_of_step(env)
+        assert "has 4 machines" in outside_of_slurm_step(env)
+        assert "srun --ntasks-per-node=1" in outside_of_slurm_step(env)
     for env in (
         {},
         STEP,
@@ -266,7 +268,7 @@ def test_a_shell_of_slurm_is_told_of_srun() -> None:
         JOB | {"SLURM_JOB_NUM_NODES": "1"},
         JOB | {"SLURM_JOB_NUM_NODES": "x"},
     ):
-        assert outside_of_step(env) == ""
+        assert outside_of_slurm_step(env) == ""
 
 
 @pytest.mark.parametrize(

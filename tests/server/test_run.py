@@ -185,7 +185,7 @@ async def test_nobody_to_read_the_banner_is_no_reason_to_end(server, session, mo
 
 def test_a_closed_stdout_gives_its_number_to_no_other_file():
     program = (
-        "import os, sys; from moeserve.cli.serve import _use_stdout; _use_stdout(); "
+        "import os, sys; from moeserve.cli.serve import _keep_stdout_open; _keep_stdout_open(); "
         "print('lost', flush=True); print(os.readlink('/proc/self/fd/1'), file=sys.stderr)"
     )
     command = ["bash", "-c", f'exec "{sys.executable}" -c "$0" >&-', program]

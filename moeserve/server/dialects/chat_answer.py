@@ -7,7 +7,7 @@ from moeserve.frontend.generation import Delta
 from moeserve.server.chat_request import ChatRequest
 from moeserve.server.conversation import Conversation
 from moeserve.server.logprobs import LogprobFormat
-from moeserve.server.writer import MARK, ChunkWriter, encode
+from moeserve.server.writer import TEXT_MARK, ChunkWriter, encode
 from moeserve.text.answer_format import Part
 
 
@@ -17,35 +17,39 @@ class ChatWriter(ChunkWriter):
     last_choice = protocol.ChatChunkChoice
 
     def __init__(self, chat: Conversation, *, request: ChatRequest) -> None:
-        form = None
+        logprob_format = None
         if request.logprobs:
-            form = LogprobFormat(
+            logprob_format = LogprobFormat(
                 chat.front.tokenizer,
                 num_top=chat.params.logprobs or 0,
                 as_ids=request.return_tokens_as_token_ids,
             )
         head = chat.running.head.fields("chatcmpl", "chat.completion.chunk")
-        super().__init__(chat.running, request, protocol.ChatCompletionChunk(**head), form)
+        chunk = protocol.ChatCompletionChunk(**head)
+        super().__init__(chat.running, request, chunk, logprob_format)
         self._chat = chat
         self._hides_reasoning = request.include_reasoning is False
+        # (index of the choice, kind and number of the part) -> bytes before and after the text
         self._templates: dict[tuple[int, str, int], tuple[bytes, bytes]] = {}
 
     def opening(self) -> bytes:
         """Return one chunk with the role for each choice."""
-        out = b""
+        frames = b""
         for index in range(self.n):
             delta = protocol.ChoiceDelta(role="assistant", content="")
             choice = protocol.OpenChatChoice(index=index, delta=delta)
-            if self.token_ids and index == 0:
+            if self.shows_token_ids and index == 0:
                 choice.prompt_token_ids = self._chat.prompt
-            out += self.frame(choice)
-        return out
+            frames += self.frame(choice)
+        return frames
 
     def choice(self, index: int, text: str) -> protocol.OpenChatChoice:
         return protocol.OpenChatChoice(index=index, delta=protocol.ChoiceDelta(content=text))
 
-    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> protocol.ChatLogprobs:
-        return form.chat(delta.logprobs)
+    def format_logprobs(
+        self, index: int, logprob_format: LogprobFormat, delta: Delta
+    ) -> protocol.ChatLogprobs:
+        return logprob_format.chat_logprobs(delta.logprobs)
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
         """Return the chunks of a delta: one for each part, if the answer is parsed."""
@@ -53,45 +57,47 @@ class ChatWriter(ChunkWriter):
             return super().frames(prompt, delta)
         self.counts.add(delta)
         index = delta.index
-        parts = self._shown(delta)
-        if self._plain:
+        parts = self._shown_parts(delta)
+        if self._text_only:
             # Most deltas have one part: nothing to join.
-            out = b"" if not parts else self._part_frame(index, parts[0])
+            frames = b"" if not parts else self._frame_of_part(index, parts[0])
             for part in parts[1:]:
-                out += self._part_frame(index, part)
+                frames += self._frame_of_part(index, part)
         else:
             choices = [
                 protocol.OpenChatChoice(index=index, delta=_choice_delta(part)) for part in parts
             ]
             if delta.token_ids:
                 choices = choices or [protocol.OpenChatChoice(index=index)]
-                self._add_tokens(choices[0], delta)
-            out = b"".join(map(self.frame, choices))
+                self._add_token_fields(choices[0], delta)
+            frames = b"".join(map(self.frame, choices))
         if delta.finish_reason is None:
-            return out
-        return out + self.ending(index, delta, self._finish_reason(delta))
+            return frames
+        return frames + self.last_frame(index, delta, self._finish_reason(delta))
 
-    def _shown(self, delta: Delta) -> list[Part]:
+    def _shown_parts(self, delta: Delta) -> list[Part]:
         parts = self._chat.parts(delta)
         if self._hides_reasoning:
             return [part for part in parts if part.kind != "reasoning"]
         return parts
 
-    def _part_frame(self, index: int, part: Part) -> bytes:
+    def _frame_of_part(self, index: int, part: Part) -> bytes:
         """Return the chunk of one part. Chunks of one block differ only in the text."""
         key = index, part.kind, part.number
         if (template := self._templates.get(key)) is None:
-            delta = _choice_delta(part._replace(text=MARK))
+            delta = _choice_delta(part._replace(text=TEXT_MARK))
             choice = protocol.OpenChatChoice(index=index, delta=delta)
-            before, after = encode(choice).split(encode(MARK))
-            template = self._head + before, after + self._tail
+            before, after = encode(choice).split(encode(TEXT_MARK))
+            template = self._chunk_head + before, after + self._chunk_tail
             self._templates[key] = template
-        return template[0] + encode(part.text) + template[1]
+        before, after = template
+        return before + encode(part.text) + after
 
     def _finish_reason(self, delta: Delta) -> str | None:
         """Return OpenAI's finish reason: "stop" if the request named the tool."""
-        named = self._chat.tools.choice == "named" and delta.finish_reason == "tool_calls"
-        return "stop" if named else delta.finish_reason
+        if self._chat.tools.choice == "named" and delta.finish_reason == "tool_calls":
+            return "stop"
+        return delta.finish_reason
 
     def whole(self) -> protocol.ChatCompletion:
         (sequences,) = self.sequences()
@@ -100,18 +106,21 @@ class ChatWriter(ChunkWriter):
         for delta in sequences:
             choice = protocol.ChatChoice(
                 index=delta.index,
-                message=_message(self._shown(delta)),
-                logprobs=None if self.form is None else self.form.chat(delta.logprobs),
+                message=_message(self._shown_parts(delta)),
+                logprobs=None
+                if self.logprob_format is None
+                else self.logprob_format.chat_logprobs(delta.logprobs),
                 finish_reason=self._finish_reason(delta),
                 stop_reason=delta.stop_reason,
-                token_ids=delta.token_ids if self.token_ids else None,
+                token_ids=delta.token_ids if self.shows_token_ids else None,
                 receipt=delta.receipt,
             )
             answer.choices.append(choice)
-        if self.token_ids:
+        if self.shows_token_ids:
             answer.prompt_token_ids = self._chat.prompt
         if (rows := sequences[0].prompt_logprobs) is not None:
-            answer.prompt_logprobs = LogprobFormat(self._chat.front.tokenizer).prompt(rows)
+            logprob_format = LogprobFormat(self._chat.front.tokenizer)
+            answer.prompt_logprobs = logprob_format.prompt_logprobs(rows)
         return answer
 
 

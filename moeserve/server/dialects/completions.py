@@ -24,7 +24,7 @@ from moeserve.server.writer import ChunkWriter
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 1024  # n times prompts of one request
-DEFAULT_TOKENS = 16  # OpenAI's max_tokens for this route
+DEFAULT_MAX_TOKENS = 16  # OpenAI's max_tokens for this route
 
 Prompt = str | list[int]
 
@@ -75,7 +75,7 @@ def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> S
     With echo max_tokens may be 0. It becomes 1, and `CompletionWriter` drops that token.
     """
     given = request.given()
-    max_tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     given["max_tokens"] = min(max(max_tokens, 1) if request.echo else max_tokens, MAX_INT)
     if request.receipt and max_tokens == 0:
         raise InvalidRequest(
@@ -148,50 +148,57 @@ class CompletionWriter(ChunkWriter):
         echo: list[str] | None,
     ) -> None:
         """echo: the text of each prompt, which is put before its completions."""
-        form = None
+        logprob_format = None
         if request.logprobs is not None:
-            form = LogprobFormat(
+            logprob_format = LogprobFormat(
                 tokenizer, num_top=request.logprobs, as_ids=request.return_tokens_as_token_ids
             )
         head = running.head.fields("cmpl", "text_completion")
-        super().__init__(running, request, Completion(**head), form)
+        super().__init__(running, request, Completion(**head), logprob_format)
         self._request = request
         self._tokenizer = tokenizer
         self._echo = echo
-        self._offsets: dict[int, int] = {}  # of the next token's text in each choice
+        self._text_offsets: dict[int, int] = {}  # of the next token's text in each choice
 
     def opening(self) -> bytes:
         """Return the chunks with prompts and their token ids, if requested."""
-        out = b""
+        frames = b""
         for index in range(self.n * len(self.running.generations)):
             prompt = index // self.n
             choice = self.choice(index, self._echo[prompt] if self._echo else "")
-            if self.token_ids:
+            if self.shows_token_ids:
                 choice.prompt_token_ids = self.running.generations[prompt].prompt_token_ids
-            if choice.text or self.token_ids:
-                out += self.frame(choice)
-        return out
+            if choice.text or self.shows_token_ids:
+                frames += self.frame(choice)
+        return frames
 
     def choice(self, index: int, text: str) -> OpenCompletionChoice:
         return OpenCompletionChoice(index=index, text=text)
 
-    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> CompletionLogprobs:
-        offset = self._offsets.get(index, 0)
-        shown, self._offsets[index] = form.columns(delta.token_ids, delta.logprobs, offset)
+    def format_logprobs(
+        self, index: int, logprob_format: LogprobFormat, delta: Delta
+    ) -> CompletionLogprobs:
+        offset = self._text_offsets.get(index, 0)
+        shown, self._text_offsets[index] = logprob_format.completion_logprobs(
+            delta.token_ids, delta.logprobs, offset
+        )
         return shown
 
     def whole(self) -> Completion:
-        found = self.sequences()
+        by_prompt = self.sequences()
         if self._request.max_tokens == 0:
             # One token was generated to get the prompt's logprobs.
             self.counts.completion_tokens = 0
-            for sequences in found:
-                for i, s in enumerate(sequences):
-                    rows = s.prompt_logprobs
-                    sequences[i] = Delta(s.index, finish_reason="length", prompt_logprobs=rows)
+            for sequences in by_prompt:
+                for i, sequence in enumerate(sequences):
+                    sequences[i] = Delta(
+                        sequence.index,
+                        finish_reason="length",
+                        prompt_logprobs=sequence.prompt_logprobs,
+                    )
         head = self.running.head.fields("cmpl", "text_completion")
         answer = Completion(**head, usage=self.counts.usage())
-        for prompt, sequences in enumerate(found):
+        for prompt, sequences in enumerate(by_prompt):
             for sequence in sequences:
                 choice = self._whole_choice(prompt, sequences[0], sequence)
                 choice.index = len(answer.choices)
@@ -199,25 +206,28 @@ class CompletionWriter(ChunkWriter):
         return answer
 
     def _whole_choice(self, prompt: int, first: Delta, sequence: Delta) -> CompletionChoice:
-        """first: the prompt's first sequence, the only one with the prompt's logprobs."""
+        """Return a choice of a whole answer, without its index.
+
+        first: the prompt's first sequence, the only one with the prompt's logprobs.
+        """
         echo = self._echo[prompt] if self._echo else ""
-        ids = self.running.generations[prompt].prompt_token_ids
-        rows = first.prompt_logprobs
+        prompt_ids = self.running.generations[prompt].prompt_token_ids
+        prompt_logprobs = first.prompt_logprobs
         choice = CompletionChoice(
             text=echo + sequence.text,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             receipt=sequence.receipt,
         )
-        if self.form is not None:
-            before = ids if self._request.echo else []
-            rows_before = (rows or [None] * len(before)) if before else []
-            choice.logprobs, _ = self.form.columns(
-                [*before, *sequence.token_ids], [*rows_before, *sequence.logprobs]
+        if self.logprob_format is not None:
+            echoed_ids = prompt_ids if self._request.echo else []
+            echoed_rows = (prompt_logprobs or [None] * len(echoed_ids)) if echoed_ids else []
+            choice.logprobs, _ = self.logprob_format.completion_logprobs(
+                [*echoed_ids, *sequence.token_ids], [*echoed_rows, *sequence.logprobs]
             )
-        if self._request.prompt_logprobs is not None and rows is not None:
-            choice.prompt_logprobs = LogprobFormat(self._tokenizer).prompt(rows)
-        if self.token_ids:
-            choice.prompt_token_ids = ids
+        if self._request.prompt_logprobs is not None and prompt_logprobs is not None:
+            choice.prompt_logprobs = LogprobFormat(self._tokenizer).prompt_logprobs(prompt_logprobs)
+        if self.shows_token_ids:
+            choice.prompt_token_ids = prompt_ids
             choice.token_ids = sequence.token_ids
         return choice

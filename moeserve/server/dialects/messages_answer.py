@@ -132,13 +132,15 @@ class MessageWriter(EventWriter):
     def __init__(self, chat: Conversation, *, request: MessagesRequest) -> None:
         super().__init__(chat, stream=bool(request.stream))
         self._request = request
-        self._hides = request.thinking is not None and request.thinking.display == "omitted"
+        self._hides_thinking = (
+            request.thinking is not None and request.thinking.display == "omitted"
+        )
         head = chat.running.head
         self.message = MessageAnswer(
             id=f"msg_{head.request_id}", model=head.model, usage=_usage(self.counts)
         )
 
-    def begin_block(self, part: Part) -> None:
+    def on_block_opened(self, part: Part) -> None:
         block: Block = TextBlock()
         if part.kind == "reasoning":
             block = ThinkingBlock()
@@ -148,27 +150,27 @@ class MessageWriter(EventWriter):
         self.message.content.append(block)
         self.emit(MessageEvent(type="content_block_start", index=self._index, content_block=block))
 
-    def extend_block(self, text: str) -> None:
-        if self.kind == "content":
+    def on_block_text(self, text: str) -> None:
+        if self.open_kind == "content":
             self._emit_delta(EventDelta(type="text_delta", text=text))
-        elif self.kind == "arguments":
+        elif self.open_kind == "arguments":
             self._emit_delta(EventDelta(type="input_json_delta", partial_json=text))
-        elif not self._hides:
+        elif not self._hides_thinking:
             self._emit_delta(EventDelta(type="thinking_delta", thinking=text))
 
-    def end_block(self, text: str, *, complete: bool) -> None:
+    def on_block_closed(self, text: str, *, complete: bool) -> None:
         match self.message.content[-1]:
             case TextBlock() as block:
                 block.text = text
             case ThinkingBlock() as block:
-                block.thinking = "" if self._hides else text
+                block.thinking = "" if self._hides_thinking else text
                 block.signature = hashlib.sha256(text.encode()).hexdigest()
                 self._emit_delta(EventDelta(type="signature_delta", signature=block.signature))
             case ToolUseBlock() as block:
                 block.input = Raw(text.encode() or b"{}")
         self.emit(MessageEvent(type="content_block_stop", index=self._index))
 
-    def aborted(self) -> None:
+    def on_aborted(self) -> None:
         """Raise RequestAborted if the request was aborted by its id, otherwise EngineLost.
 
         The dialect has no stop reason for either.
@@ -179,17 +181,17 @@ class MessageWriter(EventWriter):
 
     def finish(self) -> None:
         if not self.message.content:  # clients expect a block
-            self.begin(Part("content", ""))
-        self.close()
+            self.open_block(Part("content", ""))
+        self.close_block()
         message = self.message
         reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(
-            self.last.finish_reason or "", "end_turn"
+            self.last_delta.finish_reason or "", "end_turn"
         )
         if reason == "max_tokens" and self.counts.completion_tokens < self._request.max_tokens:
             reason = "model_context_window_exceeded"
-        if reason == "end_turn" and isinstance(self.last.stop_reason, str):
+        if reason == "end_turn" and isinstance(self.last_delta.stop_reason, str):
             reason = "stop_sequence"
-            message.stop_sequence = self.last.stop_reason
+            message.stop_sequence = self.last_delta.stop_reason
         message.stop_reason = reason
         message.usage = _usage(self.counts)
         if self._request.context_management is not None:

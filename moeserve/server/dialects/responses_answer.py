@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -24,8 +24,6 @@ from moeserve.server.running import Counts
 from moeserve.server.writer import EventWriter
 from moeserve.text.answer_format import Part
 
-_TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-_ARGUMENTS = "response.function_call_arguments"
 # fmt: off
 # Fields of a response that repeat fields of its request.
 _REQUEST_FIELDS = (
@@ -179,7 +177,11 @@ class ResponseEvent(Struct, kw_only=True, omit_defaults=True):
 
 
 class ResponseWriter(EventWriter):
-    """Writes a response. Its items change after the events about them."""
+    """Writes a response.
+
+    Items are changed in place after events with them were emitted, which is safe because `emit`
+    encodes at once.
+    """
 
     def __init__(
         self,
@@ -190,25 +192,32 @@ class ResponseWriter(EventWriter):
         stores: bool,
         on_end: Callable[[Response], None],
     ) -> None:
-        """key: of its ids. stores: whether the server stores responses. on_end: called with the
-        response when it has ended, well or not.
+        """Begin a response to `request`, which `chat` runs.
+
+        key: the part that all ids of the response share (resp_KEY, msg_KEY0, ...).
+        stores: whether the server stores responses.
+        on_end: called with the response when it has ended, completed or failed.
         """
         super().__init__(chat, stream=bool(request.stream))
         self.response = _new_response(chat, request, key, stores=stores)
         self._key = key
         self._on_end = on_end
-        self._form = None
+        self._logprob_format = None  # without logprobs
         if request.logprobs:
-            self._form = LogprobFormat(chat.front.tokenizer, num_top=request.top_logprobs or 0)
-        self._logprobs: list[TokenLogprob] = []  # that no event has told yet
-        self._next_number = 0
+            self._logprob_format = LogprobFormat(
+                chat.front.tokenizer, num_top=request.top_logprobs or 0
+            )
+        self._unsent_logprobs: list[TokenLogprob] = []  # not sent in an event yet
+        self._next_sequence_number = 0
 
     def add(self, prompt: int, delta: Delta) -> None:
-        if self._form is not None:
-            self._logprobs += self._form.chat(delta.logprobs).content or []
+        if self._logprob_format is not None:
+            self._unsent_logprobs += (
+                self._logprob_format.chat_logprobs(delta.logprobs).content or []
+            )
         super().add(prompt, delta)
 
-    def begin_block(self, part: Part) -> None:
+    def on_block_opened(self, part: Part) -> None:
         number = len(self.response.output)
         item: OutputItem
         if part.kind == "content":
@@ -227,50 +236,51 @@ class ResponseWriter(EventWriter):
             return
         self._emit_item_event("response.content_part.added", content_index=0, part=item.content[0])
 
-    def extend_block(self, text: str) -> None:
-        if self.kind == "content":
-            rows = self._logprobs
-            if rows:
-                self._logprobs = []
+    def on_block_text(self, text: str) -> None:
+        if self.open_kind == "content":
+            logprobs = self._unsent_logprobs
+            if logprobs:
+                self._unsent_logprobs = []
                 item = self.response.output[-1]
                 assert isinstance(item, OutputMessage)
-                item.content[0].logprobs += rows
+                item.content[0].logprobs += logprobs
             self._emit_item_event(
-                "response.output_text.delta", content_index=0, delta=text, logprobs=rows
+                "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
             )
-        elif self.kind == "reasoning":
+        elif self.open_kind == "reasoning":
             self._emit_item_event("response.reasoning_text.delta", content_index=0, delta=text)
         else:
-            self._emit_item_event(f"{_ARGUMENTS}.delta", delta=text)
+            self._emit_item_event("response.function_call_arguments.delta", delta=text)
 
-    def end_block(self, text: str, *, complete: bool) -> None:
+    def on_block_closed(self, text: str, *, complete: bool) -> None:
         item = self.response.output[-1]
         if isinstance(item, OutputCall):
             item.arguments = text
-            self._emit_item_event(f"{_ARGUMENTS}.done", arguments=text)
+            self._emit_item_event("response.function_call_arguments.done", arguments=text)
         else:
             (part,) = item.content
             part.text = text
-            rows = None
-            kind: Literal["message", "reasoning"] = "reasoning"
+            logprobs = None
             if isinstance(part, OutputText):
-                kind = "message"
-                part.logprobs += self._logprobs  # of tokens without text
-                self._logprobs = []
-                rows = part.logprobs
-            event = f"{_TEXT_EVENTS[kind]}.done"
-            self._emit_item_event(event, content_index=0, text=text, logprobs=rows)
+                event = "response.output_text.done"
+                part.logprobs += self._unsent_logprobs  # of tokens without text
+                self._unsent_logprobs = []
+                logprobs = part.logprobs
+            else:
+                event = "response.reasoning_text.done"
+            self._emit_item_event(event, content_index=0, text=text, logprobs=logprobs)
             self._emit_item_event("response.content_part.done", content_index=0, part=part)
         item.status = "completed" if complete else "incomplete"
         number = len(self.response.output) - 1
         self._emit_event("response.output_item.done", output_index=number, item=item)
 
     def finish(self) -> None:
-        """Set the status. A response without parts gets an empty message, since clients expect
-        text.
+        """Set the status, end the open block and call `on_end`.
+
+        A response without output gets an empty message, because clients expect text.
         """
         response = self.response
-        match self.last.finish_reason:
+        match self.last_delta.finish_reason:
             case "length":
                 response.status = "incomplete"
                 response.incomplete_details = IncompleteDetails("max_output_tokens")
@@ -280,9 +290,9 @@ class ResponseWriter(EventWriter):
                 response.status = "completed"
                 response.completed_at = int(time.time())
         if not response.output:
-            self.begin(Part("content", ""))
-        self.close(complete=response.status == "completed")
-        self._end()
+            self.open_block(Part("content", ""))
+        self.close_block(complete=response.status == "completed")
+        self._report_end()
 
     async def cancel(self) -> Response:
         """Abort the response, and return it. Its client gets the output so far, too."""
@@ -297,15 +307,18 @@ class ResponseWriter(EventWriter):
 
     def closing(self) -> bytes:
         self.finish()
-        end = "completed" if self.response.status == "completed" else "incomplete"
-        self._emit_event(f"response.{end}", response=self.response)
+        if self.response.status == "completed":
+            self._emit_event("response.completed", response=self.response)
+        else:
+            # Also for a cancelled response, because the API has no event "response.cancelled".
+            self._emit_event("response.incomplete", response=self.response)
         return self.emitted()
 
     def failure(self, error: RequestError, request_id: str) -> bytes:
-        self.close(complete=False)
+        self.close_block(complete=False)
         self.response.status = "failed"
         self.response.error = ResponseFault("server_error", error_message(error, request_id))
-        self._end()
+        self._report_end()
         self._emit_event("response.failed", response=self.response)
         return self.emitted()
 
@@ -313,7 +326,7 @@ class ResponseWriter(EventWriter):
         self.finish()
         return self.response
 
-    def _end(self) -> None:
+    def _report_end(self) -> None:
         self.response.usage = _usage(self.counts)
         self._on_end(self.response)
 
@@ -323,8 +336,8 @@ class ResponseWriter(EventWriter):
         self._emit_event(name, item_id=items[-1].id, output_index=len(items) - 1, **fields)
 
     def _emit_event(self, name: str, **fields: Any) -> None:
-        self.emit(ResponseEvent(type=name, sequence_number=self._next_number, **fields))
-        self._next_number += 1
+        self.emit(ResponseEvent(type=name, sequence_number=self._next_sequence_number, **fields))
+        self._next_sequence_number += 1
 
 
 def _new_response(
