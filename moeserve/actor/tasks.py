@@ -57,7 +57,8 @@ async def every(
 ) -> None:
     """Call `tick` every `interval_s` seconds, forever. The first call is after one interval.
 
-    An Exception of a tick is logged and does not end the timer.
+    An Exception of a tick does not end the timer. It is only logged: `on_error` of `spawn` does not
+    hear of it. If something depends on the tick, catch the error in the tick.
     """
     while True:
         await asyncio.sleep(interval_s)

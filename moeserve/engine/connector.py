@@ -1,16 +1,18 @@
 """The interface to KV blocks outside the device: in host memory, on disk or on other machines.
 
 A connector has two halves. The scheduler's half (`KVConnector`, here) is the index: it knows which
-blocks exist, by the keys of the prefix cache, and which requests await some. The runner's half
-(`KVTransport`, runner/kv_transport.py) copies the bytes, as the `stores` and `loads` of a plan say.
+blocks exist, by the keys of the prefix cache, and which requests await some. It lives in the
+engine's leader rank only. The runner's half (`KVTransport`, runner/kv_transport.py) is on every
+rank of the engine. It copies the bytes, as the `stores` and `loads` of a plan say.
 
 A block is *near* if a plan can load it. A block that is not near may have to be fetched first. The
 request awaits it, while others are admitted:
 
     lookup --LATER--> begin --> the request awaits --finished, or timeout--> lookup, load
 
-Blocks that are late, lost or wrong are computed instead. So the answers of a connector are not
-binding: a plan only uses the blocks that `lookup` reports as near at that moment.
+A timeout (`wait_s`) is no error: the request is queued, and the rest of its prefix is computed.
+Blocks that are lost or wrong are computed, too. So the answers of a connector are not binding: a
+plan only uses the blocks that `lookup` reports as near at that moment.
 """
 
 import enum
@@ -40,7 +42,9 @@ class KVConnector(ABC):
     """The index of blocks outside the device. No method waits."""
 
     may_wait = False  # whether `lookup` ever returns LATER or ASK_AGAIN
-    wait_s = 2.0  # the longest that a request waits, from its first lookup to its last block
+    wait_s = (
+        2.0  # timeout: the longest that a request waits, from its first lookup to its last block
+    )
     lease_s = 30.0  # how long fetched blocks are kept for a request in the waiting queue
 
     @abstractmethod

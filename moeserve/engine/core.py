@@ -64,7 +64,7 @@ class EngineCore(Actor[messages.EngineIn]):
         self._in_flight: deque[Step] = deque()
         self._draining = False
         self._deadline_s = math.inf
-        self._audited_s = -math.inf
+        self._audited_at_s = -math.inf
         self._trace_next = False
         self._dp_rank = 0
         self._load = LoadReport(emit)
@@ -89,10 +89,10 @@ class EngineCore(Actor[messages.EngineIn]):
         return self._draining and not self.scheduler.has_work
 
     @property
-    def _check_s(self) -> float:
+    def _check_at_s(self) -> float:
         """Time at which a sleeping engine must look at its requests without a message."""
-        check_s = self.scheduler.check_s
-        return min(check_s, self._deadline_s) if self.scheduler.has_work else math.inf
+        check_at_s = self.scheduler.check_at_s
+        return min(check_at_s, self._deadline_s) if self.scheduler.has_work else math.inf
 
     async def run(self) -> None:
         """Serve until `over`. An error of the runner or the scheduler ends the actor, and `Stopped`
@@ -130,9 +130,9 @@ class EngineCore(Actor[messages.EngineIn]):
 
     async def _sleep_for_messages(self) -> list[messages.EngineIn]:
         self._audit_when_due()
-        if math.isinf(check_s := self._check_s):
+        if math.isinf(check_at_s := self._check_at_s):
             return await self.inbox.drain(wait=True)
-        delay_s = max(0.0, check_s - self._clock())
+        delay_s = max(0.0, check_at_s - self._clock())
         timer = asyncio.get_running_loop().call_later(delay_s, self.inbox.wake)
         try:
             return await self.inbox.drain(wait=True)
@@ -241,9 +241,9 @@ class EngineCore(Actor[messages.EngineIn]):
             self.emit(messages.StepOutput(rids=b"", tokens=b"", finish=b"", record=record))
 
     def _audit_when_due(self) -> None:
-        if (now_s := self._clock()) - self._audited_s >= AUDIT_INTERVAL_S:
+        if (now_s := self._clock()) - self._audited_at_s >= AUDIT_INTERVAL_S:
             self.scheduler.audit()
-            self._audited_s = now_s
+            self._audited_at_s = now_s
 
 
 class GrammarJobs:

@@ -386,11 +386,11 @@ class GroupCore(EngineCore):
             self._life.cancel()
 
     async def _sleep(self, coordinator: DPCoordinator) -> None:
-        """Sleep until a message arrives, another engine wakes this one, or `_check_s` passes."""
+        """Sleep until a message arrives, another engine wakes this one, or `_check_at_s` passes."""
         self._audit_when_due()
         woken = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
-            until_s = min(self._leave_deadline_s, self._check_s)
+            until_s = min(self._leave_deadline_s, self._check_at_s)
             if self._placement_pending:
                 until_s = self._clock() + PLACEMENT_POLL_S
             await self._handle_until(woken, until_s)

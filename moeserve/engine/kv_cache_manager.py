@@ -144,7 +144,7 @@ class KVCacheManager:
             BlockPool(number, None if self.connector is None else partial(self._evicted, pool))
             for pool, (number, _) in enumerate(sizes)
         ]
-        self._reserved_states = STATES_HELD * limits.max_num_seqs
+        self._num_reserved_states = STATES_HELD * limits.max_num_seqs
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, groups)
         self.chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
@@ -154,7 +154,7 @@ class KVCacheManager:
         self._stores: list[BlockMove] = []
         self._loads: list[BlockMove] = []
         # New table entries of each group: slots, indices, blocks.
-        self._entries: list[list[tuple[I32, I32, I32]]] = [[] for _ in groups]
+        self._new_entries: list[list[tuple[I32, I32, I32]]] = [[] for _ in groups]
         self._new_states: set[int] = set()  # allocated since the last plan
 
     @property
@@ -171,11 +171,11 @@ class KVCacheManager:
         This begins the hash chain of the request, again after a reset. A request that runs during a
         reset keeps its old hashes, which no later request has.
         """
-        limit = self._hash_prefix(request)
-        if not limit:
+        max_blocks = self._hash_prefix(request)
+        if not max_blocks:
             return Hit(0, ((),) * len(self.groups))
         border = self._common_hit(
-            request, limit, [g for g, group in enumerate(self.groups) if not group.has_states]
+            request, max_blocks, [g for g, group in enumerate(self.groups) if not group.has_states]
         )
         length = (
             self._common_hit(request, border, range(len(self.groups)))
@@ -201,9 +201,9 @@ class KVCacheManager:
             request.hashes.clear()
         if request.sampling.prompt_logprobs is not None:  # all positions have to be computed
             return 0
-        limit = (len(request.tokens) - 1) // self._block_size
-        self._extend(request, request.tokens, limit)
-        return limit
+        num_blocks = (len(request.tokens) - 1) // self._block_size
+        self._extend(request, request.tokens, num_blocks)
+        return num_blocks
 
     def fetchable(self, request: Request) -> Fetch:
         """Return the blocks that a connector could fetch for a request, beyond the device's blocks.
@@ -226,31 +226,31 @@ class KVCacheManager:
             wanted = [(key, g) for key in request.hashes[first:needed]]
             if not wanted:
                 continue
-            number, when = connector.lookup(wanted)
+            num_found, when = connector.lookup(wanted)
             if when is When.LATER:
-                keys += wanted[:number]
-            if number or when is When.ASK_AGAIN:
+                keys += wanted[:num_found]
+            if num_found or when is When.ASK_AGAIN:
                 answers.add(when)
-            is_short = number < len(wanted) and when is not When.ASK_AGAIN
+            is_short = num_found < len(wanted) and when is not When.ASK_AGAIN
             if group.rule.is_full and is_short:
-                length = first + number
+                length = first + num_found
         for when in (When.ASK_AGAIN, When.LATER):
             if when in answers:
                 return Fetch(keys, when)
         return Fetch(keys, When.NOW)
 
-    def _common_hit(self, request: Request, limit: int, numbers: Iterable[int]) -> int:
-        """Return the length of the longest hit that all of these groups have."""
-        length = limit
-        before = -1
-        for g in numbers:
+    def _common_hit(self, request: Request, max_blocks: int, groups: Iterable[int]) -> int:
+        """Return the length of the longest hit that all of these groups (numbers) have."""
+        length = max_blocks
+        previous_length = -1
+        for g in groups:
             if self.groups[g].rule.is_full:
                 length = longest_hit(self.groups[g], self._finder(request, g), length)
         # A shorter hit remains valid for full groups, but not for others. Repeat these until all
         # agree.
-        while length != before:
-            before = length
-            for g in numbers:
+        while length != previous_length:
+            previous_length = length
+            for g in groups:
                 if not self.groups[g].rule.is_full:
                     length = longest_hit(self.groups[g], self._finder(request, g), length)
         return length
@@ -262,14 +262,14 @@ class KVCacheManager:
         if not self._caches_prefixes:
             return
         batch = self.batch
-        full = np.minimum(batch.scheduled[slots], batch.known[slots]) // self._block_size
-        hashed = batch.hashed[slots]
-        some = np.flatnonzero(full > hashed)
-        if not len(some):
+        num_full = np.minimum(batch.scheduled[slots], batch.known[slots]) // self._block_size
+        num_hashed = batch.num_hashed[slots]
+        rows = np.flatnonzero(num_full > num_hashed)
+        if not len(rows):
             return
-        batch.hashed[slots] = np.maximum(full, hashed)
-        rows = zip(slots[some].tolist(), hashed[some].tolist(), full[some].tolist(), strict=True)
-        for slot, first, end in rows:
+        batch.num_hashed[slots] = np.maximum(num_full, num_hashed)
+        columns = (slots[rows].tolist(), num_hashed[rows].tolist(), num_full[rows].tolist())
+        for slot, first, end in zip(*columns, strict=True):
             request = batch.request(slot)
             self._extend(request, batch.tokens[slot], end)
             for g, table in enumerate(batch.tables):
@@ -331,12 +331,14 @@ class KVCacheManager:
             batch.tables[g][slot, : hit.num_blocks] = entries
             batch.passed[g][slot] = int(self.groups[g].rule.first_live(num_hit)) // self._block_size
             if hit.num_blocks:
-                self._entries[g].append((np.full(hit.num_blocks, slot, np.int32), indices, entries))
+                self._new_entries[g].append(
+                    (np.full(hit.num_blocks, slot, np.int32), indices, entries)
+                )
         return slot
 
     def _acquire_hit(self, request: Request, tables: list[I32]) -> None:
         """Add a holder to the blocks of a hit. Replace IN_STORE by new blocks, to be loaded."""
-        absent: list[tuple[int, int, int]] = []
+        absent: list[tuple[int, int, int]] = []  # group, table index, the connector's entry
         for g, table in enumerate(tables):
             pool = self.pools[self.groups[g].pool]
             for i, block in enumerate(table.tolist()):
@@ -345,12 +347,12 @@ class KVCacheManager:
                 elif block == IN_STORE:
                     assert self.connector is not None
                     absent.append((g, i, self.connector.load((request.hashes[i], g))))
-        for g, i, host_block in absent:
-            number = self.groups[g].pool
-            block = int(self.pools[number].allocate(1)[0])
+        for g, i, connector_entry in absent:
+            pool_number = self.groups[g].pool
+            block = int(self.pools[pool_number].allocate(1)[0])
             tables[g][i] = block
-            self.pools[number].cache(block, (request.hashes[i], g))
-            self._loads.append(BlockMove(block, host_block, number))
+            self.pools[pool_number].cache(block, (request.hashes[i], g))
+            self._loads.append(BlockMove(block, connector_entry, pool_number))
 
     def free(self, slot: int) -> Request:
         """Free a slot and its blocks, and return its request. Results in flight for it will be
@@ -362,7 +364,7 @@ class KVCacheManager:
             if group.has_states:
                 end = int(group.num_blocks(int(batch.scheduled[slot])))
                 self._release_states(
-                    g, slot, end, (*batch.request(slot).borders, int(batch.hashed[slot]))
+                    g, slot, end, (*batch.request(slot).borders, int(batch.num_hashed[slot]))
                 )
             else:
                 self.pool.release(blocks)
@@ -391,40 +393,39 @@ class KVCacheManager:
 
     def grow(self, slots: Slots, start: I32, growth: Growth) -> None:
         """Append blocks to the tables of slots[i], which have blocks up to position start[i]."""
-        plain = self._new_entries(self._plain, slots, start, growth.plain)
+        plain = self._entries_of(self._plain, slots, start, growth.plain)
         if plain is None and not growth.others:
             return
         for g, table in enumerate(self.batch.tables):
             new = plain
             if g in growth.others:
-                new = self._new_entries(self.groups[g], slots, start, growth.others[g])
+                new = self._entries_of(self.groups[g], slots, start, growth.others[g])
             if new is None:
                 continue
-            rows, rows_i32, indices, count = new
-            has_states = self.groups[g].has_states
-            blocks = (
-                self._allocate_states(rows, indices, count)
-                if has_states
-                else self.pool.allocate(len(indices))
+            slots_N, slots_i32_N, indices_N, count = new
+            blocks_N = (
+                self._allocate_states(slots_N, indices_N, count)
+                if self.groups[g].has_states
+                else self.pool.allocate(len(indices_N))
             )
-            table[rows, indices] = blocks
-            self._entries[g].append((rows_i32, indices, blocks))
+            table[slots_N, indices_N] = blocks_N
+            self._new_entries[g].append((slots_i32_N, indices_N, blocks_N))
 
-    def _new_entries(
-        self, group: KVGroup, slots: Slots, start: I32, new: I32
+    def _entries_of(
+        self, group: KVGroup, slots: Slots, start: I32, num_new: I32
     ) -> tuple[Slots, I32, I32, I32] | None:
         """Return slot (intp and int32) and index of each new entry, and the count of each row."""
-        some = np.flatnonzero(new)
-        if not len(some):
+        growing = np.flatnonzero(num_new)
+        if not len(growing):
             return None
-        count = new[some]
-        rows = np.repeat(slots[some], count)
-        offset = np.repeat(group.num_blocks(start[some]) - (np.cumsum(count) - count), count)
-        indices = (offset + np.arange(int(count.sum()))).astype(np.int32)
-        return rows, rows.astype(np.int32), indices, count
+        count = num_new[growing]
+        slots_N = np.repeat(slots[growing], count)
+        offset = np.repeat(group.num_blocks(start[growing]) - (np.cumsum(count) - count), count)
+        indices_N = (offset + np.arange(int(count.sum()))).astype(np.int32)
+        return slots_N, slots_N.astype(np.int32), indices_N, count
 
-    def _allocate_states(self, rows: Slots, indices: I32, count: I32) -> I32:
-        """Return blocks for the table entries indices[i] of slots rows[i], row after row.
+    def _allocate_states(self, slots_N: Slots, indices_N: I32, count: I32) -> I32:
+        """Return blocks for the table entries indices_N[i] of slots_N[i], row after row.
 
         The last entry of each row needs a block. If the pool has more than its reserve, entries at
         borders get one, too. Then further entries do, evenly spaced, as long as only cold states
@@ -434,26 +435,26 @@ class KVCacheManager:
         """
         pool = self.pools[1]
         last = np.cumsum(count) - 1
-        is_kept = np.zeros(len(indices), np.bool_)
+        is_kept = np.zeros(len(indices_N), np.bool_)
         is_kept[last] = True
-        room = pool.num_free - self._reserved_states
-        if self._caches_prefixes and len(indices) > len(count) and room > 0:
-            borders = []
+        num_available = pool.num_free - self._num_reserved_states
+        if self._caches_prefixes and len(indices_N) > len(count) and num_available > 0:
+            borders = []  # indices into indices_N
             for first, end in zip((last - count + 1).tolist(), last.tolist(), strict=True):
                 if first < end:
-                    offset = first - int(indices[first]) - 1
-                    at = (
-                        border + offset for border in self.batch.request(int(rows[first])).borders
-                    )
-                    borders += [i for i in at if first <= i < end]
-            is_kept[borders[:room]] = True
-            room = min(room, pool.num_spare - len(count)) - len(borders)
-            others = len(indices) - int(is_kept.sum())
+                    offset = first - int(indices_N[first]) - 1
+                    request = self.batch.request(int(slots_N[first]))
+                    positions = (border + offset for border in request.borders)
+                    borders += [i for i in positions if first <= i < end]
+            is_kept[borders[:num_available]] = True
+            num_cold = max(min(num_available, pool.num_spare - len(count)) - len(borders), 0)
+            num_others = len(indices_N) - int(is_kept.sum())
             step = 1
-            while others // step > max(room, 0):
+            while num_others // step > num_cold:
                 step *= 2
-            is_kept[np.flatnonzero(~is_kept & ((indices + 1) % step == 0))[: max(room, 0)]] = True
-        blocks = np.zeros(len(indices), np.int32)
+            is_even = (indices_N + 1) % step == 0
+            is_kept[np.flatnonzero(~is_kept & is_even)[:num_cold]] = True
+        blocks = np.zeros(len(indices_N), np.int32)
         blocks[is_kept] = pool.allocate(int(is_kept.sum()))
         self._new_states.update(blocks[is_kept].tolist())
         return blocks
@@ -479,7 +480,7 @@ class KVCacheManager:
                 continue
             passed = batch.passed[g]
             live = group.rule.first_live(start) // self._block_size
-            if group.has_states and self.pools[1].num_free > self._reserved_states:
+            if group.has_states and self.pools[1].num_free > self._num_reserved_states:
                 grows = group.num_blocks(start + count) > group.num_blocks(start)
                 live = np.where(grows, live, start // self._block_size - 1)
             for i in np.flatnonzero(live > passed[slots]).tolist():
@@ -495,7 +496,7 @@ class KVCacheManager:
                 passed[slot] = end
                 rows = np.full(end - first, slot, np.int32)
                 nulls = np.zeros(end - first, np.int32)
-                self._entries[g].append((rows, np.arange(first, end, dtype=np.int32), nulls))
+                self._new_entries[g].append((rows, np.arange(first, end, dtype=np.int32), nulls))
 
     def release_rejected(self, slots: Slots, end: I32, kept: I32) -> None:
         """Release the blocks of positions kept[i] .. end[i] - 1 of slots[i], whose drafts were
@@ -511,7 +512,7 @@ class KVCacheManager:
                 else:
                     self.pool.release(blocks)
 
-    # ---- room
+    # ---- how many blocks requests need
 
     def peak_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a request of this many tokens holds at once."""
@@ -562,11 +563,12 @@ class KVCacheManager:
     ) -> tuple[tuple[BlockDiff, ...], tuple[BlockMove, ...], tuple[BlockMove, ...]]:
         """Return the new table entries, stores and loads, and end the leases of the plan."""
         diffs = tuple(
-            BlockDiff(*concatenate(entries)) if entries else _NO_DIFF for entries in self._entries
+            BlockDiff(*concatenate(entries)) if entries else _NO_DIFF
+            for entries in self._new_entries
         )
         stores = tuple(self._stores)
         loads = tuple(self._loads)
-        self._entries = [[] for _ in self.groups]
+        self._new_entries = [[] for _ in self.groups]
         self._stores = []
         self._loads = []
         self._new_states.clear()
@@ -585,9 +587,9 @@ class KVCacheManager:
 
     def _evicted(self, pool: int, key: Key, block: int) -> None:
         assert self.connector is not None
-        host_block = self.connector.save(key)
-        if host_block is not None:
-            self._stores.append(BlockMove(block, host_block, pool))
+        connector_entry = self.connector.save(key)
+        if connector_entry is not None:
+            self._stores.append(BlockMove(block, connector_entry, pool))
 
 
 def concatenate(triples: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:

@@ -46,7 +46,7 @@ def append_tokens(
         known = batch.known[slots] + (index + 1).astype(np.int32)
     batch.tokens[slots, known - 1] = tokens
     finish = np.zeros(len(slots), np.uint8)
-    finish[known > batch.last[slots]] = FinishReason.LENGTH
+    finish[known > batch.max_scheduled[slots]] = FinishReason.LENGTH
     stop_ids = _stop(batch, slots, tokens, known, finish, end_ids)
     for slot in result.complete:
         finish[np.flatnonzero(slots == slot)[-1:]] = FinishReason.STOP

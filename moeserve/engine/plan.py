@@ -55,10 +55,10 @@ class BlockDiff:
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """A copy of one KV block between the device and the host store, before the forward pass."""
+    """A copy of one KV block between the device and the connector, before the forward pass."""
 
-    block: int
-    host_block: int
+    block: int  # number of the block in the device's pool
+    connector_entry: int  # returned by `KVConnector.load` or `save` (engine/connector.py)
     pool: int = 0  # number of the device's pool: 0 for KV entries, 1 for recurrent states
 
 
@@ -92,8 +92,8 @@ class StepPlan:
     samples_R: NDArray[np.bool_]
     diffs: tuple[BlockDiff, ...]  # one per KV group
     new_requests: tuple[NewRequest, ...] = ()
-    stores: tuple[BlockMove, ...] = ()  # from the device to the host store; run before `loads`
-    loads: tuple[BlockMove, ...] = ()  # from the host store to the device
+    stores: tuple[BlockMove, ...] = ()  # from the device to the connector; run before `loads`
+    loads: tuple[BlockMove, ...] = ()  # from the connector to the device
     num_drafts_R: I32 | None = None  # None: there are no drafts in this step
     drafts_N: I32 | None = None  # the drafts; None: each rank's proposer has them
     propose: bool = False  # whether to draft tokens for the next step

@@ -9,7 +9,7 @@ no Python object per request. Two counters are the progress of a request:
 Both only grow while the request holds its slot, except that `scheduled` shrinks when drafts are
 rejected. The rest follows from them:
 
-    to compute      max(known - scheduled, 1) positions and the drafts, up to `last`
+    to compute      max(known - scheduled, 1) positions and the drafts, up to `max_scheduled`
     samples         whether the step reaches `known`
     in flight       tokens between known and scheduled: the next step already uses them, although
                     the host does not have their values yet
@@ -17,8 +17,8 @@ rejected. The rest follows from them:
 
 A request decodes if its next position is that of its newest token; otherwise, it is in prefill.
 
-`occupancy` distinguishes successive requests in a slot. It is incremented when a request leaves, so
-that the results of steps planned for an earlier request can be dropped.
+`generation` distinguishes successive requests in a slot. It is incremented when a request leaves,
+so that the results of steps planned for an earlier request can be dropped.
 """
 
 import sys
@@ -155,12 +155,15 @@ class InputBatch:
         self.requests: list[Request | None] = [None] * num_slots
         self.slot_of: dict[int, int] = {}  # by request id
         self.rid = np.zeros(num_slots, np.int64)
-        self.scheduled = np.zeros(num_slots, np.int32)
-        self.known = np.zeros(num_slots, np.int32)
-        self.last = np.zeros(num_slots, np.int32)  # maximum length - 1
+        self.scheduled = np.zeros(num_slots, np.int32)  # positions in plans so far
+        self.known = np.zeros(num_slots, np.int32)  # tokens whose ids are known
+        # Most positions that may be scheduled: maximum length - 1.
+        self.max_scheduled = np.zeros(num_slots, np.int32)
         self.min_known = np.zeros(num_slots, np.int32)  # length from which stop tokens count
-        self.occupancy = np.zeros(num_slots, np.int64)
-        self.hashed = np.zeros(num_slots, np.int32)  # leading blocks offered to the prefix cache
+        self.generation = np.zeros(num_slots, np.int64)  # requests that have left the slot
+        self.num_hashed = np.zeros(
+            num_slots, np.int32
+        )  # leading blocks offered to the prefix cache
         self.unsent = np.zeros(num_slots, np.bool_)  # no token of the request was sent yet
         self.speculates = np.zeros(num_slots, np.bool_)
         self.drafts = np.zeros(num_slots, np.int32)  # drafts for the next step to verify
@@ -206,9 +209,9 @@ class InputBatch:
         self.rid[slot] = request.rid
         self.scheduled[slot] = num_hit
         self.known[slot] = known
-        self.last[slot] = request.max_total - 1
+        self.max_scheduled[slot] = request.max_total - 1
         self.min_known[slot] = request.num_prompt + request.sampling.min_tokens
-        self.hashed[slot] = num_hit // self.block_size
+        self.num_hashed[slot] = num_hit // self.block_size
         self.unsent[slot] = not request.was_sent
         self.speculates[slot] = request.sampling.speculate
         self.stops.add(slot, request.sampling.stop_ids)
@@ -221,7 +224,7 @@ class InputBatch:
         request = self.request(slot)
         del self.slot_of[request.rid]
         self.requests[slot] = None
-        self.occupancy[slot] += 1
+        self.generation[slot] += 1
         self.drafts[slot] = 0
         self.stops.remove(slot)
         self._free.append(slot)
@@ -257,8 +260,9 @@ class InputBatch:
         by_priority = sorted((*request.order, slot) for slot, request in running)
         assert by_priority == self._by_priority, "the priorities are wrong"
         assert self.order.tolist() == [entry[-1] for entry in by_priority], "the order is wrong"
-        assert (self.scheduled[busy] <= self.last[busy]).all(), "scheduled beyond the last position"
-        assert (self.known[busy] <= self.last[busy]).all(), "a complete request still runs"
+        max_scheduled = self.max_scheduled[busy]
+        assert (self.scheduled[busy] <= max_scheduled).all(), "scheduled beyond the last position"
+        assert (self.known[busy] <= max_scheduled).all(), "a complete request still runs"
         counts = [np.zeros(number, np.int32) for number in num_blocks]
         for slot in busy:
             for group, blocks in zip(self._groups, self.held(slot), strict=True):
@@ -274,28 +278,35 @@ class StopTable:
 
     def __init__(self) -> None:
         self._ids: dict[int, frozenset[int]] = {}  # by slot
-        self._count = np.zeros(2, np.int32)  # the last entry stays 0, for all larger token ids
+        # By token id; the last entry stays 0, for all larger ids.
+        self._num_slots_of = np.zeros(2, np.int32)
 
     def add(self, slot: int, ids: tuple[int, ...]) -> None:
         """Set the stop ids of a slot."""
         if not ids:
             return
         unique = self._ids[slot] = frozenset(ids)
-        if (size := max(unique) + 2) > len(self._count):
-            self._count = np.concatenate((self._count, np.zeros(size - len(self._count), np.int32)))
-        self._count[list(unique)] += 1
+        if (size := max(unique) + 2) > len(self._num_slots_of):
+            self._num_slots_of = np.concatenate(
+                (self._num_slots_of, np.zeros(size - len(self._num_slots_of), np.int32))
+            )
+        self._num_slots_of[list(unique)] += 1
 
     def remove(self, slot: int) -> None:
         """Remove the stop ids of a slot."""
         if ids := self._ids.pop(slot, None):
-            self._count[list(ids)] -= 1
+            self._num_slots_of[list(ids)] -= 1
 
     def hits(self, slots: Slots, tokens: I32) -> list[int]:
         """Return the rows i in which tokens[i] is a stop id of slots[i]."""
         if not self._ids:
             return []
-        some = np.flatnonzero(self._count[np.minimum(tokens, len(self._count) - 1)])
-        return [i for i in some.tolist() if int(tokens[i]) in self._ids.get(int(slots[i]), ())]
+        candidates = np.flatnonzero(
+            self._num_slots_of[np.minimum(tokens, len(self._num_slots_of) - 1)]
+        )
+        return [
+            i for i in candidates.tolist() if int(tokens[i]) in self._ids.get(int(slots[i]), ())
+        ]
 
 
 def fit_to_budget(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:

@@ -11,19 +11,20 @@ executes plans strictly in order: the last read of a block comes before any writ
 A step has two halves. `Scheduler.plan` adds rows to a PlanBuilder and allocates blocks from the
 KVCacheManager, whose `batch` holds the running requests. `Scheduler.update_from_output` applies the
 result.
+
+Suffix _R: one entry per row of the step, that is, per scheduled request (engine/plan.py).
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.config import Limits
-from moeserve.engine.awaiting import AwaitingSet, GrammarSource, Need
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.connector import KVConnector, When
 from moeserve.engine.draft_policy import DraftPolicy
@@ -31,24 +32,36 @@ from moeserve.engine.drafts import settle_drafts
 from moeserve.engine.kv_cache_manager import NOTHING, Growth, Hit, KVCacheManager, concatenate
 from moeserve.engine.output import NO_TOKEN, append_tokens, endings, outputs_of, unsent_hits
 from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
+from moeserve.engine.preparing import GrammarSource, Need, PreparingSet
 from moeserve.engine.requests import Request, WaitingQueue, fit_to_budget, request_of
-from moeserve.engine.step_state import Fetching, InFlightStep, PlanBuilder, idle_record, step_record
+from moeserve.engine.step_state import (
+    Fetching,
+    InFlightStep,
+    NoRoom,
+    PlanBuilder,
+    idle_record,
+    step_record,
+)
 from moeserve.engine.token_budget import TokenBudget
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
-KV_POLL_S = 0.002  # interval at which a sleeping engine checks on fetches of KV blocks
+KV_POLL_INTERVAL_S = 0.002  # interval at which a sleeping engine checks on fetches of KV blocks
 _ANY_TOKEN = 2**31 - 1
 
 
 class Scheduler:
     """Plans steps for requests that may arrive and end at any time.
 
-    A request is in one of three states: `awaiting` a grammar or KV blocks (engine/awaiting.py),
-    `waiting` in the queue, or running in a slot of the batch. Up to limits.depth plans may be
-    without a result.
+    A request is `preparing` until its grammar and its fetched KV blocks are ready
+    (engine/preparing.py), then `waiting` in the queue, then running in a slot of the batch. Up to
+    limits.depth plans may be without a result.
 
-    eos_ids: the model's end tokens. Other stop ids that end a request are reported with it.
+    Of each slot, `batch.known` counts the tokens whose ids are known, and `batch.scheduled` the
+    positions in plans so far, at most `batch.max_scheduled` (engine/requests.py).
+
+    eos_ids: the model's end tokens. If another stop id ends a request, it is reported in
+    `StepOutput.stop_ids`.
     vocab_size: requests with larger token ids are refused.
     """
 
@@ -69,7 +82,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.kv_manager = KVCacheManager(limits, groups, connector, identity)
         self.waiting = WaitingQueue()
-        self.awaiting = AwaitingSet()
+        self.preparing = PreparingSet()
         self.grammars: GrammarSource | None = None  # None: the runner compiles when a step needs it
         self.num_planned = 0
         self.budget = (
@@ -82,14 +95,12 @@ class Scheduler:
         self._drafting = False  # whether any row may have drafts
         self._proposed = False  # whether a draft model ran after the last processed step
         self._in_flight: deque[InFlightStep] = deque()
-        self._arrivals = 0
-        self._num_tickets = 0
+        self._num_arrivals = 0
+        self._tickets = itertools.count(1)  # of grammars and fetches: see engine/preparing.py
         self._fetches: dict[int, Fetching] = {}  # by ticket
         self._now_s = 0.0  # the latest time that was passed to a method
-        # The head that last did not fit, and the free blocks at that time. `_stuck`: it would not
-        # have fitted after preempting all requests of lower priority either.
-        self._blocked: tuple[Request | None, int] = (None, 0)
-        self._stuck: tuple[Request | None, int] = (None, 0)
+        self._no_room: NoRoom | None = None
+        self._no_room_preempting: NoRoom | None = None  # even if all lower priorities are preempted
 
     @property
     def num_running(self) -> int:
@@ -99,7 +110,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """The number of requests without a slot."""
-        return len(self.waiting) + len(self.awaiting)
+        return len(self.waiting) + len(self.preparing)
 
     @property
     def has_work(self) -> bool:
@@ -112,9 +123,9 @@ class Scheduler:
         return bool(self.num_running or len(self.waiting))
 
     @property
-    def check_s(self) -> float:
+    def check_at_s(self) -> float:
         """Time at which to plan again even if no message arrives; infinity: never."""
-        return self._now_s + KV_POLL_S if self._fetches else math.inf
+        return self._now_s + KV_POLL_INTERVAL_S if self._fetches else math.inf
 
     @property
     def awaits_result(self) -> bool:
@@ -133,32 +144,33 @@ class Scheduler:
         """
         self._now_s = max(self._now_s, now_s)
         rid = msg.rid
-        if rid in self.waiting or rid in self.awaiting or rid in self.kv_manager.batch.slot_of:
+        if rid in self.waiting or rid in self.preparing or rid in self.kv_manager.batch.slot_of:
             raise InvalidRequest(f"request {rid} exists already", code="duplicate_request")
-        request = request_of(msg, self._arrivals, self.limits.max_model_len, self.vocab_size)
-        need = self.kv_manager.peak_blocks(request.max_total - 1)
-        have = self.limits.num_blocks - 1
-        if need > have:
+        request = request_of(msg, self._num_arrivals, self.limits.max_model_len, self.vocab_size)
+        num_needed = self.kv_manager.peak_blocks(request.max_total - 1)
+        num_usable = self.limits.num_blocks - 1  # all but the null block
+        if num_needed > num_usable:
             raise InvalidRequest(
-                f"prompt and answer of up to {request.max_total} tokens need {need} KV blocks of "
-                f"{self.limits.block_size} tokens, but there are {have}: lower max_tokens",
+                f"prompt and answer of up to {request.max_total} tokens need {num_needed} KV "
+                f"blocks of {self.limits.block_size} tokens, but there are {num_usable}: "
+                "lower max_tokens",
                 param="max_tokens",
                 code="does_not_fit",
             )
-        self._arrivals += 1
+        self._num_arrivals += 1
         self._enqueue(request)
 
     def grammar_prepared(self, ticket: int, error: str = "") -> StepOutput | None:
         """Stop waiting for the grammar of a request; `error`: end the request with this error."""
-        request = self.awaiting.request_of(ticket)
+        request = self.preparing.request_of(ticket)
         if request is None:
             return None
         if error:
-            self.awaiting.remove(request.rid)
+            self.preparing.remove(request.rid)
             self._drop_grammars([ticket])
             self._end_fetch(request.kv_ticket)
             return endings([request.rid], FinishReason.ERROR, {request.rid: error})
-        self._admit_if_ready(ticket)
+        self._close_ticket(ticket)
         return None
 
     def abort(self, rids: Iterable[int]) -> StepOutput | None:
@@ -168,8 +180,8 @@ class Scheduler:
             slot = self.kv_manager.batch.slot_of.get(rid)
             if slot is not None:
                 self._free(slot)
-            elif rid in self.waiting or rid in self.awaiting:
-                pending = self.waiting if rid in self.waiting else self.awaiting
+            elif rid in self.waiting or rid in self.preparing:
+                pending = self.waiting if rid in self.waiting else self.preparing
                 request = pending.remove(rid)
                 self._drop_grammars([request.grammar_ticket])
                 self._end_fetch(request.kv_ticket)
@@ -181,7 +193,7 @@ class Scheduler:
     def abort_all(self) -> StepOutput | None:
         """End all requests at once."""
         running = list(self.kv_manager.batch.slot_of)
-        return self.abort([*running, *(r.rid for r in (*self.waiting, *self.awaiting))])
+        return self.abort([*running, *(r.rid for r in (*self.waiting, *self.preparing))])
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache: later requests find no block that was computed before."""
@@ -219,7 +231,7 @@ class Scheduler:
             starts_R=starts,
             counts_R=counts,
             samples_R=batch.scheduled[slots] >= batch.known[slots],
-            num_drafts_R=self._drafts_of(slots) if self._drafting else None,
+            num_drafts_R=self._num_drafts_of(slots) if self._drafting else None,
             propose=self._speculates and (self.policy.propose or not self.limits.draft_model),
             diffs=diffs,
             new_requests=tuple(builder.new_requests),
@@ -227,7 +239,7 @@ class Scheduler:
             loads=loads,
         )
         self.num_planned += 1
-        self._in_flight.append(InFlightStep(plan, slots, batch.occupancy[slots], builder))
+        self._in_flight.append(InFlightStep(plan, slots, batch.generation[slots], builder))
         return plan
 
     def start_over(self) -> None:
@@ -244,7 +256,7 @@ class Scheduler:
     def audit(self) -> None:
         """Raise AssertionError unless every slot, block and ticket is accounted for."""
         self.kv_manager.audit()
-        self.awaiting.audit()
+        self.preparing.audit()
 
     # ---- planning
 
@@ -262,28 +274,30 @@ class Scheduler:
         if batch.request(int(order[-1])).priority <= head.priority:
             return
         kv_manager = self.kv_manager
-        lower = list(
-            takewhile(lambda s: batch.request(s).priority > head.priority, order[::-1].tolist())
+        lowest_first = order[::-1].tolist()
+        candidates = list(
+            itertools.takewhile(lambda s: batch.request(s).priority > head.priority, lowest_first)
         )
-        gains = [
+        gained_blocks = [
             kv_manager.num_exclusive(slot) + kv_manager.promised(np.array([slot], np.intp))
-            for slot in lower
+            for slot in candidates
         ]
-        room = self._room(order)
-        most = room + sum(gains)
-        if self._stuck[0] is head and most <= self._stuck[1]:
+        num_available = self._available_blocks(order)
+        max_available = num_available + sum(gained_blocks)
+        no_room = self._no_room_preempting
+        if no_room and no_room.head is head and max_available <= no_room.num_blocks:
             return
-        lacking = kv_manager.cost(head, kv_manager.match(head)) - room
+        num_lacking = kv_manager.cost(head, kv_manager.match(head)) - num_available
         num_victims = 0
-        while lacking > 0 or batch.num_free + num_victims == 0:
-            if num_victims == len(lower):
+        while num_lacking > 0 or batch.num_free + num_victims == 0:  # no blocks, or no slot
+            if num_victims == len(candidates):
                 if num_victims < len(order):
-                    self._stuck = (head, most)
+                    self._no_room_preempting = NoRoom(head, max_available)
                     return
-                break  # alone it fits
-            lacking -= gains[num_victims]
+                break  # no other request is left, and any request fits alone (see `submit`)
+            num_lacking -= gained_blocks[num_victims]
             num_victims += 1
-        for slot in lower[:num_victims]:
+        for slot in candidates[:num_victims]:
             self._preempt(slot)
         builder.num_preempted += num_victims
 
@@ -293,14 +307,15 @@ class Scheduler:
         """
         kv_manager = self.kv_manager
         batch = self.kv_manager.batch
-        enough = True
+        enough_blocks = True
         while batch.num_running:
             slots = batch.order
             start = batch.scheduled[slots]
+            # At least 1: the position of a token that is still in flight.
             count = np.maximum(batch.known[slots] - start, 1)
             if self._drafting:
                 count += batch.drafts[slots]
-            np.minimum(count, batch.last[slots] - start, out=count)
+            np.minimum(count, batch.max_scheduled[slots] - start, out=count)
             np.minimum(count, kv_manager.chunk, out=count)
             if self._drafting and not self._fits(start, count, builder.budget):
                 self._drafting = False
@@ -309,15 +324,15 @@ class Scheduler:
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
                 slots, start, count = fit_to_budget(slots, start, count, builder.budget)
             kv_manager.release_passed(slots, start, count)
-            new = kv_manager.growth(start, start + count)
-            if kv_manager.num_new_blocks(new) <= kv_manager.pool.num_free:
+            growth = kv_manager.growth(start, start + count)
+            if kv_manager.num_new_blocks(growth) <= kv_manager.pool.num_free:
                 if len(slots):
-                    self._schedule(builder, slots, start, count, new)
+                    self._schedule(builder, slots, start, count, growth)
                 break
             self._preempt(int(batch.order[-1]))
             builder.num_preempted += 1
-            enough = False
-        return enough
+            enough_blocks = False
+        return enough_blocks
 
     def _fits(self, start: I32, count: I32, budget: int) -> bool:
         """Whether all rows with their drafts fit into the budget and the free blocks."""
@@ -325,13 +340,12 @@ class Scheduler:
         needed = kv_manager.num_new_blocks(kv_manager.growth(start, start + count))
         return int(count.sum()) <= budget and needed <= kv_manager.pool.num_free
 
-    def _drafts_of(self, slots: Slots) -> I32:
+    def _num_drafts_of(self, slots: Slots) -> I32:
         """Return how many of the scheduled tokens of each row are drafts."""
         batch = self.kv_manager.batch
-        drafts: I32 = np.where(
-            batch.drafts[slots] > 0, batch.scheduled[slots] - batch.known[slots], 0
-        )
-        return drafts
+        num_beyond_known = batch.scheduled[slots] - batch.known[slots]
+        num_drafts: I32 = np.where(batch.drafts[slots] > 0, num_beyond_known, 0)
+        return num_drafts
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests in order, up to the first one that does not fit."""
@@ -349,8 +363,9 @@ class Scheduler:
                 builder.cached_tokens += head.num_cached
             slot = kv_manager.admit(head, hit)
             self._end_fetch(head.kv_ticket)
+            slots = np.array([slot], np.intp)
             if self._speculates:
-                self.policy.admit(np.array([slot], np.intp))
+                self.policy.admit(slots)
             builder.new_requests.append(
                 NewRequest(
                     slot=slot,
@@ -361,11 +376,9 @@ class Scheduler:
                     task=head.task,
                 )
             )
-            slots = np.array([slot], np.intp)
             start = batch.scheduled[slots]
             count = np.minimum(batch.known[slots] - start, min(builder.budget, kv_manager.chunk))
-            new = kv_manager.growth(start, start + count)
-            self._schedule(builder, slots, start, count, new)
+            self._schedule(builder, slots, start, count, kv_manager.growth(start, start + count))
             kv_manager.register(slots)  # now, because the next request may have the same prefix
 
     def _hit_if_fits(self, head: Request) -> Hit | None:
@@ -375,16 +388,17 @@ class Scheduler:
         order = self.kv_manager.batch.order
         if not len(order):
             return self.kv_manager.match(head)
-        room = self._room(order)
-        if self._blocked[0] is head and room <= self._blocked[1]:
+        num_available = self._available_blocks(order)
+        no_room = self._no_room
+        if no_room and no_room.head is head and num_available <= no_room.num_blocks:
             return None
         hit = self.kv_manager.match(head)
-        if self.kv_manager.cost(head, hit) > room:
-            self._blocked = (head, room)
+        if self.kv_manager.cost(head, hit) > num_available:
+            self._no_room = NoRoom(head, num_available)
             return None
         return hit
 
-    def _room(self, order: Slots) -> int:
+    def _available_blocks(self, order: Slots) -> int:
         """Return the number of free blocks that a new request may use.
 
         The blocks that running requests still need for their known tokens are not among them.
@@ -396,9 +410,9 @@ class Scheduler:
         )
 
     def _schedule(
-        self, builder: PlanBuilder, slots: Slots, start: I32, count: I32, new: Growth
+        self, builder: PlanBuilder, slots: Slots, start: I32, count: I32, growth: Growth
     ) -> None:
-        self.kv_manager.grow(slots, start, new)
+        self.kv_manager.grow(slots, start, growth)
         self.kv_manager.batch.scheduled[slots] = start + count
         builder.rows.append((slots, start, count))
         num_tokens = int(count.sum())
@@ -429,15 +443,15 @@ class Scheduler:
         """Queue a request, or let it await its grammar and KV blocks first."""
         self._await_grammar(request)
         self._await_kv(request)
-        if request.rid not in self.awaiting:
+        if request.rid not in self.preparing:
             self.waiting.push(request)
 
     def _await_grammar(self, request: Request) -> None:
         grammar = request.sampling.grammar
         if grammar is None or self.grammars is None:
             return
-        request.grammar_ticket = self._next_ticket()
-        self.awaiting.add(request, request.grammar_ticket, Need.GRAMMAR)
+        request.grammar_ticket = next(self._tickets)
+        self.preparing.add(request, request.grammar_ticket, Need.GRAMMAR)
         answer = request.tokens[request.num_prompt :].tolist()
         self.grammars.begin(
             GrammarJob(request.grammar_ticket, grammar, answer, priority=request.priority)
@@ -450,11 +464,11 @@ class Scheduler:
         fetch = self.kv_manager.fetchable(request)
         if fetch.when is When.NOW:
             return
-        ticket = request.kv_ticket = self._next_ticket()
-        self.awaiting.add(request, ticket, Need.KV)
-        begins = fetch.when is When.LATER
-        self._fetches[ticket] = Fetching(request, self._now_s + connector.wait_s, begins)
-        if begins:
+        ticket = request.kv_ticket = next(self._tickets)
+        self.preparing.add(request, ticket, Need.KV)
+        is_begun = fetch.when is When.LATER  # otherwise ASK_AGAIN, in `_check_fetches`
+        self._fetches[ticket] = Fetching(request, self._now_s + connector.wait_s, is_begun)
+        if is_begun:
             connector.begin(ticket, fetch.keys)
 
     def _check_fetches(self) -> None:
@@ -463,14 +477,14 @@ class Scheduler:
         assert connector is not None
         for ticket in connector.finished():
             fetching = self._fetches.get(ticket)
-            if fetching is not None and fetching.request.rid in self.awaiting:
-                fetching.deadline_s = self._now_s + connector.lease_s
-                self._admit_if_ready(ticket)
+            if fetching is not None and fetching.request.rid in self.preparing:
+                fetching.deadline_s = self._now_s + connector.lease_s  # now the end of the lease
+                self._close_ticket(ticket)
         for ticket, fetching in list(self._fetches.items()):
-            if not fetching.begun:
+            if not fetching.is_begun:
                 fetch = self.kv_manager.fetchable(fetching.request)
                 if fetch.when is When.LATER:
-                    fetching.begun = True
+                    fetching.is_begun = True
                     connector.begin(ticket, fetch.keys)
                 elif fetch.when is When.NOW:
                     self._end_fetch(ticket)
@@ -485,13 +499,13 @@ class Scheduler:
             return
         assert self.kv_manager.connector is not None
         fetching.request.kv_ticket = 0
-        if fetching.begun:
+        if fetching.is_begun:
             self.kv_manager.connector.end(ticket)
-        self._admit_if_ready(ticket)
+        self._close_ticket(ticket)
 
-    def _admit_if_ready(self, ticket: int) -> None:
-        """Close a ticket, and queue its request if it was the last one."""
-        request = self.awaiting.close(ticket)
+    def _close_ticket(self, ticket: int) -> None:
+        """Close a ticket. Queue its request if no other ticket of it is open."""
+        request = self.preparing.close(ticket)
         if request is not None:
             self.waiting.push(request)
 
@@ -499,10 +513,6 @@ class Scheduler:
         used = [ticket for ticket in tickets if ticket]
         if used and self.grammars is not None:
             self.grammars.drop(used)
-
-    def _next_ticket(self) -> int:
-        self._num_tickets += 1
-        return self._num_tickets
 
     # ---- the result of a plan
 
@@ -522,15 +532,15 @@ class Scheduler:
                 batch.request(slot).uses_connector = False
             in_flight.builder.num_preempted += self._preempt_all()
         errors = self._fail(in_flight, result.failed) if result.failed else {}
-        live = batch.occupancy[in_flight.slots] == in_flight.occupancy
+        live_R = batch.generation[in_flight.slots] == in_flight.generation
         slots, tokens, finish, stop_ids = append_tokens(
-            batch, plan, in_flight.slots, live, result, self.eos_ids
+            batch, plan, in_flight.slots, live_R, result, self.eos_ids
         )
         cached = unsent_hits(batch, slots)
-        logprobs, prompt_logprobs, digests = outputs_of(batch, in_flight.slots, live, result)
+        logprobs, prompt_logprobs, digests = outputs_of(batch, in_flight.slots, live_R, result)
         if self.budget:
             self.budget.note(plan, result.took_us)
-        drafts = self._settle_drafts(in_flight, live, result) if self._speculates else {}
+        drafts = self._settle_drafts(in_flight, live_R, result) if self._speculates else {}
         rids = batch.rid[slots]
         kv_params: dict[int, dict[str, Any]] = {}
         for row in np.flatnonzero(finish).tolist():
@@ -580,9 +590,10 @@ class Scheduler:
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:
         """End the requests whose sampling failed. Return their error messages by request id."""
-        planned = dict(zip(in_flight.slots.tolist(), in_flight.occupancy.tolist(), strict=True))
-        live = [slot for slot in failed if self.kv_manager.batch.occupancy[slot] == planned[slot]]
-        return {self._free(slot)[0].rid: failed[slot] for slot in live}
+        batch = self.kv_manager.batch
+        planned = dict(zip(in_flight.slots.tolist(), in_flight.generation.tolist(), strict=True))
+        live_slots = [slot for slot in failed if batch.generation[slot] == planned[slot]]
+        return {self._free(slot)[0].rid: failed[slot] for slot in live_slots}
 
     def gauges(self, step: int) -> StepRecord:
         """Return a step record with running and waiting requests, free blocks, and no work."""

@@ -1,6 +1,7 @@
 """The scheduler's state of one step, from its plan to its result, and the step record."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,15 @@ class InFlightStep:
 
     plan: StepPlan
     slots: Slots
-    occupancy: NDArray[np.int64]  # of each row's slot when the plan was made, see `InputBatch`
+    generation: NDArray[np.int64]  # of each row's slot when the plan was made, see `InputBatch`
     builder: PlanBuilder
+
+
+class NoRoom(NamedTuple):
+    """A finding that the head of the queue does not fit, valid until more blocks are available."""
+
+    head: Request
+    num_blocks: int  # available blocks at that time
 
 
 @dataclass(slots=True)
@@ -41,7 +49,7 @@ class Fetching:
 
     request: Request
     deadline_s: float  # end of the wait; once the blocks have arrived, end of their lease
-    begun: bool  # False: the connector did not know yet and has to be called again
+    is_begun: bool  # False: the connector did not know yet and has to be called again
 
 
 def idle_record(kv_manager: KVCacheManager, num_waiting: int, step: int) -> StepRecord:

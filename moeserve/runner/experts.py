@@ -3,14 +3,15 @@
 The new experts are prepared in the background, layer by layer, and activated between two steps. All
 ranks activate a layer between the same two steps:
 
-1. The vote of each rank carries its progress (`ExpertStore.prepared`).
+1. The vote of each engine carries the progress of its ranks (`ExpertStore.prepared`).
 2. The decision about the step carries the smallest progress of all ranks.
 3. `commit` activates that progress.
 
 A progress is one of these numbers:
 
     version * (layers + 1) + n   the first n layers of this placement are prepared or active
-    -version                     this rank cannot prepare this placement
+    -version                     this rank cannot prepare this placement (only a version from 1
+                                 on can be abandoned, since -0 is 0)
 
 A rank prepares the next layer only when the layer before is active, so that `commit` advances by
 one layer at most. If a rank cannot prepare a layer, all ranks abandon the placement with the same
@@ -36,11 +37,11 @@ from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 
 logger = logging.getLogger(__name__)
-_ELSEWHERE = "another rank gave it up"
-SHARE = 0.1  # of the time of one core, for background work
+_ABANDONED_ELSEWHERE = "another rank gave it up"
+CPU_SHARE = 0.1  # of the time of one core, for background work
 BYTES_PER_S = 256e6  # memory traffic of background work that does not slow steps
 
-# (layer, expert, work) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
+# (layer, expert, on_progress) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
 Read = Callable[[int, int, Work], tuple[Any, ...]]
 
 
@@ -62,40 +63,40 @@ class Pace:
         self._cancelled = cancelled
         self._share = share
         self._bytes_per_s = bytes_per_s
-        self._mark_s = time.thread_time()
+        self._last_call_s = time.thread_time()  # CPU time of the thread
 
     def __call__(self, num_bytes: int) -> None:
         """Sleep as long as needed. Raises Cancelled as soon as `cancelled` is set.
 
         num_bytes: bytes read or written since the last call.
         """
-        used_s = time.thread_time() - self._mark_s
+        used_s = time.thread_time() - self._last_call_s
         if self._cancelled.wait(max(used_s / self._share - used_s, num_bytes / self._bytes_per_s)):
             raise Cancelled
-        self._mark_s = time.thread_time()
+        self._last_call_s = time.thread_time()
 
 
 @dataclass(slots=True)
-class _Layer:
+class _StagedLayer:
     """A layer of a placement that is prepared but not active."""
 
     local: list[int]  # the logical expert of each local expert
-    changed: list[tuple[int, Any]]  # (local index, packed expert)
+    experts: list[tuple[int, Any]]  # those that change: (local index, packed expert)
     to_physical: LogicalToPhysical
 
 
 @dataclass(slots=True)
 class _Move:
-    """A placement that is being prepared."""
+    """A placement that is being prepared and activated."""
 
     version: int
     target: Placement | None = None  # None: not decoded yet
-    ready: int = 0  # layers prepared or active
-    done: int = 0  # layers active
-    staged: _Layer | None = None  # the layer that is prepared but not active
+    num_prepared: int = 0  # layers prepared or active
+    num_active: int = 0  # layers active: num_prepared, or one less
+    staged: _StagedLayer | None = None  # the layer that is prepared but not active
     moved_bytes: int = 0
     error: str = ""
-    began_s: float = field(default_factory=time.monotonic)
+    began_at_s: float = field(default_factory=time.monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -105,8 +106,8 @@ class ExpertStore:
     `prepare` and `prepared` may be used in any thread, `commit` and `load_all` in the runner's.
 
     read: reads one expert from the checkpoint.
-    on_placement_result: called once for each placement that was passed to `prepare`, from any
-    thread, unless `load_all` is called before the placement is complete.
+    on_placement_result: called once for each placement that was passed to `prepare`, except those
+    that `load_all` drops. May be called from any thread.
     """
 
     def __init__(
@@ -122,23 +123,24 @@ class ExpertStore:
         self._layers = tuple(layers)
         self._read = read
         self._rank = rank
-        self._placement = placement  # active, except in the first `_move.done` layers
+        self._placement = placement  # active, except in the first `_move.num_active` layers
         self._local = [placement.local(layer, rank) for layer in range(len(layers))]  # active
-        self._newest = placement.version  # the newest version that this rank has received
-        self._abandoned: set[int] = set()  # versions abandoned before this rank received them
-        self._waiting: deque[PlacementTable] = deque()
+        self._newest_version = placement.version  # that this rank has received
+        # Versions that were abandoned before this rank received them.
+        self._abandoned_versions: set[int] = set()
+        self._waiting: deque[PlacementTable] = deque()  # to be prepared, after `_move`
         self._move: _Move | None = None
         self._busy = False  # whether the thread works on `_move`
         self._closed = False
-        self._changed = threading.Condition()
-        threads = torch.get_num_threads()
+        self._condition = threading.Condition()
+        num_threads = torch.get_num_threads()
         started = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name="expert mover", daemon=True
         )
         self._thread.start()
         started.wait()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
 
     @property
     def version(self) -> int:
@@ -150,28 +152,28 @@ class ExpertStore:
         """This rank's progress, for the vote."""
         move = self._move  # without the lock: an outdated progress is only smaller
         if move is None:
-            return self._number(self._placement.version, len(self._layers))
-        return -move.version if move.error else self._number(move.version, move.ready)
+            return self._progress(self._placement.version, len(self._layers))
+        return -move.version if move.error else self._progress(move.version, move.num_prepared)
 
     @property
     def mixed(self) -> bool:
         """Whether a placement is active in some layers only. `commit` and `load_all` change it."""
         move = self._move
-        return move is not None and move.done > 0
+        return move is not None and move.num_active > 0
 
     def prepare(self, table: PlacementTable) -> None:
         """Start to prepare a placement, after those that are still being prepared."""
-        with self._changed:
-            newest = self._newest
-            self._newest = max(self._newest, table.version)
-            abandoned = table.version in self._abandoned
-            self._abandoned.discard(table.version)
+        with self._condition:
+            newest = self._newest_version
+            self._newest_version = max(self._newest_version, table.version)
+            abandoned = table.version in self._abandoned_versions
+            self._abandoned_versions.discard(table.version)
             if not abandoned and table.version > newest:
                 self._waiting.append(table)
-                self._changed.notify_all()
+                self._condition.notify_all()
                 return
         error = (
-            _ELSEWHERE
+            _ABANDONED_ELSEWHERE
             if abandoned
             else f"version {table.version} is not newer than version {newest}, which came before it"
         )
@@ -183,12 +185,12 @@ class ExpertStore:
 
         Idempotent.
         """
-        with self._changed:
+        with self._condition:
             if active < 0:
                 result = self._abandon(-active)
             else:
-                version, layers = divmod(active, len(self._layers) + 1)
-                result = self._advance(version, layers)
+                version, num_layers = divmod(active, len(self._layers) + 1)
+                result = self._advance(version, num_layers)
         if result is not None:
             self.on_placement_result(result)
 
@@ -202,7 +204,7 @@ class ExpertStore:
         Raises CheckpointError if an expert cannot be read, and ConfigError if the placement is for
         another model. The call may be repeated.
         """
-        target = self._checked(table)
+        target = self._decode(table)
         self._drop_all()
         self._rank = self._rank if rank is None else rank
         assert 0 <= self._rank < target.num_ranks, (self._rank, target.num_ranks)
@@ -210,10 +212,10 @@ class ExpertStore:
         num_bytes = 0
         for index, layer in enumerate(self._layers):
             num_bytes += self._load_layer(index, layer, target)
-        with self._changed:
+        with self._condition:
             self._placement = target
-            self._newest = max(self._newest, target.version)
-            self._abandoned.clear()
+            self._newest_version = max(self._newest_version, target.version)
+            self._abandoned_versions.clear()
         if num_bytes:
             took_s = time.monotonic() - began_s
             logger.info(
@@ -223,69 +225,76 @@ class ExpertStore:
     def close(self) -> None:
         """End the background thread. The active experts stay."""
         self._drop_all()
-        with self._changed:
+        with self._condition:
             self._closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         self._thread.join()
 
     # In the runner's thread.
 
-    def _number(self, version: int, layers: int) -> int:
-        return version * (len(self._layers) + 1) + layers
+    def _progress(self, version: int, num_layers: int) -> int:
+        return version * (len(self._layers) + 1) + num_layers
 
-    def _advance(self, version: int, layers: int) -> PlacementResult | None:
-        """Activate the first `layers` layers of `version`, which are prepared on all ranks."""
+    def _advance(self, version: int, num_layers: int) -> PlacementResult | None:
+        """Activate the first `num_layers` layers of `version`, which are prepared on all ranks."""
         move = self._move
         if move is None or move.version != version:
-            # The placement is complete, or was dropped by a Join. It cannot be one that this rank
-            # has never received, because this rank has not prepared such a placement.
-            newest = max(self._newest, self._placement.version)
+            # The placement is complete, or was dropped by `load_all` when this rank joined a group.
+            # It cannot be one that this rank has never received, because this rank has not prepared
+            # such a placement.
+            newest = max(self._newest_version, self._placement.version)
             assert version <= newest, f"agreed on placement {version}, newest here is {newest}"
             return None
-        assert layers <= move.ready, (
-            f"agreed on {layers} layers of placement {version}, {move.ready} are ready here"
+        assert num_layers <= move.num_prepared, (
+            f"agreed on {num_layers} layers of placement {version}, this rank has prepared "
+            f"{move.num_prepared}"
         )
-        if layers <= move.done:
+        if num_layers <= move.num_active:
             return None
         assert move.staged is not None
-        layer = self._layers[move.done]
-        for index, expert in move.staged.changed:
+        layer = self._layers[move.num_active]
+        for index, expert in move.staged.experts:
             layer.experts.put(layer.packed, index, expert)
         layer.to_physical = move.staged.to_physical
-        self._local[move.done] = move.staged.local
+        self._local[move.num_active] = move.staged.local
         move.staged = None
-        move.done += 1
-        self._changed.notify_all()
-        return self._end(move) if move.done == len(self._layers) else None
+        move.num_active += 1
+        self._condition.notify_all()
+        return self._finish(move) if move.num_active == len(self._layers) else None
 
     def _abandon(self, version: int) -> PlacementResult | None:
         """End the move to `version`, which some rank could not prepare."""
         move = self._move
         if move is not None and move.version == version:
-            move.error = move.error or _ELSEWHERE
-            return self._end(move)
+            move.error = move.error or _ABANDONED_ELSEWHERE
+            return self._finish(move)
         waiting = [table for table in self._waiting if table.version == version]
-        if not waiting and version <= self._newest:
-            return None  # the placement has ended already, or was dropped by a Join
+        if not waiting and version <= self._newest_version:
+            # The placement has ended already, or was dropped by `load_all` when this rank joined a
+            # group.
+            return None
         self._placement = replace(self._placement, version=version)
         if not waiting:
-            self._abandoned.add(version)
+            self._abandoned_versions.add(version)
             return None
         self._waiting.remove(waiting[0])
-        return PlacementResult(version=version, error=_ELSEWHERE)
+        return PlacementResult(version=version, error=_ABANDONED_ELSEWHERE)
 
-    def _end(self, move: _Move) -> PlacementResult:
+    def _finish(self, move: _Move) -> PlacementResult:
         """End the move. The layers that are active stay active."""
         move.cancelled.set()
         target = move.target or self._placement
-        self._placement = self._placement.with_layers(target, move.done, move.version)
+        self._placement = self._placement.with_layers(target, move.num_active, move.version)
         self._move = None
-        self._changed.notify_all()
-        took_s = time.monotonic() - move.began_s
+        self._condition.notify_all()
+        took_s = time.monotonic() - move.began_at_s
         version = move.version
         if move.error:
             logger.warning(
-                "placement %d was abandoned after %d layers: %s", version, move.done, move.error
+                "placement %d was abandoned after %d layers: %s",
+                version,
+                move.num_active,
+                move.error,
             )
         else:
             logger.info(
@@ -296,7 +305,7 @@ class ExpertStore:
             )
         return PlacementResult(
             version=version,
-            layers=move.done,
+            layers=move.num_active,
             moved_bytes=move.moved_bytes,
             took_s=took_s,
             error=move.error,
@@ -304,19 +313,19 @@ class ExpertStore:
 
     def _drop_all(self) -> None:
         """Drop all placements that are being prepared, and wait until the thread is idle."""
-        with self._changed:
+        with self._condition:
             self._waiting.clear()
             if self._move is not None:
                 self._move.cancelled.set()
                 self._move = None
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._busy)
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not self._busy)
 
     def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
         """Change one layer to a placement. Return the bytes read from the checkpoint."""
         current = self._local[index]
         wanted = target.local(index, self._rank)
-        changed, num_bytes = self._packed_experts(index, wanted, lambda num_bytes: None)
+        changed, num_bytes = self._packed_experts(index, wanted, on_progress=lambda num_bytes: None)
         if len(wanted) == len(current):
             for i, expert in changed:
                 layer.experts.put(layer.packed, i, expert)
@@ -331,9 +340,10 @@ class ExpertStore:
         self._local[index] = wanted
         return num_bytes
 
-    # In either thread, never in both at once.
+    # In the runner's thread or the background thread, never in both at once.
 
-    def _checked(self, table: PlacementTable) -> Placement:
+    def _decode(self, table: PlacementTable) -> Placement:
+        """Decode a placement. Raises ConfigError if it is damaged or for another model."""
         with ConfigError.instead_of(ValueError, f"placement {table.version} is damaged"):
             placement = Placement.from_table(table)
         given = (placement.num_layers, placement.num_experts)
@@ -346,7 +356,7 @@ class ExpertStore:
         return placement
 
     def _packed_experts(
-        self, index: int, wanted: list[int], work: Work
+        self, index: int, wanted: list[int], on_progress: Work
     ) -> tuple[list[tuple[int, Any]], int]:
         """Return (local index, packed expert) for each local expert that changes, and the bytes
         read for them from the checkpoint.
@@ -368,10 +378,10 @@ class ExpertStore:
             if expert in current:
                 packed[expert] = layer.experts.take(layer.packed, current.index(expert))
             else:
-                weights = self._read(index, expert, work)
+                weights = self._read(index, expert, on_progress)
                 num_bytes += sum(weight.nbytes for weight in weights)
                 packed[expert] = layer.experts.pack_expert(*weights)
-            work(0)
+            on_progress(0)  # no bytes were read since the last call, but time was used
         return [(i, packed[expert]) for i, expert in changed], num_bytes
 
     # In the background thread.
@@ -392,10 +402,10 @@ class ExpertStore:
 
     def _next(self) -> tuple[_Move, PlacementTable] | None:
         """Wait for the next placement. Return None to end the thread."""
-        with self._changed:
+        with self._condition:
             self._busy = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed or (self._waiting and self._move is None))
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._closed or (self._waiting and self._move is None))
             if self._closed:
                 return None
             self._busy = True
@@ -405,7 +415,7 @@ class ExpertStore:
 
     @torch.inference_mode()
     def _prepare(self, move: _Move, table: PlacementTable) -> None:
-        target = self._checked(table)
+        target = self._decode(table)
         given = (target.num_ranks, target.experts_per_rank)
         needed = (self._placement.num_ranks, self._placement.experts_per_rank)
         if given != needed:
@@ -414,33 +424,35 @@ class ExpertStore:
                 "only a Join can change"
             )
         move.target = target
-        pace = Pace(move.cancelled, SHARE, BYTES_PER_S)
+        pace = Pace(move.cancelled, CPU_SHARE, BYTES_PER_S)
         for index, layer in enumerate(self._layers):
             local = target.local(index, self._rank)
-            changed, num_bytes = self._packed_experts(index, local, pace)
-            staged = _Layer(local, changed, layer.to_physical.after(target))
+            experts, num_bytes = self._packed_experts(index, local, on_progress=pace)
+            staged = _StagedLayer(local, experts, layer.to_physical.after(target))
             if (device := staged.to_physical.device).type == "cuda":
-                # Only this stream, because the device must not be synchronized while a step is
-                # recorded.
+                # Only this stream, because the device must not be synchronized while a CUDA graph
+                # of a step is captured.
                 torch.cuda.current_stream(device).synchronize()
-            self._offer(move, staged, num_bytes)
+            self._stage(move, staged, num_bytes)
 
-    def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:
+    def _stage(self, move: _Move, staged: _StagedLayer, num_bytes: int) -> None:
         """Add a prepared layer to the progress, and wait until it is active."""
-        with self._changed:
+        with self._condition:
             if move.cancelled.is_set():
                 raise Cancelled
-            layers = move.ready + 1
+            num_prepared = move.num_prepared + 1
             move.staged = staged
             move.moved_bytes += num_bytes
-            move.ready = layers
-            self._changed.wait_for(lambda: move.done == layers or move.cancelled.is_set())
-            if move.done < layers:
+            move.num_prepared = num_prepared
+            self._condition.wait_for(
+                lambda: move.num_active == num_prepared or move.cancelled.is_set()
+            )
+            if move.num_active < num_prepared:
                 raise Cancelled
 
     def _fail(self, move: _Move, error: Exception) -> None:
         """Make this rank vote to abandon the placement."""
-        with self._changed:
+        with self._condition:
             if move.cancelled.is_set():
                 return
             move.error = (

@@ -18,19 +18,23 @@ from moeserve.ops.inputs import LayerCache
 from moeserve.runner.kv_cache import PoolCache
 from moeserve.runner.tables import Upload, lazy_zeros
 
-AT_ONCE = 64  # blocks that are moved together, so that their buffer is small
-PORTABLE = 1  # flag of cudaHostRegister: for all contexts
+BLOCKS_PER_COPY = 64  # blocks that are moved together, so that their buffer is small
+HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: for all CUDA contexts
 
 
 class Loading(Protocol):
     """The loads of one plan. The thread that launches steps calls all methods but `lost`."""
 
     def before_layer(self, layer: int) -> None:
-        """Wait until work that is launched from now on will find the layer's blocks loaded."""
+        """Wait until work that is launched from now on will find the layer's blocks loaded.
+
+        Must return in bounded time, even if blocks do not arrive; `lost` then reports them. If it
+        does not return, only the heartbeat ends the engine.
+        """
 
     def finish(self) -> None:
-        """Do the same for all layers. Called after the forward pass was launched, or before a graph
-        is.
+        """Do the same for all layers, in bounded time, too. Called after the forward pass was
+        launched, or before a graph is.
         """
 
     def lost(self) -> bool:
@@ -43,7 +47,7 @@ class KVTransport(Protocol):
     """
 
     def register(self, pools: Mapping[int, PoolCache]) -> None:
-        """Set the memory of the device's blocks. Called once."""
+        """Register the memory of the device's blocks, by pool number. Called once."""
 
     def save(self, moves: Sequence[BlockMove]) -> None:
         """Copy blocks from the device, before the plan overwrites them."""
@@ -56,11 +60,14 @@ class LayersAsLoaded(Sequence[LayerCache]):
     """The caches of layers. Access to a layer waits until its blocks are loaded."""
 
     def __init__(
-        self, layers: Sequence[LayerCache], before_layer: Callable[[int], None], first: int = 0
+        self,
+        layers: Sequence[LayerCache],
+        before_layer: Callable[[int], None],
+        first_layer: int = 0,
     ) -> None:
         self._layers = layers
         self._before_layer = before_layer
-        self._first = first  # number of layers[0]
+        self._first_layer = first_layer  # the number of layers[0]
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -75,8 +82,10 @@ class LayersAsLoaded(Sequence[LayerCache]):
         if isinstance(index, slice):
             start, _, step = index.indices(len(self))
             assert step == 1, index
-            return LayersAsLoaded(self._layers[index], self._before_layer, self._first + start)
-        self._before_layer(self._first + range(len(self))[index])
+            return LayersAsLoaded(
+                self._layers[index], self._before_layer, self._first_layer + start
+            )
+        self._before_layer(self._first_layer + range(len(self))[index])
         return self._layers[index]
 
     def __iter__(self) -> Iterator[LayerCache]:
@@ -115,13 +124,16 @@ class HostTransport:
             pool.save([move for move in moves if move.pool == number])
 
     def load(self, moves: Sequence[BlockMove]) -> "HostLoading":
-        of_pool = {
-            number: [move for move in moves if move.pool == number] for number in self._pools
-        }
+        moves_of_pool = [
+            (pool, [move for move in moves if move.pool == number])
+            for number, pool in self._pools.items()
+        ]
         if self._device.type == "cpu":
-            return HostLoading([(self._pools[n], some) for n, some in of_pool.items() if some])
-        for number, some in of_pool.items():
-            self._pools[number].load(some)
+            return HostLoading(
+                [(pool, pool_moves) for pool, pool_moves in moves_of_pool if pool_moves]
+            )
+        for pool, pool_moves in moves_of_pool:
+            pool.load(pool_moves)
         return HostLoading([])
 
 
@@ -130,20 +142,21 @@ class HostLoading:
 
     def __init__(self, moves: Sequence[tuple["_HostPool", Sequence[BlockMove]]]) -> None:
         self._moves = moves
-        self._left = [set(range(len(pool.cache.tensors))) for pool, _ in moves]  # tensors
+        # The numbers of each pool's tensors that are not loaded yet.
+        self._remaining = [set(range(len(pool.cache.tensors))) for pool, _ in moves]
 
     def before_layer(self, layer: int) -> None:
-        for (pool, moves), left in zip(self._moves, self._left, strict=True):
-            for tensor in pool.cache.tensors_of.get(layer, ()):
-                if tensor in left:
-                    left.remove(tensor)
-                    pool.load_tensor(tensor, moves)
+        for (pool, moves), remaining in zip(self._moves, self._remaining, strict=True):
+            for number in pool.cache.tensors_of.get(layer, ()):
+                if number in remaining:
+                    remaining.remove(number)
+                    pool.load_tensor(number, moves)
 
     def finish(self) -> None:
         """Copy the blocks of the remaining layers, such as those of a draft model."""
-        for (pool, moves), left in zip(self._moves, self._left, strict=True):
-            while left:
-                pool.load_tensor(left.pop(), moves)
+        for (pool, moves), remaining in zip(self._moves, self._remaining, strict=True):
+            while remaining:
+                pool.load_tensor(remaining.pop(), moves)
 
     def lost(self) -> bool:
         return False
@@ -164,17 +177,17 @@ class _HostPool:
 
     def save(self, moves: Sequence[BlockMove]) -> None:
         for batch in _batches(moves):
-            blocks, packed, columns = self._packed(batch)
+            blocks, packed, columns = self._packing_buffer(batch)
             for tensor, column in zip(self.cache.tensors, columns, strict=True):
                 column.copy_(tensor.index_select(0, blocks))
             for packed_block, move in zip(packed, batch, strict=True):
-                self._entries[move.host_block].copy_(packed_block, non_blocking=True)
+                self._entries[move.connector_entry].copy_(packed_block, non_blocking=True)
 
     def load(self, moves: Sequence[BlockMove]) -> None:
         for batch in _batches(moves):
-            blocks, packed, columns = self._packed(batch)
+            blocks, packed, columns = self._packing_buffer(batch)
             for packed_block, move in zip(packed, batch, strict=True):
-                packed_block.copy_(self._entries[move.host_block], non_blocking=True)
+                packed_block.copy_(self._entries[move.connector_entry], non_blocking=True)
             for tensor, column in zip(self.cache.tensors, columns, strict=True):
                 tensor.index_copy_(0, blocks, column)
 
@@ -184,10 +197,12 @@ class _HostPool:
         column = self._entries[:, end - self._widths[number] : end]
         for batch in _batches(moves):
             blocks = torch.tensor([move.block for move in batch])
-            entries = torch.tensor([move.host_block for move in batch])
+            entries = torch.tensor([move.connector_entry for move in batch])
             self.cache.tensors[number].index_copy_(0, blocks, column.index_select(0, entries))
 
-    def _packed(self, moves: Sequence[BlockMove]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def _packing_buffer(
+        self, moves: Sequence[BlockMove]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Return the block numbers, a buffer for so many blocks, and the columns of each tensor in
         it. All are on the device.
         """
@@ -197,7 +212,7 @@ class _HostPool:
 
 
 def _batches(moves: Sequence[BlockMove]) -> Iterator[Sequence[BlockMove]]:
-    return (moves[i : i + AT_ONCE] for i in range(0, len(moves), AT_ONCE))
+    return (moves[i : i + BLOCKS_PER_COPY] for i in range(0, len(moves), BLOCKS_PER_COPY))
 
 
 def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -209,7 +224,7 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = lazy_zeros(shape, dtype, torch.device("cpu"))
     runtime: Any = torch.cuda.cudart
     if memory.nbytes and int(
-        code := runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
+        code := runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, HOST_REGISTER_PORTABLE)
     ):
         raise ConfigError(
             f"{memory.nbytes >> 20:,} MiB of host memory cannot be locked for the GPU "

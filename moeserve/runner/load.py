@@ -27,7 +27,13 @@ from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.fresh_memory import FreshMemory
 from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert, is_packed
-from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, folder_of, key_of
+from moeserve.loader.packed_cache import (
+    MIN_MODEL_BYTES,
+    CachedParams,
+    PackedCache,
+    folder_of,
+    key_of,
+)
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Params, Reader, format_of
 from moeserve.models.build import build_decoder
@@ -37,12 +43,12 @@ from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.experts.registry import EXPERT_KERNELS
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.native_layer import BYTES_IN_12_BITS, new_room
+from moeserve.ops.native_layer import BYTES_IN_12_BITS, allocate_new
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.quantised import QuantizeTo
 from moeserve.ops.table import Ops
 from moeserve.ops.traced import traced
-from moeserve.runner.experts import BYTES_PER_S, SHARE, Pace
+from moeserve.runner.experts import BYTES_PER_S, CPU_SHARE, Pace
 from moeserve.runner.limits import MemoryFacts, check_weights_fit
 
 log = logging.getLogger(__name__)
@@ -122,7 +128,7 @@ def load_model(
     )
     percent = _Percent(progress)
     if not (shard.world.size > 1 or expert_memory):
-        ops = _with_room(ops, described, plan, quantize_to)
+        ops = _with_fresh_memory(ops, described, plan, quantize_to)
     cache = None
     # Only for the initial placement: no later start would use the file of another one.
     if folder and not (shard.placement and shard.placement.version):
@@ -133,16 +139,18 @@ def load_model(
             folder,
             key_of(identity, plan, shard.world, dtype, forms),
             percent.mapping,
-            config.model.packed_cache_bytes,
-            shard.world.ranks_on_host,
-            num_bytes if expert_memory else 0,
-            ops.room,
+            limit_bytes=config.model.packed_cache_bytes,
+            num_sharers=shard.world.ranks_on_host,
+            num_bytes_on_disk=num_bytes if expert_memory else 0,
+            allocate=ops.allocate,
         )
-    on_disk = None
+    experts_on_disk = None
     if cache and expert_memory:
-        on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token)
+        experts_on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token)
     if cache:
-        ops = ops.packing_into(cache.room, on_disk.keep if on_disk else None)
+        ops = ops.packing_into(
+            cache.allocate, experts_on_disk.register if experts_on_disk else None
+        )
     params_of: Callable[..., Params] = partial(CachedParams, cache) if cache else Params
     reader = RandomReader if dummy else Reader
     with params_of(
@@ -157,15 +165,15 @@ def load_model(
         longest = config.model.max_model_len or spec.max_position
         model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
     files.check()
-    if on_disk:
-        on_disk.open(model.moe_layers)
+    if experts_on_disk:
+        experts_on_disk.open(model.moe_layers)
     if cache:
-        cache.finish(lambda: Pace(threading.Event(), SHARE, BYTES_PER_S))
+        cache.finish(lambda: Pace(threading.Event(), CPU_SHARE, BYTES_PER_S))
     return Loaded(
         model=model,
         files=files,
         mapped_bytes=cache.mapped_bytes if cache else 0,
-        expert_cache=on_disk.native if on_disk else None,
+        expert_cache=experts_on_disk.native if experts_on_disk else None,
     )
 
 
@@ -216,7 +224,7 @@ def draft_params(
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     plan = plan_of(checkpoint.names)
     # The draft model is not packed into the target's file of packed weights.
-    ops = model.ops.packing_into(new_room) if model.ops.native else model.ops
+    ops = model.ops.packing_into(allocate_new) if model.ops.native else model.ops
     described = imagined(model_dir, plan, spec.stored, quantize_to) if dummy else checkpoint
     described = _for_kernels(described, ops, config)
     check_weights_fit(weight_bytes(described, plan, ops, quantize_to), memory)
@@ -279,7 +287,7 @@ def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
     """Return the folder for the file of packed weights; None if they are not cached."""
     packed_cache = config.model.packed_cache
     needed = config.model.expert_memory is not None
-    large = config.model.load_format != "dummy" and num_bytes >= LEAST
+    large = config.model.load_format != "dummy" and num_bytes >= MIN_MODEL_BYTES
     if packed_cache == "off" or (packed_cache is None and not (ops.native and (large or needed))):
         return None
     folder = folder_of(packed_cache)
@@ -291,7 +299,7 @@ def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
     return folder
 
 
-def _with_room(
+def _with_fresh_memory(
     ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, quantize_to: QuantizeTo | None
 ) -> Ops:
     """Return the ops table, set to pack large weights into memory whose pages are prepared ahead of
@@ -300,7 +308,9 @@ def _with_room(
     packed = replace(plan, params=tuple(param for param in plan.params if is_packed(param.name)))
     num_bytes = weight_bytes(checkpoint, packed, ops, quantize_to)
     return (
-        ops.packing_into(FreshMemory(num_bytes).room) if ops.native and num_bytes >= LEAST else ops
+        ops.packing_into(FreshMemory(num_bytes).allocate)
+        if ops.native and num_bytes >= MIN_MODEL_BYTES
+        else ops
     )
 
 

@@ -228,10 +228,10 @@ class FakeModelRunner:
         for g, group in enumerate(self.groups):
             for move in plan.stores:
                 if move.pool == group.pool:
-                    self.host_blocks[g][move.host_block] = self.kv[g][move.block]
+                    self.host_blocks[g][move.connector_entry] = self.kv[g][move.block]
             for move in plan.loads:
                 if move.pool == group.pool:
-                    found = self.host_blocks[g][move.host_block]
+                    found = self.host_blocks[g][move.connector_entry]
                     self.kv[g][move.block] = found ^ _GARBAGE if is_torn else found
         self.num_stored += len(plan.stores)
         self.num_loaded += len(plan.loads)

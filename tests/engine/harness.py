@@ -166,7 +166,7 @@ class Harness:
 
     def prepare(self, *rids: int) -> None:
         """Finish the grammar jobs of these requests; of all without arguments."""
-        for request in list(self.scheduler.awaiting):
+        for request in list(self.scheduler.preparing):
             ticket = request.grammar_ticket
             if ticket in self.grammars.jobs and (not rids or request.rid in rids):
                 self.finish_grammar(ticket)
@@ -250,7 +250,7 @@ class Harness:
         for pool in self.scheduler.kv_manager.pools:
             assert pool.num_free == pool.num_blocks - 1
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
-        assert self.scheduler.check_s == math.inf, "a fetch is still leased"
+        assert self.scheduler.check_at_s == math.inf, "a fetch is still leased"
         assert not self.grammars.jobs
         assert not self.grammars.prepared, "grammars are kept for nobody"
 

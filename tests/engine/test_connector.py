@@ -99,7 +99,7 @@ def test_time_stands_still_while_an_engine_sleeps() -> None:
     harness.submit(submit_of(0, [*PREFIX, 41]))
     harness.plan()
     assert len(courier.fetches) == 1
-    assert harness.scheduler.check_s == pytest.approx(harness.now_s, abs=0.1)
+    assert harness.scheduler.check_at_s == pytest.approx(harness.now_s, abs=0.1)
     harness.run()
     harness.check_answers()
 
@@ -177,12 +177,12 @@ def test_a_request_may_wait_for_its_grammar_and_its_blocks() -> None:
         if order == "grammar first":
             harness.prepare(0)
             harness.plan()
-            assert 0 in harness.scheduler.awaiting
+            assert 0 in harness.scheduler.preparing
             courier.deliver(ticket)
         else:
             courier.deliver(ticket)
             harness.plan()
-            assert 0 in harness.scheduler.awaiting
+            assert 0 in harness.scheduler.preparing
             harness.prepare(0)
         run_until(harness, late)
         assert late.cached == 20
@@ -197,7 +197,7 @@ def test_an_abort_ends_the_fetch() -> None:
     assert courier.ended == [ticket]
     courier.reports.append(ticket)
     harness.plan()
-    assert harness.scheduler.check_s == math.inf
+    assert harness.scheduler.check_at_s == math.inf
     harness.check_answers()
 
 
@@ -279,7 +279,7 @@ def test_window_groups_fetch_the_end_of_the_prefix_alone() -> None:
     manager.connector = All()
     late = harness.submit(submit_of(1, [*PREFIX, 42], max_tokens=1))
     (keys,) = manager.connector.fetches.values()
-    hashes = harness.scheduler.awaiting._by_rid[1].request.hashes
+    hashes = harness.scheduler.preparing._by_rid[1].request.hashes
     assert list(keys) == [*((h, 0) for h in hashes), (hashes[3], 1), (hashes[4], 1)]
     assert np.all([len(h) == 32 for h in hashes])
     harness.abort(1)

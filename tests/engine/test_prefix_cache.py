@@ -193,13 +193,13 @@ def test_evicted_blocks_are_found_in_the_store_and_loaded() -> None:
     manager = manager_of(num_blocks=4, num_store_blocks=4)
     (blocks,) = computed(manager, list(range(12)))
     manager.pool.release(manager.pool.allocate(2))  # evicts two of the three
-    stored = {move.host_block: move.block for move in manager.pop_changes()[1]}
+    stored = {move.connector_entry: move.block for move in manager.pop_changes()[1]}
     follower = request(list(range(12)))
     hit = manager.match(follower)
     assert hit.blocks == ((blocks[0], IN_STORE),)
     slot = manager.admit(follower, hit)
     _, _, (load,) = manager.pop_changes()
-    assert stored[load.host_block] == blocks[1]
+    assert stored[load.connector_entry] == blocks[1]
     assert manager.batch.tables[0][slot, :2].tolist() == [blocks[0], load.block]
     assert manager.pool.find((follower.hashes[1], 0)) == load.block
 
@@ -292,7 +292,7 @@ def test_evicted_states_are_loaded_from_their_own_store_and_cold_ones_are_gone()
     assert (hit.num_blocks, hit.blocks[1][-1]) == (6, IN_STORE)
     manager.admit(follower, hit)
     (load,) = manager.pop_changes()[2]
-    assert (load.pool, load.host_block) == (1, moves[0].host_block)
+    assert (load.pool, load.connector_entry) == (1, moves[0].connector_entry)
     manager.audit()
 
 

@@ -34,7 +34,7 @@ from tests.runner.expert_group import Group, L, Rank, no_router, ops_of, shuffle
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "SHARE", 1.0)
+    monkeypatch.setattr(experts, "CPU_SHARE", 1.0)
     monkeypatch.setattr(experts, "BYTES_PER_S", 1e12)
 
 

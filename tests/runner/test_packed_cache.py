@@ -189,7 +189,7 @@ def test_without_a_word_large_models_are_kept_in_the_users_folder(
     least: int, make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(load, "LEAST", least)
+    monkeypatch.setattr(load, "MIN_MODEL_BYTES", least)
     path = make_checkpoint("llama").path
     for settings in ({"packed_cache": "off"}, {"load_format": "dummy"}, {"kernels": "torch"}, {}):
         run(path, **settings)

@@ -142,12 +142,8 @@ def test_blocks_return_from_the_store() -> None:
     old = request.blocks[0][:2]
     new = [driver.free_blocks.pop(0), driver.free_blocks.pop(0)]
     kv = driver.runner.kv
-    stores = tuple(
-        BlockMove(block, host_block) for block, host_block in zip(old, (3, 0), strict=True)
-    )
-    loads = tuple(
-        BlockMove(block, host_block) for block, host_block in zip(new, (3, 0), strict=True)
-    )
+    stores = tuple(BlockMove(block, entry) for block, entry in zip(old, (3, 0), strict=True))
+    loads = tuple(BlockMove(block, entry) for block, entry in zip(new, (3, 0), strict=True))
     nothing = np.zeros(0, dtype=np.int32)
     moves = StepPlan(
         99, nothing, nothing, nothing, nothing.astype(bool), (), stores=stores, loads=loads

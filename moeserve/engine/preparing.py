@@ -1,8 +1,8 @@
-"""Requests that await a grammar or KV blocks before they can be queued.
+"""Requests whose grammar or KV blocks are being prepared, before they can be queued.
 
-    submit --> awaiting --everything is ready--> waiting --> running
-                  ^                                             |
-                  +---------------- preempted ------------------+
+    submit --> preparing --everything is ready--> waiting --> running
+                   ^                                             |
+                   +---------------- preempted ------------------+
 
 Each thing that a request awaits has a ticket, a number that is never reused. A report with an
 unknown ticket is ignored: its request was aborted or preempted in the meantime.
@@ -37,11 +37,11 @@ class GrammarSource(Protocol):
 @dataclass(slots=True)
 class _Entry:
     request: Request
-    open: dict[int, Need]  # by ticket
+    open_tickets: dict[int, Need]  # what each one is for
 
 
-class AwaitingSet:
-    """The awaiting requests and their open tickets."""
+class PreparingSet:
+    """The requests in preparation and their open tickets."""
 
     def __init__(self) -> None:
         self._by_rid: dict[int, _Entry] = {}
@@ -59,7 +59,7 @@ class AwaitingSet:
     def add(self, request: Request, ticket: int, need: Need) -> None:
         """Let a request await one (more) thing."""
         entry = self._by_rid.setdefault(request.rid, _Entry(request, {}))
-        entry.open[ticket] = need
+        entry.open_tickets[ticket] = need
         self._rid_of[ticket] = request.rid
 
     def request_of(self, ticket: int) -> Request | None:
@@ -73,8 +73,8 @@ class AwaitingSet:
         if rid is None:
             return None
         entry = self._by_rid[rid]
-        del entry.open[ticket]
-        if entry.open:
+        del entry.open_tickets[ticket]
+        if entry.open_tickets:
             return None
         del self._by_rid[rid]
         return entry.request
@@ -82,13 +82,15 @@ class AwaitingSet:
     def remove(self, rid: int) -> Request:
         """Remove a request and close all of its tickets."""
         entry = self._by_rid.pop(rid)
-        for ticket in entry.open:
+        for ticket in entry.open_tickets:
             del self._rid_of[ticket]
         return entry.request
 
     def audit(self) -> None:
         """Raise AssertionError unless tickets and requests match."""
-        tickets = {t: rid for rid, entry in self._by_rid.items() for t in entry.open}
-        assert tickets == self._rid_of, "tickets and awaiting requests disagree"
-        idle = [rid for rid, entry in self._by_rid.items() if not entry.open]
-        assert not idle, f"requests {idle[:8]} are awaiting nothing"
+        tickets = {
+            ticket: rid for rid, entry in self._by_rid.items() for ticket in entry.open_tickets
+        }
+        assert tickets == self._rid_of, "tickets and requests in preparation disagree"
+        idle = [rid for rid, entry in self._by_rid.items() if not entry.open_tickets]
+        assert not idle, f"requests {idle[:8]} have no open ticket"

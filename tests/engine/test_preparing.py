@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.engine.awaiting import AwaitingSet, Need
+from moeserve.engine.preparing import Need, PreparingSet
 from moeserve.engine.requests import Request, request_of
 from moeserve.engine.scheduler import Scheduler
 from tests.engine.harness import BAD_GRAMMAR, FULL, GRAMMAR, Harness, limits_of, submit_of
@@ -22,23 +22,23 @@ def running(harness: Harness) -> list[int]:
 
 
 def test_a_request_is_released_with_its_last_ticket() -> None:
-    awaiting = AwaitingSet()
-    awaiting.add(request(7), 1, Need.GRAMMAR)
-    awaiting.add(request(7), 2, Need.GRAMMAR)
-    awaiting.add(request(8), 3, Need.GRAMMAR)
-    awaiting.audit()
-    assert 7 in awaiting
-    assert len(awaiting) == 2
-    assert awaiting.close(2) is None
-    released = awaiting.close(1)
+    preparing = PreparingSet()
+    preparing.add(request(7), 1, Need.GRAMMAR)
+    preparing.add(request(7), 2, Need.GRAMMAR)
+    preparing.add(request(8), 3, Need.GRAMMAR)
+    preparing.audit()
+    assert 7 in preparing
+    assert len(preparing) == 2
+    assert preparing.close(2) is None
+    released = preparing.close(1)
     assert released is not None
     assert released.rid == 7
-    assert awaiting.close(1) is None
-    assert awaiting.request_of(1) is None
-    assert awaiting.remove(8).rid == 8
-    assert awaiting.close(3) is None
-    assert len(awaiting) == 0
-    awaiting.audit()
+    assert preparing.close(1) is None
+    assert preparing.request_of(1) is None
+    assert preparing.remove(8).rid == 8
+    assert preparing.close(3) is None
+    assert len(preparing) == 0
+    preparing.audit()
 
 
 def test_others_go_on_while_a_grammar_is_prepared() -> None:
