@@ -26,7 +26,7 @@ _OF_OBJECTS = {
 _OF_ARRAYS = {"items", "minItems", "maxItems"}
 _COMMA = '","'
 _MAX_ITEMS = 1000  # the most items that a grammar can count
-# Arbitrary names of parameters, short enough for the parser's MAX_HEADER
+# Arbitrary names of parameters, short enough for the parser's MAX_HEADER_LENGTH
 _ANY_KEY = r'/[^<>"\s][^<>"\n]{0,99}/'
 _ANY_WORD = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"
 _ANY_BARE = r'/[^:,\[\]{}<"\s][^:,\[\]{}<"\n]{0,99}/'

@@ -73,12 +73,12 @@ class CallSink:
 
 def _close(text: AnswerText, reading: Reading) -> Wait[None]:
     """Consume the closing mark, which may be missing or incomplete at the end of the answer."""
-    if reading.close:
-        yield from text.space()
-        if not (yield from text.next_of(reading.close)) and (yield from text.peek()):
-            if not text.ends_within(reading.close):
+    if reading.call_end:
+        yield from text.read_space()
+        if not (yield from text.read_stop(reading.call_end)) and (yield from text.peek()):
+            if not text.ends_within(reading.call_end):
                 raise Malformed
-            text.take_rest()
+            text.consume_rest()
 
 
 class _Call(Struct):
@@ -90,7 +90,7 @@ class _Call(Struct):
 
 def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
     """Read an object with a name and arguments, or a list of such objects."""
-    yield from text.space()
+    yield from text.read_space()
     # Other values are not calls, and a string could be the whole rest of the answer.
     if (char := (yield from text.peek())) not in ("{", "["):
         raise Malformed if char else Unfinished
@@ -128,9 +128,9 @@ def _arguments(given: str) -> str:
 def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
     """Read a name and an object."""
     yield from _header(text, reading, calls)
-    yield from text.space()
+    yield from text.read_space()
     if (yield from text.peek()) != "{":
-        yield from text.exactly(1)
+        yield from text.read_exactly(1)
         raise Malformed
     calls.add((yield from value(text, reading.dialect)))
     yield from _close(text, reading)
@@ -138,50 +138,50 @@ def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
 
 def _header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
     """Read a header, which has the name. Return whether it marks a call without arguments."""
-    header = yield from text.header(reading.header_end)
-    found = reading.header.fullmatch(header.strip())
+    header = yield from text.read_header(reading.header_end)
+    found = reading.header_pattern.fullmatch(header.strip())
     if not found:
         raise Malformed
     calls.begin(
         unescape(found["name"].strip()) if reading.parameter.escaped else found["name"].strip()
     )
-    if not reading.header_end_stays:
-        yield from text.next_of(reading.header_end)
+    if not reading.header_end_is_body:
+        yield from text.read_stop(reading.header_end)
     return bool(found.groupdict().get("empty"))
 
 
 def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
     """Read `[name(key=value, ...), ...]`."""
-    yield from text.space()
-    if (yield from text.exactly(1)) != "[":
+    yield from text.read_space()
+    if (yield from text.read_exactly(1)) != "[":
         raise Malformed
     mark = ","
     while mark == ",":
-        yield from text.space()
-        name = yield from text.match(_NAME, _MAX_NAME)
+        yield from text.read_space()
+        name = yield from text.read_match(_NAME, _MAX_NAME)
         if not (yield from text.peek()):
             raise Unfinished
         calls.begin(name)
-        if (yield from text.exactly(1)) != "(":
+        if (yield from text.read_exactly(1)) != "(":
             raise Malformed
         members: dict[str, str] = {}
-        yield from text.space()
+        yield from text.read_space()
         while (yield from text.peek()) != ")":
-            key = yield from text.match(_NAME, _MAX_NAME)
-            yield from text.space()
-            if (yield from text.exactly(1)) != "=" or not key:
+            key = yield from text.read_match(_NAME, _MAX_NAME)
+            yield from text.read_space()
+            if (yield from text.read_exactly(1)) != "=" or not key:
                 raise Malformed
-            yield from text.space()
+            yield from text.read_space()
             argument = yield from value(text, PYTHON)
             members.setdefault(key, argument)
-            yield from text.space()
-            if (yield from text.peek()) != ")" and (yield from text.exactly(1)) != ",":
+            yield from text.read_space()
+            if (yield from text.peek()) != ")" and (yield from text.read_exactly(1)) != ",":
                 raise Malformed
-            yield from text.space()
-        yield from text.exactly(1)
+            yield from text.read_space()
+        yield from text.read_exactly(1)
         calls.add(_object(members))
-        yield from text.space()
-        mark = yield from text.exactly(1)
+        yield from text.read_space()
+        mark = yield from text.read_exactly(1)
     if mark != "]":
         raise Malformed
 
@@ -191,14 +191,14 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
     if (yield from _header(text, reading, calls)):
         calls.add("{}")
         return
-    yield from text.space()
+    yield from text.read_space()
     members: dict[str, str] = {}
-    stop = yield from text.next_of(reading.in_tags)
+    stop = yield from text.read_stop(reading.in_tags)
     while stop != reading.calls.close:
         if not stop:
             if text.ends_within(reading.in_tags):
                 raise Unfinished
-            yield from text.exactly(1)  # raises Unfinished at the end
+            yield from text.read_exactly(1)  # raises Unfinished at the end
             raise Malformed
         found = yield from _key(text, reading)
         if found is None:
@@ -214,8 +214,8 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
                 raw = raw.removeprefix("\n").removesuffix("\n")
             members.setdefault(key, calls.schema.typed(key, raw, is_text))
         if not stop:
-            yield from text.space()
-            stop = yield from text.next_of(reading.in_tags)
+            yield from text.read_space()
+            stop = yield from text.read_stop(reading.in_tags)
     calls.add(_object(members))
 
 
@@ -235,15 +235,15 @@ def _key(
     Return its key, and whether its value is a string (None: not marked). If it is not an opening,
     or the key is not in `keys`, return None and consume nothing.
     """
-    header = yield from text.header(reading.key_guard, take=False)
-    found = reading.key.fullmatch(header.strip())
+    header = yield from text.read_header(reading.key_guard, consume=False)
+    found = reading.key_pattern.fullmatch(header.strip())
     key = found["key"].strip() if found else ""
     if reading.parameter.escaped:
         key = unescape(key)
     if not found or not key or (keys is not None and key not in keys):
         return None
-    yield from text.header(reading.key_end)
-    yield from text.next_of(reading.key_end)
+    yield from text.read_header(reading.key_end)
+    yield from text.read_stop(reading.key_end)
     said = found.groupdict().get("text")
     return key, None if said is None else said in ("true", "string")
 
@@ -257,7 +257,7 @@ def _tagged_value(
     value yet, or at the end of the call. Other marks belong to the value.
     """
     while True:
-        stop = yield from text.until(reading.in_value, emit)
+        stop = yield from text.read_until(reading.in_value, emit)
         if not stop:
             raise Unfinished
         if stop == reading.parameter.open:
@@ -266,9 +266,9 @@ def _tagged_value(
                 if found is not None:
                     return "", found
         else:
-            space = yield from text.space()
+            space = yield from text.read_space()
             after = reading.in_tags if stop == reading.parameter.close else reading.in_section
-            if (yield from text.next_of(after, take=False)) or not (yield from text.peek()):
+            if (yield from text.read_stop(after, consume=False)) or not (yield from text.peek()):
                 return "" if stop == reading.parameter.close else stop, None
             stop += space
         emit(stop)

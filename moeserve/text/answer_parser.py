@@ -52,17 +52,17 @@ class DataParser:
             for function in functions
         }
         self._required = required
-        self._text = AnswerText(drops_begun=required)
+        self._text = AnswerText(drops_partial_stop=required)
         self._parts: list[Part] = []
         self._content = _Flow("content", self._parts)
         self._num_calls = 0
-        self._shown: Collection[str] = ()  # control tokens that stay in content
-        self._run = self._answer(reasons)
-        self._over = False
+        self._shown_controls: Collection[str] = ()  # control tokens that stay in content
+        self._reader = self._answer(reasons)
+        self._has_ended = False
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
-        if self._text.feed(text, final=final) and not self._over:
-            self._over = next(self._run, True) is True
+        if self._text.feed(text, final=final) and not self._has_ended:
+            self._has_ended = next(self._reader, True) is True
         parts = joined(self._parts) if len(self._parts) > 1 else self._parts[:]
         self._parts.clear()
         return parts
@@ -75,17 +75,17 @@ class DataParser:
             stop = yield from self._reasoning()
         if not stop and "" in reading.calls.open:
             yield from self._bare_calls()
-        while stop or (stop := (yield from text.until(reading.in_content, self._add_content))):
+        while stop or (stop := (yield from text.read_until(reading.in_content, self._add_content))):
             again = ""
-            if stop == reading.think.open and (self._content.is_empty or reading.think_is_special):
+            if stop == reading.think.open and (self._content.is_empty or reading.think_has_special):
                 again = yield from self._reasoning()
             elif stop == reading.section.open:
                 yield from self._section()
             elif stop in reading.calls.open:
                 yield from self._call(stop)
                 if reading.section.open:  # whose opening is missing
-                    self._content.add((yield from text.space()))
-                    yield from text.next_of(reading.section_end)
+                    self._content.add((yield from text.read_space()))
+                    yield from text.read_stop(reading.section_end)
                 if "" in reading.calls.open:
                     yield from self._bare_calls()
             elif stop not in reading.dropped:
@@ -94,22 +94,22 @@ class DataParser:
         self._content.end(keep=not self._num_calls)
 
     def _add_content(self, piece: str) -> None:
-        self._content.add(without_controls(piece, self._shown))
+        self._content.add(without_controls(piece, self._shown_controls))
 
     def _starts_reasoning(self) -> Wait[bool]:
         if not self._reading.think.open:
             return False
-        self._content.add((yield from self._text.space()))
-        return bool((yield from self._text.next_of(self._reading.think_start)))
+        self._content.add((yield from self._text.read_space()))
+        return bool((yield from self._text.read_stop(self._reading.think_start)))
 
     def _reasoning(self) -> Wait[str]:
         """Read the reasoning. Return the opening of a call that ended it, or ""."""
         flow = _Flow("reasoning", self._parts)
         flow.trim()
-        flow.add((yield from self._text.space()))
-        yield from self._text.next_of(self._reading.think_start)  # again, by the model
+        flow.add((yield from self._text.read_space()))
+        yield from self._text.read_stop(self._reading.think_start)  # again, by the model
         own = self._reading.special
-        stop = yield from self._text.until(
+        stop = yield from self._text.read_until(
             self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece, own))
         )
         flow.end(keep=not stop)
@@ -125,12 +125,12 @@ class DataParser:
         held = list[str]()
         while True:
             if reading.section.noise:
-                stop = yield from text.until(reading.in_section, held.append)
+                stop = yield from text.read_until(reading.in_section, held.append)
             else:
-                held.append((yield from text.space()))
-                stop = yield from text.next_of(reading.in_section)
+                held.append((yield from text.read_space()))
+                stop = yield from text.read_stop(reading.in_section)
             if not stop and (not (yield from text.peek()) or text.ends_within(reading.in_section)):
-                text.take_rest()  # a call that was cut off
+                text.consume_rest()  # a call that was cut off
                 return
             if not stop or stop == reading.section.close:
                 noise = plain("".join(held))
@@ -145,11 +145,11 @@ class DataParser:
         """Read calls that begin without a mark."""
         text = self._text
         while True:
-            space = yield from text.space()
+            space = yield from text.read_space()
             self._content.add(space)
             before = ""
-            if self._num_calls and (separator := (yield from text.next_of(_SEPARATOR))):
-                before = separator + (yield from text.space())
+            if self._num_calls and (separator := (yield from text.read_stop(_SEPARATOR))):
+                before = separator + (yield from text.read_space())
             if (yield from text.peek()) not in tuple(self._reading.calls.bare):
                 self._content.add(before)
                 return
@@ -163,12 +163,12 @@ class DataParser:
         """
         text = self._text
         reading = self._reading
-        text.taken = raw = [before + opener]
+        text.consumed = raw = [before + opener]
         sink = CallSink(self._schemas, known=not opener)
         try:
             yield from BODIES[reading.calls.content](text, reading, sink)
         except Unfinished:
-            text.take_rest()
+            text.consume_rest()
             # Text without an opening mark may be anything, so it is shown.
             shown = not opener and not self._required
         except Malformed:
@@ -178,10 +178,10 @@ class DataParser:
             self._num_calls += sink.count
             return True
         finally:
-            text.taken = None
+            text.consumed = None
         if shown:
             self._content.add(plain("".join(raw)))
-            self._shown = reading.special  # the rest of its marks may follow
+            self._shown_controls = reading.special  # the rest of its marks may follow
         return False
 
 

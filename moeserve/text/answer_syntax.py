@@ -139,20 +139,20 @@ class Reading:
         marks += [mark for part in (think, section, parameter) for mark in (part.open, part.close)]
         marks.append(parameter.end)
         self.special = [name for name in special if any(name in mark for mark in marks)]
-        self.think_is_special = any(name in think.open for name in self.special)
+        self.think_has_special = any(name in think.open for name in self.special)
         self.think_start = self._stops(think.open)
         self.section_end = self._stops(section.close)
         outer = [section.open, *calls.open, *syntax.dropped]
         self.in_content = self._stops(think.open, *outer)
         self.in_reasoning = self._stops(think.close, *(outer if syntax.call_ends_reasoning else []))
         self.in_section = self._stops(*calls.open, section.close)
-        self.close = self._stops(calls.close) if calls.close else None
+        self.call_end = self._stops(calls.close) if calls.close else None
         self.dialect = (
             Dialect(delimiter=self._stops(calls.quote), bare=True) if calls.quote else JSON
         )
-        self.header = re.compile(calls.header, re.DOTALL)
-        self.key = re.compile(parameter.header, re.DOTALL)
-        self.header_end_stays = calls.arguments in ("", "{")
+        self.header_pattern = re.compile(calls.header, re.DOTALL)
+        self.key_pattern = re.compile(parameter.header, re.DOTALL)
+        self.header_end_is_body = calls.arguments in ("", "{")
         self.key_end = self._stops(parameter.end)
         self.key_guard = self._stops(parameter.end, parameter.close, parameter.open, calls.close)
         self.in_tags = self._stops(parameter.open, calls.close)

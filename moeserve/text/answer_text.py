@@ -5,7 +5,7 @@ The result of a parser depends on the whole text only, never on how it is divide
 
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END
 
@@ -13,11 +13,11 @@ _T = TypeVar("_T")
 Wait = Generator[None, None, _T]
 Emit = Callable[[str], object]
 
-_MAX_NAME = 63  # characters of a control token
+_MAX_CONTROL_LENGTH = 63  # characters of a control token
 _CONTROL = re.compile(f"{CONTROL_BEGIN}[^{CONTROL_BEGIN}{CONTROL_END}]*{CONTROL_END}")
 _MARKS = str.maketrans("", "", CONTROL_BEGIN + CONTROL_END)
 _SPACE = re.compile(r"[ \t\r\n]*")
-MAX_HEADER = 512  # characters of the header of a call or parameter, which has its name
+MAX_HEADER_LENGTH = 512  # of the header of a call or parameter, which has its name
 
 
 class Malformed(Exception):
@@ -35,21 +35,22 @@ class Stops:
         controls = re.compile(
             "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         )
-        self.named = {
+        # Literal as it occurs in answers, with marked control tokens -> literal
+        self.literals = {
             controls.sub(lambda m: f"{CONTROL_BEGIN}{m[0]}{CONTROL_END}", text): text
             for text in literals
         }
-        marked = sorted(self.named, key=len, reverse=True)
-        self.full = re.compile("|".join(map(re.escape, marked)) or "(?!)")
-        begun = [
+        marked = sorted(self.literals, key=len, reverse=True)
+        self.full_pattern = re.compile("|".join(map(re.escape, marked)) or "(?!)")
+        beginnings = [
             *map(_prefixes, marked),
-            f"{CONTROL_BEGIN}[^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}",
+            f"{CONTROL_BEGIN}[^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_CONTROL_LENGTH}}}",
         ]
-        self.partial = re.compile(f"(?:{'|'.join(begun)})\\Z")
-        self.first = re.compile(
-            f"[{re.escape(''.join({CONTROL_BEGIN, *(text[0] for text in marked)}))}]"
-        )  # of any of them
-        self.longest = max([_MAX_NAME + 2, *map(len, marked)])
+        # The beginning of a stop at the end of the text
+        self.partial_pattern = re.compile(f"(?:{'|'.join(beginnings)})\\Z")
+        first_chars = "".join({CONTROL_BEGIN, *(text[0] for text in marked)})
+        self.first_char_pattern = re.compile(f"[{re.escape(first_chars)}]")
+        self.max_length = max([_MAX_CONTROL_LENGTH + 2, *map(len, marked)])
 
 
 def _prefixes(text: str) -> str:
@@ -72,152 +73,164 @@ def without_controls(text: str, kept: Collection[str] = ()) -> str:
     return text
 
 
+class _ReadUntil(NamedTuple):
+    """The arguments of `AnswerText.read_until`."""
+
+    stops: Stops
+    emit: Emit
+
+
 class AnswerText:
     """The part of an answer that has arrived and is not consumed yet.
 
-    Methods that are generators yield when they need more text. drops_begun: do not emit an
-    incomplete stop at the end of the answer.
+    `peek` and the methods `read_...` are generators, which yield when they need more text.
+    drops_partial_stop: do not emit an incomplete stop at the end of the answer.
     """
 
-    def __init__(self, *, drops_begun: bool = False) -> None:
-        self._drops_begun = drops_begun
+    def __init__(self, *, drops_partial_stop: bool = False) -> None:
+        self._drops_partial_stop = drops_partial_stop
         self._text = ""
-        self._at = 0
-        # The arguments of an `until` that has emitted everything: the fast path of `feed`
-        self._passing: tuple[Stops, Emit] | None = None
+        self._position = 0  # in `_text`; everything before it is consumed
+        # The fast path of `feed`: a `read_until` that has emitted everything
+        self._suspended: _ReadUntil | None = None
         self.ended = False
         # If a parser sets a list, consumed text is appended to it, in case it is malformed.
-        self.taken: list[str] | None = None
+        self.consumed: list[str] | None = None
 
     def feed(self, text: str, *, final: bool) -> bool:
         """Append text, and return whether the parser must run.
 
-        It need not run if `until` would emit all of the text; then this emits it. final: it is the
-        end of the answer.
+        It need not run if `read_until` would emit all of the text; then this emits it.
+        final: it is the end of the answer.
         """
-        if self._passing is not None and not final:
-            stops, emit = self._passing
-            if not stops.first.search(text):
+        if self._suspended is not None and not final:
+            stops, emit = self._suspended
+            if not stops.first_char_pattern.search(text):
                 emit(text)
                 return False
-        self._text = self._text[self._at :] + text
-        self._at = 0
+        self._text = self._text[self._position :] + text
+        self._position = 0
         self.ended = final
-        self._passing = None
+        self._suspended = None
         return True
 
     @property
     def is_empty(self) -> bool:
         """Whether everything is consumed."""
-        return self._at == len(self._text)
+        return self._position == len(self._text)
 
-    def take(self, end: int) -> str:
+    def _consume(self, end: int) -> str:
         """Consume and return the text up to a position."""
-        text = self._text[self._at : end]
-        self._at = end
-        if self.taken is not None:
-            self.taken.append(text)
+        text = self._text[self._position : end]
+        self._position = end
+        if self.consumed is not None:
+            self.consumed.append(text)
         return text
 
-    def take_rest(self) -> None:
+    def consume_rest(self) -> None:
         """Consume everything."""
-        self.take(len(self._text))
+        self._consume(len(self._text))
 
     def ends_within(self, stops: Stops) -> bool:
         """Return whether the answer has ended with an incomplete stop."""
-        return self.ended and not self.is_empty and bool(stops.partial.match(self._text, self._at))
+        return (
+            self.ended
+            and not self.is_empty
+            and bool(stops.partial_pattern.match(self._text, self._position))
+        )
 
-    def until(self, stops: Stops, emit: Emit) -> Wait[str]:
+    def read_until(self, stops: Stops, emit: Emit) -> Wait[str]:
         """Emit the text before the first stop, and return the stop; "" at the end of the answer."""
         while True:
             end = len(self._text)
             # Most texts have no beginning of a stop.
-            begun = stops.first.search(self._text, self._at)
-            if begun and (found := stops.full.search(self._text, begun.start())):
-                emit(self.take(found.start()))
-                self.take(found.end())
-                return stops.named[found[0]]
-            if self.ended and not self._drops_begun:
-                emit(self.take(end))
+            first_char = stops.first_char_pattern.search(self._text, self._position)
+            if first_char and (found := stops.full_pattern.search(self._text, first_char.start())):
+                emit(self._consume(found.start()))
+                self._consume(found.end())
+                return stops.literals[found[0]]
+            if self.ended and not self._drops_partial_stop:
+                emit(self._consume(end))
                 return ""
-            held = begun and stops.partial.search(
-                self._text, max(begun.start(), end - stops.longest)
+            partial = first_char and stops.partial_pattern.search(
+                self._text, max(first_char.start(), end - stops.max_length)
             )
             if self.ended:
-                emit(self.take(held.start() if held else end))
-                self.take(end)
+                emit(self._consume(partial.start() if partial else end))
+                self._consume(end)
                 return ""
-            emit(self.take(held.start() if held else end))
-            if not held and self.taken is None:
-                self._passing = stops, emit
+            emit(self._consume(partial.start() if partial else end))
+            if not partial and self.consumed is None:
+                self._suspended = _ReadUntil(stops, emit)
             yield
 
-    def header(self, stops: Stops, *, take: bool = True) -> Wait[str]:
+    def read_header(self, stops: Stops, *, consume: bool = True) -> Wait[str]:
         """Return a short text before one of the stops, which is not consumed.
 
-        take: consume the text. Raise Malformed if it is longer than MAX_HEADER.
+        consume: consume the text. Raise Malformed if it is longer than MAX_HEADER_LENGTH.
         """
         while True:
-            found = stops.full.search(self._text, self._at, self._at + MAX_HEADER)
+            begin = self._position
+            found = stops.full_pattern.search(self._text, begin, begin + MAX_HEADER_LENGTH)
             if found:
-                return plain(
-                    self.take(found.start()) if take else self._text[self._at : found.start()]
-                )
-            if len(self._text) - self._at >= MAX_HEADER:
+                end = found.start()
+                return plain(self._consume(end) if consume else self._text[begin:end])
+            if len(self._text) - begin >= MAX_HEADER_LENGTH:
                 raise Malformed
-            yield from self._more()
+            yield from self._wait()
 
-    def next_of(self, stops: Stops, *, take: bool = True) -> Wait[str]:
-        """Return the stop that comes next, "" if there is other text. take: consume the stop."""
+    def read_stop(self, stops: Stops, *, consume: bool = True) -> Wait[str]:
+        """Return the stop that comes next, "" if there is other text. consume: consume the stop."""
         while True:
-            if found := stops.full.match(self._text, self._at):
-                if take:
-                    self.take(found.end())
-                return stops.named[found[0]]
+            if found := stops.full_pattern.match(self._text, self._position):
+                if consume:
+                    self._consume(found.end())
+                return stops.literals[found[0]]
             if self.ended or (
-                self._at < len(self._text) and not stops.partial.match(self._text, self._at)
+                self._position < len(self._text)
+                and not stops.partial_pattern.match(self._text, self._position)
             ):
                 return ""
             yield
 
-    def space(self) -> Wait[str]:
+    def read_space(self) -> Wait[str]:
         """Consume and return white space."""
         pieces = []
         while True:
-            found = _SPACE.match(self._text, self._at)
+            found = _SPACE.match(self._text, self._position)
             assert found is not None
-            pieces.append(self.take(found.end()))
-            if self._at < len(self._text) or self.ended:
+            pieces.append(self._consume(found.end()))
+            if self._position < len(self._text) or self.ended:
                 return "".join(pieces)
             yield
 
     def peek(self) -> Wait[str]:
         """Return the next character, "" at the end."""
-        while self._at == len(self._text) and not self.ended:
+        while self._position == len(self._text) and not self.ended:
             yield
-        return self._text[self._at : self._at + 1]
+        return self._text[self._position : self._position + 1]
 
-    def match(self, pattern: re.Pattern[str], most: int = 0) -> Wait[str]:
+    def read_match(self, pattern: re.Pattern[str], max_length: int = 0) -> Wait[str]:
         """Consume and return the text that matches a run of characters.
 
-        most: its maximum length, beyond which Malformed is raised; 0: match only available text.
+        max_length: of the text, beyond which Malformed is raised; 0: match only available text.
         """
         while True:
-            found = pattern.match(self._text, self._at)
-            end = found.end() if found else self._at
-            if not most or end < len(self._text) or self.ended:
-                return self.take(end)
-            if end - self._at > most:
+            found = pattern.match(self._text, self._position)
+            end = found.end() if found else self._position
+            if not max_length or end < len(self._text) or self.ended:
+                return self._consume(end)
+            if end - self._position > max_length:
                 raise Malformed
             yield
 
-    def exactly(self, count: int) -> Wait[str]:
+    def read_exactly(self, count: int) -> Wait[str]:
         """Consume and return `count` characters. Raise Unfinished if the answer ends before."""
-        while len(self._text) - self._at < count:
-            yield from self._more()
-        return self.take(self._at + count)
+        while len(self._text) - self._position < count:
+            yield from self._wait()
+        return self._consume(self._position + count)
 
-    def _more(self) -> Wait[None]:
+    def _wait(self) -> Wait[None]:
         if self.ended:
             raise Unfinished
         yield

@@ -46,14 +46,14 @@ def value(text: AnswerText, dialect: Dialect) -> Wait[str]:
     closers = list[str]()
     want = "value"  # or "first" of an array, "key", "first key" of an object, "next"
     while True:
-        pieces.append((yield from text.space()))
+        pieces.append((yield from text.read_space()))
         char = yield from text.peek()
         if not char:
             raise Unfinished
         if want == "next" or (want.startswith("first") and char == closers[-1]):
             if char not in (closers[-1], ","):
                 raise Malformed
-            pieces.append((yield from text.exactly(1)))
+            pieces.append((yield from text.read_exactly(1)))
             if char == ",":
                 want = "key" if closers[-1] == "}" else "value"
                 continue
@@ -63,7 +63,7 @@ def value(text: AnswerText, dialect: Dialect) -> Wait[str]:
             want = "value"
             continue
         elif char in _CLOSERS:
-            pieces.append((yield from text.exactly(1)))
+            pieces.append((yield from text.read_exactly(1)))
             closers.append(_CLOSERS[char])
             want = "first key" if char == "{" else "first"
             continue
@@ -78,9 +78,9 @@ def _key(text: AnswerText, dialect: Dialect) -> Wait[str]:
     key = yield from _text(text, dialect)
     if not key and not dialect.bare:
         raise Malformed
-    key = key or json.dumps((yield from text.header(_KEY_END)).strip(), ensure_ascii=False)
-    space = yield from text.space()
-    if (yield from text.exactly(1)) != ":":
+    key = key or json.dumps((yield from text.read_header(_KEY_END)).strip(), ensure_ascii=False)
+    space = yield from text.read_space()
+    if (yield from text.read_exactly(1)) != ":":
         raise Malformed
     return f"{key}{space}:"
 
@@ -88,7 +88,7 @@ def _key(text: AnswerText, dialect: Dialect) -> Wait[str]:
 def _scalar(text: AnswerText, dialect: Dialect) -> Wait[str]:
     if found := (yield from _text(text, dialect)):
         return found
-    word = (yield from text.match(_BARE if dialect.bare else _SCALAR, _MAX_SCALAR)).strip()
+    word = (yield from text.read_match(_BARE if dialect.bare else _SCALAR, _MAX_SCALAR)).strip()
     if word in dialect.constants:
         return dialect.constants[word]
     if _NUMBER.fullmatch(word):
@@ -108,12 +108,12 @@ def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
     def add(piece: str) -> None:
         pieces.append(json.dumps(plain(piece), ensure_ascii=False)[1:-1])
 
-    if dialect.delimiter is not None and (yield from text.next_of(dialect.delimiter)):
-        if not (yield from text.until(dialect.delimiter, add)):
+    if dialect.delimiter is not None and (yield from text.read_stop(dialect.delimiter)):
+        if not (yield from text.read_until(dialect.delimiter, add)):
             raise Unfinished
     elif (yield from text.peek()) in tuple(dialect.quotes):
-        ends = _ENDS[(yield from text.exactly(1))]
-        while (stop := (yield from text.until(ends, add))) == "\\":
+        ends = _ENDS[(yield from text.read_exactly(1))]
+        while (stop := (yield from text.read_until(ends, add))) == "\\":
             pieces.append((yield from _escape(text)))
         if not stop:
             raise Unfinished
@@ -140,9 +140,9 @@ def _number(word: str) -> str:
 
 
 def _escape(text: AnswerText) -> Wait[str]:
-    char = yield from text.exactly(1)
+    char = yield from text.read_exactly(1)
     if char == "u":
-        digits = yield from text.exactly(4)
+        digits = yield from text.read_exactly(4)
         if not _HEX.fullmatch(digits):
             raise Malformed
         return "\\u" + digits
