@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import common
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import NativeLinear, new_room
+from moeserve.ops.native_layer import NativeLinear, allocate_new
 from moeserve.ops.quantised import Quantised
 
 SIZE = 4096  # inputs and outputs of each matrix
@@ -76,11 +76,14 @@ def weights() -> dict[str, Any]:
 def copies(linear: NativeLinear, weight: Any, num_bytes: int) -> list[NativeLinear]:
     """Return copies of one matrix, each in its own memory, of `num_bytes` in all."""
 
-    def room(size: int) -> tuple[torch.Tensor, bool]:
-        memory, _ = new_room(size)
+    def allocate(size: int) -> tuple[torch.Tensor, bool]:
+        memory, _ = allocate_new(size)
         return memory.copy_(linear.packed), True
 
-    return [NativeLinear(weight, room=room) for _ in range(-(-num_bytes // linear.packed.nbytes))]
+    return [
+        NativeLinear(weight, allocate=allocate)
+        for _ in range(-(-num_bytes // linear.packed.nbytes))
+    ]
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moeserve.ops.native_layer import new_room
+from moeserve.ops.native_layer import allocate_new
 from moeserve.ops.table import Ops
 
 Step = Callable[[Any], Any]  # changes a parameter's values before they are packed
@@ -96,7 +96,7 @@ class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
         Shapes, dtypes and formats must be those of the loaded values. All parameters of a slot must
         be given together.
         """
-        ops = self._ops.packing_into(new_room) if self._ops.native else self._ops
+        ops = self._ops.packing_into(allocate_new) if self._ops.native else self._ops
         prepared = dict(values)
         for name, (source, step, num_steps) in self._derived.items():
             if source in values:

@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 _native: Any = native()
 # The cache must hold the experts of this many tokens: those of one compute while those of the other
 # are read.
-LEAST_TOKENS = 2
+MIN_TOKENS = 2
 
 
 class ExpertMemory:
     """The expert cache of a rank.
 
-    `keep` registers each layer's experts while the model is packed; `open` then allocates memory.
+    `register` gets each layer's experts while the model is packed; `open` then allocates memory.
     """
 
     def __init__(self, packed: PackedCache, num_bytes: int, top_k: int) -> None:
@@ -38,23 +38,25 @@ class ExpertMemory:
         self._num_experts = 0
         self.native: Any = None  # the ExpertCache that kernels use
 
-    def keep(self, bytes_eB: Tensor) -> Any:
-        """Register the packed experts of a layer, and return their handle (a `ToDisk`).
+    def register(self, bytes_eB: Tensor) -> Any:
+        """Register the packed experts of a layer, and return their handle (a `WriteExperts`).
+
+        bytes_eB: the layer's e experts, of B bytes each.
 
         Raises ConfigError if the file cannot be written, or `num_bytes` is too small.
         """
-        offset = self._packed.to_disk(bytes_eB)
+        offset = self._packed.offset_on_disk(bytes_eB)
         if self.native is None:
             assert self._packed.file is not None
             self.native = _native.ExpertCache(self._packed.file.fileno(), str(self._packed.path))
         layer = self.native.add(offset, *bytes_eB.shape)
-        least = LEAST_TOKENS * self._top_k * self.native.slot_bytes
-        if self._num_bytes < least:
+        min_bytes = MIN_TOKENS * self._top_k * self.native.slot_bytes
+        if self._num_bytes < min_bytes:
             self._packed.close()
             raise ConfigError(
-                f"expert_memory={self._num_bytes:,} is too small for {LEAST_TOKENS} tokens with "
+                f"expert_memory={self._num_bytes:,} is too small for {MIN_TOKENS} tokens with "
                 f"{self._top_k} experts each, of {self.native.slot_bytes:,} bytes; set it to at "
-                f"least {least:,}"
+                f"least {min_bytes:,}"
             )
         self._num_experts += len(bytes_eB)
         return layer
@@ -73,8 +75,10 @@ class ExpertMemory:
         for layer, next_layer in pairwise(layers):
             if isinstance(layer, FusedMoELayer) and isinstance(next_layer, FusedMoELayer):
                 layer.expect(next_layer)  # prefetch its experts
-        slots = self.native.num_slots
-        size = self.native.num_slots * self.native.slot_bytes
+        num_slots = self.native.num_slots
         log.info(
-            "%d of %d experts fit into memory (%.2f GiB)", slots, self._num_experts, size / 2**30
+            "%d of %d experts fit into memory (%.2f GiB)",
+            num_slots,
+            self._num_experts,
+            num_slots * self.native.slot_bytes / 2**30,
         )

@@ -9,15 +9,15 @@ import weakref
 
 from torch import Tensor
 
-from moeserve.ops.native_layer import HUGE, new_room
+from moeserve.ops.native_layer import HUGE, allocate_new
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14): faults pages in, and keeps their content
 
 
 class FreshMemory:
-    """An arena of `num_bytes`, allocated at the first call of `room` and pre-faulted meanwhile.
+    """An arena of `num_bytes`, allocated at the first call of `allocate` and pre-faulted meanwhile.
 
-    When it is used up, `room` allocates other memory.
+    When it is used up, `allocate` allocates other memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -25,14 +25,14 @@ class FreshMemory:
         self._used = 0
         self._memory: Tensor
 
-    def room(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """Return memory for packed weights, and False: it is not filled yet (a `Room`)."""
+    def allocate(self, num_bytes: int) -> tuple[Tensor, bool]:
+        """Return memory for packed weights, and False: it is not filled yet (an `Allocate`)."""
         begin = self._used
         self._used = self._used + -(-num_bytes // 64) * 64
         if begin + num_bytes > self._size:
-            return new_room(num_bytes)
+            return allocate_new(num_bytes)
         if not begin:
-            self._memory, _ = new_room(self._size)
+            self._memory, _ = allocate_new(self._size)
             threading.Thread(
                 target=_populate, args=[weakref.ref(self)], name="fresh memory", daemon=True
             ).start()

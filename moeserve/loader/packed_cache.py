@@ -9,13 +9,13 @@ its bytes (`key_of`). It is a safetensors file with:
 
 Any number of processes may write, map and delete files at once, or be killed: a file is written
 without a name, readable by its user only, and gets its name when it is complete. Files are mapped
-privately (copy on write), so an expert that moves to this rank does not change the file. What is
-not guarded against: the owner writing into a mapped file (wrong weights) or truncating it (SIGBUS),
-and another machine deleting it from a shared disk.
+privately (copy on write), so an expert that a new placement moves to this rank does not change the
+file. What is not guarded against: the owner writing into a mapped file (wrong weights) or
+truncating it (SIGBUS), and another machine deleting it from a shared disk.
 
 With `expert_memory`, experts stay in the file and are read from it while the model serves. A start
-then holds at most one layer's experts in memory. The first start reserves room for the header and
-writes each layer as soon as it is packed; later starts verify layer by layer.
+then holds at most one layer's experts in memory. The first start leaves HEADER_BYTES free for the
+header and writes each layer as soon as it is packed; later starts verify layer by layer.
 
 The size of the directory is bounded. Least recently used files are deleted first; every start that
 maps a file updates its modification time.
@@ -44,7 +44,7 @@ from moeserve.loader.load_plan import LoadPlan, Param, is_expert, is_packed
 from moeserve.loader.safetensors_file import read_header
 from moeserve.loader.weights import Params
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import HUGE, LAYOUT, Room, new_room
+from moeserve.ops.native_layer import HUGE, LAYOUT, Allocate, allocate_new
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
@@ -55,10 +55,10 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 # heartbeat.
 SYNC_BYTES = 1 << 30
 # By default, models with fewer bytes are not cached: packing them takes hardly any time.
-LEAST = 256 << 20
-MOST = 64 << 30  # default limit of the directory in bytes
-SPARED = 8 << 30  # bytes of the disk to leave free, or a tenth of a small disk
-HEADER = 1 << 20  # size of the header if it is written after the experts (`expert_memory`)
+MIN_MODEL_BYTES = 256 << 20
+DEFAULT_LIMIT_BYTES = 64 << 30  # of the directory
+MIN_FREE_BYTES = 8 << 30  # bytes of the disk to leave free, or a tenth of a small disk
+HEADER_BYTES = 1 << 20  # size of the header if it is written after the experts (`expert_memory`)
 
 
 def folder_of(setting: str | None) -> str | None:
@@ -81,12 +81,12 @@ def folder_of(setting: str | None) -> str | None:
 
 
 def key_of(
-    identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, forms: str | None
+    identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, formats: str | None
 ) -> str:
     """Return the key of a rank's packed weights, a hash of everything that decides their bytes.
 
-    identity: of the checkpoint's files (`ExpertFiles.identity`).
-    forms: the settings and formats of quantized weights, as text.
+    identity: the identity of the checkpoint's files (`ExpertFiles.identity`).
+    formats: the settings and formats of quantized weights, as text.
     """
     parts = (
         identity,
@@ -95,7 +95,7 @@ def key_of(
         world.tp_rank,
         world.tp_size,
         dtype,
-        forms,
+        formats,
         LAYOUT,
         __version__,
     )
@@ -106,48 +106,57 @@ class PackedCache:
     """One rank's file in the packed cache, while the model is loaded.
 
     If a valid file exists (`found`), `tensors` are mapped from it. Otherwise they are collected
-    while the model is packed, and `finish` writes them. Create it after the native kernels have
-    their threads, which compute the checksums.
-
-    alive: called regularly while bytes are read or written, as a heartbeat.
-    most: limit of the directory in bytes (default: half of its size plus the disk's free space, at
-        most MOST).
-    sharers: ranks that each write a file of this size into the directory.
-    on_disk: with `expert_memory` about the bytes of all weights, otherwise 0.
-    room: allocates memory for new packed weights.
+    while the model is packed, and `finish` writes them. The native kernels must have their threads
+    before, because these compute the checksums.
     """
 
     def __init__(
         self,
         folder: str,
         key: str,
-        alive: Callable[[], None] = lambda: None,
-        most: int | None = None,
-        sharers: int = 1,
-        on_disk: int = 0,
-        room: Room = new_room,
+        report_progress: Callable[[], None] = lambda: None,
+        *,
+        limit_bytes: int | None = None,
+        num_sharers: int = 1,
+        num_bytes_on_disk: int = 0,
+        allocate: Allocate = allocate_new,
     ) -> None:
+        """Map a valid file if there is one.
+
+        Args:
+            folder: the directory of the cache.
+            key: see `key_of`.
+            report_progress: called regularly while bytes are read or written, as a heartbeat.
+            limit_bytes: limit of the directory. By default, half of the bytes that it holds and the
+                disk has free together, at most DEFAULT_LIMIT_BYTES.
+            num_sharers: ranks that each write a file of this size into the directory.
+            num_bytes_on_disk: with `expert_memory` about the bytes of all weights, otherwise 0.
+            allocate: allocates memory for new packed weights.
+        """
         self.path = Path(folder, f"{key}.packed")
         self._key = key
-        # The parameter last taken from `CachedParams`: packed bytes are kept under its name.
-        self.product = ""
-        self._alive = alive
-        self._most = most
-        self._sharers = sharers
-        self._on_disk = on_disk
-        self._new_room = room
+        # Name of the weight that is being packed. CachedParams sets it; `allocate` and
+        # `offset_on_disk` keep the bytes under it.
+        self.weight_being_packed = ""
+        self._report_progress = report_progress
+        self._limit_bytes = limit_bytes
+        self._num_sharers = num_sharers
+        self._num_bytes_on_disk = num_bytes_on_disk
+        self._allocate_new = allocate
         self.tensors: dict[str, Tensor] = {}
-        self._sums: dict[str, int] = {}  # checksums of experts that are already in `file`
+        self._written_sums: dict[str, int] = {}  # checksums of experts that are in a new `file`
         self.file: BinaryIO | None = None  # open with `expert_memory` only
-        self._begin = 0  # address of the mapping
+        self._mapped_at = 0  # address of the mapping
         self._staging: Tensor | None = None  # one layer's experts before they are written
+        experts_on_disk = num_bytes_on_disk > 0
         try:
             if os.path.lexists(self.path):
-                with open(
-                    os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
-                ) as file:
-                    self.tensors, self._begin = _mapped(file, key, alive, bool(on_disk))
-                    self.file = os.fdopen(os.dup(file.fileno()), "rb") if on_disk else None
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                with open(descriptor, "rb") as file:
+                    self.tensors, self._mapped_at = _map_and_verify(
+                        file, key, report_progress, drop_experts=experts_on_disk
+                    )
+                    self.file = os.fdopen(os.dup(file.fileno()), "rb") if experts_on_disk else None
                 os.utime(self.path)
         except (OSError, CheckpointError) as error:
             reason = str(error).partition(";")[0]
@@ -155,39 +164,44 @@ class PackedCache:
                 "packed weights in %s cannot be used and will be replaced: %s", self.path, reason
             )
         self.found = bool(self.tensors)
-        in_memory = (name for name in self.tensors if not (on_disk and is_expert(name)))
+        in_memory = (name for name in self.tensors if not (experts_on_disk and is_expert(name)))
         self.mapped_bytes = sum(self.tensors[name].nbytes for name in in_memory)
 
-    def room(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """Return memory for the packed `product`, and whether it is filled already (a `Room`)."""
-        assert self.found == (self.product in self.tensors), self.product
-        if not self.found and self._on_disk and is_expert(self.product):
+    def allocate(self, num_bytes: int) -> tuple[Tensor, bool]:
+        """Return memory for `weight_being_packed`, and whether it has the packed weight already.
+
+        This method is an `Allocate` (ops/native_layer.py).
+        """
+        name = self.weight_being_packed
+        assert self.found == (name in self.tensors), name
+        if not self.found and self._num_bytes_on_disk and is_expert(name):
             if self._staging is None or self._staging.nbytes < num_bytes:
                 self._staging = None  # free the old memory before allocating the new
-                self._staging, _ = new_room(num_bytes)
-            self.tensors[self.product] = self._staging[:num_bytes]
+                self._staging, _ = allocate_new(num_bytes)
+            self.tensors[name] = self._staging[:num_bytes]
         elif not self.found:
-            self.tensors[self.product], _ = self._new_room(num_bytes)
-        memory = self.tensors[self.product]
-        assert memory.nbytes == num_bytes, (self.product, memory.nbytes, num_bytes)
+            self.tensors[name], _ = self._allocate_new(num_bytes)
+        memory = self.tensors[name]
+        assert memory.nbytes == num_bytes, (name, memory.nbytes, num_bytes)
         return memory, self.found
 
-    def to_disk(self, memory: Tensor) -> int:
-        """Return the offset in `file` of a layer's experts, which are in `memory` from `room`.
+    def offset_on_disk(self, memory: Tensor) -> int:
+        """Write a layer's experts to a new file, and return their offset.
 
-        A new file gets them written first, and their memory may be reused afterwards. Raises
-        ConfigError if they cannot be written.
+        In a file that was found they are already. `memory` is from `allocate`; it may be reused
+        afterwards. Raises ConfigError if the experts cannot be written.
         """
         if self.found:
-            return memory.data_ptr() - self._begin
+            return memory.data_ptr() - self._mapped_at
+        name = self.weight_being_packed
         try:
             if self.file is None:
-                self._make_room(self._on_disk)
+                self._free_disk_space(self._num_bytes_on_disk)
                 self.file = _new_file(self.path.parent)
-                self.file.seek(HEADER)
+                self.file.seek(HEADER_BYTES)
             offset = self.file.tell()
-            self._sums[self.product] = _native.checksum(memory.data_ptr(), memory.nbytes)
-            _write(self.file, [memory.view(-1)], lambda num_bytes: self._alive())
+            self._written_sums[name] = _native.checksum(memory.data_ptr(), memory.nbytes)
+            _write(self.file, [memory.view(-1)], lambda num_bytes: self._report_progress())
             os.posix_fadvise(self.file.fileno(), offset, memory.nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self.close()
@@ -196,20 +210,21 @@ class PackedCache:
                 f"{error}; free disk space (see docs/cpu.md), or set packed_cache to "
                 "another directory"
             ) from None
-        self.tensors[self.product] = memory.view(-1).to("meta")
+        self.tensors[name] = memory.view(-1).to("meta")
         return offset
 
     def finish(
-        self, pace: Callable[[], Callable[[int], None]] | None = None
+        self, make_throttle: Callable[[], Callable[[int], None]] | None = None
     ) -> threading.Thread | None:
         """Release the tensors, and write a new file. Only warns if it cannot be written.
 
-        pace: write in a background thread, which is returned, while the model serves. It is called
-            in the thread and returns a function that throttles the writes, called with the bytes of
-            each piece. Checksums are computed before, so weights that change meanwhile invalidate
-            the file. If the process ends first, there is no file. With `expert_memory` the file is
-            written at once, because only little is left to write, and without it the experts that
-            are written already would be lost.
+        Checksums are computed before, so weights that change meanwhile invalidate the file.
+
+        make_throttle: write in a background thread, which is returned, while the model serves. The
+            thread calls it, and calls its result with the number of bytes of each write. If the
+            process ends first, there is no file. With `expert_memory`, the file is always written
+            at once: little is left to write, and the experts written so far would be lost
+            otherwise.
         """
         tensors = self.tensors
         self.tensors = {}
@@ -218,12 +233,14 @@ class PackedCache:
             self.close()
             log.info("packed weights mapped from %s", self.path)
             return None
-        parts = _contents(tensors, self._key, self._alive, self._sums)
-        if pace is None or self._sums:
-            self._keep(parts, lambda num_bytes: self._alive())
+        parts = _contents(tensors, self._key, self._report_progress, self._written_sums)
+        if make_throttle is None or self._written_sums:
+            self._write_and_link(parts, lambda num_bytes: self._report_progress())
             return None
         thread = threading.Thread(
-            target=lambda: self._keep(parts, pace()), name="packed cache", daemon=True
+            target=lambda: self._write_and_link(parts, make_throttle()),
+            name="packed cache",
+            daemon=True,
         )
         thread.start()
         return thread
@@ -233,14 +250,15 @@ class PackedCache:
         if self.file:
             self.file.close()
 
-    def _keep(self, parts: list[Tensor], work: Callable[[int], None]) -> None:
+    def _write_and_link(self, parts: list[Tensor], after_write: Callable[[int], None]) -> None:
+        """Write the file and give it its name. Only warns if that fails."""
         try:
             if self.file is None:
-                self._make_room(sum(len(part) for part in parts))
+                self._free_disk_space(sum(len(part) for part in parts))
                 self.file = _new_file(self.path.parent)
             with self.file as file:
                 file.seek(0)
-                _write(file, parts, work)
+                _write(file, parts, after_write)
                 _link(file, self.path)
             log.info("packed weights written to %s", self.path)
         except OSError as error:
@@ -250,7 +268,7 @@ class PackedCache:
                 error,
             )
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _free_disk_space(self, num_bytes: int) -> None:
         """Delete the least recently used files until `num_bytes` fit.
 
         Raises OSError, and deletes nothing, if the files of all sharers cannot fit at all.
@@ -260,20 +278,23 @@ class PackedCache:
             (status.st_mtime_ns, status.st_size, file) for file, status in _files(self.path.parent)
         ]
         disk = shutil.disk_usage(self.path.parent)
-        held = sum(size for _, size, _ in files)
-        most = min(MOST, (disk.free + held) // 2) if self._most is None else self._most
-        room = min(most, disk.free + held - min(SPARED, disk.total // 10))
-        if num_bytes * self._sharers > room:
+        held_bytes = sum(size for _, size, _ in files)
+        available_bytes = disk.free + held_bytes
+        limit_bytes = self._limit_bytes
+        if limit_bytes is None:
+            limit_bytes = min(DEFAULT_LIMIT_BYTES, available_bytes // 2)
+        limit_bytes = min(limit_bytes, available_bytes - min(MIN_FREE_BYTES, disk.total // 10))
+        if num_bytes * self._num_sharers > limit_bytes:
             raise OSError(
-                f"{self.path.parent} may hold {max(0, room):,} bytes (by packed_cache_bytes and "
-                f"free disk space), but {self._sharers} rank(s) of this model need {num_bytes:,} "
-                "each"
+                f"{self.path.parent} may hold {max(0, limit_bytes):,} bytes (by packed_cache_bytes "
+                f"and free disk space), but {self._num_sharers} rank(s) of this model need "
+                f"{num_bytes:,} each"
             )
         for _, size, file in sorted(files):
-            if held + num_bytes <= room:
+            if held_bytes + num_bytes <= limit_bytes:
                 return
             file.unlink(missing_ok=True)  # processes that have mapped it keep the content
-            held -= size
+            held_bytes -= size
             log.info("deleted the least recently used packed weights: %s", file)
 
 
@@ -290,17 +311,17 @@ class CachedParams(Params):
 
     def __getitem__(self, name: str) -> Any:
         if is_packed(name):
-            self._cache.product = name
+            self._cache.weight_being_packed = name
         return super().__getitem__(name)
 
     def _read(self, param: Param) -> Any:
-        have = self._cache.tensors
-        if param.name in have and not is_packed(param.name):
-            return have[param.name]
+        cached = self._cache.tensors
+        if param.name in cached and not is_packed(param.name):
+            return cached[param.name]
         with self._device:
             value: Any = super()._read(param)
         if not is_packed(param.name):
-            have[param.name] = value
+            cached[param.name] = value
         return value
 
 
@@ -310,12 +331,14 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             yield file, file.stat(follow_symlinks=False)
 
 
-def _mapped(
-    file: BinaryIO, key: str, alive: Callable[[], None], on_disk: bool
+def _map_and_verify(
+    file: BinaryIO, key: str, report_progress: Callable[[], None], *, drop_experts: bool
 ) -> tuple[dict[str, Tensor], int]:
-    """Map and verify a file. Returns its tensors, and the address of its first byte.
+    """Return the tensors of a file, and the address of its first byte.
 
-    on_disk: drop experts from memory after their verification. Raises CheckpointError or OSError.
+    drop_experts: drop experts from memory after their verification.
+
+    Raises CheckpointError or OSError.
     """
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -331,11 +354,11 @@ def _mapped(
         name: memory[entry.offset : entry.offset + entry.num_bytes]
         for name, entry in entries.items()
     }
-    sums = [_checksum(head, alive)]
+    sums = [_checksum(head, report_progress)]
     expected = parts.pop(key)
     for name, part in parts.items():
-        sums.append(_checksum(part, alive))
-        if on_disk and is_expert(name):
+        sums.append(_checksum(part, report_progress))
+        if drop_experts and is_expert(name):
             begin = entries[name].offset // mmap.PAGESIZE * mmap.PAGESIZE
             end = entries[name].offset + len(part)
             mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
@@ -349,10 +372,10 @@ def _mapped(
     return tensors, memory.data_ptr()
 
 
-def _checksum(part: Tensor, alive: Callable[[], None]) -> int:
-    found: int = _native.checksum(part.data_ptr(), len(part))
-    alive()
-    return found
+def _checksum(part: Tensor, report_progress: Callable[[], None]) -> int:
+    checksum: int = _native.checksum(part.data_ptr(), len(part))
+    report_progress()
+    return checksum
 
 
 def _bytes_of(sums: list[int]) -> Tensor:
@@ -360,11 +383,14 @@ def _bytes_of(sums: list[int]) -> Tensor:
 
 
 def _contents(
-    tensors: dict[str, Tensor], key: str, alive: Callable[[], None], on_disk: dict[str, int]
+    tensors: dict[str, Tensor],
+    key: str,
+    report_progress: Callable[[], None],
+    written_sums: dict[str, int],
 ) -> list[Tensor]:
     """Return the bytes of a new file, header first, checksums computed.
 
-    on_disk: checksums of the tensors that are in the file already, and on "meta" here.
+    written_sums: checksums of the tensors that are in the file already, and on "meta" here.
     """
     sums = torch.empty(8 + 8 * len(tensors), dtype=torch.uint8)
     end = 0
@@ -374,7 +400,7 @@ def _contents(
     # aligned to 64 bytes; the others, those with the largest elements first.
     order = sorted(
         {**tensors, key: sums}.items(),
-        key=lambda item: (item[0] not in on_disk, not is_packed(item[0]), -item[1].itemsize),
+        key=lambda item: (item[0] not in written_sums, not is_packed(item[0]), -item[1].itemsize),
     )
     for name, tensor in order:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
@@ -382,13 +408,17 @@ def _contents(
         end += tensor.nbytes
         parts[name] = tensor.view(-1).view(torch.uint8)
     text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % (HEADER if on_disk else 4096))
-    assert not on_disk or 8 + len(text) == HEADER, len(text)
+    text += b" " * (-(8 + len(text)) % (HEADER_BYTES if written_sums else 4096))
+    assert not written_sums or 8 + len(text) == HEADER_BYTES, len(text)
     head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    all_sums = [_checksum(head, alive)]
+    all_sums = [_checksum(head, report_progress)]
     for name, part in parts.items():
-        if name != key:
-            all_sums.append(on_disk[name] if name in on_disk else _checksum(part, alive))
+        if name == key:
+            continue
+        if name in written_sums:
+            all_sums.append(written_sums[name])
+        else:
+            all_sums.append(_checksum(part, report_progress))
     sums.copy_(_bytes_of(all_sums))
     return [head, *parts.values()]
 
@@ -398,12 +428,12 @@ def _new_file(folder: Path) -> BinaryIO:
     return open(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600), "r+b", buffering=0)
 
 
-def _write(file: BinaryIO, parts: list[Tensor], work: Callable[[int], None]) -> None:
+def _write(file: BinaryIO, parts: list[Tensor], after_write: Callable[[int], None]) -> None:
     """Write parts at the current position; skip those on "meta", which are in the file already.
 
-    work: called with the number of bytes after each write.
+    after_write: called with the number of bytes after each write.
     """
-    synced = file.tell()
+    synced_to = file.tell()
     for part in parts:
         if part.is_meta:
             file.seek(part.nbytes, os.SEEK_CUR)
@@ -414,22 +444,22 @@ def _write(file: BinaryIO, parts: list[Tensor], work: Callable[[int], None]) -> 
             # written so.
             count = file.write(left[: HUGE - file.tell() % HUGE])
             left = left[count:]
-            work(count)
-        if file.tell() - synced > SYNC_BYTES:
+            after_write(count)
+        if file.tell() - synced_to > SYNC_BYTES:
             os.fsync(file)
-            synced = file.tell()
+            synced_to = file.tell()
     os.fsync(file)
 
 
 def _link(file: BinaryIO, path: Path) -> None:
     """Give a complete file its name, replacing another file of that name atomically."""
-    name = path.with_name(f"new-{secrets.token_hex(8)}")
+    temporary = path.with_name(f"new-{secrets.token_hex(8)}")
     descriptor = file.fileno()
     # src_dir_fd is not used for an absolute path, but without it Python calls link(2), which does
     # not follow the symbolic link in /proc.
-    os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor, follow_symlinks=True)
+    os.link(f"/proc/self/fd/{descriptor}", temporary, src_dir_fd=descriptor, follow_symlinks=True)
     try:
-        name.replace(path)
+        temporary.replace(path)
     finally:
         with suppress(FileNotFoundError):
-            name.unlink()
+            temporary.unlink()

@@ -54,16 +54,16 @@ BYTES_IN_12_BITS = 1.53  # bytes per compressed weight, with tables and room for
 HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels support
 # Allocates memory for packed weights: number of bytes -> (uint8 memory aligned to 64 bytes, whether
 # it has the packed weights already).
-Room = Callable[[int], tuple[Tensor, bool]]
-# Writes a layer's packed experts [e, bytes of one], in memory from a Room, to disk. Returns the
-# handle by which kernels find them.
-ToDisk = Callable[[Tensor], Any]
+Allocate = Callable[[int], tuple[Tensor, bool]]
+# Writes a layer's packed experts [e, bytes of one], in memory from an `Allocate`, to disk. Returns
+# the handle by which kernels find them.
+WriteExperts = Callable[[Tensor], Any]
 _native: Any = native()
 _empty = torch.empty
 
 
-def new_room(num_bytes: int) -> tuple[Tensor, bool]:
-    """Allocate new memory, on huge pages if it is large enough (a `Room`)."""
+def allocate_new(num_bytes: int) -> tuple[Tensor, bool]:
+    """Allocate new memory, on huge pages if it is large enough (an `Allocate`)."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes >= HUGE:
         _native.advise_huge_pages(memory.data_ptr(), num_bytes)
@@ -146,15 +146,15 @@ class NativeLinear:
         self,
         weight_NK: Weight,
         bias_N: Tensor | None = None,
-        room: Room = new_room,
+        allocate: Allocate = allocate_new,
         lossless: bool = False,
     ) -> None:
         self._dtype = weight_NK.dtype
         self._type = TYPES[weight_NK.dtype]
         self._columns, self._depth = weight_NK.shape
         self._packing = packing_of(weight_NK, lossless=lossless)
-        self.packed, is_there = room(self._packing.bytes)
-        if not is_there:
+        self.packed, is_packed = allocate(self._packing.bytes)
+        if not is_packed:
             pack(
                 self._packing,
                 weight_NK,
@@ -199,13 +199,13 @@ class NativeHeads:
 
     __slots__ = ("_dtype", "_packed", "_packing", "_shape", "_type", "matrices")
 
-    def __init__(self, weight_HNK: Weight, room: Room = new_room) -> None:
+    def __init__(self, weight_HNK: Weight, allocate: Allocate = allocate_new) -> None:
         self._dtype = weight_HNK.dtype
         self._type = TYPES[weight_HNK.dtype]
         self._shape = tuple(weight_HNK.shape)
         self._packing = packing_of(weight_HNK)
-        self._packed, is_there = room(self._shape[0] * self._packing.bytes)
-        for head in () if is_there else range(self._shape[0]):
+        self._packed, is_packed = allocate(self._shape[0] * self._packing.bytes)
+        for head in () if is_packed else range(self._shape[0]):
             to = self._packed.data_ptr() + head * self._packing.bytes
             pack(self._packing, weight_HNK[head], to, self._packing.block_bytes, all_threads=True)
         # A reference to this object's memory, for fused blocks.

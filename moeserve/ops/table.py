@@ -52,8 +52,8 @@ class Ops:
     triton: bool = False  # the table of kernels/, which has kernels for experts, too
     asked: str = "auto"  # the `kernels` setting
     exact: bool = True  # batch-invariant: a row's bits depend on the row alone
-    room: native_layer.Room = native_layer.new_room  # allocates memory for packed weights
-    to_disk: native_layer.ToDisk | None = None  # writes packed experts to disk (expert_memory)
+    allocate: native_layer.Allocate = native_layer.allocate_new  # memory for packed weights
+    write_experts: native_layer.WriteExperts | None = None  # to disk (expert_memory)
     lossless: Lossless = "off"  # the bf16 weights that are compressed to 12 bits
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
@@ -88,16 +88,23 @@ class Ops:
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
     def packing_into(
-        self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None
+        self,
+        allocate: native_layer.Allocate,
+        write_experts: native_layer.WriteExperts | None = None,
     ) -> "Ops":
-        """Return the native table, with packed weights in memory from `room`.
+        """Return the native table, with packed weights in memory from `allocate`.
 
-        to_disk: experts are written to disk by it. Weights of `pack_heads` are not in `room`,
-        because their parameter is packed in two parts, and memory is kept by parameter.
+        write_experts: writes experts to disk. The weights of `pack_heads` are not in memory from
+            `allocate`, because their parameter is packed in two parts, and memory is kept by
+            parameter.
         """
         assert self.native
-        pack_linear = partial(native_layer.NativeLinear, room=room, lossless=self.lossless == "all")
-        return replace(self, room=room, to_disk=to_disk, pack_linear=pack_linear)
+        pack_linear = partial(
+            native_layer.NativeLinear, allocate=allocate, lossless=self.lossless == "all"
+        )
+        return replace(
+            self, allocate=allocate, write_experts=write_experts, pack_linear=pack_linear
+        )
 
     @property
     def compresses(self) -> bool:

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels here
 def test_parts_follow_each_other_until_the_memory_is_used_up() -> None:
     memory = FreshMemory(4 * HUGE)
     (first, there), (second, _), (third, _) = (
-        memory.room(100),
-        memory.room(3 * HUGE),
-        memory.room(HUGE),
+        memory.allocate(100),
+        memory.allocate(3 * HUGE),
+        memory.allocate(HUGE),
     )
     assert not there
     assert (first.nbytes, second.nbytes, third.nbytes) == (100, 3 * HUGE, HUGE)
@@ -35,18 +35,18 @@ def test_parts_follow_each_other_until_the_memory_is_used_up() -> None:
 )
 def test_pages_are_made_ahead_and_keep_what_was_written() -> None:
     memory = FreshMemory(16 * HUGE)
-    part, _ = memory.room(16 * HUGE)
+    part, _ = memory.allocate(16 * HUGE)
     part[::4096] = 7
     for thread in threading.enumerate():
         if thread.name == "fresh memory":
             thread.join()
     assert part[::4096].eq(7).all()
     rest = FreshMemory(16 * HUGE)
-    rest.room(64)
+    rest.allocate(64)
     for thread in threading.enumerate():
         if thread.name == "fresh memory":
             thread.join()
-    part, _ = rest.room(14 * HUGE)
+    part, _ = rest.allocate(14 * HUGE)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     part[HUGE:].fill_(1)  # before it lies what is no whole large page
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 8

@@ -29,7 +29,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import Room, new_room
+from moeserve.ops.native_layer import Allocate, allocate_new
 from moeserve.ops.pick import pick_ops
 from tests.comm.board import Board, BoardTensor
 from tests.moe.contract.backends import facts_of
@@ -70,8 +70,8 @@ def start(
             dtype = torch.float32 if name == "decay" else torch.bfloat16
             have[name] = cache.tensors.setdefault(name, values.repeat(3, 1).to(dtype))
             continue
-        cache.product = name
-        have[name], is_there = cache.room(size)
+        cache.weight_being_packed = name
+        have[name], is_there = cache.allocate(size)
         assert is_there == cache.found
         if not is_there:
             have[name].copy_(values)
@@ -297,12 +297,12 @@ def test_the_least_recently_used_file_makes_room(
     def names() -> set[str]:
         return {file.name[0] for file in tmp_path.glob("*.packed")}
 
-    def one(key: str, most: int, sharers: int = 1) -> None:
+    def one(key: str, limit_bytes: int, sharers: int = 1) -> None:
         for i, old in enumerate(
             sorted(tmp_path.glob("*.packed"), key=lambda file: file.stat().st_mtime_ns)
         ):
             os.utime(old, ns=(0, i))  # in their order, all long ago
-        cache = PackedCache(str(tmp_path), key, most=most, sharers=sharers)
+        cache = PackedCache(str(tmp_path), key, limit_bytes=limit_bytes, num_sharers=sharers)
         if not cache.found:
             cache.tensors = {"norm": torch.zeros(100_000, dtype=torch.uint8)}
         cache.finish()
@@ -413,17 +413,17 @@ def built(
         dtype,
     )
     ops = pick_ops("cpu", dtype, "native")
-    room = new_room
+    allocate = allocate_new
     cache = None
     make = Params
     if folder:
         cache = PackedCache(str(folder), key_of(files.identity(), plan, world, dtype, asked))
-        room = cache.room
+        allocate = cache.allocate
         make = partial(CachedParams, cache)
     packed: list[Tensor] = []
 
-    def recording(num_bytes: int, room: Room = room) -> tuple[Tensor, bool]:
-        memory, is_there = room(num_bytes)
+    def recording(num_bytes: int, allocate: Allocate = allocate) -> tuple[Tensor, bool]:
+        memory, is_there = allocate(num_bytes)
         packed.append(memory)
         return memory, is_there
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import LAYOUT, new_room, pack, packing_of
+from moeserve.ops.native_layer import LAYOUT, allocate_new, pack, packing_of
 from moeserve.ops.quantised import Quantised
 
 module: Any = native()
@@ -108,7 +108,7 @@ def test_another_layout_needs_another_number() -> None:
     sums = []
     for weight in weights:
         packing = packing_of(weight)
-        memory, _ = new_room(packing.bytes)
+        memory, _ = allocate_new(packing.bytes)
         pack(packing, weight, memory.data_ptr(), packing.block_bytes, all_threads=False)
         sums.append(checksum(memory))
     assert (LAYOUT, [hex(one) for one in sums]) == (

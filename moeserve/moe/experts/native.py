@@ -24,11 +24,11 @@ from moeserve.moe.routing import Router
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import (
     BLOCK,
+    Allocate,
     ExpertsBlock,
     NativeLinear,
-    Room,
-    ToDisk,
-    new_room,
+    WriteExperts,
+    allocate_new,
     pack,
     packing_of,
 )
@@ -58,7 +58,7 @@ class PackedNative:
         w13: Weight,
         w2: Weight,
         biased: bool,
-        room: Room = new_room,
+        allocate: Allocate = allocate_new,
         lossless: bool = False,
     ) -> tuple[PackedNative, bool]:
         """Allocate memory for weights like w13 [..., 2I, D] and w2 [..., D, I].
@@ -72,7 +72,7 @@ class PackedNative:
         num_bytes = halves * gate_up.bytes + down.bytes
         if biased:
             num_bytes += 4 * (halves * padded(hidden) + padded(width))
-        memory, is_there = room(num_experts * num_bytes)
+        memory, is_packed = allocate(num_experts * num_bytes)
         bytes_eB = memory.view(num_experts, num_bytes)
         packed = PackedNative(
             bytes_eB=bytes_eB,
@@ -84,7 +84,7 @@ class PackedNative:
             biased=biased,
             halves=halves,
         )
-        return packed, is_there
+        return packed, is_packed
 
     @property
     def parts(self) -> tuple[Tensor]:
@@ -136,7 +136,9 @@ def filled_up(bias_N: Tensor) -> Tensor:
 def make(facts: ExpertFacts) -> NativeExperts:
     """Return the native kernel."""
     ops = facts.ops
-    return NativeExperts(ops.room, to_disk=ops.to_disk, lossless=ops.lossless != "off")
+    return NativeExperts(
+        ops.allocate, write_experts=ops.write_experts, lossless=ops.lossless != "off"
+    )
 
 
 class NativeExperts(StackedExperts):
@@ -153,29 +155,29 @@ class NativeExperts(StackedExperts):
 
     def __init__(
         self,
-        room: Room = new_room,
+        allocate: Allocate = allocate_new,
         activation: Activation = SWIGLU,
-        to_disk: ToDisk | None = None,
+        write_experts: WriteExperts | None = None,
         lossless: bool = False,
     ) -> None:
-        self._room = room
+        self._allocate = allocate
         self._activation = activation
-        self._to_disk = to_disk
+        self._to_disk = write_experts
         self._lossless = lossless
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
         w = weights
-        packed, is_there = PackedNative.empty(
-            w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room, self._lossless
+        packed, is_packed = PackedNative.empty(
+            w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._allocate, self._lossless
         )
         values = w.w13_eFD.values if isinstance(w.w13_eFD, Quantised) else w.w13_eFD
         # Dummy weights are views of one random expert (loader/dummy.py): pack it once, and copy.
         are_copies = w.num_experts > 1 and values.stride(0) == 0
         num_to_pack = 1 if are_copies else w.num_experts
-        for index in range(0 if is_there else num_to_pack):
+        for index in range(0 if is_packed else num_to_pack):
             b13_F, b2_D = (None if bias is None else bias[index] for bias in (w.b13_eF, w.b2_eD))
             packed.fill(index, w.w13_eFD[index], w.w2_eDI[index], b13_F, b2_D, all_threads=True)
-        if are_copies and not is_there:
+        if are_copies and not is_packed:
             first, *others = packed.bytes_eB.numpy()
             # In threads, because page faults take longer than the copy.
             with ThreadPoolExecutor() as pool:
@@ -195,7 +197,7 @@ class NativeExperts(StackedExperts):
         return expert
 
     def stack(self, experts: Sequence[PackedNative]) -> PackedNative:
-        bytes_eB = new_room(sum(expert.bytes_eB.nbytes for expert in experts))[0].view(
+        bytes_eB = allocate_new(sum(expert.bytes_eB.nbytes for expert in experts))[0].view(
             len(experts), -1
         )
         return experts[0].of_parts(
