@@ -98,7 +98,7 @@ def speculate(count: int) -> tuple[list[str], list[str]]:
 def verdict(word: str, draft: list[str], right: bool) -> str:
     """Describe what happens to the target's word after right or wrong drafts."""
     if not right:
-        return f"{word}, dropped: behind a wrong draft"
+        return f"{word}, dropped: after a wrong draft"
     if not draft:
         return f"**{word}**, kept"
     return f"**{word}**, kept: draft {draft[0]} is {'right' if draft[0] == word else 'wrong'}"
@@ -142,13 +142,13 @@ def softmax(logits: tuple[float, ...]) -> list[float]:
 
 def main() -> None:
     words, lines = speculate(5)
-    print(f"| step | who | position | behind | {' | '.join(WORDS)} | outcome |")
+    print(f"| step | who | position | after | {' | '.join(WORDS)} | outcome |")
     print("|---" * (len(WORDS) + 5) + "|")
     print("\n".join(lines))
     print(f"\nWith drafts: {' '.join(words)}\nOne by one:  {' '.join(one_by_one(5))}")
     assert words == one_by_one(5)
     print(
-        "\n| behind | at least (1 - TV) / (1 + TV) | equal noise | rejection sampling, 1 - TV |\n"
+        "\n| after | at least (1 - TV) / (1 + TV) | equal noise | rejection sampling, 1 - TV |\n"
         "|---|---|---|---|"
     )
     for behind in WORDS:
