@@ -28,14 +28,14 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.messages import Ready, StepRecord
 
 MAX_RETRY_AFTER_S = 60.0
-# If less than an eighth of the KV blocks is free, the blocks limit the number of running sequences.
-KV_FULL = 8
-EMPTY = 0.01  # share of slots that may be empty because the queue is short
+# With a smaller share of free KV blocks, the blocks limit the number of running sequences.
+MIN_FREE_BLOCK_SHARE = 1 / 8
+MAX_EMPTY_SLOT_SHARE = 0.01  # share of slots that may be empty because the queue is short
 # Arrivals are counted over the time in which so many sequences end, and at least over this share of
 # the longest wait.
-COUNTED_ENDS = 8
-COUNTED_WAIT = 0.25
-_KEPT = 0.95  # weight of earlier measurements in the moving averages
+ARRIVAL_WINDOW_ENDS = 8
+ARRIVAL_WINDOW_WAIT_SHARE = 0.25
+_DECAY = 0.95  # weight of earlier measurements in the moving averages
 
 
 class Admission:
@@ -50,13 +50,13 @@ class Admission:
         self._stats = stats
         self._max_queued = max_queued
         self._max_wait_s = max_wait_s
-        self.unread_tokens = 0  # prompt tokens of sequences without a first token
-        self._read_tokens = 0.0  # recently prefilled tokens, cached ones included
-        self._read_s = 0.0  # seconds of the steps that prefilled them
-        self._seconds_per_end = 0.0  # moving average; 0: not measured yet
-        self._last_end_s = 0.0
-        self._arrivals = 0.0  # recent arrivals: sequences that were admitted or refused
-        self._last_arrival_s = 0.0  # time of the last arrival
+        self.num_waiting_tokens = 0  # prompt tokens of sequences without a first token
+        self._num_prefilled_tokens = 0.0  # recently, cached ones included
+        self._prefill_duration_s = 0.0  # of the steps that prefilled them
+        self._end_interval_s = 0.0  # between two ends, moving average; 0: not measured yet
+        self._last_end_at_s = 0.0  # 0: none, or a slot was free since then
+        self._num_arrivals = 0.0  # recent arrivals: sequences that were admitted or refused
+        self._last_arrival_at_s = 0.0
 
     def check(
         self,
@@ -86,90 +86,106 @@ class Admission:
         if (excess := num_live + num_more - capacity) > 0:
             raise Overloaded(
                 f"{num_live} sequences run or wait; no more are taken now",
-                retry_after_s=min(max(1.0, excess * self._seconds_per_end), MAX_RETRY_AFTER_S),
+                retry_after_s=min(max(1.0, excess * self._end_interval_s), MAX_RETRY_AFTER_S),
             )
-        num_then = num_live - num_behind + num_more
-        if num_then == num_more:
+        # The sequences that start before the last of these, and these
+        num_in_line = num_live - num_behind + num_more
+        if num_in_line == num_more:
             return
-        slots = self._slots(ready)
-        limits = [
-            limit for limit in (self._max_wait_s if num_then > slots else 0, within_s) if limit
+        num_slots = self._num_slots(ready)
+        wait_limits_s = [
+            limit_s
+            for limit_s in (self._max_wait_s if num_in_line > num_slots else 0, within_s)
+            if limit_s
         ]
-        load = (self._recent_arrivals(now_s) + num_more) * self._seconds_per_end / self._counted_s
-        wait_s = self.wait_s(num_then, ready)
-        too_much_s = (load - 1) * self._counted_s
-        if limits and wait_s > min(limits):
+        window_s = self._arrival_window_s
+        load = (self._recent_arrivals(now_s) + num_more) * self._end_interval_s / window_s
+        wait_s = self.predict_wait_s(num_in_line, ready)
+        backlog_s = (load - 1) * window_s  # until the excess of recent arrivals is served
+        if wait_limits_s and wait_s > min(wait_limits_s):
             raise Overloaded(
                 f"a new request would wait {wait_s:.1f} s for its turn, and may wait "
-                f"{min(limits):g} s",
-                retry_after_s=min(max(wait_s - min(limits), too_much_s), MAX_RETRY_AFTER_S),
+                f"{min(wait_limits_s):g} s",
+                retry_after_s=min(max(wait_s - min(wait_limits_s), backlog_s), MAX_RETRY_AFTER_S),
             )
+        # The module docstring derives this limit of the queue's length.
         if (
             self._max_wait_s
             and load > 1
-            and num_then > slots
-            and (load ** (slots + 1 - num_then) < EMPTY * slots * (load - 1))
+            and num_in_line > num_slots
+            and (
+                load ** (num_slots + 1 - num_in_line)
+                < MAX_EMPTY_SLOT_SHARE * num_slots * (load - 1)
+            )
         ):
             raise Overloaded(
                 f"{load:.1f} times as many requests arrive as can be served",
-                retry_after_s=min(too_much_s, MAX_RETRY_AFTER_S),
+                retry_after_s=min(backlog_s, MAX_RETRY_AFTER_S),
             )
 
-    def count_arrivals(self, num: int, now_s: float, unread_tokens: int = 0) -> None:
+    def count_arrivals(self, num_sequences: int, now_s: float, num_prompt_tokens: int = 0) -> None:
         """Count sequences that were admitted or refused.
 
-        unread_tokens: the prompt tokens of those that were admitted.
+        num_prompt_tokens: of those that were admitted.
         """
-        self.unread_tokens += unread_tokens
-        self._arrivals = self._recent_arrivals(now_s) + num
-        self._last_arrival_s = now_s
+        self.num_waiting_tokens += num_prompt_tokens
+        self._num_arrivals = self._recent_arrivals(now_s) + num_sequences
+        self._last_arrival_at_s = now_s
 
     def _recent_arrivals(self, now_s: float) -> float:
-        return self._arrivals * math.exp((self._last_arrival_s - now_s) / self._counted_s)
+        age_s = now_s - self._last_arrival_at_s
+        return self._num_arrivals * math.exp(-age_s / self._arrival_window_s)
 
     @property
-    def _counted_s(self) -> float:
-        return max(COUNTED_WAIT * self._max_wait_s, COUNTED_ENDS * self._seconds_per_end) or 1.0
+    def _arrival_window_s(self) -> float:
+        return (
+            max(
+                ARRIVAL_WINDOW_WAIT_SHARE * self._max_wait_s,
+                ARRIVAL_WINDOW_ENDS * self._end_interval_s,
+            )
+            or 1.0
+        )
 
-    def wait_s(self, num_live: int, ready: Ready) -> float:
+    def predict_wait_s(self, num_live: int, ready: Ready) -> float:
         """Return the predicted wait of the last of num_live sequences, in seconds."""
         num_engines = sum(engine.last is not None for engine in self._stats.engines.values()) or 1
-        reading_s = (
-            self.unread_tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
-        )
-        return (
-            reading_s / num_engines + max(0, num_live - self._slots(ready)) * self._seconds_per_end
-        )
+        prefill_s = 0.0
+        if self._num_prefilled_tokens:
+            prefill_s = (
+                self.num_waiting_tokens * self._prefill_duration_s / self._num_prefilled_tokens
+            )
+        num_excess = max(0, num_live - self._num_slots(ready))
+        return prefill_s / num_engines + num_excess * self._end_interval_s
 
-    def _slots(self, ready: Ready) -> int:
+    def _num_slots(self, ready: Ready) -> int:
         """Return how many sequences can run at once."""
         last = self._stats.last
         if (
             last is not None
             and last.num_waiting
-            and last.num_free_blocks * KV_FULL < last.num_blocks
+            and last.num_free_blocks < MIN_FREE_BLOCK_SHARE * last.num_blocks
         ):
             return min(ready.max_num_seqs, last.num_running)
         return ready.max_num_seqs
 
-    def step(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord) -> None:
         """Measure the rate of prefill in a step with prompts."""
-        read = record.num_tokens - record.num_requests + record.cached_tokens
-        if read > record.num_requests:  # otherwise all rows decode, perhaps with some drafts
-            self._read_tokens = _KEPT * self._read_tokens + read
-            self._read_s = _KEPT * self._read_s + record.device_us / 1e6
+        num_prefilled = record.num_tokens - record.num_requests + record.cached_tokens
+        if num_prefilled <= record.num_requests:
+            return  # all rows decode, perhaps with some drafts
+        self._num_prefilled_tokens = _DECAY * self._num_prefilled_tokens + num_prefilled
+        self._prefill_duration_s = _DECAY * self._prefill_duration_s + record.device_us / 1e6
 
-    def ended(self, now_s: float, num_live: int, ready: Ready) -> None:
+    def record_end(self, now_s: float, num_live: int, ready: Ready) -> None:
         """Measure the time between the ends of sequences. num_live: the remaining sequences."""
-        if num_live + 1 < self._slots(ready):
-            self._last_end_s = 0.0  # a slot was free, so the time to the next end does not count
+        if num_live + 1 < self._num_slots(ready):
+            self._last_end_at_s = 0.0  # a slot was free, so the time to the next end does not count
             return
-        if self._last_end_s:
-            seconds = now_s - self._last_end_s
-            self._seconds_per_end += (1 - _KEPT if self._seconds_per_end else 1) * (
-                seconds - self._seconds_per_end
-            )
-        self._last_end_s = now_s
+        if self._last_end_at_s:
+            interval_s = now_s - self._last_end_at_s
+            weight = 1 - _DECAY if self._end_interval_s else 1
+            self._end_interval_s += weight * (interval_s - self._end_interval_s)
+        self._last_end_at_s = now_s
 
 
 class Reservation:
@@ -254,7 +270,7 @@ class Running:
         stats.generation_tokens += 1
         if sequence.first_at is None:
             sequence.first_at = now
-            self._admission.unread_tokens -= len(sequence.owner.prompt_token_ids)
+            self._admission.num_waiting_tokens -= len(sequence.owner.prompt_token_ids)
             stats.ttft_s.add(now - sequence.owner.submitted_at)
             if sequence.started_at is not None:
                 stats.prefill_s.add(now - sequence.started_at)
@@ -275,11 +291,11 @@ class Running:
             reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens)
         )
         if sequence.first_at is None:
-            self._admission.unread_tokens -= len(owner.prompt_token_ids)
+            self._admission.num_waiting_tokens -= len(owner.prompt_token_ids)
         else:
             stats.decode_s.add(sequence.last_at - sequence.first_at)
         if not owner.num_live:
             stats.request_longest.add(max(len(s.tokens) for s in owner.sequences))
-        self._admission.ended(now, len(self.sequences), ready)
+        self._admission.record_end(now, len(self.sequences), ready)
         if not self.sequences:
             self.idle.set()

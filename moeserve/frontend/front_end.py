@@ -164,11 +164,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
             raise errors.InvalidRequest(
                 "stop strings and bad words need a tokenizer; this server runs without one"
             )
-        bad = (
-            bad_sequences(self.tokenizer, params.bad_words)
-            if self.tokenizer and params.bad_words
-            else ()
-        )
+        bad_seqs: tuple[tuple[int, ...], ...] = ()
+        if self.tokenizer and params.bad_words:
+            bad_seqs = bad_sequences(self.tokenizer, params.bad_words)
         admitted_here = reservation is None
         reservation = reservation or self.admit(params.n, priority=priority)
         try:
@@ -180,18 +178,25 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 await self.receipt_signer.weights(ready)
             # Check again: the engine may have been lost or replaced in the meantime.
             ready = self._serving()
-            samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
+            samplings = token_sampling(
+                params,
+                len(prompt),
+                ready,
+                bad_seqs=bad_seqs,
+                grammar=grammar,
+                known_processors=self._processors,
+            )
             generation = Generation(
                 prompt,
                 params,
-                request_id,
-                monotonic(),
-                self.drop,
-                priority,
-                salt,
-                marked or parser is not None,
+                request_id=request_id,
+                submitted_at=monotonic(),
+                abort=self.drop,
+                priority=priority,
+                salt=salt,
+                marked=marked or parser is not None,
             )
-            generation.begin(samplings, self.rids, self.tokenizer, parser)
+            generation.create_sequences(samplings, self.rids, self.tokenizer, parser)
             reservation.use(params.n)
             self.running.add(generation.sequences)
         finally:
@@ -371,7 +376,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         now = monotonic()
         if out.record is not None:
             self.stats.step(out.record)
-            self._admission.step(out.record)
+            self._admission.record_step(out.record)
             self.running.note_starts(out.started, now - out.record.device_us / 1e6)
         rids = memoryview(out.rids).cast("q")
         tokens = memoryview(out.tokens).cast("i")
@@ -433,7 +438,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """
         if self.receipt_signer is None or last.finish_reason == "abort":
             return None  # the end of an aborted sequence cannot be reproduced
-        if sequence.owner.lags or not (sequence.sampling.receipt or self.receipt_signer.logs):
+        if sequence.owner.lacks_text or not (sequence.sampling.receipt or self.receipt_signer.logs):
             return None
         assert self.ready is not None
         return self.receipt_signer.finish(sequence, last, self.ready, logged=not ended_before)

@@ -84,10 +84,10 @@ class Sequence:
     index: int
     owner: "Generation"
     sampling: TokenSampling
-    detok: Detokenizer | None = None
-    stops: StopMatcher | None = None
+    detokenizer: Detokenizer | None = None
+    stop_matcher: StopMatcher | None = None
     parser: AnswerParser | None = None
-    reasoning: bool = False  # whether the parser's latest part is reasoning
+    is_reasoning: bool = False  # whether the parser's latest part is reasoning
     tokens: list[int] = field(default_factory=list)  # generated so far
     started_at: float | None = None  # when its first step began
     digests: list[bytes] = field(default_factory=list)  # of logits, if requested; may be too many
@@ -105,17 +105,19 @@ class Sequence:
         if token >= 0:
             self.tokens.append(token)
         # A token that only completes a grammar is no stop token.
-        ends = finish == FinishReason.STOP and token in self.sampling.stop_ids
-        shown = not ends or self.owner.params.include_stop_str_in_output
-        text = self.detok.push(token) if self.detok is not None and token >= 0 and shown else ""
+        is_stop_token = finish == FinishReason.STOP and token in self.sampling.stop_ids
+        is_shown = not is_stop_token or self.owner.params.include_stop_str_in_output
+        text = ""
+        if self.detokenizer is not None and token >= 0 and is_shown:
+            text = self.detokenizer.push(token)
         delta = Delta(self.index, text, [token] if token >= 0 else [])
         if finish:
             delta.finish_reason = FinishReason.NAMES[finish]
             delta.stop_reason = out.stop_ids.get(self.rid)
-            if self.detok is not None:
-                delta.text += self.detok.flush()
-        if self.stops is not None:
-            self._cut(delta)
+            if self.detokenizer is not None:
+                delta.text += self.detokenizer.flush()
+        if self.stop_matcher is not None:
+            self._hold_back_stops(delta)
         if self.parser is not None:
             self.read(delta)
         if out.logprobs and (rows := out.logprobs.get(self.rid)):
@@ -135,19 +137,19 @@ class Sequence:
         assert self.parser is not None
         delta.parts = self.parser.push(delta.text, final=delta.finish_reason is not None)
         if delta.parts:
-            self.reasoning = delta.parts[-1].kind == "reasoning"
-        delta.num_reasoning = len(delta.token_ids) if self.reasoning else 0
+            self.is_reasoning = delta.parts[-1].kind == "reasoning"
+        delta.num_reasoning = len(delta.token_ids) if self.is_reasoning else 0
 
-    def _cut(self, delta: Delta) -> None:
+    def _hold_back_stops(self, delta: Delta) -> None:
         """Hold back text that may become a stop string, and end the sequence at the first one."""
-        assert self.stops is not None
-        searching = len(self.tokens) >= self.owner.params.min_tokens
-        delta.text, found = self.stops.push(delta.text, active=searching)
-        if found is not None:
+        assert self.stop_matcher is not None
+        may_stop = len(self.tokens) >= self.owner.params.min_tokens
+        delta.text, stop = self.stop_matcher.push(delta.text, active=may_stop)
+        if stop is not None:
             delta.finish_reason = "stop"
-            delta.stop_reason = found
+            delta.stop_reason = stop
         elif delta.finish_reason is not None:
-            delta.text += self.stops.flush()
+            delta.text += self.stop_matcher.flush()
 
 
 class Generation:
@@ -190,15 +192,16 @@ class Generation:
         self.pause: Callable[[], Awaitable[None]] | None = None  # awaited before each delta
         self.stream: StreamLog | None = None  # the log of a resumable request
         # Whether it has tokens but no text yet, so that only a replay will find stop strings.
-        self.lags = False
+        self.lacks_text = False
         # Called when the reader is gone.
         self.leave: Callable[[Generation], None] = Generation.abort
         self._abort = abort
+        # Unread deltas, by index of the sequence if they are merged
         self._pending: dict[object, Delta] = {}
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
 
-    def begin(
+    def create_sequences(
         self,
         samplings: list[TokenSampling],
         rids: Iterator[int],
@@ -211,12 +214,12 @@ class Generation:
             sequence = Sequence(next(rids), index, self, sampling)
             if tokenizer is not None:
                 pieces = tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
-                sequence.detok = Detokenizer(
+                sequence.detokenizer = Detokenizer(
                     tokenizer.marked_pieces if self.marked else pieces, self.prompt_token_ids
                 )
             sequence.parser = parser and parser()
             if params.stop_strings:
-                sequence.stops = StopMatcher(
+                sequence.stop_matcher = StopMatcher(
                     params.stop_strings, include_stop=params.include_stop_str_in_output
                 )
             self.sequences.append(sequence)
@@ -225,9 +228,9 @@ class Generation:
         """Add a delta, merged with an unread one of the same sequence. Called by the front end,
         which then calls `deliver`.
         """
-        held = self._pending.setdefault(delta.index if self.merges else object(), delta)
-        if held is not delta:
-            held.append(delta)
+        unread = self._pending.setdefault(delta.index if self.merges else object(), delta)
+        if unread is not delta:
+            unread.append(delta)
 
     def deliver(self) -> None:
         """Pass deltas to the taker until it declines one, then wake the reader. Called by the front
@@ -364,9 +367,10 @@ def token_sampling(
     The parameters must have passed `SamplingParams.check`, and the prompt `check_request`.
     known_processors: names of logits processors. Raises InvalidRequest for an unknown one.
     """
-    room = ready.max_model_len - prompt_len
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    ends = () if params.ignore_eos else ready.eos_token_ids
+    max_tokens = ready.max_model_len - prompt_len
+    if params.max_tokens is not None:
+        max_tokens = min(params.max_tokens, max_tokens)
+    eos_ids = () if params.ignore_eos else ready.eos_token_ids
     allowed = params.allowed_token_ids
     seed = params.seed
     if seed is None or seed == RANDOM_SEED:
@@ -380,7 +384,7 @@ def token_sampling(
         **{name: getattr(params, name) for name in LogitParams.__struct_fields__} | resolved,
         seed=0,
         max_tokens=max_tokens,
-        stop_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))),
+        stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,
@@ -388,8 +392,10 @@ def token_sampling(
         if params.logits_processors
         else (),
     )
-    each = [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
-    return [each[0], *(msgspec.structs.replace(other, prompt_logprobs=None) for other in each[1:])]
+    first, *others = [
+        msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)
+    ]
+    return [first, *(msgspec.structs.replace(other, prompt_logprobs=None) for other in others)]
 
 
 def submission(sequence: Sequence) -> Submit:

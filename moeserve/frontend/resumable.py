@@ -218,7 +218,7 @@ class Resumable:
         )
         fresh.merges = False
         fresh.pause = self.slices.pause
-        fresh.begin(entry.samplings, iter(entry.rids), self._tokenizer, parser)
+        fresh.create_sequences(entry.samplings, iter(entry.rids), self._tokenizer, parser)
         stream.newest = fresh
         replays = [
             _SequenceReplay(sequence, log, cuts.get(sequence.index, ()))
@@ -302,13 +302,13 @@ class Resumable:
             salt=entry.salt,
             marked=entry.marked,
         )
-        generation.begin(entry.samplings, iter(entry.rids), None, None)
+        generation.create_sequences(entry.samplings, iter(entry.rids), None, None)
         for sequence, known in zip(generation.sequences, logs, strict=True):
             sequence.tokens = known.tokens
             sequence.digests = known.digests.copy()
             sequence.ended = bool(known.finish)
             generation.num_live -= sequence.ended
-        generation.lags = bool(entry.params.stop_strings)
+        generation.lacks_text = bool(entry.params.stop_strings)
         if not self._keep(entry, logs, generation):
             raise Overloaded("this server has no room for more resumable streams")
         self.leave(generation)
@@ -317,7 +317,7 @@ class Resumable:
     async def catch_up(self) -> None:
         """Replay the adopted streams that have stop strings, in the background."""
         for stream in list(self._streams.values()):
-            if not stream.generation.lags or stream.newest is not None:
+            if not stream.generation.lacks_text or stream.newest is not None:
                 continue  # it has no stop strings, or its reader replays it
             try:
                 fresh = await self._replayed(stream, None, {}, 0)

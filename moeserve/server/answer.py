@@ -97,7 +97,7 @@ async def stream_answer(
 
 def _send_now(stream: SseStream, writer: StreamWriter, delta: Delta) -> bool:
     """Send a delta at once and return True, unless it is the last one or the socket is full."""
-    if delta.finish_reason is not None or not stream.free:
+    if delta.finish_reason is not None or not stream.can_write:
         return False
     if frames := writer.frames(0, delta):
         stream.write(frames)

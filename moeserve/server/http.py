@@ -26,11 +26,13 @@ HEAD_TIMEOUT_S = 30.0
 MAX_PATH_BYTES = 8190
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 16 * 1024
-MAX_FILES = 65_536
-MIN_FILES = 64  # sockets and files of the server itself
-RESERVED_FILES = 128  # for engines, checkpoints and logs; the rest is for connections
-FIRST_PROBE_S = 0.25  # pause after the first probe of a half-closed connection; doubled each time
-MAX_PROBE_S = 4.0
+MAX_OPEN_FILES = 65_536
+MIN_OPEN_FILES = 64  # sockets and files of the server itself
+NUM_RESERVED_FILES = 128  # for engines, checkpoints and logs; the rest is for connections
+FIRST_PROBE_PAUSE_S = (
+    0.25  # pause after the first probe of a half-closed connection; doubled each time
+)
+MAX_PROBE_PAUSE_S = 4.0
 STALL_S = 30.0  # a stream is dropped if its client reads nothing for this long
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -81,7 +83,7 @@ class Connection(RequestHandler):
     """One client connection."""
 
     # When an incomplete request head began to arrive. The first head's time starts at connect.
-    head_since: float | None = None
+    head_began_at_s: float | None = None
     half_closed = False  # the client has closed its sending side, and waits for its answers
 
     def __init__(
@@ -91,7 +93,7 @@ class Connection(RequestHandler):
         self._server = server
         self._num_answered = 0
         self._is_answering = False  # the head of a non-streamed answer may have been sent
-        self._last: tuple[Any, Any] | None = None  # head and body of the last request
+        self._last_message: tuple[Any, Any] | None = None  # head and body of the last request
 
     @property
     def idle(self) -> bool:
@@ -100,7 +102,7 @@ class Connection(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.head_since = self._loop.time()
+        self.head_began_at_s = self._loop.time()
         self._server.idle[self] = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -110,12 +112,12 @@ class Connection(RequestHandler):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._messages:
-            self._last = self._messages[-1]
+            self._last_message = self._messages[-1]
         if not self.idle:
-            self.head_since = None
+            self.head_began_at_s = None
             self._server.idle.pop(self, None)
-        elif self.head_since is None:
-            self.head_since = self._loop.time()
+        elif self.head_began_at_s is None:
+            self.head_began_at_s = self._loop.time()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -138,10 +140,10 @@ class Connection(RequestHandler):
         A client that has received a part of a stream counts as disconnected.
         """
         super().eof_received()
-        if self.transport is None or self._has_begun() or not self._awaits_answer():
+        if self.transport is None or self._has_sent_head() or not self._awaits_answer():
             return False
         self.half_closed = True
-        self._probe_client(FIRST_PROBE_S)
+        self._probe_client(FIRST_PROBE_PAUSE_S)
         return True
 
     def _awaits_answer(self) -> bool:
@@ -149,10 +151,10 @@ class Connection(RequestHandler):
 
         asyncio closes TLS in both directions at once.
         """
-        if self.idle or self._last is None:
+        if self.idle or self._last_message is None:
             return False
         assert self.transport is not None
-        head, body = self._last
+        head, body = self._last_message
         return (
             isinstance(head, RawRequestMessage)
             and head.version == HttpVersion11
@@ -160,7 +162,7 @@ class Connection(RequestHandler):
             and self.transport.get_extra_info("ssl_object") is None
         )
 
-    def _has_begun(self) -> bool:
+    def _has_sent_head(self) -> bool:
         """Return whether a handler has sent the head of a stream."""
         request = self._current_request
         return request is not None and request.writer.output_size > 0
@@ -178,9 +180,9 @@ class Connection(RequestHandler):
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not (self._has_begun() or self._is_answering):
+        if not (self._has_sent_head() or self._is_answering):
             self.transport.write(_CONTINUE)
-        self._loop.call_later(pause_s, self._probe_client, min(2 * pause_s, MAX_PROBE_S))
+        self._loop.call_later(pause_s, self._probe_client, min(2 * pause_s, MAX_PROBE_PAUSE_S))
 
     def handle_error(
         self,
@@ -230,16 +232,17 @@ def _parse_error(error: BaseException | None) -> HttpError:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files as far as allowed, up to MAX_FILES. Each connection needs one.
+    """Raise the limit of open files as far as allowed, up to MAX_OPEN_FILES.
 
-    Raises ConfigError if the limit is too low for the sockets to the engine.
+    Each connection needs one. Raises ConfigError if the limit is too low for the sockets to the
+    engine.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if wanted < MIN_FILES:
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if wanted < MIN_OPEN_FILES:
         raise ConfigError(
-            f"this process may open {wanted} files at a time, a server needs {MIN_FILES} at least;"
-            " raise the limit: ulimit -n 1024"
+            f"this process may open {wanted} files at a time, a server needs {MIN_OPEN_FILES} at "
+            "least; raise the limit: ulimit -n 1024"
         )
     if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -253,7 +256,9 @@ class HttpServer(web.Server):
     """
 
     def __init__(self, handler: Handler, keepalive_s: float) -> None:
-        self._room = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES, 16)
+        self._max_connections = max(
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_RESERVED_FILES, 16
+        )
         self.idle: dict[Connection, None] = {}  # in the order in which they became idle
         super().__init__(
             handler,
@@ -269,7 +274,7 @@ class HttpServer(web.Server):
 
     def __call__(self) -> RequestHandler:
         """Return the protocol of a new connection."""
-        if len(self._connections) >= self._room:
+        if len(self._connections) >= self._max_connections:
             self._close_oldest_idle()
         return Connection(self, self._loop, **self._kwargs)
 
@@ -290,7 +295,7 @@ class HttpServer(web.Server):
         now = self._loop.time()
         for connection in self.connections:
             assert isinstance(connection, Connection)
-            if connection.head_since is None or now - connection.head_since <= timeout_s:
+            if connection.head_began_at_s is None or now - connection.head_began_at_s <= timeout_s:
                 continue
             try:
                 connection.refuse_slow_head()
@@ -303,9 +308,9 @@ class SseStream:
     """One response of server-sent events.
 
     `start` sends the status line, so an error can set the status until then. While the socket
-    accepts data (`free`), each delta is one `write`. When the socket is full, `send` waits, and the
-    front end merges the deltas that arrive meanwhile into one. So a slow reader takes at most the
-    memory of its own answer.
+    accepts data (`can_write`), each delta is one `write`. When the socket is full, `send` waits,
+    and the front end merges the deltas that arrive meanwhile into one. So a slow reader takes at
+    most the memory of its own answer.
     """
 
     def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
@@ -331,7 +336,7 @@ class SseStream:
         self._transport = writer.transport
 
     @property
-    def free(self) -> bool:
+    def can_write(self) -> bool:
         """Whether `write` may be called: the socket is open and has taken all bytes so far."""
         transport = self._transport
         return (
@@ -391,19 +396,19 @@ class StreamWatch:
         """Run until cancelled."""
         try:
             interval_s = min(self._ping_s, self._stall_s, 4.0) / 4
-            await every(interval_s, self._look_at_all, name="streams")
+            await every(interval_s, self._check_all, name="streams")
         finally:
             await cancel(*self._pings)
 
-    def _look_at_all(self) -> None:
+    def _check_all(self) -> None:
         for stream in list(self._streams):
             try:
-                self._look_at(stream)
+                self._ping_or_drop(stream)
             except Exception as error:
                 log_error("streams", error)
                 stream.drop()
 
-    def _look_at(self, stream: SseStream) -> None:
+    def _ping_or_drop(self, stream: SseStream) -> None:
         silent_s = asyncio.get_running_loop().time() - stream.sent_at
         if stream.sending and silent_s > self._stall_s:
             stream.drop()

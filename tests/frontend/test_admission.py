@@ -45,11 +45,11 @@ def admission(max_wait_s: float = 1.0) -> Admission:
     """
     found = Admission(FrontStats(), 100, max_wait_s)
     for step in range(200):
-        found.step(STEP)
-        found.step(
+        found.record_step(STEP)
+        found.record_step(
             msgspec.structs.replace(STEP, num_tokens=1)
         )  # decoding tells nothing about reading
-        found.ended(0.25 * step, 4, READY)
+        found.record_end(0.25 * step, 4, READY)
     return found
 
 
@@ -112,10 +112,10 @@ def test_what_came_too_much_comes_back_when_it_could_have_been_served() -> None:
 
 def test_the_wait_is_for_prompts_and_for_places() -> None:
     found = admission()
-    assert found.wait_s(3, READY) == 0
-    found.unread_tokens = 100
-    assert found.wait_s(3, READY) == pytest.approx(0.5, rel=0.02)
-    assert found.wait_s(6, READY) == pytest.approx(0.5 + 2 * 0.25, rel=0.02)
+    assert found.predict_wait_s(3, READY) == 0
+    found.num_waiting_tokens = 100
+    assert found.predict_wait_s(3, READY) == pytest.approx(0.5, rel=0.02)
+    assert found.predict_wait_s(6, READY) == pytest.approx(0.5 + 2 * 0.25, rel=0.02)
 
 
 def test_what_would_wait_too_long_is_refused_with_the_time_until_it_would_not() -> None:
@@ -124,7 +124,7 @@ def test_what_would_wait_too_long_is_refused_with_the_time_until_it_would_not() 
     with pytest.raises(Overloaded) as caught:
         found.check(9, 1, READY, NOW_S)
     assert caught.value.retry_after_s == pytest.approx(6 * 0.25 - 1, rel=0.02)
-    found.unread_tokens = 1000  # takes 5 s, but a place is free
+    found.num_waiting_tokens = 1000  # takes 5 s, but a place is free
     found.check(3, 1, READY, NOW_S)
     with pytest.raises(Overloaded, match=r"may wait 0\.1 s"):
         found.check(3, 1, READY, NOW_S, within_s=0.1)
@@ -142,7 +142,7 @@ def test_sequences_that_let_it_pass_are_no_reason_to_wait() -> None:
 
 def test_an_idle_server_takes_whatever_fits() -> None:
     found = admission(max_wait_s=0.01)
-    found.unread_tokens = 0
+    found.num_waiting_tokens = 0
     found.check(0, 50, READY, NOW_S)
     with pytest.raises(InvalidRequest):
         found.check(0, 105, READY, NOW_S)
@@ -153,11 +153,11 @@ def test_full_blocks_limit_the_places() -> None:
     found._stats.engines[0].last = msgspec.structs.replace(
         STEP, num_running=2, num_waiting=1, num_free_blocks=5
     )
-    assert found.wait_s(4, READY) == pytest.approx(2 * 0.25, rel=0.02)
+    assert found.predict_wait_s(4, READY) == pytest.approx(2 * 0.25, rel=0.02)
 
 
 def test_ends_with_free_places_are_no_measure() -> None:
     found = admission()
     for second in range(1000, 1100, 10):
-        found.ended(second, 1, READY)
-    assert found.wait_s(5, READY) == pytest.approx(0.25, rel=0.02)
+        found.record_end(second, 1, READY)
+    assert found.predict_wait_s(5, READY) == pytest.approx(0.25, rel=0.02)

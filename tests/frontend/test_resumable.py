@@ -113,7 +113,7 @@ async def test_a_takeover_lets_the_loop_turn(front, engine, tokenizer, monkeypat
     monkeypatch.setattr(slices, "monotonic", lambda: next(clock) * row_s)
     turns = await iterations_during(front.resumable.catch_up())
     assert 4 * 1000 / 12 < turns < 4 * 1000 / 5
-    assert not any(front.resumable.generation(log).lags for log in logs)
+    assert not any(front.resumable.generation(log).lacks_text for log in logs)
 
 
 async def test_streams_taken_over_are_computed_at_once_and_read_later(front, engine, tokenizer):

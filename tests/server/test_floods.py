@@ -43,7 +43,7 @@ async def patient(live):
 
     async def start(**limits: float) -> int:
         server = HttpServer(App(live.context, ROUTES), keepalive_s=60.0)
-        server._room = limits.get("room", server._room)
+        server._max_connections = limits.get("room", server._max_connections)
         acceptor = await asyncio.get_running_loop().create_server(
             server, "127.0.0.1", 0, backlog=1024
         )
@@ -222,7 +222,7 @@ def test_the_file_limit_is_raised_to_what_is_allowed():
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
     try:
         http.raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, http.MAX_FILES), hard)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, http.MAX_OPEN_FILES), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

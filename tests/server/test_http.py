@@ -212,7 +212,7 @@ async def test_a_client_that_sends_no_more_gets_its_answers(live):
     async with asyncio.timeout(20):
         while not live.engine.rows:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        await asyncio.sleep(2 * http_module.FIRST_PROBE_S)
+        await asyncio.sleep(2 * http_module.FIRST_PROBE_PAUSE_S)
         assert live.engine.rows
         live.engine.gate.set()
         answer = await reader.read()
