@@ -136,12 +136,12 @@ async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
         if joining.done():
             joining.result()
         coordinator = await opening
-        tasks.add(breaking := loop.create_task(coordinator.broken()))
-        await asyncio.wait({joining, breaking}, return_when=asyncio.FIRST_COMPLETED)
+        tasks.add(losing := loop.create_task(coordinator.wait_lost()))
+        await asyncio.wait({joining, losing}, return_when=asyncio.FIRST_COMPLETED)
         if coordinator.lost is not None:
             raise coordinator.lost
         await joining
-        breaking.cancel()
+        losing.cancel()
         return coordinator
     except BaseException as error:
         missing = error.missing if isinstance(error, PeerLost) else ()

@@ -33,9 +33,9 @@ from moeserve.errors import ConfigError, PeerLost, StepSkew
 MAX_FRAME_BYTES = 1 << 20
 # A follower's deadline is longer by this factor, so that the leader, which knows who is silent,
 # reports it first.
-FOLLOWER_WAITS = 1.25
+FOLLOWER_FACTOR = 1.25
 # The first vote's deadline is longer by this factor, because engines may still load experts.
-FIRST_VOTE = 10
+FIRST_VOTE_FACTOR = 10
 
 
 class Votes(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -80,57 +80,60 @@ class _Coordinator:
         self.epoch = members.epoch
         self._loop = asyncio.get_running_loop()
         self._step = 0  # the step of the open vote, or else of the next one
-        self._open: asyncio.Future[Decision] | None = None  # the open vote's decision
-        self._woken = asyncio.Event()  # also set when the group is lost
+        self._decision: asyncio.Future[Decision] | None = None  # of the open vote
+        # Another engine has voted in the next step, or the group is lost.
+        self._wake_event = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None  # the open vote's deadline
         self._lost: asyncio.Future[PeerLost] = self._loop.create_future()
         self._streams: dict[int, AsyncStream[Any]] = {}  # engine -> stream
 
     @property
-    def woken(self) -> bool:
-        """Whether, after a PARK, another engine has voted in the next step and waits for us."""
-        return self._woken.is_set() and not self._lost.done()
+    def is_woken(self) -> bool:
+        """Whether another engine has voted in the next step, after a decision to sleep
+        (`Action.PARK`), and waits for this engine's vote.
+        """
+        return self._wake_event.is_set() and not self._lost.done()
 
     @property
     def lost(self) -> PeerLost | None:
         """The error that broke the group; None while it works."""
         return self._lost.result() if self._lost.done() else None
 
-    async def broken(self) -> None:
+    async def wait_lost(self) -> None:
         """Wait until the group is broken."""
         await asyncio.shield(self._lost)
 
     async def decide(self, vote: Vote) -> Decision:
         """Vote, and return the decision of all engines. Raises PeerLost or StepSkew."""
-        assert self._open is None, "one vote at a time"
+        assert self._decision is None, "one vote at a time"
         assert vote.epoch == self.epoch, (vote.epoch, self.epoch)
         self._raise_if_lost()
-        self._woken.clear()
-        self._open = self._loop.create_future()
-        self._cast(vote)
+        self._wake_event.clear()
+        self._decision = self._loop.create_future()
+        self._submit(vote)
         try:
-            return await self._open
+            return await self._decision
         except asyncio.CancelledError:
             # The other engines' votes are lost, so this engine cannot take part any more.
             self.close()
             raise
         finally:
-            self._open = None
+            self._decision = None
 
     async def wait_woken(self) -> None:
-        """Wait until `woken` is true. Raises PeerLost."""
-        await self._woken.wait()
+        """Wait until `is_woken` is true. Raises PeerLost."""
+        await self._wake_event.wait()
         self._raise_if_lost()
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
         """Close the connections. The cause and the missing ranks are sent to the other engines."""
-        self._end(PeerLost(cause or "this engine left the vote", missing))
+        self._lose_group(PeerLost(cause or "this engine left the vote", missing))
 
-    def _cast(self, vote: Vote) -> None:
+    def _submit(self, vote: Vote) -> None:
         """Submit this engine's vote."""
         raise NotImplementedError
 
-    def _overdue(self) -> None:
+    def _on_deadline(self) -> None:
         """End the group, because the open vote's deadline has passed."""
         raise NotImplementedError
 
@@ -139,19 +142,23 @@ class _Coordinator:
             raise PeerLost(str(lost), lost.missing)
 
     @property
-    def _voting(self) -> bool:
-        return self._open is not None and not self._open.done()
+    def _is_voting(self) -> bool:
+        return self._decision is not None and not self._decision.done()
 
     def _wake(self) -> None:
-        if not self._voting:
-            self._woken.set()
+        if not self._is_voting:
+            self._wake_event.set()
 
-    def _set_deadline(self, times: float = 1.0) -> None:
-        if self._timer is None:
-            deadline_s = times * self.members.deadline_s * (1 if self._step else FIRST_VOTE)
-            self._timer = self._loop.call_later(deadline_s, self._overdue)
+    def _start_timer(self, factor: float = 1.0) -> None:
+        """Start the timer of the open vote, unless it runs. factor: of the members' deadline."""
+        if self._timer is not None:
+            return
+        if self._step == 0:
+            factor *= FIRST_VOTE_FACTOR
+        timeout_s = factor * self.members.deadline_s
+        self._timer = self._loop.call_later(timeout_s, self._on_deadline)
 
-    def _finish(self, votes: list[Vote]) -> Decision | None:
+    def _finish_vote(self, votes: list[Vote]) -> Decision | None:
         """Set the open vote's decision and return it.
 
         Return None if the votes do not match, or if the vote was cancelled.
@@ -159,19 +166,19 @@ class _Coordinator:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        assert self._open is not None
-        if self._open.done():  # it was cancelled, and `decide` will close the connections
+        assert self._decision is not None
+        if self._decision.done():  # it was cancelled, and `decide` will close the connections
             return None
         self._step += 1
         try:
             decision = decide(votes)
         except StepSkew as error:
-            self._open.set_exception(error)
+            self._decision.set_exception(error)
             return None
-        self._open.set_result(decision)
+        self._decision.set_result(decision)
         return decision
 
-    def _end(self, lost: PeerLost) -> None:
+    def _lose_group(self, lost: PeerLost) -> None:
         """Close the connections, and fail the open vote. Only the first call has an effect."""
         if self._lost.done():
             return
@@ -182,15 +189,15 @@ class _Coordinator:
         for stream in self._streams.values():
             stream.send(leaving)
             stream.close()
-        self._woken.set()
-        if self._open is not None and not self._open.done():
-            self._open.set_exception(PeerLost(str(lost), lost.missing))
+        self._wake_event.set()
+        if self._decision is not None and not self._decision.done():
+            self._decision.set_exception(PeerLost(str(lost), lost.missing))
 
-    def _left(self, engine: int, leaving: Leaving) -> None:
-        self._end(PeerLost(f"engine {engine} left: {leaving.cause}", leaving.missing))
+    def _on_leaving(self, engine: int, leaving: Leaving) -> None:
+        self._lose_group(PeerLost(f"engine {engine} left: {leaving.cause}", leaving.missing))
 
-    def _died(self, engine: int, cause: str) -> None:
-        self._end(_engines_lost(self.members, [engine], cause))
+    def _on_stream_lost(self, engine: int, cause: str) -> None:
+        self._lose_group(_engines_lost(self.members, [engine], cause))
 
 
 class _Leader(_Coordinator):
@@ -217,37 +224,38 @@ class _Leader(_Coordinator):
         super().__init__(members)
         self._num_engines = len(followers) + 1
         self._votes: dict[int, Vote] = {}  # engine -> its vote in the open step
-        self._parked = False  # the last decision was PARK, and no engine has voted since
+        self._is_parked = False  # the last decision was PARK, and no engine has voted since
         self._streams = {
             peer.rank: AsyncStream[Vote | Leaving](
                 link,
                 Vote | Leaving,
-                partial(self._heard, peer.rank),
-                partial(self._died, peer.rank),
+                partial(self._on_message, peer.rank),
+                partial(self._on_stream_lost, peer.rank),
                 MAX_FRAME_BYTES,
             )
             for peer, link in followers.items()
         }
 
-    def _cast(self, vote: Vote) -> None:
-        self._take(0, vote)
+    def _submit(self, vote: Vote) -> None:
+        self._add_vote(0, vote)
 
-    def _heard(self, engine: int, msg: Vote | Leaving) -> None:
+    def _on_message(self, engine: int, msg: Vote | Leaving) -> None:
         if isinstance(msg, Leaving):
-            self._left(engine, msg)
+            self._on_leaving(engine, msg)
         elif engine in self._votes:
+            # The stream reports it as invalid data and breaks.
             raise ValueError(f"a second vote in step {self._step}")
         else:
-            self._take(engine, msg)
+            self._add_vote(engine, msg)
 
-    def _take(self, engine: int, vote: Vote) -> None:
+    def _add_vote(self, engine: int, vote: Vote) -> None:
         self._votes[engine] = vote
         if len(self._votes) == self._num_engines:
             self._distribute()
             return
-        self._set_deadline()
-        if self._parked:  # this is the first vote since: wake all other engines, once
-            self._parked = False
+        self._start_timer()
+        if self._is_parked:  # this is the first vote since: wake all other engines, once
+            self._is_parked = False
             wake = frame(Wake(self._step))
             for other, stream in list(self._streams.items()):
                 if other != engine:
@@ -262,12 +270,12 @@ class _Leader(_Coordinator):
             for stream in list(self._streams.values()):
                 stream.send(answer)
         if not self._lost.done():
-            decision = self._finish(votes)
-            self._parked = decision is not None and decision.action is Action.PARK
+            decision = self._finish_vote(votes)
+            self._is_parked = decision is not None and decision.action is Action.PARK
 
-    def _overdue(self) -> None:
+    def _on_deadline(self) -> None:
         silent = [engine for engine in range(self._num_engines) if engine not in self._votes]
-        self._end(
+        self._lose_group(
             _engines_lost(
                 self.members, silent, f"did not vote in step {self._step} of epoch {self.epoch}"
             )
@@ -296,28 +304,32 @@ class _Follower(_Coordinator):
 
     def __init__(self, members: Members, link: KeyedSocket) -> None:
         super().__init__(members)
-        lost = partial(self._died, 0)
         self._streams[0] = AsyncStream(
-            link, Votes | Wake | Leaving, self._heard, lost, MAX_FRAME_BYTES
+            link,
+            Votes | Wake | Leaving,
+            self._on_message,
+            partial(self._on_stream_lost, 0),
+            MAX_FRAME_BYTES,
         )
 
-    def _cast(self, vote: Vote) -> None:
-        self._set_deadline(FOLLOWER_WAITS)
+    def _submit(self, vote: Vote) -> None:
+        self._start_timer(FOLLOWER_FACTOR)
         self._streams[0].send(frame(vote))
 
-    def _heard(self, msg: Votes | Wake | Leaving) -> None:
+    def _on_message(self, msg: Votes | Wake | Leaving) -> None:
         if isinstance(msg, Leaving):
-            self._left(0, msg)
+            self._on_leaving(0, msg)
         elif isinstance(msg, Wake):
             if msg.step >= self._step:  # otherwise it is stale
                 self._wake()
-        elif self._voting:
-            self._finish(msg.votes)
+        elif self._is_voting:
+            self._finish_vote(msg.votes)
         else:
+            # The stream reports it as invalid data and breaks.
             raise ValueError(f"votes while this engine does not vote, in step {self._step}")
 
-    def _overdue(self) -> None:
-        self._end(
+    def _on_deadline(self) -> None:
+        self._lose_group(
             _engines_lost(
                 self.members, [0], f"did not answer in step {self._step} of epoch {self.epoch}"
             )

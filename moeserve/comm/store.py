@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch.distributed
 
-from moeserve.comm.dp_coordinator import FOLLOWER_WAITS, Leaving
+from moeserve.comm.dp_coordinator import FOLLOWER_FACTOR, Leaving
 from moeserve.comm.members import Members
 from moeserve.comm.stream import (
     AsyncStream,
@@ -60,7 +60,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         self._address = to_address(members.store)
         self._values: dict[str, bytes] = {}
         self._lost: PeerLost | None = None
-        self._changed = threading.Condition()  # guards `_values` and `_lost`
+        self._condition = threading.Condition()  # guards `_values` and `_lost`
         self._streams: dict[int, AsyncStream[Put | Leaving]] = {}
         self._loop = asyncio.new_event_loop()
         # `_serve` itself handles its errors by closing the store.
@@ -70,7 +70,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
     def set(self, key: str, value: bytes) -> None:
         """Set a key's value on all ranks, including those that connect later."""
         put = Put(key, value)
-        self._keep(put)
+        self._store(put)
         with suppress(RuntimeError):  # the store is closed, which waits report
             self._loop.call_soon_threadsafe(self._send, put)
 
@@ -81,15 +81,15 @@ class MembersStore(dist.Store):  # type: ignore[misc]
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
         """Wait until all keys have values. limit: the members' deadline if None."""
-        limit_s = (
-            FOLLOWER_WAITS * self._members.deadline_s if limit is None else limit.total_seconds()
-        )
-        with self._changed:
-            self._changed.wait_for(lambda: self.check(keys) or self._lost is not None, limit_s)
+        timeout_s = FOLLOWER_FACTOR * self._members.deadline_s
+        if limit is not None:
+            timeout_s = limit.total_seconds()
+        with self._condition:
+            self._condition.wait_for(lambda: self.check(keys) or self._lost is not None, timeout_s)
             if not self.check(keys):
-                absent = ", ".join(key for key in keys if key not in self._values)
+                missing_keys = ", ".join(key for key in keys if key not in self._values)
                 raise self._lost or PeerLost(
-                    f"the store was told nothing of {absent} within {limit_s:g} s"
+                    f"the store was told nothing of {missing_keys} within {timeout_s:g} s"
                 )
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -105,9 +105,9 @@ class MembersStore(dist.Store):  # type: ignore[misc]
 
         Only the cause of the first call counts.
         """
-        with self._changed:
+        with self._condition:
             self._lost = self._lost or lost or PeerLost("this rank left the group")
-            self._changed.notify_all()
+            self._condition.notify_all()
         with suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._serving.cancel)
 
@@ -147,42 +147,44 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             try:
                 await asyncio.wait_for(listener.complete.wait(), members.deadline_s)
             except TimeoutError:
-                absent = tuple(sorted(peer.rank for peer in listener.missing))
+                missing = tuple(sorted(peer.rank for peer in listener.missing))
                 raise PeerLost(
-                    f"ranks {[*absent]} did not come within {members.deadline_s:g} s", absent
+                    f"ranks {[*missing]} did not come within {members.deadline_s:g} s", missing
                 ) from None
             finally:
                 for peer, link in listener.accepted.items():
-                    self._open(peer.rank, link)
+                    self._open_stream(peer.rank, link)
 
     async def _connect(self) -> None:
         members = self._members
         connecting = connect(self._address, members.token, members.epoch, Peer(members.rank))
         try:
-            self._open(0, await asyncio.wait_for(connecting, members.deadline_s))
+            self._open_stream(0, await asyncio.wait_for(connecting, members.deadline_s))
         except OSError as error:
             cause = str(error) or f"nobody listened within {members.deadline_s:g} s"
             raise PeerLost(
                 f"rank 0 did not open the store at {members.store}: {cause}", (0,)
             ) from None
 
-    def _open(self, rank: int, link: KeyedSocket) -> None:
-        def died(cause: str) -> None:
+    def _open_stream(self, rank: int, link: KeyedSocket) -> None:
+        def on_lost(cause: str) -> None:
             self.close(PeerLost(f"rank {rank} {cause}", (rank,)))
 
-        self._streams[rank] = AsyncStream(link, Put | Leaving, partial(self._receive, rank), died)
+        self._streams[rank] = AsyncStream(
+            link, Put | Leaving, partial(self._on_message, rank), on_lost
+        )
 
-    def _receive(self, rank: int, msg: Put | Leaving) -> None:
+    def _on_message(self, rank: int, msg: Put | Leaving) -> None:
         if isinstance(msg, Leaving):
             self.close(PeerLost(f"rank {rank} left: {msg.cause}", msg.missing))
         else:
-            self._keep(msg)
+            self._store(msg)
             self._send(msg, except_rank=rank)
 
-    def _keep(self, put: Put) -> None:
-        with self._changed:
+    def _store(self, put: Put) -> None:
+        with self._condition:
             self._values[put.key] = put.value
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def _send(self, msg: Put | Leaving, except_rank: int = -1) -> None:
         data = frame(msg)

@@ -1,7 +1,7 @@
 """The engine core of an engine that steps together with others (expert parallelism).
 
-The engines of a group vote before each step. If the group breaks, each engine leaves it and waits
-for the next Join:
+The engines of a group vote before each step (engine/vote.py). If the group breaks, each engine
+leaves it and waits for the next Join, the message with the members of the next group (messages.py):
 
     waiting for a Join --form--> joined
     joined --PeerLost, or a PAUSE for a newer Join--> waiting for a Join
@@ -42,11 +42,11 @@ from moeserve.messages import (
 
 log = logging.getLogger(__name__)
 
-QUIET_WAIT_S = 0.1  # if a wait for the group lasts longer, messages are handled during it
+RESPONSIVE_AFTER_S = 0.1  # if a wait for the group lasts longer, messages are handled during it
 DRAIN_GRACE_S = 0.5  # time after the deadline of a drain in which the other engines may finish
 PAUSE_TIMEOUT_S = 2.0  # time for the other engines to pause, after a newer Join has arrived
-PLACEMENT_POLL_S = 0.01  # interval at which a sleeping engine checks the progress of a placement
-_TOO_SLOW = "the other engines did not pause or stop in time"
+PLACEMENT_POLL_INTERVAL_S = 0.01  # for a sleeping engine to check the progress of a placement
+_OTHERS_TOO_SLOW = "the other engines did not pause or stop in time"
 
 T = TypeVar("T")
 Form = Callable[[Join], Coroutine[Any, Any, DPCoordinator]]
@@ -73,28 +73,28 @@ class GroupCore(EngineCore):
     ) -> None:
         super().__init__(scheduler, runner, inbox, emit, clock=clock)
         self._group_runner = runner
-        self._form = form
+        self._form_coordinator = form
         self._coordinator: DPCoordinator | None = None
         self._join: Join | None = None  # the Join of the current epoch, or of the last one
         self._next_join: Join | None = None  # a newer Join, whose group is not formed yet
         # Plans of failed steps. They run again before any new plan.
-        self._unfinished: deque[StepPlan] = deque()
+        self._plans_to_repeat: deque[StepPlan] = deque()
         self._num_votes = 0  # in this epoch
-        # (pause, drained, prepared) of the last vote, if it was decided to PARK.
+        # (pause, drained, prepared) of the last vote, if its outcome was PARK: to sleep.
         self._parked_state: tuple[bool, bool, int] | None = None
-        self._active = 0  # progress of the placement that the last decision activated
+        self._active_progress = 0  # progress of the placement that the last decision activated
         self._placement_pending = False
         self._pause_deadline_s = math.inf
-        self._watching: asyncio.Task[None]  # runs `_watch` while the engine is in a group
-        self._life: asyncio.Task[Any] | None = None  # the task that runs this actor
-        self._failure: Exception | None = None  # the error of a background task
+        self._watcher: asyncio.Task[None]  # runs `_watch` while the engine is in a group
+        self._own_task: asyncio.Task[Any] | None = None  # the task that runs this actor
+        self._task_error: Exception | None = None  # the error of a background task
         self._empty_plan = _empty_plan(len(scheduler.groups))
         self._has_states = any(group.has_states for group in scheduler.groups)
 
     @property
     def busy(self) -> bool:
         """Whether the engine is in a group and has a step to run."""
-        return self._coordinator is not None and (super().busy or bool(self._unfinished))
+        return self._coordinator is not None and (super().busy or bool(self._plans_to_repeat))
 
     @property
     def over(self) -> bool:
@@ -111,7 +111,7 @@ class GroupCore(EngineCore):
     @property
     def _leave_deadline_s(self) -> float:
         """Time at which to leave a group that does not let this engine stop or join a newer one."""
-        return min(self._deadline_s + DRAIN_GRACE_S, self._pause_deadline_s)
+        return min(self._drain_deadline_s + DRAIN_GRACE_S, self._pause_deadline_s)
 
     @property
     def _newest_epoch(self) -> int:
@@ -120,7 +120,7 @@ class GroupCore(EngineCore):
         return -1 if newest is None else newest.epoch
 
     async def on_start(self) -> None:
-        self._life = asyncio.current_task()
+        self._own_task = asyncio.current_task()
         loop = asyncio.get_running_loop()
 
         def on_placement_result(result: PlacementResult) -> None:  # called from any thread
@@ -133,10 +133,10 @@ class GroupCore(EngineCore):
         await super().on_stop()
         self._group_runner.on_placement_result = None
         if self._coordinator is not None:
-            self._watching.cancel()
+            self._watcher.cancel()
             self._coordinator.close()
-        if self._failure is not None:
-            raise self._failure
+        if self._task_error is not None:
+            raise self._task_error
 
     def handle(self, msg: EngineIn) -> None:
         match msg:
@@ -170,7 +170,7 @@ class GroupCore(EngineCore):
         self._abort_when_late()
         try:
             if self._clock() >= self._leave_deadline_s:
-                raise PeerLost(_TOO_SLOW)
+                raise PeerLost(_OTHERS_TOO_SLOW)
             if self._may_start and await self._vote_and_start(coordinator):
                 return
             if self._in_flight:
@@ -186,32 +186,36 @@ class GroupCore(EngineCore):
         """Vote, and carry out the decision. Return False, without a vote, if the group sleeps and
         this engine's vote would be the same as before.
         """
-        at_s = self._clock()
+        began_at_s = self._clock()
         plan = None
         if self._next_join is None:
-            plan = self._unfinished.popleft() if self._unfinished else self.scheduler.plan(at_s)
+            plan = (
+                self._plans_to_repeat.popleft()
+                if self._plans_to_repeat
+                else self.scheduler.plan(began_at_s)
+            )
         vote = self._vote(plan)
         state = (vote.pause, vote.drained, vote.prepared)
-        if plan is None and state == self._parked_state and not coordinator.woken:
+        if plan is None and state == self._parked_state and not coordinator.is_woken:
             return False
-        voted_s = self._clock()
+        vote_began_at_s = self._clock()
         try:
-            outcome = await self._responsive(coordinator.decide(vote))
+            outcome = await self._await_responsively(coordinator.decide(vote))
         except BaseException:
             if plan is not None:
-                self._unfinished.appendleft(plan)
+                self._plans_to_repeat.appendleft(plan)
             raise
         self._num_votes += 1
         self._parked_state = state if outcome.action is Action.PARK else None
         if outcome.step_decision is not None:
-            vote_us = round((self._clock() - voted_s) * 1e6)
+            vote_us = round((self._clock() - vote_began_at_s) * 1e6)
             self._start_step(
                 plan,
                 vote.split_at,
                 outcome.step_decision,
-                at_s,
-                round((voted_s - at_s) * 1e6),
-                vote_us,
+                began_at_s=began_at_s,
+                plan_us=round((vote_began_at_s - began_at_s) * 1e6),
+                vote_us=vote_us,
             )
         elif outcome.action is not Action.PARK:
             # PAUSE or STOP: no engine has a step in flight or a plan.
@@ -236,7 +240,7 @@ class GroupCore(EngineCore):
             pause=self._next_join is not None and not self._in_flight,
             drained=self._drained and not self._in_flight,
             prepared=self._group_runner.prepared,
-            active=self._active,
+            active=self._active_progress,
             trace=self._trace_next,
         )
 
@@ -245,7 +249,8 @@ class GroupCore(EngineCore):
         plan: StepPlan | None,
         split_at: int,
         decision: StepDecision,
-        at_s: float,
+        *,
+        began_at_s: float,
         plan_us: int,
         vote_us: int,
     ) -> None:
@@ -253,11 +258,13 @@ class GroupCore(EngineCore):
         tokens of the other engines.
         """
         plan = self._empty_plan if plan is None else plan
-        self._active = decision.active
+        self._active_progress = decision.active
         self._trace_next = self._trace_next and not decision.trace
-        sent = replace(plan, decision=decision, split_at=split_at if decision.ubatches == 2 else 0)
+        decided = replace(
+            plan, decision=decision, split_at=split_at if decision.ubatches == 2 else 0
+        )
         self._in_flight.append(
-            Step(plan, self.runner.start(sent), at_s, plan_us, decision, vote_us)
+            Step(plan, self.runner.start(decided), began_at_s, plan_us, decision, vote_us)
         )
 
     async def _finish_oldest(self) -> None:
@@ -266,7 +273,7 @@ class GroupCore(EngineCore):
         """
         if is_last := len(self._in_flight) == 1:  # see EngineCore.turn
             await asyncio.sleep(0)
-        result = await self._responsive(self._in_flight[0].handle.result())
+        result = await self._await_responsively(self._in_flight[0].handle.result())
         self._update_from_output(self._in_flight.popleft(), result)
         if not is_last:
             await asyncio.sleep(0)
@@ -274,7 +281,7 @@ class GroupCore(EngineCore):
     def _update_from_output(self, step: Step, result: StepResult) -> None:
         if step.plan is self._empty_plan:
             now_s = self._clock()
-            self._account(step, result, now_s, now_s)
+            self._report_step(step, result, now_s, now_s)
         else:
             super()._update_from_output(step, result)
 
@@ -285,22 +292,22 @@ class GroupCore(EngineCore):
         engine is drained.
         """
         if self._next_join is None:
-            await self._handle_until(None, self._deadline_s)
+            await self._handle_until(None, self._drain_deadline_s)
             self._abort_when_late()
             return
         join = self._join = self._next_join
         self._next_join = None
         self._dp_rank = join.dp_rank
-        began_s = self._clock()
-        forming = asyncio.get_running_loop().create_task(self._form(join))
+        began_at_s = self._clock()
+        forming = asyncio.get_running_loop().create_task(self._form_coordinator(join))
         try:
             while not forming.done() and self._next_join is None and not self.over:
-                await self._handle_until(forming, self._deadline_s)
+                await self._handle_until(forming, self._drain_deadline_s)
                 self._abort_when_late()
-            await _end(forming)
+            await _cancel_and_wait(forming)
         except BaseException:
             forming.add_done_callback(drop_coordinator)
-            await _end(forming)
+            await _cancel_and_wait(forming)
             raise
         if forming.cancelled():
             await self._disconnect()
@@ -308,27 +315,27 @@ class GroupCore(EngineCore):
             await self._disconnect()
             self._emit_left(error)
         else:
-            self._begin_epoch(join, forming.result(), self._clock() - began_s)
+            self._begin_epoch(join, forming.result(), self._clock() - began_at_s)
 
     def _begin_epoch(self, join: Join, coordinator: DPCoordinator, took_s: float) -> None:
         self._coordinator = coordinator
-        self._watching = spawn(
+        self._watcher = spawn(
             self._watch(coordinator), name="watch of the group", on_error=self._task_failed
         )
         self._num_votes = 0
         self._parked_state = None
-        self._active = 0
+        self._active_progress = 0
         self._placement_pending = False
         if self._next_join is None:
             self._pause_deadline_s = math.inf
         if join.placement is not None:
-            self._load.version = join.placement.version
+            self._load_report.version = join.placement.version
         self.emit(Joined(join.epoch, took_s))
 
     async def _disconnect(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
         """Close all connections to the group, and wait until no step runs."""
         if self._coordinator is not None:
-            await cancel(self._watching)
+            await cancel(self._watcher)
             self._coordinator.close(cause, missing)
             self._coordinator = None
         await self._group_runner.leave()
@@ -337,7 +344,7 @@ class GroupCore(EngineCore):
         """Leave the group, and keep the plans that have no result, so that they run again. Raise
         the error of a step that failed for a reason other than PeerLost.
         """
-        await self._disconnect(str(error), _missing(error))
+        await self._disconnect(str(error), _missing_ranks(error))
         failed: deque[StepPlan] = deque()
         while self._in_flight:
             step = self._in_flight.popleft()
@@ -350,21 +357,21 @@ class GroupCore(EngineCore):
                 assert not failed, f"step {step.plan.step} had a result, but one before it failed"
                 self._update_from_output(step, result)
         if self._group_runner.overtaken:
-            self._unfinished.clear()
+            self._plans_to_repeat.clear()
             self.scheduler.start_over()
         else:
-            self._unfinished.extendleft(reversed(failed))
+            self._plans_to_repeat.extendleft(reversed(failed))
         self._emit_left(error)
 
     def _emit_left(self, error: PeerLost | StepSkew) -> None:
         assert self._join is not None
-        engines = tuple(sorted({rank // self._join.tp_size for rank in _missing(error)}))
+        engines = tuple(sorted({rank // self._join.tp_size for rank in _missing_ranks(error)}))
         self.emit(LeftGroup(self._join.epoch, str(error), engines))
 
     def _placement_ended(self, result: PlacementResult) -> None:
         self._placement_pending = False
         if not result.error:
-            self._load.version = result.version
+            self._load_report.version = result.version
         self.emit(result)
 
     # ---- waiting
@@ -373,7 +380,7 @@ class GroupCore(EngineCore):
         """When the group breaks, fail the running step at once. It would otherwise wait for engines
         that are gone, until its deadline.
         """
-        await coordinator.broken()
+        await coordinator.wait_lost()
         await self._group_runner.leave()
 
     def _task_failed(self, name: str, error: Exception) -> None:
@@ -381,41 +388,41 @@ class GroupCore(EngineCore):
         tasks, a step could wait for lost engines or for a message that nobody handles.
         """
         log_error(name, error)
-        if self._failure is None and self._life is not None:
-            self._failure = error
-            self._life.cancel()
+        if self._task_error is None and self._own_task is not None:
+            self._task_error = error
+            self._own_task.cancel()
 
     async def _sleep(self, coordinator: DPCoordinator) -> None:
         """Sleep until a message arrives, another engine wakes this one, or `_check_at_s` passes."""
         self._audit_when_due()
         woken = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
-            until_s = min(self._leave_deadline_s, self._check_at_s)
+            deadline_s = min(self._leave_deadline_s, self._check_at_s)
             if self._placement_pending:
-                until_s = self._clock() + PLACEMENT_POLL_S
-            await self._handle_until(woken, until_s)
+                deadline_s = self._clock() + PLACEMENT_POLL_INTERVAL_S
+            await self._handle_until(woken, deadline_s)
         finally:
-            await _end(woken)
+            await _cancel_and_wait(woken)
             # Retrieved also when this task is cancelled, so that asyncio does not warn about it.
             failure = None if woken.cancelled() else woken.exception()
         if failure is not None:
             raise failure
 
-    async def _responsive(self, awaited: Awaitable[T]) -> T:
-        """Await, and handle messages meanwhile if it takes longer than QUIET_WAIT_S."""
+    async def _await_responsively(self, awaited: Awaitable[T]) -> T:
+        """Await, and handle messages meanwhile if it takes longer than RESPONSIVE_AFTER_S."""
         helpers: list[asyncio.Task[None]] = []
 
         def begin_handling() -> None:
             helper = spawn(self._handle_messages(), name="messages", on_error=self._task_failed)
             helpers.append(helper)
 
-        timer = asyncio.get_running_loop().call_later(QUIET_WAIT_S, begin_handling)
+        timer = asyncio.get_running_loop().call_later(RESPONSIVE_AFTER_S, begin_handling)
         try:
             return await awaited
         finally:
             timer.cancel()
             for helper in helpers:
-                await _end(helper)
+                await _cancel_and_wait(helper)
                 if not helper.cancelled():
                     helper.result()
 
@@ -424,29 +431,33 @@ class GroupCore(EngineCore):
         that is awaited then fails.
         """
         while self._clock() < self._leave_deadline_s:
-            due_s = self._deadline_s if self._clock() < self._deadline_s else self._leave_deadline_s
+            due_s = (
+                self._drain_deadline_s
+                if self._clock() < self._drain_deadline_s
+                else self._leave_deadline_s
+            )
             await self._handle_until(None, min(due_s, self._leave_deadline_s))
             self._abort_when_late()
         if self._coordinator is not None:
-            self._coordinator.close(_TOO_SLOW)
+            self._coordinator.close(_OTHERS_TOO_SLOW)
 
-    async def _handle_until(self, task: asyncio.Task[Any] | None, until_s: float) -> None:
+    async def _handle_until(self, task: asyncio.Task[Any] | None, deadline_s: float) -> None:
         """Wait for messages and handle them. Return earlier if `task` ends or the clock reaches
-        `until_s`.
+        `deadline_s`.
         """
         messages = asyncio.get_running_loop().create_task(self.inbox.drain(wait=True))
         waits: set[asyncio.Task[Any]] = {messages} if task is None else {messages, task}
-        timeout_s = max(0.0, until_s - self._clock()) if until_s < math.inf else None
+        timeout_s = max(0.0, deadline_s - self._clock()) if deadline_s < math.inf else None
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when cancelled, so that messages that left the inbox are not lost
-            await _end(messages)
+            await _cancel_and_wait(messages)
             if not messages.cancelled():
                 for msg in messages.result():
                     self.handle(msg)
 
 
-async def _end(task: asyncio.Task[Any]) -> None:
+async def _cancel_and_wait(task: asyncio.Task[Any]) -> None:
     """Cancel a task unless it is done, and wait for it. Its result or error is left in it."""
     if not task.done():
         task.cancel()
@@ -461,7 +472,7 @@ def drop_coordinator(
         forming.result().close(cause, missing)
 
 
-def _missing(error: PeerLost | StepSkew) -> tuple[int, ...]:
+def _missing_ranks(error: PeerLost | StepSkew) -> tuple[int, ...]:
     return error.missing if isinstance(error, PeerLost) else ()
 
 

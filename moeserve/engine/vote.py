@@ -72,7 +72,7 @@ def decide(votes: Sequence[Vote]) -> Decision:
     trace = False
     drained = True
     paused = True
-    most = most_first = most_second = 0
+    max_tokens = max_first = max_second = 0
     prepared = first.prepared
     active = first.active
     for vote in votes:
@@ -87,15 +87,15 @@ def decide(votes: Sequence[Vote]) -> Decision:
         ubatches_ok &= vote.ubatches_ok
         if tokens := vote.tokens:
             is_split |= 0 < vote.split_at < tokens
-            most = max(most, tokens)
-            most_first = max(most_first, vote.split_at)
-            most_second = max(most_second, tokens - vote.split_at)
+            max_tokens = max(max_tokens, tokens)
+            max_first = max(max_first, vote.split_at)
+            max_second = max(max_second, tokens - vote.split_at)
     if has_work or prepared != active:
         if ubatches_ok and is_split:
             return Decision(
-                Action.RUN, StepDecision(step, 2, (most_first, most_second), prepared, trace)
+                Action.RUN, StepDecision(step, 2, (max_first, max_second), prepared, trace)
             )
-        return Decision(Action.RUN, StepDecision(step, 1, (most, 0), prepared, trace))
+        return Decision(Action.RUN, StepDecision(step, 1, (max_tokens, 0), prepared, trace))
     return _NOTHING_TO_RUN[Action.STOP if drained else Action.PAUSE if paused else Action.PARK]
 
 
@@ -113,7 +113,7 @@ class DPCoordinator(Protocol):
         """The group's membership epoch."""
 
     @property
-    def woken(self) -> bool:
+    def is_woken(self) -> bool:
         """Whether, after a PARK, another engine has voted on the next step and waits."""
 
     @property
@@ -127,9 +127,9 @@ class DPCoordinator(Protocol):
         """
 
     async def wait_woken(self) -> None:
-        """Wait until `woken` is true. Raises PeerLost."""
+        """Wait until `is_woken` is true. Raises PeerLost."""
 
-    async def broken(self) -> None:
+    async def wait_lost(self) -> None:
         """Wait until the group is broken."""
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:

@@ -88,11 +88,11 @@ async def test_any_engine_wakes_all_that_sleep_and_only_once(tmp_path: Path) -> 
         vote = asyncio.create_task(coordinators[waker].decide(Vote(step + 1, 1, has_work=True)))
         await asyncio.wait_for(asyncio.gather(*sleeping), 15.0)
         assert all(
-            coordinator.woken for rank, coordinator in enumerate(coordinators) if rank != waker
+            coordinator.is_woken for rank, coordinator in enumerate(coordinators) if rank != waker
         )
         rest = [c.decide(Vote(step + 1, 1)) for rank, c in enumerate(coordinators) if rank != waker]
         assert all(d.action is Action.RUN for d in await asyncio.gather(vote, *rest))
-        assert not any(coordinator.woken for coordinator in coordinators)
+        assert not any(coordinator.is_woken for coordinator in coordinators)
     close(coordinators)
 
 
@@ -101,7 +101,7 @@ async def test_a_wake_up_of_an_earlier_step_is_stale(tmp_path: Path) -> None:
     await votes([leader, follower], step=0)
     leader._streams[1].send(frame(Wake(0)))  # type: ignore[attr-defined]
     await asyncio.sleep(0.01)
-    assert not follower.woken
+    assert not follower.is_woken
     leader._streams[1].send(frame(Wake(1)))  # type: ignore[attr-defined]
     await asyncio.wait_for(follower.wait_woken(), 15.0)
     close([leader, follower])
@@ -135,7 +135,7 @@ async def test_whoever_leaves_breaks_the_group_for_all_with_what_it_knew(
         assert "the exchange broke" in str(error)
         assert error.missing == (1,)
     for coordinator in coordinators:
-        await asyncio.wait_for(coordinator.broken(), 15.0)
+        await asyncio.wait_for(coordinator.wait_lost(), 15.0)
         with pytest.raises(PeerLost):
             await coordinator.decide(Vote(0, 1))
         with pytest.raises(PeerLost):
@@ -177,7 +177,7 @@ async def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     if isinstance(errors[1], PeerLost):
         raise errors[1]
     assert not isinstance(errors[1], BaseException)
-    await asyncio.wait_for(errors[1].broken(), 15.0)
+    await asyncio.wait_for(errors[1].wait_lost(), 15.0)
     with pytest.raises(PeerLost, match="engine 0 did not open"):
         await open_coordinator(replace(members[2], deadline_s=0.1))
 
@@ -212,9 +212,9 @@ async def test_a_stranger_that_says_nothing_or_nonsense_holds_nobody_up(tmp_path
 async def test_nonsense_from_a_member_breaks_the_group(tmp_path: Path) -> None:
     leader, follower = await coordinators_of(2, tmp_path)
     follower._streams[0].send(b"\xff" * 64)  # type: ignore[attr-defined]
-    await asyncio.wait_for(leader.broken(), 15.0)
+    await asyncio.wait_for(leader.wait_lost(), 15.0)
     assert "sent invalid data" in str(leader.lost)
-    await asyncio.wait_for(follower.broken(), 15.0)
+    await asyncio.wait_for(follower.wait_lost(), 15.0)
 
 
 async def test_a_folder_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ async def test_a_vote_that_was_altered_on_the_way_ends_the_group(forgery: str, w
         for step in range(4):
             outcomes += await votes(list(ours), step=step, has_work=True)
         for coordinator in ours:
-            await asyncio.wait_for(coordinator.broken(), 15.0)
+            await asyncio.wait_for(coordinator.wait_lost(), 15.0)
     told = ours[0].lost if way == UP else ours[1].lost
     assert "altered on the way, or is not its own" in str(told)
     assert told is not None
@@ -323,7 +323,7 @@ def test_parking_never_loses_a_wake_up(size: int, tmp_path: Path) -> None:
         parked = False
         while True:
             works = left > 0 and rng.random() < 0.6
-            if parked and not works and not coordinator.woken and left > 0:
+            if parked and not works and not coordinator.is_woken and left > 0:
                 try:
                     await asyncio.wait_for(
                         coordinator.wait_woken(), rng.choice([0.0, 0.0005, 0.002])
