@@ -169,22 +169,22 @@ CLAIMS = [
     ],
     Claim("three rounds had {} to {} GB/s, two had {} to {}", "peers", _memory_rates, COMPARISON),
     Claim(
-        "of five rounds ([samples](../benchmarks/results/peers_amd-epyc-2c-avx512bf16_202611.json))"
-        " | {}, {} and {} |",
+        "five rounds ([samples](../benchmarks/results/peers_amd-epyc-2c-avx512bf16_202611.json))"
+        " | {} | {} | {} |",
         "peers",
         _beside_llamacpp,
         COMPARISON,
     ),
     Claim(
         f"16 bits ([samples](../benchmarks/results/{ZEN_4}_202611.json))"
-        " | {} | {} | {} | {} and {} |",
+        " | {} | {} | {} | {} | {} |",
         ZEN_4,
         partial(_by_round, ours="moeserve", others=PEERS),
         COMPARISON,
     ),
     Claim(
         "`lossless_compression: all`"
-        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} and"
+        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} |"
         f" {{}} |",
         ZEN_4,
         partial(_by_round, ours="moeserve-12-bit", others=PEERS),
@@ -192,16 +192,16 @@ CLAIMS = [
     ),
     Claim(
         "both in moeserve"
-        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} and"
+        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} |"
         f" {{}} |",
         ZEN_4,
         partial(_by_round, ours="moeserve-12-bit", others=["moeserve"]),
         COMPARISON,
     ),
     Claim(
-        "`--quantization int8` and `int4`"
+        "`--quantization`, one request"
         " ([samples](../benchmarks/results/quantized_amd-epyc-2c-avx512bf16_202611.json))"
-        " | {} and {} |",
+        " | {} | {} |",
         "quantized",
         _quantized,
         COMPARISON,
@@ -223,23 +223,23 @@ CLAIMS = [
         COMPARISON,
     ),
     Claim(
-        "transformers ([samples](../benchmarks/results/peers_amd-epyc-2c-avx512bf16_202611.json))"
-        " | {}, {}, {} and {} |",
+        "one start each ([samples](../benchmarks/results/peers_amd-epyc-2c-avx512bf16_202611.json))"
+        " | {} | {} | {} | {} |",
         "peers",
         lambda r: [r["start_s"][name] for name in ("moeserve", "llamacpp", "vllm", "transformers")],
         COMPARISON,
     ),
     Claim(
-        "and without"
+        "moeserve"
         " ([samples](../benchmarks/results/startup-hf_amd-epyc-2c-avx512bf16_202611.json))"
-        " | {} and {} |",
+        " | {} | {} |",
         "startup-hf",
         lambda r: [r["packed_cache_first_token_s"]["median"], r["first_token_s"]["median"]],
         COMPARISON,
     ),
-    Claim("| {} µs / {} µs |", "step", _step_us, COMPARISON),
+    Claim("| {} µs at 256 running requests, {} µs at 1,024 |", "step", _step_us, COMPARISON),
     Claim(
-        "| {} s; {} s |",
+        "| ready after {} s; HTTP answers after {} s |",
         "startup-demo",
         lambda r: [r["ready_s"]["median"], r["listening_s"]["median"]],
         COMPARISON,
@@ -251,7 +251,7 @@ CLAIMS = [
         lambda r: [100 * r["core_share_total"]["median"]],
         COMPARISON,
     ),
-    Claim("slowest of 20 | {} s and {} s |", "kills", _moving, COMPARISON),
+    Claim("| median of 20 kills {} s, slowest {} s |", "kills", _moving, COMPARISON),
     Claim(
         "Every stream continued {} to {} s after sshd returned",
         "lost-machine-ssh",
@@ -301,7 +301,7 @@ FACTS = (  # digits of the comparison that name a case or a format
     "16 bits",
     "Qwen3-MoE",
     "bf16",
-    "`--quantization int8`",
+    "`int8`",
     "`int4`",
     "p99",
     "Q4_0",
@@ -317,6 +317,8 @@ FACTS = (  # digits of the comparison that name a case or a format
     "8 requests",
     "32 requests",
     "1,024 tokens",
+    "8 × 512 tokens",
+    "1 × 1,024 tokens",
     "`ATEN_CPU_CAPABILITY=avx2`",
     "16 streams",
     "64 streams",
