@@ -31,7 +31,7 @@ class Step:
 
     plan: StepPlan
     handle: StepHandle
-    at_s: float  # when planning began, on the core's clock
+    began_at_s: float  # when planning began, on the core's clock
     plan_us: int  # time spent in the scheduler
     decision: StepDecision | None = None  # of the engine's group, if it is in one
     vote_us: int = 0  # time until the group had decided
@@ -63,11 +63,11 @@ class EngineCore(Actor[messages.EngineIn]):
         self._clock = clock
         self._in_flight: deque[Step] = deque()
         self._draining = False
-        self._deadline_s = math.inf
+        self._drain_deadline_s = math.inf
         self._audited_at_s = -math.inf
         self._trace_next = False
         self._dp_rank = 0
-        self._load = LoadReport(emit)
+        self._load_report = LoadReport(emit)
         scheduler.grammars = GrammarJobs(runner, self._grammar_prepared)
 
     @property
@@ -91,8 +91,9 @@ class EngineCore(Actor[messages.EngineIn]):
     @property
     def _check_at_s(self) -> float:
         """Time at which a sleeping engine must look at its requests without a message."""
-        check_at_s = self.scheduler.check_at_s
-        return min(check_at_s, self._deadline_s) if self.scheduler.has_work else math.inf
+        if not self.scheduler.has_work:
+            return math.inf
+        return min(self.scheduler.check_at_s, self._drain_deadline_s)
 
     async def run(self) -> None:
         """Serve until `over`. An error of the runner or the scheduler ends the actor, and `Stopped`
@@ -106,7 +107,7 @@ class EngineCore(Actor[messages.EngineIn]):
         self.emit(messages.Stopped(""))
 
     async def on_stop(self) -> None:
-        self._load.flush()
+        self._load_report.flush()
 
     async def turn(self) -> None:
         """Handle the messages in the inbox. Then start a step, or wait for the oldest step."""
@@ -130,7 +131,8 @@ class EngineCore(Actor[messages.EngineIn]):
 
     async def _sleep_for_messages(self) -> list[messages.EngineIn]:
         self._audit_when_due()
-        if math.isinf(check_at_s := self._check_at_s):
+        check_at_s = self._check_at_s
+        if math.isinf(check_at_s):
             return await self.inbox.drain(wait=True)
         delay_s = max(0.0, check_at_s - self._clock())
         timer = asyncio.get_running_loop().call_later(delay_s, self.inbox.wake)
@@ -149,7 +151,7 @@ class EngineCore(Actor[messages.EngineIn]):
                 self._emit_rows(self.scheduler.abort_all())
             case messages.Drain(deadline_s=deadline_s):
                 self._draining = True
-                self._deadline_s = min(self._deadline_s, self._clock() + deadline_s)
+                self._drain_deadline_s = min(self._drain_deadline_s, self._clock() + deadline_s)
             case messages.Ping(seq=seq):
                 self.emit(messages.Pong(seq, self.num_finished_steps, self.busy))
             case messages.TraceNext():
@@ -181,51 +183,54 @@ class EngineCore(Actor[messages.EngineIn]):
         self.inbox.wake()
 
     def _start(self) -> Step | None:
-        at_s = self._clock()
-        plan = self.scheduler.plan(at_s)
+        began_at_s = self._clock()
+        plan = self.scheduler.plan(began_at_s)
         if plan is None:
             assert self._in_flight or not self.scheduler.can_run, (
                 "requests wait, but no step can be planned and none is in flight"
             )
             return None
-        plan_us = round((self._clock() - at_s) * 1e6)
+        plan_us = round((self._clock() - began_at_s) * 1e6)
         if not self._trace_next:
-            return Step(plan, self.runner.start(plan), at_s, plan_us)
+            return Step(plan, self.runner.start(plan), began_at_s, plan_us)
         self._trace_next = False
         decision = StepDecision(plan.step, most_tokens=(plan.num_tokens, 0), trace=True)
         handle = self.runner.start(replace(plan, decision=decision))
-        return Step(plan, handle, at_s, plan_us, decision)
+        return Step(plan, handle, began_at_s, plan_us, decision)
 
     def _update_from_output(self, step: Step, result: StepResult) -> None:
-        start_s = self._clock()
+        update_began_at_s = self._clock()
         output = self.scheduler.update_from_output(step.plan, result)
-        updated_s = self._clock()
+        updated_at_s = self._clock()
         record = output.record
         assert record is not None
-        record.at_s = step.at_s
+        record.at_s = step.began_at_s
         record.plan_us = step.plan_us
         record.vote_us = step.vote_us
         record.ubatches = step.decision.ubatches if step.decision is not None else 1
         record.dp_rank = self._dp_rank
         self.emit(output)
-        self._account(step, result, start_s, updated_s)
+        self._report_step(step, result, update_began_at_s, updated_at_s)
 
-    def _account(self, step: Step, result: StepResult, start_s: float, updated_s: float) -> None:
-        """Count the step, and report its expert load and its trace. The scheduler's update ran from
-        start_s to updated_s.
+    def _report_step(
+        self, step: Step, result: StepResult, update_began_at_s: float, updated_at_s: float
+    ) -> None:
+        """Count the step, and report its expert load and its trace.
+
+        The scheduler's update ran from update_began_at_s to updated_at_s.
         """
         self.num_finished_steps += 1
         if result.load_LE is not None:
-            self._load.add(result.load_LE)
+            self._load_report.add(result.load_LE)
         if step.decision is not None and step.decision.trace:
-            spans = _spans(step, start_s, updated_s)
+            spans = _spans(step, update_began_at_s, updated_at_s)
             self.emit(
                 messages.Traced(step.decision.step, self._dp_rank, 0, [*spans, *result.events])
             )
 
     def _abort_when_late(self) -> None:
         """Abort all requests once the deadline of a drain has passed."""
-        if self._clock() >= self._deadline_s:
+        if self._clock() >= self._drain_deadline_s:
             self._emit_rows(self.scheduler.abort_all())
 
     def _emit_rows(self, output: messages.StepOutput | None) -> None:
@@ -247,19 +252,20 @@ class EngineCore(Actor[messages.EngineIn]):
 
 
 class GrammarJobs:
-    """The scheduler's GrammarSource: passes jobs to the runner, and their results to `done`."""
+    """The scheduler's GrammarSource: passes jobs to the runner, and their results to
+    `on_prepared`."""
 
-    def __init__(self, runner: Runner, done: Callable[[int, str], None]) -> None:
+    def __init__(self, runner: Runner, on_prepared: Callable[[int, str], None]) -> None:
         self._runner = runner
-        self._done = done
+        self._on_prepared = on_prepared
 
     def begin(self, job: GrammarJob) -> None:
-        """Start a job. `done` is called later, on the running loop."""
+        """Start a job. `on_prepared` is called later, on the running loop."""
         loop = asyncio.get_running_loop()
 
         def on_done(error: str) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._done, job.ticket, error)
+                loop.call_soon_threadsafe(self._on_prepared, job.ticket, error)
 
         self._runner.prepare_grammar(job, on_done)
 
@@ -303,20 +309,20 @@ class LoadReport:
         self._emit(report)
 
 
-def _spans(step: Step, start_s: float, updated_s: float) -> list[messages.TraceEvent]:
+def _spans(step: Step, update_began_at_s: float, updated_at_s: float) -> list[messages.TraceEvent]:
     """Return the core's spans of a step. "run" is the time from the start of the step to its
     result, so it includes the rest of the step before it.
     """
-    planned_s = step.at_s + step.plan_us / 1e6
-    voted_s = planned_s + step.vote_us / 1e6
-    times_s = {
-        "plan": (step.at_s, planned_s),
-        "vote": (planned_s, voted_s),
-        "run": (voted_s, start_s),
-        "update": (start_s, updated_s),
+    planned_at_s = step.began_at_s + step.plan_us / 1e6
+    voted_at_s = planned_at_s + step.vote_us / 1e6
+    spans_s = {
+        "plan": (step.began_at_s, planned_at_s),
+        "vote": (planned_at_s, voted_at_s),
+        "run": (voted_at_s, update_began_at_s),
+        "update": (update_began_at_s, updated_at_s),
     }
     return [
         messages.TraceEvent(name, "engine", round(begin * 1e9), round(end * 1e9))
-        for name, (begin, end) in times_s.items()
+        for name, (begin, end) in spans_s.items()
         if end > begin
     ]

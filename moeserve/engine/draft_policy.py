@@ -15,7 +15,7 @@ additional time. While the account is empty, no drafts are used. If drafts do no
 but the account has a whole step, they are tried in a "probe". So drafts that never help cost 1 % in
 the long run, and a successful probe is followed by the next one at once.
 
-R: rows that decode. k: most drafts per row. m: drafts of all rows together.
+Suffixes: S slots, K draft positions of a row, M drafts of all rows together.
 """
 
 import math
@@ -27,18 +27,18 @@ from moeserve.engine.plan import I32, Slots
 
 F64 = NDArray[np.float64]
 # Assumptions before anything is measured.
-_ACCEPTANCE = 0.7  # acceptance rate of a draft
-_COST = 0.3  # relative cost of one draft per row
+_INITIAL_ACCEPTANCE = 0.7  # acceptance rate of a draft
+_INITIAL_COST = 0.3  # relative cost of one draft per row
 # The account, in steps.
-_INCOME = 0.01  # of every step
-_START = 2.0
-_MOST = 4.0
-_PROBE = 1.0  # balance at which a probe is allowed
-_OVERHEAD = 0.01  # relative cost of planning drafts, which is not measured
-_DOUBT = 0.2  # relative standard error of one measured time
-_OUTLIER = 1.4  # longer or shorter times, relative to the expectation, are clipped to this
-_NUM_PLAIN = 5  # steps without drafts that are measured first
-_MEASURE_EVERY = 48  # after so many steps with drafts, measure one without; earlier at first
+_INCOME_PER_STEP = 0.01
+_INITIAL_BALANCE = 2.0
+_MAX_BALANCE = 4.0
+_MIN_PROBE_BALANCE = 1.0  # balance at which a probe is allowed
+_PLANNING_COST = 0.01  # relative cost of planning drafts, which is not measured
+_TIME_ERROR = 0.2  # relative standard error of one measured time
+_MAX_DEVIATION = 1.4  # longer or shorter times, relative to the expectation, are clipped to this
+_NUM_FIRST_PLAIN = 5  # steps without drafts that are measured first
+_PLAIN_INTERVAL = 48  # after so many steps with drafts, measure one without; earlier at first
 # Rates of the exponential averages.
 _SLOT_RATE = 0.1  # acceptance of drafts that were verified
 _BEYOND_RATE = 0.02  # acceptance of drafts beyond those, if all verified ones were accepted
@@ -49,33 +49,38 @@ _COST_RATE = 0.03  # time with drafts
 class DraftPolicy:
     """Limits the drafts of each step. There is no clock: the same calls have the same results.
 
-    slots: the number of slots.
+    num_slots: the number of slots of the batch.
     num_drafts: the most drafts per row.
-    auto: False: always use all available drafts.
+    auto: whether to choose the number; otherwise all available drafts are used.
     """
 
-    def __init__(self, slots: int, num_drafts: int, auto: bool) -> None:
+    def __init__(self, num_slots: int, num_drafts: int, auto: bool) -> None:
         self.propose = True  # whether the proposer should draft tokens in the next step
         self._auto = auto
         self._num_drafts = num_drafts
         # Acceptance rates, given that the drafts before were accepted: by slot, and of all slots.
-        self._accepted_SK: F64 = np.full((slots, num_drafts), _ACCEPTANCE)
-        self._accepted_K: F64 = np.full(num_drafts, _ACCEPTANCE)
+        self._accepted_SK: F64 = np.full((num_slots, num_drafts), _INITIAL_ACCEPTANCE)
+        self._accepted_K: F64 = np.full(num_drafts, _INITIAL_ACCEPTANCE)
         # By number of rows: one bucket each up to 8, then 8 per power of two.
-        rows = np.maximum(np.arange(slots + 1), 1)
-        self._bucket = np.where(rows <= 8, rows, np.ceil(8 * np.log2(rows / 8)) + 8).astype(np.intp)
-        count = int(self._bucket[-1]) + 1
-        self._plain_us: F64 = np.zeros(count)
-        self._num_plain = np.zeros(count, np.int64)
-        self._first_us: F64 = np.zeros((count, _NUM_PLAIN))
-        # Least squares fit of time = plain * (1 + fixed + cost * x) with x = m/R, weighted over
-        # neighboring buckets. With y = time / plain - 1, the sums of 1, x, x^2, y, xy.
-        self._sums: F64 = np.zeros((5, count))
-        self._near: F64 = np.exp(-np.abs(np.subtract.outer(np.arange(count), np.arange(count))) / 2)
-        self._account = _START
+        rows = np.maximum(np.arange(num_slots + 1), 1)
+        self._bucket_of = np.where(rows <= 8, rows, np.ceil(8 * np.log2(rows / 8)) + 8).astype(
+            np.intp
+        )
+        num_buckets = int(self._bucket_of[-1]) + 1
+        # Times of steps without drafts ("plain"): the estimate, and the first measurements.
+        self._plain_us: F64 = np.zeros(num_buckets)
+        self._num_plain = np.zeros(num_buckets, np.int64)
+        self._first_us: F64 = np.zeros((num_buckets, _NUM_FIRST_PLAIN))
+        # Least squares fit of time = plain * (1 + fixed + cost * x), weighted over neighboring
+        # buckets. x is the number of drafts per row. With y = time / plain - 1, the sums of 1, x,
+        # x^2, y, xy.
+        self._sums: F64 = np.zeros((5, num_buckets))
+        buckets = np.arange(num_buckets)
+        self._weights_of: F64 = np.exp(-np.abs(np.subtract.outer(buckets, buckets)) / 2)
+        self._balance = _INITIAL_BALANCE
         self._num_probes = 0
         self._num_accepted = 0  # in the step for which `note` is called next
-        self._since_plain = 0  # steps with drafts since the last measured one without
+        self._num_since_plain = 0  # steps with drafts since the last measured one without
 
     def admit(self, slots: Slots) -> None:
         """Reset the acceptance rates of slots with new requests."""
@@ -87,29 +92,34 @@ class DraftPolicy:
         """
         if not self._auto or not len(slots):
             return available
-        rows = len(slots)
+        num_rows = len(slots)
         none = np.zeros_like(available)
-        bucket = self._bucket[rows]
+        bucket = self._bucket_of[num_rows]
         num_plain = int(self._num_plain[bucket])
-        if num_plain < _NUM_PLAIN or self._since_plain >= min(2 * num_plain, _MEASURE_EVERY):
-            self._since_plain = 0
+        if num_plain < _NUM_FIRST_PLAIN or self._num_since_plain >= min(
+            2 * num_plain, _PLAIN_INTERVAL
+        ):
+            self._num_since_plain = 0
             self.propose = False
             return none
+        # The probability that each draft and all before it in its row are accepted.
         likely: F64 = self._accepted_SK[slots].cumprod(axis=1).ravel()
         order = np.argsort(-likely, kind="stable")  # a row's drafts stay in order
         fixed, cost = self._costs(bucket)
         fixed += self._margin(bucket)
-        pays = self._account > 0 and self._best(likely[order], rows, fixed, cost) > 0
-        probe = self._account >= _PROBE
-        self.propose = pays or probe
+        drafts_pay = self._balance > 0 and self._best(likely[order], num_rows, fixed, cost) > 0
+        may_probe = self._balance >= _MIN_PROBE_BALANCE
+        self.propose = drafts_pay or may_probe
         row, position = np.divmod(order, self._num_drafts)
         usable = order[position < available[row]]
-        num = self._best(likely[usable], rows, fixed, cost) if pays else 0
-        if not num and probe and len(usable):
-            most = min(len(usable), int(rows / max(cost, 0.25)))
-            num = max(most >> self._num_probes % 3, 1)
+        num_used = self._best(likely[usable], num_rows, fixed, cost) if drafts_pay else 0
+        if not num_used and may_probe and len(usable):
+            max_used = min(len(usable), int(num_rows / max(cost, 0.25)))
+            num_used = max(max_used >> self._num_probes % 3, 1)
             self._num_probes += 1
-        return np.bincount(usable[:num] // self._num_drafts, minlength=rows).astype(np.int32)
+        return np.bincount(usable[:num_used] // self._num_drafts, minlength=num_rows).astype(
+            np.int32
+        )
 
     def update(self, slots: Slots, num_drafts: I32, num_accepted: I32) -> None:
         """Learn from the drafts of each row and the number of accepted ones. To be called before
@@ -151,8 +161,8 @@ class DraftPolicy:
         self._num_accepted = 0
         if not self._auto or not num_rows or num_tokens != num_rows + num_drafts or device_us <= 0:
             return
-        bucket = self._bucket[num_rows]
-        self._account = min(self._account + _INCOME, _MOST)
+        bucket = self._bucket_of[num_rows]
+        self._balance = min(self._balance + _INCOME_PER_STEP, _MAX_BALANCE)
         if not num_drafts and not proposed:
             self._note_plain(bucket, device_us)
         elif self._num_plain[bucket]:
@@ -161,12 +171,14 @@ class DraftPolicy:
             expected = 1 + fixed + cost * x
             y = (
                 np.clip(
-                    device_us / self._plain_us[bucket], expected / _OUTLIER, _OUTLIER * expected
+                    device_us / self._plain_us[bucket],
+                    expected / _MAX_DEVIATION,
+                    _MAX_DEVIATION * expected,
                 )
                 - 1
             )
             if num_drafts:
-                self._since_plain += 1
+                self._num_since_plain += 1
                 self._sums[:, bucket] *= 1 - _COST_RATE
                 self._sums[:, bucket] += (1, x, x * x, y, x * y)
                 mean = self._sums[3, bucket] / self._sums[0, bucket]
@@ -174,26 +186,27 @@ class DraftPolicy:
                 # drafts do not make a step faster.
                 self._plain_us[bucket] *= 1 + _PLAIN_RATE * min(mean, 0)
                 y += self._margin(bucket)
-            self._account = min(self._account + accepted / num_rows - y, _MOST)
+            self._balance = min(self._balance + accepted / num_rows - y, _MAX_BALANCE)
 
     def _note_plain(self, bucket: np.intp, us: float) -> None:
-        known = self._plain_us[bucket]
-        num = self._num_plain[bucket]
+        estimate_us = self._plain_us[bucket]
+        num_before = self._num_plain[bucket]
         self._num_plain[bucket] += 1
-        if num < _NUM_PLAIN:
-            self._first_us[bucket, num] = us
-            self._plain_us[bucket] = np.median(self._first_us[bucket, : num + 1])
+        if num_before < _NUM_FIRST_PLAIN:
+            self._first_us[bucket, num_before] = us
+            self._plain_us[bucket] = np.median(self._first_us[bucket, : num_before + 1])
         else:
-            near = np.clip(us, known / _OUTLIER, _OUTLIER * known)
-            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (near - known)
+            clipped_us = np.clip(us, estimate_us / _MAX_DEVIATION, _MAX_DEVIATION * estimate_us)
+            rate = max(1 / (num_before + 1), _PLAIN_RATE)
+            self._plain_us[bucket] += rate * (clipped_us - estimate_us)
 
     def _costs(self, bucket: np.intp) -> tuple[float, float]:
         """Return the relative costs of a step with drafts: fixed, and per draft and row."""
-        n, x, xx, y, xy = (self._sums @ self._near[bucket]).tolist()
+        n, x, xx, y, xy = (self._sums @ self._weights_of[bucket]).tolist()
         # The assumption before any measurement, with the weight of half a step.
         n = n + 0.5
         xx = xx + 0.5
-        xy = xy + 0.5 * _COST
+        xy = xy + 0.5 * _INITIAL_COST
         det = n * xx - x * x
         fixed = (y * xx - x * xy) / det
         cost = (n * xy - x * y) / det
@@ -202,15 +215,15 @@ class DraftPolicy:
         return (fixed, cost) if cost >= 0 else (max(y / n, 0.0), 0.0)
 
     def _margin(self, bucket: np.intp) -> float:
-        return _OVERHEAD + _DOUBT / math.sqrt(self._num_plain[bucket])
+        return _PLANNING_COST + _TIME_ERROR / math.sqrt(self._num_plain[bucket])
 
-    def _best(self, likely_M: F64, rows: int, fixed: float, cost: float) -> int:
+    def _best(self, likely_M: F64, num_rows: int, fixed: float, cost: float) -> int:
         """Return how many of the drafts, likeliest first, give the most tokens per time; 0 if all
         numbers are worse than none.
         """
         if not len(likely_M):
             return 0
-        tokens = rows + np.cumsum(likely_M)
-        time = rows * (1 + fixed) + cost * np.arange(1, len(likely_M) + 1)
+        tokens = num_rows + np.cumsum(likely_M)
+        time = num_rows * (1 + fixed) + cost * np.arange(1, len(likely_M) + 1)
         best = int(np.argmax(tokens / time))
         return best + 1 if tokens[best] > time[best] else 0

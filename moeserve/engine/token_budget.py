@@ -12,25 +12,25 @@ is no clock here: the same calls have the same results.
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.requests import InputBatch
 
-_FIRST = 32.0  # prompt tokens before any time is measured
-_LEAST = 8.0  # lower bound, so that prompts advance whatever the target is
-# Bounds of the change from one step to the next, because single measurements are noisy.
-_MORE = 1.5
-_LESS = 0.5
-_MARGIN = 0.85  # share of the target for the device; the rest is for the host and for variation
+_INITIAL_PROMPT_TOKENS = 32.0  # per step, before any time is measured
+_MIN_PROMPT_TOKENS = 8.0  # lower bound, so that prompts advance whatever the target is
+# Bounds of the factor from one step to the next, because single measurements are noisy.
+_MAX_CHANGE = 1.5
+_MIN_CHANGE = 0.5
+_DEVICE_SHARE = 0.85  # of the target; the rest is for the host and for variation
 _DECODE_RATE = 0.2  # of the moving average of steps without prompts
 
 
 class TokenBudget:
     """The token budget of each step.
 
-    most: the budget of a step in which no request decodes.
+    max_tokens: the budget of a step in which no request decodes.
     """
 
-    def __init__(self, most: int, target_us: float) -> None:
-        self._most = most
-        self._target_us = target_us * _MARGIN
-        self._prompt_tokens = float(_FIRST)
+    def __init__(self, max_tokens: int, target_us: float) -> None:
+        self._max_tokens = max_tokens
+        self._target_us = target_us * _DEVICE_SHARE
+        self._prompt_tokens = float(_INITIAL_PROMPT_TOKENS)
         self._decode_us = 0.0  # average time of steps without prompts
 
     def tokens(self, batch: InputBatch) -> int:
@@ -38,9 +38,10 @@ class TokenBudget:
         slots = batch.order
         decoding = slots[batch.known[slots] - batch.scheduled[slots] <= 1]
         if not len(decoding):
-            return self._most
+            return self._max_tokens
         return min(
-            self._most, len(decoding) + int(batch.drafts[decoding].sum() + self._prompt_tokens)
+            self._max_tokens,
+            len(decoding) + int(batch.drafts[decoding].sum() + self._prompt_tokens),
         )
 
     def note(self, plan: StepPlan, took_us: int) -> None:
@@ -59,6 +60,6 @@ class TokenBudget:
     def _adapt(self, prompt_tokens: int, took_us: int) -> None:
         change = max(self._target_us - self._decode_us, 0.0) / max(took_us - self._decode_us, 1.0)
         # Do not grow after the small rest of a prompt: it says little about larger chunks.
-        if change < 1 or prompt_tokens >= self._prompt_tokens * _LESS:
-            wanted = prompt_tokens * min(max(change, _LESS), _MORE)
-            self._prompt_tokens = min(max(wanted, _LEAST), self._most)
+        if change < 1 or prompt_tokens >= self._prompt_tokens * _MIN_CHANGE:
+            wanted = prompt_tokens * min(max(change, _MIN_CHANGE), _MAX_CHANGE)
+            self._prompt_tokens = min(max(wanted, _MIN_PROMPT_TOKENS), self._max_tokens)

@@ -37,16 +37,16 @@ from moeserve.runner.job_thread import JobThread
 
 T = TypeVar("T")
 
-WARM = 3  # samples of the current way before the other one is tried
-PERIOD = 8  # steps of the group between the begins of two trials
-TRIAL = 3  # steps per trial
-BUDGET = 0.01  # share of the total time that trials may lose
+MIN_SAMPLES = 3  # samples of the current way before the other one is tried
+TRIAL_PERIOD = 8  # steps of the group from the begin of one trial to that of the next
+TRIAL_STEPS = 3  # steps per trial
+MAX_LOSS = 0.01  # share of the total time that trials may lose
 # Least tokens of a step that is tried without knowing its waiting time. The halves of a smaller
 # step would each read all weights that the whole step reads.
-LEAST = 32
+MIN_UNMEASURED_TOKENS = 32
 # Share of a step's time that two micro-batches must save to be used. To be tried, the waiting time
 # must be at least as long.
-WORTH = 0.03
+MIN_GAIN = 0.03
 # The last samples. Their median is used, because a step that records a graph, on any rank, takes
 # many times longer.
 _Samples = partial(deque[float], maxlen=7)
@@ -56,24 +56,30 @@ _Samples = partial(deque[float], maxlen=7)
 class _Bucket:
     """The times of similar steps, in microseconds per token."""
 
-    one: deque[float] = field(default_factory=_Samples)  # with one micro-batch
-    exposed: deque[float] = field(default_factory=_Samples)  # the waiting time of these
-    two: deque[float] = field(default_factory=_Samples)  # with two micro-batches
-    warm: bool = False  # whether two have run before; the first time, threads and caches are cold
+    one_us: deque[float] = field(default_factory=_Samples)  # with one micro-batch
+    exposed_us: deque[float] = field(default_factory=_Samples)  # the waiting time of these
+    two_us: deque[float] = field(default_factory=_Samples)  # with two micro-batches
+    has_run_two: bool = (
+        False  # whether two have run before; the first time, threads and caches are cold
+    )
 
     @property
     def two_are_faster(self) -> bool:
         """Whether two micro-batches save enough of a step's time."""
-        return bool(self.one and self.two) and median(self.two) < (1 - WORTH) * median(self.one)
+        return bool(self.one_us and self.two_us) and median(self.two_us) < (1 - MIN_GAIN) * median(
+            self.one_us
+        )
 
     @property
-    def worth_a_trial(self) -> bool:
+    def is_worth_a_trial(self) -> bool:
         """Whether the other way could be faster. Two micro-batches can save the waiting time at
         most.
         """
         if self.two_are_faster:
-            return len(self.two) >= WARM
-        return len(self.one) >= WARM and median(self.exposed) > WORTH * median(self.one)
+            return len(self.two_us) >= MIN_SAMPLES
+        return len(self.one_us) >= MIN_SAMPLES and median(self.exposed_us) > MIN_GAIN * median(
+            self.one_us
+        )
 
 
 class OverlapPolicy:
@@ -94,26 +100,26 @@ class OverlapPolicy:
         self._total_us = 0.0
         self._lost_us = 0.0  # by trials
         self._trials: dict[int, int] = {}  # number of micro-batches to try, by step
-        self._alone = False  # whether the group has one rank, so that there is no communication
+        self._is_alone = False  # whether the group has one rank, so that there is no communication
 
     def restart(self, num_ranks: int) -> None:
         """Restart the count of steps. Measurements are kept."""
         self._step = 0
-        self._alone = num_ranks == 1
+        self._is_alone = num_ranks == 1
         self._trials.clear()
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
         """Return whether this engine agrees to two micro-batches for its next step. Without tokens
         (None) it does, unless the mode is "off".
         """
-        is_trial = self._step % PERIOD >= PERIOD - TRIAL
+        is_trial = self._step % TRIAL_PERIOD >= TRIAL_PERIOD - TRIAL_STEPS
         self._step += 1
         if self._mode != "auto" or plan is None or not len(plan.slots_R):
             return self._mode != "off"
         bucket = self._buckets.get(_key(plan))
         if bucket is None:
             return False
-        if is_trial and bucket.worth_a_trial and self._lost_us <= BUDGET * self._total_us:
+        if is_trial and bucket.is_worth_a_trial and self._lost_us <= MAX_LOSS * self._total_us:
             self._trials[plan.step] = 1 if bucket.two_are_faster else 2
             return not bucket.two_are_faster
         return bucket.two_are_faster
@@ -125,19 +131,23 @@ class OverlapPolicy:
         ubatches = plan.decision.ubatches
         bucket = self._buckets.setdefault(_key(plan), _Bucket())
         # The step took as long as on the engine with most tokens.
-        tokens = max(sum(plan.decision.most_tokens), plan.num_tokens)
+        num_tokens = max(sum(plan.decision.most_tokens), plan.num_tokens)
         self._total_us += result.device_us
         if self._trials.pop(plan.step, 0) == ubatches:
-            usual = bucket.one if ubatches == 2 else bucket.two
-            self._lost_us += max(0.0, result.device_us - median(usual) * tokens)
+            usual_us = bucket.one_us if ubatches == 2 else bucket.two_us
+            self._lost_us += max(0.0, result.device_us - median(usual_us) * num_tokens)
         if ubatches == 1:
-            bucket.one.append(result.device_us / tokens)
+            bucket.one_us.append(result.device_us / num_tokens)
             # Transfers without a measured time were replayed. They may have taken the whole step.
-            blind = not result.comm_us and not self._alone and tokens >= LEAST
-            bucket.exposed.append((result.device_us if blind else result.exposed_comm_us) / tokens)
-        elif bucket.warm:
-            bucket.two.append(result.device_us / tokens)
-        bucket.warm |= ubatches == 2
+            is_unmeasured = (
+                not result.comm_us and not self._is_alone and num_tokens >= MIN_UNMEASURED_TOKENS
+            )
+            bucket.exposed_us.append(
+                (result.device_us if is_unmeasured else result.exposed_comm_us) / num_tokens
+            )
+        elif bucket.has_run_two:
+            bucket.two_us.append(result.device_us / num_tokens)
+        bucket.has_run_two |= ubatches == 2
 
 
 def _key(plan: StepPlan) -> tuple[bool, int]:
@@ -163,18 +173,28 @@ def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
         starts[0] += split_at - offsets[begins]
     starts_R, offsets_R1 = step.rows_on_device
     begun_R = (split_at - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row before the split
-    first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)
-    later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)
-    bounds = np.minimum(offsets[: ends + 1], split_at)
-    later_bounds = np.maximum(offsets[begins:] - split_at, 0)
-    halves = (
-        _part(step, slice(0, split_at), slice(0, ends), bounds, step.starts_R[:ends], first),
-        _part(step, slice(split_at, None), slice(begins, None), later_bounds, starts, later),
+    first = _part(
+        step,
+        tokens=slice(0, split_at),
+        rows=slice(0, ends),
+        offsets_R1=np.minimum(offsets[: ends + 1], split_at),
+        starts_R=step.starts_R[:ends],
+        on_device=(starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)),
+    )
+    second = _part(
+        step,
+        tokens=slice(split_at, None),
+        rows=slice(begins, None),
+        offsets_R1=np.maximum(offsets[begins:] - split_at, 0),
+        starts_R=starts,
+        on_device=(starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)),
     )
     if step.live is None:
-        return halves
-    lives = step.live.clamp(max=split_at), (step.live - split_at).clamp(min=0)
-    return replace(halves[0], live=lives[0]), replace(halves[1], live=lives[1])
+        return first, second
+    return (
+        replace(first, live=step.live.clamp(max=split_at)),
+        replace(second, live=(step.live - split_at).clamp(min=0)),
+    )
 
 
 def _part(
@@ -223,8 +243,8 @@ def run_in_turns(
     first.couple(ping_pong, second)
     second.couple(ping_pong, first)
     results: dict[int, Any] = {}
-    threads = torch.get_num_threads()
-    inference = torch.is_inference_mode_enabled()
+    num_threads = torch.get_num_threads()
+    is_inference = torch.is_inference_mode_enabled()
     on_this_stream = here()
 
     def run(ubatch: UBatch) -> None:
@@ -232,17 +252,17 @@ def run_in_turns(
 
     def run_second() -> None:
         # Torch keeps these settings per thread, so copy those of the thread that runs the first.
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        with torch.inference_mode(inference), on_this_stream():
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        with torch.inference_mode(is_inference), on_this_stream():
             run(second)
 
-    over = threading.Event()
+    second_is_done = threading.Event()
     thread.do(run_second)
-    # A separate job, so that the thread has released the step's tensors when `over` is set.
-    thread.do(over.set)
+    # A separate job, so that the thread has released the step's tensors by then.
+    thread.do(second_is_done.set)
     run(first)
-    over.wait()
+    second_is_done.wait()
     if ping_pong.error is None:
         return results[0], results[1]
     try:

@@ -24,7 +24,7 @@ from moeserve.ops.inputs import StepInputs
 from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.dummy import dummy_plan, every_way, largest_step
-from moeserve.runner.graphs import MOST_TOKENS
+from moeserve.runner.graphs import MAX_RECORDED_TOKENS
 from moeserve.runner.limits import MemoryFacts, workspace_bytes
 from moeserve.runner.recorder import CudaRecorder
 from moeserve.runner.tables import HostRows, Tables
@@ -70,7 +70,7 @@ class GPUModelRunner(ModelRunnerBase):
         step_bytes, table_bytes = self._measured()
         logger.info("a step takes %d MiB, %d by estimate", step_bytes >> 20, estimated >> 20)
         needed = max(estimated, step_bytes) + table_bytes
-        tokens = min(MOST_TOKENS, limits.step_tokens(self.config))
+        tokens = min(MAX_RECORDED_TOKENS, limits.step_tokens(self.config))
         if self.by_triton:
             from moeserve.kernels.paged_attention import MOST_SPACE
 

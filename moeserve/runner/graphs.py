@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # The most tokens of a recorded step. A larger step takes longer than the host needs to launch it,
 # so a graph would not help.
-MOST_TOKENS = 512
+MAX_RECORDED_TOKENS = 512
 Forward = Callable[[StepInputs, StepDecision | None, int], Tensor]
 
 
@@ -52,7 +52,7 @@ class Descriptor:
     num_reqs: int | None  # None in mode PIECEWISE: any number
     # With two micro-batches of half the tokens each: the tokens per micro-batch for which all ranks
     # make room. 0: one micro-batch.
-    room: int = 0
+    padded_ubatch_tokens: int = 0
 
     @property
     def split_at(self) -> int:
@@ -60,21 +60,21 @@ class Descriptor:
         return -(-self.num_tokens // 2)
 
 
-def sizes_to(most: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that are recorded, with growing gaps, up to `most`.
+def sizes_up_to(max_tokens: int) -> tuple[int, ...]:
+    """Return the numbers of tokens that are recorded, with growing gaps, up to `max_tokens`.
 
     20 -> 1, 2, 4, 8, 16, 20
     """
-    steps = (1, 2, 4, *range(8, 256, 8), *range(256, most, 16))
-    return *(size for size in steps if size < most), most
+    steps = (1, 2, 4, *range(8, 256, 8), *range(256, max_tokens, 16))
+    return *(size for size in steps if size < max_tokens), max_tokens
 
 
 def sizes_of(graphs: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
     """Return the sizes of each mode that the setting `graphs` allows."""
-    most = {Mode.FULL: limits.max_num_seqs, Mode.PIECEWISE: limits.max_num_batched_tokens}
+    max_tokens = {Mode.FULL: limits.max_num_seqs, Mode.PIECEWISE: limits.max_num_batched_tokens}
     return {
-        mode: sizes_to(min(n, MOST_TOKENS))
-        for mode, n in most.items()
+        mode: sizes_up_to(min(limit, MAX_RECORDED_TOKENS))
+        for mode, limit in max_tokens.items()
         if graphs in ("auto", mode.value)
     }
 
@@ -83,9 +83,9 @@ def common_sizes(graphs: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
     """Return the sizes of each mode for ranks that share experts. The modes use the same sizes, as
     far as they go.
     """
-    each = sizes_to(min(limits.max_num_batched_tokens, MOST_TOKENS))
+    all_sizes = sizes_up_to(min(limits.max_num_batched_tokens, MAX_RECORDED_TOKENS))
     return {
-        mode: tuple(size for size in each if size <= sizes[-1])
+        mode: tuple(size for size in all_sizes if size <= sizes[-1])
         for mode, sizes in sizes_of(graphs, limits).items()
     }
 
@@ -103,11 +103,11 @@ class GraphManager:
 
     def __post_init__(self) -> None:
         self._recordings: dict[Descriptor, Recording] = {}
-        self._now: StepInputs  # the current step
-        self._plans: dict[PlanRows, Any] = {}  # its attention metadata
+        self._current_step: StepInputs
+        self._attention_plans: dict[PlanRows, Any] = {}  # attention metadata of the current step
         # Buffers of attention between graphs, for queries and outputs, by (heads, width, width of
         # the output).
-        self._between: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._attention_buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
         """Return the shape in which to replay a step; None: run it without graphs."""
@@ -137,10 +137,10 @@ class GraphManager:
         """Replay a step, after recording its shape if that is new. Return the hidden states, which
         are valid until the next run.
         """
-        self._now = step
+        self._current_step = step
         recording = self._recordings.get(descriptor) or self._record(descriptor, decision)
         recording.replay()
-        self._plans.clear()  # because their workspace is large
+        self._attention_plans.clear()  # because their workspace is large
         hidden_TD, *loads = recording.results
         for ubatch, load_LE in zip(self.ubatches, loads, strict=False):
             for load_E in load_LE:
@@ -151,31 +151,34 @@ class GraphManager:
         """Record the common sizes: the powers of two and the largest. The largest comes first,
         because the others can use its memory.
         """
-        began_s = time.perf_counter()
+        began_at_s = time.perf_counter()
         for mode, sizes in self.sizes.items():
             for size in reversed(sizes):
                 if size == sizes[-1] or not size & (size - 1):
                     descriptor = Descriptor(mode, size, size if mode is Mode.FULL else None)
-                    self._now = self.fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
+                    self._current_step = self.fixed.largest(
+                        descriptor.num_tokens, descriptor.num_reqs
+                    )
                     self._record(descriptor, None)
-        number = len(self._recordings)
-        took_s = time.perf_counter() - began_s
+        took_s = time.perf_counter() - began_at_s
         logger.info(
-            "recorded %d graphs in %.1f s; other sizes are recorded when first used", number, took_s
+            "recorded %d graphs in %.1f s; other sizes are recorded when first used",
+            len(self._recordings),
+            took_s,
         )
 
     def _record(self, descriptor: Descriptor, decision: StepDecision | None) -> Recording:
         step = self.fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
-        pieces = descriptor.mode is Mode.PIECEWISE
+        is_piecewise = descriptor.mode is Mode.PIECEWISE
 
         def work(pause: Pause) -> Sequence[Tensor]:
-            inputs = replace(step, cut=partial(self._cut, pause)) if pieces else step
+            inputs = replace(step, cut=partial(self._cut, pause)) if is_piecewise else step
             hidden_TD = self.forward(inputs, decision, descriptor.split_at)
             loads = [ubatch.take_load() for ubatch in self.ubatches]
             return hidden_TD, *(load for load in loads if isinstance(load, Tensor))
 
         recording = self._recordings[descriptor] = self.recorder.record(work)
-        self._plans.clear()
+        self._attention_plans.clear()
         return recording
 
     def _cut(
@@ -187,19 +190,19 @@ class GraphManager:
         its own tensors until its replay, all of them would need memory.
         """
         shape = *q_THd.shape[1:], width
-        if shape not in self._between:
-            most = self.sizes[Mode.PIECEWISE][-1]
-            self._between[shape] = (
-                q_THd.new_empty((most, *shape[:2])),
-                q_THd.new_empty((most, width)),
+        if shape not in self._attention_buffers:
+            max_tokens = self.sizes[Mode.PIECEWISE][-1]
+            self._attention_buffers[shape] = (
+                q_THd.new_empty((max_tokens, *shape[:2])),
+                q_THd.new_empty((max_tokens, width)),
             )
-        q, out = (buffer[: len(q_THd)] for buffer in self._between[shape])
+        q, out = (buffer[: len(q_THd)] for buffer in self._attention_buffers[shape])
         q.copy_(q_THd)
 
         def run_attention() -> None:
-            if plan not in self._plans:  # planned once per step, for all layers
-                self._plans[plan] = plan(self._now)
-            attend(q, self._plans[plan], out)
+            if plan not in self._attention_plans:  # planned once per step, for all layers
+                self._attention_plans[plan] = plan(self._current_step)
+            attend(q, self._attention_plans[plan], out)
 
         pause(run_attention)
         return out
@@ -225,7 +228,7 @@ class GroupGraphs(GraphManager):
     shards_experts: bool = True
 
     _topology = (-1, -1)  # `Peers.topology` that the recordings are for
-    _recordable = 0  # the most tokens of a recorded step
+    _max_recordable = 0  # the most tokens of a recorded step
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
         group = self.group
@@ -233,30 +236,30 @@ class GroupGraphs(GraphManager):
         if self._topology != group.topology:
             self.forget()
             self._topology = group.topology
-            self._recordable = group.recordable
+            self._max_recordable = group.max_recordable_tokens
             return None  # run one step without graphs: kernels must have run before a recording
-        if group.mixed or not self._recordable:
+        if group.mixed or not self._max_recordable:
             return None
         if not self.shards_experts:
             return self.dispatch(plan.num_tokens, plan.uniform_len)
         if (
             decision is None
-            or (room := self.round_up(max(decision.most_tokens))) > self._recordable
+            or (padded_tokens := self.round_up(max(decision.most_tokens))) > self._max_recordable
         ):
             return None
         uniform_len = 1 if plan.uniform_len == 1 else None
         if decision.ubatches == 1:
             shape = self.dispatch(decision.most_tokens[0], uniform_len)
-            return shape if shape and shape.num_tokens == room else None
-        most = self.sizes.get(Mode.FULL, (0,))[-1]
+            return shape if shape and shape.num_tokens == padded_tokens else None
+        max_tokens = self.sizes.get(Mode.FULL, (0,))[-1]
         # Two micro-batches are recorded in mode FULL only, because a transfer would otherwise be in
         # flight between two graphs.
-        if uniform_len is None or plan.num_tokens > most:
+        if uniform_len is None or plan.num_tokens > max_tokens:
             return None
         # Pad to the size of the engine with most tokens. That costs no time, because the step takes
         # as long as on that engine, and there are fewer shapes.
-        size = self.round_up(min(2 * max(decision.most_tokens), most))
-        return Descriptor(Mode.FULL, size, size, room)
+        size = self.round_up(min(2 * max(decision.most_tokens), max_tokens))
+        return Descriptor(Mode.FULL, size, size, padded_tokens)
 
     def forget(self) -> None:
         """Drop all recordings. May be called from any thread: a step that is being launched keeps

@@ -69,8 +69,8 @@ class Peers:
         self.not_recorded = self._layers[0].not_recorded if self._layers else None
         self._alone: LocalAll2All | None = None  # replaces it as long as there are no other ranks
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
-        self._expected = 0  # the newest version that was passed to `prepare`
-        self._joins = 0
+        self._newest_version = 0  # the newest version that was passed to `prepare`
+        self._num_joins = 0
         self._store: ExpertStore | None = None
         if placement is not None and not isinstance(self._all2all, LocalAll2All):
             self._alone = OwnExpertsOnly(placement.experts_per_rank, wire)
@@ -96,7 +96,7 @@ class Peers:
         if self._store is not None and table is not None:
             self._store.load_all(table, members.rank)
             self._experts_per_rank = table.experts_per_rank
-            self._expected = 0
+            self._newest_version = 0
         if self._all2all is not None:
             backend = (
                 self._alone if self._alone is not None and members.size == 1 else self._all2all
@@ -106,21 +106,21 @@ class Peers:
             if (limit := backend.caps.max_tokens) is not None:
                 log.debug("a dispatch sends at most %d tokens of each rank", limit)
         self._tp.join(members)
-        self._joins += 1
+        self._num_joins += 1
         log.info("rank %d of %d joined epoch %d", members.rank, members.size, members.epoch)
 
     @property
     def topology(self) -> tuple[int, int]:
         """A value that changes with every join and every new placement."""
-        return self._joins, 0 if self._store is None else self._store.version
+        return self._num_joins, 0 if self._store is None else self._store.version
 
     @property
-    def recordable(self) -> int:
+    def max_recordable_tokens(self) -> int:
         """The most tokens of a step that a graph can record with the current all-to-all backend."""
         if any(layer.not_recorded for layer in self._layers):
             return 0
-        most = self._layers[0].all2all.caps.most_recorded if self._layers else None
-        return sys.maxsize if most is None else most * self._tp.size
+        max_per_rank = self._layers[0].all2all.caps.most_recorded if self._layers else None
+        return sys.maxsize if max_per_rank is None else max_per_rank * self._tp.size
 
     @property
     def caps(self) -> All2AllCaps:
@@ -145,7 +145,7 @@ class Peers:
                 )
             )
             return
-        self._expected = max(self._expected, table.version)
+        self._newest_version = max(self._newest_version, table.version)
         self._store.prepare(table)
 
     @property
@@ -156,7 +156,7 @@ class Peers:
     @property
     def moving(self) -> bool:
         """Whether a placement was passed to `prepare` that is not active yet."""
-        return self._store is not None and self._store.version < self._expected
+        return self._store is not None and self._store.version < self._newest_version
 
     @property
     def mixed(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moeserve.engine.plan import StepDecision, StepPlan, StepResult
-from moeserve.runner.dbo import BUDGET, TRIAL, OverlapPolicy
+from moeserve.runner.dbo import MAX_LOSS, TRIAL_STEPS, OverlapPolicy
 
 
 def plan_of(step: int, counts: list[int]) -> StepPlan:
@@ -139,8 +139,8 @@ def test_it_loses_little_in_recorded_steps(overhead: float, noise: float) -> Non
     """
     sim = Sim(0, overhead, noise=noise, recording=30)
     sim.run(3, [1] * 32)
-    trial = (30 + TRIAL) * (1 + overhead) / 2000
-    assert sim.run(2000, [1] * 32) < 1 + BUDGET + trial
+    trial = (30 + TRIAL_STEPS) * (1 + overhead) / 2000
+    assert sim.run(2000, [1] * 32) < 1 + MAX_LOSS + trial
     assert sim.ubatches.count(2) > 0
 
 
@@ -150,7 +150,7 @@ def test_recording_is_not_mistaken_for_a_cost() -> None:
     for tokens in range(48, 56):
         sim.run(40, [1] * tokens)
     sim.run(100, [1] * 52)
-    assert sim.ubatches[-100:].count(2) <= 2 * TRIAL
+    assert sim.ubatches[-100:].count(2) <= 2 * TRIAL_STEPS
 
 
 def test_nobody_tries_blindly_what_cannot_pay() -> None:
@@ -203,7 +203,9 @@ def test_trials_stay_in_their_budget() -> None:
     one = 130
     two = 300
     lost = sim.ubatches.count(2) * (two - one)
-    assert TRIAL * (two - one) <= lost <= BUDGET * 2000 * one + (TRIAL + 2) * (two - one)
+    assert (
+        TRIAL_STEPS * (two - one) <= lost <= MAX_LOSS * 2000 * one + (TRIAL_STEPS + 2) * (two - one)
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
 class Facts:
     topology: tuple[int, int] = (1, 0)
     mixed: bool = False
-    recordable: int = 1 << 40
+    max_recordable_tokens: int = 1 << 40
 
 
 def plan(*counts: int, decision: StepDecision | None) -> StepPlan:
@@ -77,10 +77,13 @@ def test_what_cannot_be_replayed_runs_as_it_is() -> None:
     )
     assert graphs_of(Facts()).shape(plan(1, 2, decision=StepDecision(1, 2, (4, 4)))) is None
     assert (
-        graphs_of(Facts(recordable=3)).shape(plan(1, decision=StepDecision(1, 2, (4, 4)))) is None
+        graphs_of(Facts(max_recordable_tokens=3)).shape(
+            plan(1, decision=StepDecision(1, 2, (4, 4)))
+        )
+        is None
     )
     assert graphs_of(Facts(mixed=True)).shape(plan(1, decision=decision)) is None
-    assert graphs_of(Facts(recordable=0)).shape(plan(1, decision=decision)) is None
+    assert graphs_of(Facts(max_recordable_tokens=0)).shape(plan(1, decision=decision)) is None
 
 
 def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> None:
@@ -94,7 +97,7 @@ def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> 
     ):
         shape = graphs.shape(plan(*(1,) * tokens, decision=StepDecision(1, 2, (most, most - 1))))
         assert shape is not None
-        assert (shape.mode, shape.num_tokens, shape.room) == (Mode.FULL, size, room)
+        assert (shape.mode, shape.num_tokens, shape.padded_ubatch_tokens) == (Mode.FULL, size, room)
         assert shape.num_tokens - shape.split_at <= shape.split_at <= room == graphs.round_up(most)
     for most in range(1, 513):
         for tokens in {1, most, 2 * most - 1, 2 * most}:
@@ -105,7 +108,7 @@ def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> 
             )  # the largest size of FULL
             if shape is not None:
                 assert tokens <= shape.num_tokens <= 288
-                assert shape.split_at <= shape.room == graphs.round_up(most)
+                assert shape.split_at <= shape.padded_ubatch_tokens == graphs.round_up(most)
 
 
 @pytest.mark.parametrize("seqs", [1, 256, 512])
@@ -131,7 +134,7 @@ def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
         for most in (1, 3, 100, 299, 301, 512, 513, 2000):
             room = graphs.round_up(most)
             assert room >= most
-            assert room == graphs_of(Facts(recordable=0), asked).round_up(most)
+            assert room == graphs_of(Facts(max_recordable_tokens=0), asked).round_up(most)
             for counts in ((1,), (2,), (1,) * min(most, 300)):
                 shape = graphs.shape(plan(*counts, decision=StepDecision(1, most_tokens=(most, 0))))
                 assert shape is None or shape.num_tokens == room

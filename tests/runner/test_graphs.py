@@ -35,7 +35,7 @@ from moeserve.runner import base, gpu, recorder, triton_inputs
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner, host_memory
 from moeserve.runner.gpu import GPUModelRunner, RingUpload
-from moeserve.runner.graphs import GraphManager, Mode, sizes_of, sizes_to
+from moeserve.runner.graphs import GraphManager, Mode, sizes_of, sizes_up_to
 from moeserve.runner.load import Progress
 from moeserve.runner.sampling.reference import ReferenceSampler
 from moeserve.runner.sampling.sampler import Sampler
@@ -250,15 +250,15 @@ def manager_of(asked: str, limits: Limits = LIMITS) -> tuple[GraphManager, Nothi
 
 
 def test_every_step_gets_the_smallest_shape_that_holds_it() -> None:
-    sizes = sizes_to(512)
+    sizes = sizes_up_to(512)
     assert sizes[:6] == (1, 2, 4, 8, 16, 24)
     assert sizes[-2:] == (496, 512)
-    assert sizes_to(20) == (1, 2, 4, 8, 16, 20)
-    assert sizes_to(1) == (1,)
+    assert sizes_up_to(20) == (1, 2, 4, 8, 16, 20)
+    assert sizes_up_to(1) == (1,)
     both, full, piecewise = (manager_of(asked)[0] for asked in ("auto", "full", "piecewise"))
     for tokens in range(1, 600):
         fits = min((size for size in sizes if size >= tokens), default=None)
-        fits_full = min((size for size in sizes_to(300) if size >= tokens), default=None)
+        fits_full = min((size for size in sizes_up_to(300) if size >= tokens), default=None)
         for uniform in (1, tokens, None):
             here = tokens, uniform
             alone = full.dispatch(*here)
