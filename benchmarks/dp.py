@@ -109,11 +109,11 @@ async def one_round(front: FrontEnd, batch: int, num_tokens: int) -> tuple[float
     rate: list[float] = []
     stats = front.stats
     assert isinstance(stats, Records)
-    stats.seen.clear()
+    stats.records.clear()
     await asyncio.gather(*(read(i) for i in range(batch)))
     if not rate:
         raise SystemExit("the streams did not overlap: use more --tokens")
-    return rate[0], [record for record in stats.seen if began_s <= record.at_s <= ended_s]
+    return rate[0], [record for record in stats.records if began_s <= record.at_s <= ended_s]
 
 
 def shares_of(records: list[StepRecord]) -> dict[str, float]:

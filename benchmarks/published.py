@@ -210,14 +210,16 @@ def prefill(spec: ModelSpec, device: Device, dp: int, tokens: int, length: int) 
     mixer = spec.layers[0].mixer
     if isinstance(mixer, LatentAttention):  # expanded to keys and values, as in these engines
         operations = 2 * mixer.num_heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)
-        cost.attending = [replace(kind, operations=operations) for kind in cost.attending]
+        cost.attention_layers = [
+            replace(layers, operations=operations) for layers in cost.attention_layers
+        ]
     rows = tokens // length
     shape = Shape(
-        tokens=tokens,
-        rows=rows,
-        samples=rows,
-        reads=(float(tokens),),
-        pairs=(tokens * length / 2,),
+        num_tokens=tokens,
+        num_rows=rows,
+        num_samples=rows,
+        num_reads=(float(tokens),),
+        num_pairs=(tokens * length / 2,),
     )
     return tokens / cost.seconds([shape] * dp)
 
@@ -226,7 +228,13 @@ def step(spec: ModelSpec, device: Device, dp: int, rows: int, context: int) -> f
     """Return the seconds of a step in which each engine decodes `rows` requests."""
     _, cost = cost_of(spec, device, dp)
     positions = (float(rows * context),)
-    shape = Shape(tokens=rows, rows=rows, samples=rows, reads=positions, pairs=positions)
+    shape = Shape(
+        num_tokens=rows,
+        num_rows=rows,
+        num_samples=rows,
+        num_reads=positions,
+        num_pairs=positions,
+    )
     return max(cost.seconds([shape] * dp), cost.host_seconds(shape))
 
 
@@ -266,7 +274,9 @@ def expert_ms(spec: ModelSpec, device: Device, tokens: int) -> float:
     """Return the milliseconds of one layer's experts alone."""
     _, cost = cost_of(spec, replace(device, in_situ=1.0), 1)
     return (
-        1e3 * cost.terms([Shape(tokens, 1, 0, (0.0,), (0.0,))])["experts"] / cost.weights.moe_layers
+        1e3
+        * cost.terms([Shape(tokens, 1, 0, (0.0,), (0.0,))])["experts"]
+        / cost.weights.num_moe_layers
     )
 
 
@@ -289,13 +299,13 @@ def other_shapes(source: str, name: str) -> dict[str, Any]:
         ):
             continue
         for tokens in (4096, 8192, 16384):
-            reads_s = 2 * weights * experts / (device.reads * device.bytes_per_s)
-            computes_s = 2 * weights * tokens * top_k / (device.expert * device.flops)
+            reads_s = 2 * weights * experts / (device.read_share * device.bytes_per_s)
+            computes_s = 2 * weights * tokens * top_k / (device.expert_share * device.flops)
             if computes_s > reads_s:
                 took_s = times.seconds(tokens)
                 errors.append((computes_s + (1 - device.overlap) * reads_s) / took_s - 1)
                 shares.append(
-                    device.expert * computes_s / (took_s - (1 - device.overlap) * reads_s)
+                    device.expert_share * computes_s / (took_s - (1 - device.overlap) * reads_s)
                 )
     return {
         "device": name,

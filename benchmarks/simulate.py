@@ -226,14 +226,14 @@ async def serve(front: FrontEnd, trace: RequestTrace) -> dict[str, Any]:
         async with await front.generate(prompt, params) as deltas:
             async for delta in deltas:
                 events.append((time.monotonic() - begin_s, rid, len(delta.token_ids)))
-        clients.done[rid] = True
+        clients.is_done[rid] = True
 
     async with asyncio.TaskGroup() as group:
         for rid in range(len(trace.arrivals)):
             group.create_task(read(rid))
     for at_s, rid, number in events:
         for _ in range(number):
-            clients.emitted(np.array([rid]), at_s)
+            clients.record_tokens(np.array([rid]), at_s)
     return summarise(clients, Steps())
 
 

@@ -37,7 +37,7 @@ class CacheTensor:
 class CacheRead:
     """The cost of reading earlier positions, for estimates of step times."""
 
-    span: int | None  # positions before a query that it reads; None: all
+    window: int | None  # number of positions before a query that it reads; None: all
     elements: int  # read per position
     operations: int  # per query and position
 

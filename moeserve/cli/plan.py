@@ -155,8 +155,8 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
         assert memory is not None
         held = memory.limits.num_blocks * memory.limits.block_size
         words = (
-            f"{candidate.name:<{width}}{memory.weights / 1e9:>9.1f}"
-            f"{memory.kv / 1e9:>8.1f}{held / 1e3:>7.0f}k"
+            f"{candidate.name:<{width}}{memory.weight_bytes / 1e9:>9.1f}"
+            f"{memory.kv_bytes / 1e9:>8.1f}{held / 1e3:>7.0f}k"
         )
         words += f"{capacity:>9.1f}"
         if found is None:
@@ -164,7 +164,7 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
         else:
             print(
                 f"{words}{1e3 * found.ttft_s:>9.0f}{1e3 * found.itl_s:>8.1f}{found.rows:>6.0f}  "
-                f"{found.binds}"
+                f"{found.bottleneck}"
             )
     print()
 
@@ -233,7 +233,9 @@ def _print_best(
             f"{name} {100 * value / total:.0f} %" for name, value in parts if value > 0.02 * total
         )
         print(f"step time, {kind}: {1e3 * total:.1f} ms: {shown}")
-    print(f"{100 * found.prefills:.0f} % of steps have prefill; bottleneck: {found.binds}")
+    print(
+        f"{100 * found.prefill_share:.0f} % of steps have prefill; bottleneck: {found.bottleneck}"
+    )
     if explain and candidate.cost is not None and candidate.memory is not None:
         weights = candidate.cost.weights
         memory = candidate.memory
@@ -244,16 +246,13 @@ def _print_best(
             )
         print(
             f"each rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, "
-            f"{weights.local_experts} experts of "
-            f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.moe_layers} layers, "
+            f"{weights.num_local_experts} experts of "
+            f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.num_moe_layers} layers, "
             f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and "
             "LM head, "
-            f"{memory.workspace / 1e9:.2f} GB of work space, {memory.bytes_per_token / 1e3:.1f} "
-            "kB of KV "
-            "per token"
+            f"{memory.workspace_bytes / 1e9:.2f} GB of work space, "
+            f"{memory.bytes_per_token / 1e3:.1f} kB of KV per token"
         )
-        if candidate.cost.load is not None:
-            print(
-                f"the busiest rank has {candidate.cost.load.imbalance:.2f} times the mean load of "
-                "experts"
-            )
+        shares = candidate.cost.expert_shares
+        if shares is not None:
+            print(f"the busiest rank has {shares.imbalance:.2f} times the mean load of experts")

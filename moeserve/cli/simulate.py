@@ -215,7 +215,7 @@ def simulate(
     simulation = partial(
         Simulation, limits, groups, cost, config.parallel.dp, together=together(config)
     )
-    if is_countable(limits, groups, cost.spans, trace.longest):
+    if is_countable(limits, groups, cost.windows, trace.longest):
         with suppress(Uncountable):
             return simulation(counted=True).run(trace)
     return simulation().run(trace)

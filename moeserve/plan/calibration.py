@@ -16,40 +16,42 @@ from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.errors import ConfigError
-from moeserve.plan.roofline import Shape, Spans
+from moeserve.plan.roofline import Shape, Windows
 
 F64 = NDArray[np.float64]
 KNOTS = tuple(2**i for i in range(12))  # tokens per step; times between them are interpolated
 ROUNDS = 4  # of iteratively reweighted least squares
-INTERRUPTED = 5.0  # steps that took this many times the expected time are ignored
-SIDES = (
+INTERRUPTED_FACTOR = 5.0  # steps that took this many times the expected time are ignored
+OTHER_TERMS = (
     "other engines' tokens",
     "other engines at work",
     "requests",
     "positions read",
     "query positions",
-    "behind a prompt",
+    "behind a prompt",  # in the step before
 )
-TERMS = (*(f"{n} tokens" for n in KNOTS), *SIDES)
-GAPS = ("between two steps", "between, a request", "between, a prompt")
-NEAR = 64  # number of residuals, of steps with the nearest times, from which one is drawn
-ALIKE = math.log(1.5)  # log ratio up to which two times count as the same kind of step
-MOST_RESIDUALS = 4000
+TERMS = (*(f"{n} tokens" for n in KNOTS), *OTHER_TERMS)
+GAP_TERMS = ("between two steps", "between, a request", "between, a prompt")
+NUM_NEAREST = 64  # residuals, of steps with the nearest times, from which one is drawn
+MAX_LOG_RATIO = math.log(1.5)  # of two times that count as the same kind of step
+MAX_RESIDUALS = 4000
 
 
 class StepSample(msgspec.Struct, frozen=True):
     """A measured step: the arguments of `features`, and its times."""
 
-    tokens: int  # of the engine with the most tokens
-    rows: int  # requests of that engine
-    reads: float  # KV positions that its rows read
-    pairs: float  # (query, position) pairs of its attention
-    others: int  # tokens of all other engines
-    busy: int  # number of other engines that have tokens
-    device_s: float  # time of the forward pass
+    # Of the engine with the most tokens:
+    num_tokens: int
+    num_rows: int  # requests
+    num_reads: float  # KV positions that its rows read
+    num_pairs: float  # (query, position) pairs of its attention
+    # Of all other engines:
+    other_tokens: int
+    num_others_busy: int  # engines that have tokens
+    device_s: float  # duration of the forward pass
     # Time from the previous result to this one, None if the engine did not have this step queued.
     period_s: float | None = None
-    behind: bool = False  # the previous step had a prompt, so CPU caches hold other data
+    is_after_prompt: bool = False  # in the previous step, so CPU caches hold other data
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     dp: int
     tp: int
     limits: dict[str, int | float | bool]  # `Limits` of a measured engine
-    terms: dict[str, float]  # seconds of each of TERMS (forward pass) and GAPS (between two steps)
+    terms: dict[
+        str, float
+    ]  # seconds of each of TERMS (forward pass) and GAP_TERMS (between two steps)
     delay_s: float  # from a client to the engine and back
     num_samples: int
     error: float  # median relative error of the fit
@@ -77,61 +81,74 @@ class MeasuredCost:
     drawn at random.
     """
 
-    spans: Spans = (None,)
+    windows: Windows = (None,)
 
     def __init__(self, calibration: Calibration, seed: int = 0) -> None:
         self._terms = np.array([calibration.terms[name] for name in TERMS])
-        self._gaps = np.array([calibration.terms[name] for name in GAPS])
+        self._gap_terms = np.array([calibration.terms[name] for name in GAP_TERMS])
         self._residuals = calibration.residuals
         self._by_time = sorted(range(len(self._residuals)), key=lambda i: self._residuals[i][0])
         self._times = np.array([self._residuals[i][0] for i in self._by_time])
         self._rng = random.Random(seed)
-        self._last = -1
-        self._behind = False
+        self._last_index = -1  # of the residual that was replayed last
+        self._is_after_prompt = False
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """Return the slowest engine's step time plus the time until the next step."""
-        most = max(shapes)  # the engine with the most tokens
-        others = sum(shape.tokens for shape in shapes) - most.tokens
-        busy = sum(shape.tokens > 0 for shape in shapes) - 1
+        most = max(shapes)  # of the engine with the most tokens
         x = features(
-            most.tokens, most.rows, most.reads[0], most.pairs[0], others, busy, self._behind
+            num_tokens=most.num_tokens,
+            num_rows=most.num_rows,
+            num_reads=most.num_reads[0],
+            num_pairs=most.num_pairs[0],
+            other_tokens=sum(shape.num_tokens for shape in shapes) - most.num_tokens,
+            num_others_busy=sum(shape.num_tokens > 0 for shape in shapes) - 1,
+            is_after_prompt=self._is_after_prompt,
         )
-        self._behind = most.tokens > most.rows
-        fitted_s = float(x @ self._terms + between(most.tokens, most.rows) @ self._gaps)
+        self._is_after_prompt = most.num_tokens > most.num_rows
+        gap_x = gap_features(most.num_tokens, most.num_rows)
+        fitted_s = float(x @ self._terms + gap_x @ self._gap_terms)
         return fitted_s * self._residual(fitted_s)
 
     def _residual(self, fitted_s: float) -> float:
         if not self._residuals or not fitted_s:
             return 1.0
-        self._last += 1
-        known = self._residuals[self._last][0] if self._last < len(self._residuals) else math.inf
-        if not abs(math.log(known / fitted_s)) < ALIKE:
-            size = len(self._times)
+        self._last_index += 1
+        next_s = math.inf  # fitted time of the step that was measured next
+        if self._last_index < len(self._residuals):
+            next_s = self._residuals[self._last_index][0]
+        if not abs(math.log(next_s / fitted_s)) < MAX_LOG_RATIO:
+            num_residuals = len(self._times)
             first = max(
-                0, min(int(np.searchsorted(self._times, fitted_s)) - NEAR // 2, size - NEAR)
+                0,
+                min(
+                    int(np.searchsorted(self._times, fitted_s)) - NUM_NEAREST // 2,
+                    num_residuals - NUM_NEAREST,
+                ),
             )
-            self._last = self._by_time[self._rng.randrange(first, min(first + NEAR, size))]
-        return self._residuals[self._last][1]
+            self._last_index = self._by_time[
+                self._rng.randrange(first, min(first + NUM_NEAREST, num_residuals))
+            ]
+        return self._residuals[self._last_index][1]
 
     def host_seconds(self, shape: Shape) -> float:
         """Return 0, because `seconds` includes the host's time."""
         return 0.0
 
 
-def between(tokens: int, rows: int) -> F64:
-    """Return the features of the time between two steps, in the order of GAPS."""
-    return np.array((1.0, rows, tokens > rows))
+def gap_features(num_tokens: int, num_rows: int) -> F64:
+    """Return the features of the time between two steps, in the order of GAP_TERMS."""
+    return np.array((1.0, num_rows, num_tokens > num_rows))
 
 
 def features(
-    tokens: float,
-    rows: float,
-    reads: float,
-    pairs: float,
-    others: float,
-    busy: float,
-    behind: bool = False,
+    num_tokens: float,
+    num_rows: float,
+    num_reads: float,
+    num_pairs: float,
+    other_tokens: float,
+    num_others_busy: float,
+    is_after_prompt: bool = False,
 ) -> F64:
     """Return the features of a step's time, in the order of TERMS.
 
@@ -140,14 +157,15 @@ def features(
     knot, time is proportional to tokens.
     """
     knots = np.zeros(len(KNOTS))
-    above = min(int(np.searchsorted(KNOTS, tokens)), len(KNOTS) - 1)
-    if tokens > KNOTS[-1] or not above:
-        knots[above] = tokens / KNOTS[above]
+    above = min(int(np.searchsorted(KNOTS, num_tokens)), len(KNOTS) - 1)
+    if num_tokens > KNOTS[-1] or not above:
+        knots[above] = num_tokens / KNOTS[above]
     else:
         low, high = KNOTS[above - 1 : above + 1]
-        knots[above] = (tokens - low) / (high - low)
+        knots[above] = (num_tokens - low) / (high - low)
         knots[above - 1] = 1 - knots[above]
-    return np.concatenate((knots, (others, busy, rows, reads, pairs, behind)))
+    others = (other_tokens, num_others_busy, num_rows, num_reads, num_pairs, is_after_prompt)
+    return np.concatenate((knots, others))
 
 
 def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
@@ -161,31 +179,46 @@ def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
             f" {2 * len(TERMS)} are needed"
         )
     x = np.array(
-        [features(s.tokens, s.rows, s.reads, s.pairs, s.others, s.busy, s.behind) for s in samples]
+        [
+            features(
+                num_tokens=sample.num_tokens,
+                num_rows=sample.num_rows,
+                num_reads=sample.num_reads,
+                num_pairs=sample.num_pairs,
+                other_tokens=sample.other_tokens,
+                num_others_busy=sample.num_others_busy,
+                is_after_prompt=sample.is_after_prompt,
+            )
+            for sample in samples
+        ]
     )
-    device_s = np.array([s.device_s for s in samples])
-    terms = not_negative(x, device_s)
-    gap_x = np.array([between(s.tokens, s.rows) for s in samples])
-    period_s = np.array([math.nan if s.period_s is None else s.period_s for s in samples])
-    usual = period_s < INTERRUPTED * (x @ terms)  # False for nan
-    gaps = np.zeros(len(GAPS))
-    if usual.any():
-        gaps = least(gap_x[usual], (period_s - device_s)[usual], (x @ terms)[usual])
-    fitted_s = x @ terms + gap_x @ gaps
-    known = np.flatnonzero(period_s > 0)[:MOST_RESIDUALS]
+    device_s = np.array([sample.device_s for sample in samples])
+    terms = fit_relative(x, device_s)
+    gap_x = np.array([gap_features(sample.num_tokens, sample.num_rows) for sample in samples])
+    period_s = np.array(
+        [math.nan if sample.period_s is None else sample.period_s for sample in samples]
+    )
+    is_usual = period_s < INTERRUPTED_FACTOR * (x @ terms)  # False for nan
+    gap_terms = np.zeros(len(GAP_TERMS))
+    if is_usual.any():
+        gap_terms = solve_not_negative(
+            gap_x[is_usual], (period_s - device_s)[is_usual], (x @ terms)[is_usual]
+        )
+    fitted_s = x @ terms + gap_x @ gap_terms
+    measured = np.flatnonzero(period_s > 0)[:MAX_RESIDUALS]
     return msgspec.structs.replace(
         unfitted,
-        terms=dict(zip((*TERMS, *GAPS), map(float, (*terms, *gaps)), strict=True)),
+        terms=dict(zip((*TERMS, *GAP_TERMS), map(float, (*terms, *gap_terms)), strict=True)),
         num_samples=len(samples),
         error=float(np.median(np.abs(x @ terms / device_s - 1))),
         residuals=[
             (round(float(fitted_s[i]), 7), round(float(period_s[i] / fitted_s[i]), 3))
-            for i in known
+            for i in measured
         ],
     )
 
 
-def not_negative(x: F64, y: F64) -> F64:
+def fit_relative(x: F64, y: F64) -> F64:
     """Return a >= 0 that minimizes the squared relative errors of x @ a.
 
     Errors are relative to the prediction of the previous round (iteratively reweighted least
@@ -195,27 +228,27 @@ def not_negative(x: F64, y: F64) -> F64:
     a = np.zeros(x.shape[1])
     size = y
     for _ in range(ROUNDS):
-        usual = y < INTERRUPTED * size
-        a = least(x[usual], y[usual], size[usual])
+        is_usual = y < INTERRUPTED_FACTOR * size
+        a = solve_not_negative(x[is_usual], y[is_usual], size[is_usual])
         size = np.maximum(x @ a, 1e-9)
     return a
 
 
-def least(x: F64, y: F64, size: F64) -> F64:
+def solve_not_negative(x: F64, y: F64, size: F64) -> F64:
     """Return a >= 0 that minimizes the squares of (x @ a - y) / size.
 
     As long as there are negative coefficients, the most negative one is set to 0.
     """
     a = np.zeros(x.shape[1])
-    left = np.flatnonzero(x.any(0)).tolist()
-    while left:
-        columns = x[:, left] / size[:, None]
+    candidates = np.flatnonzero(x.any(0)).tolist()  # columns whose coefficients are not 0
+    while candidates:
+        columns = x[:, candidates] / size[:, None]
         norm = np.linalg.norm(columns, axis=0)
         found = np.linalg.lstsq(columns / norm, y / size, rcond=None)[0]
         if (found >= 0).all():
-            a[left] = found / norm
+            a[candidates] = found / norm
             break
-        left.pop(int(found.argmin()))
+        candidates.pop(int(found.argmin()))
     return a
 
 
@@ -236,6 +269,6 @@ def read(path: Path) -> Calibration:
     with ConfigError.instead_of((OSError, msgspec.DecodeError), f"--calibration {path}", remedy):
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
         limits_of(found)
-    if missing := [name for name in (*TERMS, *GAPS) if name not in found.terms]:
+    if missing := [name for name in (*TERMS, *GAP_TERMS) if name not in found.terms]:
         raise ConfigError(f"--calibration {path}: terms lacks {', '.join(missing)}; measure again")
     return found

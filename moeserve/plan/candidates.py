@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moeserve.cluster.check_parallel import check_parallel
-from moeserve.config import Config
+from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.models.spec import ModelSpec
 from moeserve.plan.hardware import Cluster
@@ -22,8 +22,10 @@ from moeserve.plan.roofline import Roofline, Shape
 from moeserve.plan.tables import KernelTables
 
 STEP_TOKENS = (2048, 8192)  # values of --max-num-batched-tokens to try
-CROWDED = 1.1  # KV capacity needed per average token held, so that requests are not preempted
-ROUNDS = 60  # of the iteration
+CAPACITY_FACTOR = (
+    1.1  # KV capacity needed per average token held, so that requests are not preempted
+)
+NUM_ROUNDS = 60  # of the iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class Estimate:
     ttft_s: float
     itl_s: float
     rows: float  # running requests per engine
-    prefills: float  # share of steps that prefill
-    binds: str  # the bottleneck: the limit that is nearest to being reached
+    prefill_share: float  # of steps
+    bottleneck: str  # the limit that is nearest to being reached
     decode: dict[str, float]  # seconds of each part of a step without prefill
     prefill: dict[str, float]  # the same for a step with prefill
 
@@ -64,14 +66,13 @@ class Candidate:
         """The layout as flags of `moeserve serve`."""
         parallel = self.config.parallel
         scheduler = self.config.scheduler
-        words = [f"--dp {parallel.dp}", f"--tp {parallel.tp}"]
-        words += ["--ep off"] if parallel.ep == "off" else []
-        words += (
-            [f"--redundant-experts {parallel.redundant_experts}"]
-            if parallel.redundant_experts
-            else []
-        )
-        return " ".join([*words, f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}"])
+        flags = [f"--dp {parallel.dp}", f"--tp {parallel.tp}"]
+        if parallel.ep == "off":
+            flags.append("--ep off")
+        if parallel.redundant_experts:
+            flags.append(f"--redundant-experts {parallel.redundant_experts}")
+        flags.append(f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}")
+        return " ".join(flags)
 
     def estimate(self, load: Workload) -> Estimate | None:
         """Return the steady state under this load, or None if the layout cannot keep up with it."""
@@ -79,41 +80,44 @@ class Candidate:
         assert self.memory is not None
         dp = self.config.parallel.dp
         limits = self.memory.limits
-        rate = load.rate / dp
-        held = load.input + load.output / 2
-        kv_rows = limits.num_blocks * limits.block_size / (held * CROWDED)
-        most_rows = min(limits.max_num_seqs, kv_rows)
+        rate = load.rate / dp  # requests per second of one engine
+        context = load.input + load.output / 2  # mean tokens of a running request
+        kv_rows = limits.num_blocks * limits.block_size / (context * CAPACITY_FACTOR)
+        max_rows = min(limits.max_num_seqs, kv_rows)
         decode = prefill = {"": 0.0}
         step_s = 1e-3
         rows = 0.0
-        share = 0.0
-        for _ in range(ROUNDS):
+        prefill_share = 0.0
+        for _ in range(NUM_ROUNDS):
             rows = rate * load.output * step_s
             chunk = min(load.input, limits.prefill_chunk, limits.max_num_batched_tokens - rows)
-            if rows > most_rows or chunk < 1:
+            if rows > max_rows or chunk < 1:
                 return None
             chunks = rate * load.input / chunk * step_s  # per engine and step
             if chunks > 1:
                 return None
-            whole = max(1.0, rows)
-            plain = Shape(round(whole), round(whole), round(whole), *self._sums(whole, held, 0.0))
-            reading = Shape(
-                round(whole + chunk),
-                round(whole + 1),
-                round(whole + 1),
-                *self._sums(whole, held, chunk, load.input),
+            rows_or_one = max(1.0, rows)
+            decode_shape = self._shape(rows_or_one, context)
+            prefill_shape = self._shape(rows_or_one, context, chunk, load.input)
+            # Chunks arrive at random: the share of steps in which any engine has one, and the
+            # number of engines that have one in such a step.
+            prefill_share = 1 - math.exp(-dp * chunks)
+            num_prefilling = 1
+            if prefill_share:
+                num_prefilling = min(dp, max(1, round(dp * chunks / prefill_share)))
+            decode = self.cost.terms([decode_shape] * dp)
+            prefill = self.cost.terms(
+                [prefill_shape] * num_prefilling + [decode_shape] * (dp - num_prefilling)
             )
-            share = 1 - math.exp(-dp * chunks)
-            num_reading = min(dp, max(1, round(dp * chunks / share))) if share else 1
-            decode = self.cost.terms([plain] * dp)
-            prefill = self.cost.terms([reading] * num_reading + [plain] * (dp - num_reading))
-            host_s = self.cost.host_seconds(plain)
-            times = [max(host_s, sum(terms.values())) for terms in (decode, prefill)]
-            step_s += 0.5 * ((1 - share) * times[0] + share * times[1] - step_s)
-        steps = math.ceil(load.input / chunk)
+            host_s = self.cost.host_seconds(decode_shape)
+            decode_s = max(host_s, sum(decode.values()))
+            prefill_s = max(host_s, sum(prefill.values()))
+            mean_s = (1 - prefill_share) * decode_s + prefill_share * prefill_s
+            step_s += 0.5 * (mean_s - step_s)
+        num_steps = math.ceil(load.input / chunk)  # of a prompt
         queue = chunks / max(1e-6, 1 - chunks)  # waiting prompts in a queue with random arrivals
-        ttft_s = 1.5 * step_s + (steps + queue) * times[1]
-        used = {
+        ttft_s = 1.5 * step_s + (num_steps + queue) * prefill_s
+        used_shares = {  # of each limit
             "max_num_seqs": rows / limits.max_num_seqs,
             "KV blocks": rows / kv_rows,
             "reading prompts": chunks,
@@ -124,48 +128,59 @@ class Candidate:
             ttft_s=ttft_s,
             itl_s=step_s,
             rows=rows,
-            prefills=share,
-            binds=max(used, key=lambda key: used[key]),
+            prefill_share=prefill_share,
+            bottleneck=max(used_shares, key=lambda name: used_shares[name]),
             decode=decode,
             prefill=prefill,
         )
 
-    def _sums(
-        self, rows: float, held: float, chunk: float, prompt: float = 0.0
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return `reads` and `pairs` of a `Shape`.
+    def _shape(self, rows: float, context: float, chunk: float = 0.0, prompt: float = 0.0) -> Shape:
+        """Return the shape of a step that decodes `rows` rows and may prefill one chunk.
 
-        held: context length of a decoding row.
+        context: tokens of a decoding row.
         chunk: tokens of the prefill chunk, which is taken to be in the middle of its prompt.
+        prompt: tokens of that prompt.
         """
         assert self.cost is not None
-        reads = []
-        pairs = []
-        for span in self.cost.spans:
-            most = math.inf if span is None else span
-            seen = rows * min(held, most)
-            middle = min(max(chunk, prompt) / 2, most) if chunk else 0.0
-            reads.append(seen + middle + chunk / 2)
-            pairs.append(seen + chunk * middle)
-        return tuple(reads), tuple(pairs)
+        num_reads = []
+        num_pairs = []
+        for window in self.cost.windows:
+            max_reads = math.inf if window is None else window
+            decode_reads = rows * min(context, max_reads)
+            middle = min(max(chunk, prompt) / 2, max_reads) if chunk else 0.0
+            num_reads.append(decode_reads + middle + chunk / 2)
+            num_pairs.append(decode_reads + chunk * middle)
+        num_rows = round(rows + 1) if chunk else round(rows)
+        return Shape(
+            num_tokens=round(rows + chunk),
+            num_rows=num_rows,
+            num_samples=num_rows,
+            num_reads=tuple(num_reads),
+            num_pairs=tuple(num_pairs),
+        )
 
     def capacity(self, load: Workload) -> float:
         """Return the highest rate within the goals, with a precision of 1 %; 0 if there is none."""
         low = 0.0
         high = 1.0
-        while high < 1e6 and self._good(replace(load, rate=high)):
+        while high < 1e6 and self._meets_goals(replace(load, rate=high)):
             low = high
             high = 2 * high
         while high - low > 0.01 * high:
             middle = (low + high) / 2
-            low, high = (middle, high) if self._good(replace(load, rate=middle)) else (low, middle)
+            if self._meets_goals(replace(load, rate=middle)):
+                low = middle
+            else:
+                high = middle
             if high < 1e-3:
                 return 0.0
         return low
 
-    def _good(self, load: Workload) -> bool:
-        found = self.estimate(load)
-        return found is not None and found.ttft_s <= load.ttft_s and found.itl_s <= load.itl_s
+    def _meets_goals(self, load: Workload) -> bool:
+        estimate = self.estimate(load)
+        if estimate is None:
+            return False
+        return estimate.ttft_s <= load.ttft_s and estimate.itl_s <= load.itl_s
 
 
 def candidates(
@@ -181,26 +196,28 @@ def candidates(
 
     zipf: exponent of the experts' popularity, see `ExpertShares`.
     """
-    for tp in (n for n in spec.possible_tp if n <= cluster.per_node and cluster.per_node % n == 0):
+    given = config.scheduler.max_num_batched_tokens
+    for parallel in _layouts(spec, config.parallel, cluster, zipf):
+        for step_tokens in (given,) if given else STEP_TOKENS:
+            scheduler = replace(config.scheduler, max_num_batched_tokens=step_tokens)
+            layout = replace(config, parallel=parallel, scheduler=scheduler)
+            yield _candidate(spec, layout, cluster, zipf, tables)
+
+
+def _layouts(
+    spec: ModelSpec, parallel: ParallelConfig, cluster: Cluster, zipf: float
+) -> Iterator[ParallelConfig]:
+    """Yield every dp, tp, ep and number of redundant experts that use all devices."""
+    for tp in spec.possible_tp:
+        if cluster.per_node % tp:
+            continue
         dp = cluster.num_devices // tp
         for ep in ("on", "off") if spec.moe and dp > 1 else ("on",):
-            sharded = spec.moe is not None and ep == "on" and dp * tp > 1
-            for redundant in (
-                (0, dp * tp) if sharded and zipf and dp * tp <= spec.num_experts else (0,)
-            ):
-                given = config.scheduler.max_num_batched_tokens
-                for tokens in (given,) if given else STEP_TOKENS:
-                    parallel = replace(
-                        config.parallel, dp=dp, tp=tp, ep=ep, redundant_experts=redundant
-                    )
-                    scheduler = replace(config.scheduler, max_num_batched_tokens=tokens)
-                    yield _candidate(
-                        spec,
-                        replace(config, parallel=parallel, scheduler=scheduler),
-                        cluster,
-                        zipf,
-                        tables,
-                    )
+            num_redundant = [0]
+            if spec.moe and ep == "on" and zipf and 1 < dp * tp <= spec.num_experts:
+                num_redundant.append(dp * tp)  # one more expert on every rank
+            for redundant in num_redundant:
+                yield replace(parallel, dp=dp, tp=tp, ep=ep, redundant_experts=redundant)
 
 
 def _candidate(

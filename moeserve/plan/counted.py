@@ -19,21 +19,21 @@ from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
 from moeserve.messages import Submit
 from moeserve.plan.report import Clients
-from moeserve.plan.roofline import NOTHING, Shape, Spans
+from moeserve.plan.roofline import NOTHING, Shape, Windows
 
 
-class Settled(NamedTuple):
+class StepOutcome(NamedTuple):
     """The outcome of a step on one engine."""
 
-    rows: int  # rows that sampled a token
+    num_sampled: int  # rows that sampled a token
     # Rows that also sampled in the previous step and were not reported to `Clients` one by one.
-    continued: int
+    num_continued: int
     cached: dict[int, int]  # requests that got their first token -> prompt tokens from the cache
-    ended: list[int]  # requests that finished
-    tokens: int
-    free_blocks: int
+    ended_rids: list[int]  # requests that finished
+    num_tokens: int
+    num_free_blocks: int
     prompt_tokens: int  # of the prompts that began
-    preempted: int = 0
+    num_preempted: int = 0
     cached_tokens: int = 0
 
 
@@ -42,26 +42,27 @@ class Uncountable(Exception):
 
 
 @dataclass(slots=True)
-class _Counted:
+class _Request:
     """A request."""
 
     rid: int
-    prompt: int  # prompt tokens
-    last: int  # number of positions that its steps compute in total
-    at: int = 0  # number of positions that planned steps compute
+    num_prompt: int  # prompt tokens
+    # Positions that its steps compute in total: all tokens but the last generated one
+    num_positions: int
+    num_planned: int = 0  # positions that planned steps compute
 
 
 class CountedStep(NamedTuple):
     """A planned step."""
 
     shape: Shape
-    first: Sequence[_Counted]  # requests whose first token it samples
-    ended: Sequence[_Counted]  # requests whose last token it samples, by rid
-    freed: int  # KV blocks of the requests that end
+    first: Sequence[_Request]  # requests whose first token it samples
+    ended: Sequence[_Request]  # requests whose last token it samples, by rid
+    num_freed: int  # KV blocks of the requests that end
     prompt_tokens: int  # of the prompts that begin
 
 
-def is_countable(limits: Limits, groups: Sequence[KVGroup], spans: Spans, longest: int) -> bool:
+def is_countable(limits: Limits, groups: Sequence[KVGroup], windows: Windows, longest: int) -> bool:
     """Return whether `CountedEngine` can simulate these engines.
 
     It supports full attention only, and neither prefix caching, speculative decoding nor a limit on
@@ -69,7 +70,7 @@ def is_countable(limits: Limits, groups: Sequence[KVGroup], spans: Spans, longes
     must fit into the KV cache.
     """
     return (
-        spans == (None,)
+        windows == (None,)
         and [group.rule.is_full for group in groups] == [True]
         and not (limits.enable_prefix_caching or limits.num_drafts or limits.itl_target_us)
         and limits.max_num_seqs <= limits.max_num_batched_tokens
@@ -89,16 +90,16 @@ class CountedEngine:
         self._limits = limits
         self._chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
-        self._waiting: deque[_Counted] = deque()
-        self._reading: list[_Counted] = []  # rows that have begun to prefill, oldest first
-        self._ending: dict[int, list[_Counted]] = {}  # decoding rows by their last step
+        self._waiting: deque[_Request] = deque()
+        self._prefilling: list[_Request] = []  # rows that have begun to prefill, oldest first
+        self._ending: dict[int, list[_Request]] = {}  # decoding rows by their last step
         self._crossing = [0] * limits.block_size  # decoding rows by (position - step) % block size
-        self._decoding = 0  # number of decoding rows
-        self._sum = 0  # sum of their context lengths in the next step
-        self._promised = 0  # blocks that the prompts of _reading will still allocate
-        self._step = 0
-        self._running = 0
-        self._free = limits.num_blocks - 1  # without the null block
+        self._num_decoding = 0  # decoding rows
+        self._context_sum = 0  # sum of their context lengths in the next step
+        self._promised_blocks = 0  # that the prompts of _prefilling will still allocate
+        self._step = 0  # number of steps so far
+        self._num_running = 0  # rows that prefill or decode
+        self._num_free = limits.num_blocks - 1  # KV blocks, without the null block
 
     @property
     def num_waiting(self) -> int:
@@ -109,127 +110,142 @@ class CountedEngine:
         """Read the requests that have arrived, and return the next step and its size."""
         while self.inbox and self.inbox[0][0] <= now_s:
             submit = self.inbox.popleft()[1]
-            last = submit.num_prompt + submit.sampling.max_tokens - 1
-            self._waiting.append(_Counted(submit.rid, submit.num_prompt, last))
-        rows = self._decoding
-        ends = float(self._sum)
+            num_positions = submit.num_prompt + submit.sampling.max_tokens - 1
+            self._waiting.append(_Request(submit.rid, submit.num_prompt, num_positions))
+        rows = self._num_decoding
+        context_sum = float(self._context_sum)
         step = self._step
         size = self._block_size
         if crossing := self._crossing[-step % size]:
-            self._take(crossing)
-        shape = Shape(rows, rows, rows, (ends,), (ends,))
+            self._allocate(crossing)
+        # The decoding rows. Each has one token, so it has as many pairs as reads.
+        shape = Shape(rows, rows, rows, num_reads=(context_sum,), num_pairs=(context_sum,))
         prompt_tokens = 0
-        if rows and not (self._waiting or self._reading or step in self._ending):
+        if rows and not (self._waiting or self._prefilling or step in self._ending):
             # The same rows as in the previous step, one position further.
             self._step = step + 1
-            self._sum = self._sum + rows
-            same = CountedStep(shape=shape, first=(), ended=(), freed=0, prompt_tokens=0)
+            self._context_sum = self._context_sum + rows
+            same = CountedStep(shape=shape, first=(), ended=(), num_freed=0, prompt_tokens=0)
             return same, shape
         ended = decoded = self._ending.pop(step, [])
-        first: list[_Counted] = []
-        if self._reading or self._waiting:
-            shape, prompt_tokens = self._read(first)
+        first: list[_Request] = []
+        if self._prefilling or self._waiting:
+            shape, prompt_tokens = self._plan_prefill(first)
             ended = sorted(
-                [*decoded, *(row for row in first if row.at == row.last)], key=lambda row: row.rid
+                [*decoded, *(row for row in first if row.num_planned == row.num_positions)],
+                key=lambda row: row.rid,
             )
-        if not shape.rows:
+        if not shape.num_rows:
             return None, NOTHING
         self._step += 1
         for row in decoded:
-            self._decoding -= 1
-            self._sum -= row.last
-            self._crossing[(row.last - 1 - step) % size] -= 1
-        self._sum += self._decoding
+            self._num_decoding -= 1
+            self._context_sum -= row.num_positions
+            self._crossing[(row.num_positions - 1 - step) % size] -= 1
+        self._context_sum += self._num_decoding
         for row in first:
-            if row.prompt < row.last:
-                self._decoding += 1
-                self._sum += row.prompt + 1
-                self._crossing[(row.prompt - step - 1) % size] += 1
-                self._ending.setdefault(step + row.last - row.prompt, []).append(row)
-        freed = sum([self._blocks(row.last) for row in ended]) if ended else 0
-        return CountedStep(shape, first, ended, freed, prompt_tokens), shape
+            if row.num_prompt < row.num_positions:
+                self._num_decoding += 1
+                self._context_sum += row.num_prompt + 1
+                self._crossing[(row.num_prompt - step - 1) % size] += 1
+                self._ending.setdefault(step + row.num_positions - row.num_prompt, []).append(row)
+        num_freed = sum([self._count_blocks(row.num_positions) for row in ended]) if ended else 0
+        return CountedStep(shape, first, ended, num_freed, prompt_tokens), shape
 
-    def _read(self, first: list[_Counted]) -> tuple[Shape, int]:
-        """Give the tokens that decoding rows leave to prefill.
+    def _plan_prefill(self, first: list[_Request]) -> tuple[Shape, int]:
+        """Plan the prefill with the tokens that decoding rows leave.
 
         Append the rows whose prompts are done to `first`. Return the shape of the whole step, and
         the number of tokens of the prompts that begin.
         """
-        counts = [min(row.prompt - row.at, self._chunk) for row in self._reading]
-        left = self._limits.max_num_batched_tokens - self._decoding - counts.count(1)
-        granted: list[tuple[_Counted, int]] = []
-        for row, count in zip(self._reading, counts, strict=True):
+        counts = [min(row.num_prompt - row.num_planned, self._chunk) for row in self._prefilling]
+        left = self._limits.max_num_batched_tokens - self._num_decoding - counts.count(1)
+        granted: list[tuple[_Request, int]] = []
+        for row, count in zip(self._prefilling, counts, strict=True):
             if count > 1:
                 count = min(count, left)
                 left -= count
             self._grant(row, count, granted)
         prompt_tokens = 0
-        while left > 0 and self._waiting and self._running < self._limits.max_num_seqs:
+        while left > 0 and self._waiting and self._num_running < self._limits.max_num_seqs:
             row = self._waiting[0]
-            need = self._blocks(row.prompt)
-            if self._running and need > self._free - self._promised - self._limits.watermark_blocks:
+            num_needed = self._count_blocks(row.num_prompt)
+            if (
+                self._num_running
+                and num_needed
+                > self._num_free - self._promised_blocks - self._limits.watermark_blocks
+            ):
                 break
             self._waiting.popleft()
-            self._running += 1
-            self._promised += need
-            prompt_tokens += row.prompt
-            count = min(row.prompt, left, self._chunk)
+            self._num_running += 1
+            self._promised_blocks += num_needed
+            prompt_tokens += row.num_prompt
+            count = min(row.num_prompt, left, self._chunk)
             left -= count
-            self._reading.append(row)
+            self._prefilling.append(row)
             self._grant(row, count, granted)
-        first += (row for row, _ in granted if row.at == row.prompt)
-        self._reading = [row for row in self._reading if row.at < row.prompt]
-        rows = self._decoding
-        tokens = self._decoding + sum(count for _, count in granted)
-        pairs = self._sum + sum(count * (row.at - (count - 1) / 2) for row, count in granted)
-        reads = float(self._sum + sum(row.at for row, _ in granted))
-        return Shape(
-            tokens, rows + len(granted), rows + len(first), (reads,), (float(pairs),)
-        ), prompt_tokens
+        first += (row for row, _ in granted if row.num_planned == row.num_prompt)
+        self._prefilling = [row for row in self._prefilling if row.num_planned < row.num_prompt]
+        rows = self._num_decoding
+        num_tokens = self._num_decoding + sum(count for _, count in granted)
+        num_pairs = self._context_sum + sum(
+            count * (row.num_planned - (count - 1) / 2) for row, count in granted
+        )
+        num_reads = float(self._context_sum + sum(row.num_planned for row, _ in granted))
+        shape = Shape(
+            num_tokens=num_tokens,
+            num_rows=rows + len(granted),
+            num_samples=rows + len(first),
+            num_reads=(num_reads,),
+            num_pairs=(float(num_pairs),),
+        )
+        return shape, prompt_tokens
 
-    def _grant(self, row: _Counted, count: int, granted: list[tuple[_Counted, int]]) -> None:
+    def _grant(self, row: _Request, count: int, granted: list[tuple[_Request, int]]) -> None:
         if count:
-            new = self._blocks(row.at + count) - self._blocks(row.at)
-            self._take(new)
-            self._promised -= new
-            row.at += count
+            num_blocks = self._count_blocks(row.num_planned + count) - self._count_blocks(
+                row.num_planned
+            )
+            self._allocate(num_blocks)
+            self._promised_blocks -= num_blocks
+            row.num_planned += count
             granted.append((row, count))
 
-    def _take(self, blocks: int) -> None:
-        self._free -= blocks
-        if self._free < 0:
+    def _allocate(self, num_blocks: int) -> None:
+        self._num_free -= num_blocks
+        if self._num_free < 0:
             raise Uncountable
 
-    def _blocks(self, positions: int) -> int:
-        return -(-positions // self._block_size)
+    def _count_blocks(self, num_positions: int) -> int:
+        return -(-num_positions // self._block_size)
 
-    def settle(self, plan: CountedStep, clients: Clients, now_s: float) -> Settled:
+    def settle(self, plan: CountedStep, clients: Clients, now_s: float) -> StepOutcome:
         """End the oldest step."""
-        samples = plan.shape.samples
-        tokens = plan.shape.tokens
+        num_samples = plan.shape.num_samples
+        num_tokens = plan.shape.num_tokens
         if not (plan.first or plan.ended):
-            return Settled(
-                rows=samples,
-                continued=samples,
+            return StepOutcome(
+                num_sampled=num_samples,
+                num_continued=num_samples,
                 cached={},
-                ended=[],
-                tokens=tokens,
-                free_blocks=self._free,
+                ended_rids=[],
+                num_tokens=num_tokens,
+                num_free_blocks=self._num_free,
                 prompt_tokens=plan.prompt_tokens,
             )
-        self._free += plan.freed
-        self._running -= len(plan.ended)
+        self._num_free += plan.num_freed
+        self._num_running -= len(plan.ended)
         for row in plan.first:
             clients.first_s[row.rid] = now_s
         for row in plan.ended:
             clients.last_s[row.rid] = now_s
-            clients.tokens[row.rid] = row.last + 1 - row.prompt
-        return Settled(
-            rows=samples,
-            continued=samples - len(plan.first),
+            clients.num_tokens[row.rid] = row.num_positions + 1 - row.num_prompt
+        return StepOutcome(
+            num_sampled=num_samples,
+            num_continued=num_samples - len(plan.first),
             cached={row.rid: 0 for row in plan.first},
-            ended=[row.rid for row in plan.ended],
-            tokens=tokens,
-            free_blocks=self._free,
+            ended_rids=[row.rid for row in plan.ended],
+            num_tokens=num_tokens,
+            num_free_blocks=self._num_free,
             prompt_tokens=plan.prompt_tokens,
         )

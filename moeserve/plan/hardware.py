@@ -41,13 +41,13 @@ class Device:
     flops: float  # operations per second with 16-bit operands
     flops_8bit: float
     peer: Link  # to the other devices of a machine
-    # Shares of the peak that kernels reach: `reads` of the bandwidth, the others of the operations.
-    reads: float = 0.82
-    dense: float = 0.70
-    expert: float = 0.57
-    expert_8bit: float = 0.50
-    attention: float = 0.55
-    overlap: float = 0.6  # of reading and computing, the hidden part of the shorter one
+    # Shares of the peak that kernels reach
+    read_share: float = 0.82  # of `bytes_per_s`
+    dense_share: float = 0.70  # of `flops` or `flops_8bit`, in GEMMs
+    expert_share: float = 0.57  # of `flops`
+    expert_8bit_share: float = 0.50  # of `flops_8bit`
+    attention_share: float = 0.55  # of `flops`
+    overlap: float = 0.6  # share of the shorter one of reading and computing that is hidden
     in_situ: float = 0.70  # speed of kernels in a server, relative to a benchmark of their own
     launch_s: float = 20e-6  # for the kernels of a layer, in a CUDA graph
     host_s: float = 300e-6  # host time per step
@@ -111,14 +111,14 @@ DEVICES = {
         ),
     )
 }
-_GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z]\w*)")
+_CLUSTER = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z]\w*)")
 
 
 def find_device(name: str) -> Device:
     """Return a device by its name, in any case. Raises ConfigError with the known names."""
     if name.lower() not in DEVICES:
-        near = get_close_matches(name.lower(), DEVICES, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        similar = get_close_matches(name.lower(), DEVICES, 1)
+        hint = f"did you mean {similar[0]}? " if similar else ""
         raise ConfigError(f"unknown device {name!r}; {hint}known devices: {', '.join(DEVICES)}")
     return DEVICES[name.lower()]
 
@@ -150,15 +150,16 @@ def read_gpus(text: str, link: str = "ib400") -> Cluster:
 
     Raises ConfigError.
     """
-    match = _GPUS.fullmatch(text.strip())
+    match = _CLUSTER.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
             f"--gpus {text!r} must be like 2x8xH100 (machines x devices x model), 8xH200 or B200"
         )
-    first, second, kind = match.groups()
-    nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
+    first, second, model = match.groups()
+    nodes = int(first) if second else 1
+    per_node = int(second or first or 1)
     if not (0 < nodes <= 1024 and 0 < per_node <= 1024):  # the limit of --nnodes
         raise ConfigError(
             f"--gpus {text!r:.100}: must be 1 to 1024 machines with 1 to 1024 devices each"
         )
-    return Cluster(nodes=nodes, per_node=per_node, device=find_device(kind), link=find_link(link))
+    return Cluster(nodes=nodes, per_node=per_node, device=find_device(model), link=find_link(link))

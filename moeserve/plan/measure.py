@@ -21,16 +21,16 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import StepRecord
 from moeserve.models.hf_config import read_model_spec
-from moeserve.plan.calibration import GAPS, Calibration, StepSample, fit
+from moeserve.plan.calibration import GAP_TERMS, Calibration, StepSample, fit
 from moeserve.sampling import SamplingParams
 
-STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of streams per engine
+NUM_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of streams per engine
 # Each number of streams runs for at least this long. Answers are aborted after twice as long.
-STREAM_S = 2.5
-STREAM_STEPS = 40
-PROMPTS = (16, 32, 64, 128, 256, 512)  # prompt tokens
-LONGEST_ANSWER = 64  # generated tokens
-LATE = 20.0  # a period longer than this many step times means that the engine was idle in between
+MIN_STREAM_S = 2.5
+MIN_STREAM_STEPS = 40
+PROMPT_LENGTHS = (16, 32, 64, 128, 256, 512)  # prompt tokens
+MAX_ANSWER = 64  # generated tokens
+IDLE_FACTOR = 20.0  # after a period of more step times than this, the engine was idle in it
 
 
 class Records(FrontStats):
@@ -38,20 +38,20 @@ class Records(FrontStats):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[StepRecord] = []
+        self.records: list[StepRecord] = []
 
     def step(self, record: StepRecord) -> None:
         """Keep the record of a step."""
         super().step(record)
-        self.seen.append(record)
+        self.records.append(record)
 
 
-async def measure(config: Config, most_streams: int = 64) -> Calibration:
+async def measure(config: Config, max_streams: int = 64) -> Calibration:
     """Start the engines of this config, measure their steps, and return the fitted calibration.
 
     This takes less than a minute if a step takes milliseconds.
 
-    most_streams: the most streams per engine.
+    max_streams: limit of the streams per engine.
     """
     config = replace(
         config,
@@ -63,7 +63,7 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
     dp = config.parallel.dp
     async with open_front_end(config, child=True) as front:
         ready = await front.wait_ready()
-        records = front.stats = Records()
+        stats = front.stats = Records()
         chunk = config.scheduler.max_num_batched_tokens or max(
             512, config.scheduler.max_num_seqs + 256
         )
@@ -89,90 +89,106 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
             num_samples=0,
             error=0.0,
         )
-        longest = min(chunk, ready.max_model_len - LONGEST_ANSWER)
-        prompts = [n for n in PROMPTS if n <= longest]
+        max_prompt = min(chunk, ready.max_model_len - MAX_ANSWER)
+        prompts = [n for n in PROMPT_LENGTHS if n <= max_prompt]
         samples: list[StepSample] = []
-        delays: list[float] = []
-        most = dp * min(most_streams, config.scheduler.max_num_seqs)
+        delays_s: list[float] = []
+        max_total = dp * min(max_streams, config.scheduler.max_num_seqs)
         # Measure fewer streams than engines, too: an engine beside idle ones has the whole memory
         # bandwidth.
         for streams in sorted(
-            {n for n in STREAMS if n < dp} | {dp * n for n in STREAMS if dp * n <= most}
+            {n for n in NUM_STREAMS if n < dp}
+            | {dp * n for n in NUM_STREAMS if dp * n <= max_total}
         ):
-            records.seen.clear()
-            running = partial(_running, records.seen, STREAM_STEPS * dp, time.monotonic())
+            stats.records.clear()
+            is_running = partial(
+                _is_running, stats.records, MIN_STREAM_STEPS * dp, time.monotonic()
+            )
             async with asyncio.TaskGroup() as group:
                 for seed in range(streams):
-                    group.create_task(_stream(front, random.Random(seed), prompts, running))
-            samples += _samples(records.seen, limits.block_size)
+                    group.create_task(_stream(front, random.Random(seed), prompts, is_running))
+            samples += _step_samples(stats.records, limits.block_size)
         for prompt in prompts * 4:
-            records.seen.clear()
+            stats.records.clear()
             first_s = await _answer(front, random.Random(prompt), prompt, 2)
-            delays += [first_s - r.device_us / 1e6 for r in records.seen if r.num_tokens == prompt]
+            delays_s += [
+                first_s - record.device_us / 1e6
+                for record in stats.records
+                if record.num_tokens == prompt
+            ]
     fitted = fit(samples, unfitted)
     delay_s = (
-        max(0.0, median(delays) - fitted.terms[GAPS[0]] - fitted.terms[GAPS[2]]) if delays else 0.0
+        max(0.0, median(delays_s) - fitted.terms[GAP_TERMS[0]] - fitted.terms[GAP_TERMS[2]])
+        if delays_s
+        else 0.0
     )
     return msgspec.structs.replace(fitted, delay_s=delay_s)
 
 
-def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
+def _step_samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
     """Return the steps whose sizes are known from the records.
 
     These are steps with decodes only, and steps with decodes and one whole prompt.
     """
     steps: list[list[StepRecord]] = []
-    for record in sorted(records, key=lambda r: r.at_s):
+    for record in sorted(records, key=lambda record: record.at_s):
         last = steps[-1] if steps else []
         is_same = record.at_s - last[0].at_s < last[0].device_us / 2e6 if last else False
-        if is_same and record.dp_rank not in {r.dp_rank for r in last}:
+        if is_same and record.dp_rank not in {other.dp_rank for other in last}:
             last.append(record)
         else:
             steps.append([record])
     samples = []
-    reading = [any(r.num_tokens > r.num_requests for r in step) for step in steps]
+    has_prompt = [any(record.num_tokens > record.num_requests for record in step) for step in steps]
     for i, (before, step, second, third) in enumerate(
         zip(steps, steps[1:], steps[2:], steps[3:], strict=False)
     ):
-        most = max(step, key=lambda r: r.num_tokens)
-        prompt = most.num_tokens - most.num_requests + 1
-        if prompt > 1 and most.prompt_tokens != prompt:
+        most = max(step, key=lambda record: record.num_tokens)
+        num_prompt = most.num_tokens - most.num_requests + 1
+        if num_prompt > 1 and most.prompt_tokens != num_prompt:
             continue
-        reads = block_size * (most.num_blocks - 1 - most.num_free_blocks - most.num_running / 2)
-        pairs = reads - prompt + prompt * (prompt + 1) / 2
-        device_s = max(r.device_us for r in step) / 1e6
+        # On average, half of the last block of a request is empty. 1: the null block.
+        num_used = most.num_blocks - 1 - most.num_free_blocks
+        num_reads = block_size * (num_used - most.num_running / 2)
+        num_pairs = num_reads - num_prompt + num_prompt * (num_prompt + 1) / 2
+        device_s = max(record.device_us for record in step) / 1e6
         # `at_s` is the time when a step was planned. With two steps in flight, a step is planned
         # when the one two before it ends. So the plans of the next two steps are one period of this
         # step apart, if there were requests to continue with.
         period_s = third[0].at_s - second[0].at_s
-        followed = all(any(r.num_running for r in one) for one in (before, step, second))
+        is_followed = all(
+            any(record.num_running for record in records_of_step)
+            for records_of_step in (before, step, second)
+        )
         samples.append(
             StepSample(
-                tokens=most.num_tokens,
-                rows=most.num_requests,
-                reads=reads,
-                pairs=pairs,
-                others=sum(r.num_tokens for r in step) - most.num_tokens,
-                busy=sum(r.num_tokens > 0 for r in step) - 1,
+                num_tokens=most.num_tokens,
+                num_rows=most.num_requests,
+                num_reads=num_reads,
+                num_pairs=num_pairs,
+                other_tokens=sum(record.num_tokens for record in step) - most.num_tokens,
+                num_others_busy=sum(record.num_tokens > 0 for record in step) - 1,
                 device_s=device_s,
-                period_s=period_s if followed and period_s < LATE * device_s else None,
-                behind=reading[i],
+                period_s=period_s if is_followed and period_s < IDLE_FACTOR * device_s else None,
+                is_after_prompt=has_prompt[i],
             )
         )
     return samples
 
 
-def _running(seen: list[StepRecord], steps: int, begin_s: float, factor: int) -> bool:
+def _is_running(records: list[StepRecord], min_steps: int, begin_at_s: float, factor: int) -> bool:
     """Return whether `factor` times the least duration or number of steps is not reached yet."""
-    return time.monotonic() < begin_s + factor * STREAM_S or len(seen) < factor * steps
+    return (
+        time.monotonic() < begin_at_s + factor * MIN_STREAM_S or len(records) < factor * min_steps
+    )
 
 
 async def _stream(
-    front: FrontEnd, rng: random.Random, prompts: list[int], running: Callable[[int], bool]
+    front: FrontEnd, rng: random.Random, prompts: list[int], is_running: Callable[[int], bool]
 ) -> None:
     """Send one request after the other."""
-    while running(1):
-        await _answer(front, rng, rng.choice(prompts), rng.randint(2, LONGEST_ANSWER), running)
+    while is_running(1):
+        await _answer(front, rng, rng.choice(prompts), rng.randint(2, MAX_ANSWER), is_running)
 
 
 async def _answer(
@@ -180,7 +196,7 @@ async def _answer(
     rng: random.Random,
     num_prompt: int,
     num_tokens: int,
-    running: Callable[[int], bool] = bool,
+    is_running: Callable[[int], bool] = bool,
 ) -> float:
     """Send a request, and return the seconds until its first token.
 
@@ -188,11 +204,11 @@ async def _answer(
     """
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     prompt = [rng.randrange(5, 200) for _ in range(num_prompt)]
-    begin_s = time.monotonic()
+    begin_at_s = time.monotonic()
     first_s = 0.0
     async with await front.generate(prompt, params) as deltas:
         async for _ in deltas:
-            first_s = first_s or time.monotonic() - begin_s
-            if not running(2):
+            first_s = first_s or time.monotonic() - begin_at_s
+            if not is_running(2):
                 break
     return first_s

@@ -9,7 +9,7 @@ from moeserve.models.spec import ModelSpec, bytes_per_weight
 from moeserve.plan.hardware import Device
 
 CONTEXT_BYTES = 1.5e9  # of the GPU driver, kernels and CUDA graphs, which are not counted here
-COPIES = 5  # the most copies of received activations that an all-to-all keeps (moe/all2all)
+MAX_COPIES = 5  # copies of received activations that an all-to-all keeps (moe/all2all)
 FP32 = 4  # bytes
 
 
@@ -17,15 +17,15 @@ FP32 = 4  # bytes
 class RankWeights:
     """The number of parameters of one rank, and their bytes as kernels read them."""
 
-    dense: int  # everything but experts, LM head and embedding
+    dense_params: int  # everything but experts, LM head and embedding
     dense_bytes: float
-    head: int
+    head_params: int
     head_bytes: float
-    expert: int  # of one expert in one layer
+    expert_params: int  # of one expert in one layer
     expert_bytes: float
     embedding_bytes: float  # not the other weights' traffic: a step reads only a few rows
-    local_experts: int  # expert slots in a layer, redundant ones included
-    moe_layers: int
+    num_local_experts: int  # expert slots in a layer, redundant ones included
+    num_moe_layers: int
 
     @property
     def total_bytes(self) -> float:
@@ -34,7 +34,7 @@ class RankWeights:
             self.dense_bytes
             + self.head_bytes
             + self.embedding_bytes
-            + self.moe_layers * self.local_experts * self.expert_bytes
+            + self.num_moe_layers * self.num_local_experts * self.expert_bytes
         )
 
 
@@ -51,18 +51,20 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
     parallel = config.parallel
     world = World(0, parallel.num_ranks, parallel.tp, ep=parallel.ep == "on")
     # Plan a single expert per layer, and multiply: all experts have the same size.
-    one = Placement.initial(
+    placement = Placement.initial(
         len(spec.moe_layers), max(1, spec.num_experts), max(1, spec.num_experts)
     )
-    plan = load_plan(spec, (), World(0, max(1, spec.num_experts) * parallel.tp, parallel.tp), one)
+    plan = load_plan(
+        spec, (), World(0, max(1, spec.num_experts) * parallel.tp, parallel.tp), placement
+    )
     itemsize = FP32 if spec.dtype == "float32" else 2
     quantization = None if config.model.quantization == "none" else config.model.quantization
     # GPUs widen stored formats that have minima (GGUF) to floats.
     forms = tuple(form for stored in spec.stored if (form := stored.for_floats))
     spec = replace(spec, stored=forms if len(forms) == len(spec.stored) else ())
-    narrow = bytes_per_weight(spec, quantization, itemsize)
-    count = {"dense": 0, "head": 0, "embed": 0}
-    num_bytes = dict.fromkeys(count, 0.0)
+    quantized_bytes = bytes_per_weight(spec, quantization, itemsize)
+    num_params = {"dense": 0, "head": 0, "embed": 0}
+    num_bytes = dict.fromkeys(num_params, 0.0)
     for param in plan.params:
         kind = {"embed": "embed", "lm_head": "head"}.get(param.name.split("_bias")[0], "dense")
         if param.name.rsplit(".", 1)[-1].startswith(("w13", "w2")):
@@ -71,26 +73,26 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
         per_weight: float = itemsize
         if param.fp32:
             per_weight = FP32
-        elif param.quantised_on_load and (narrow >= 1 or quantization):
-            per_weight = narrow
-        count[kind] += size
+        elif param.quantised_on_load and (quantized_bytes >= 1 or quantization):
+            per_weight = quantized_bytes
+        num_params[kind] += size
         num_bytes[kind] += size * per_weight
     if spec.tie_embeddings:
-        count["head"] = count["embed"]
+        num_params["head"] = num_params["embed"]
         num_bytes["head"] = num_bytes["embed"]
         num_bytes["embed"] = 0.0
-    redundant = parallel.redundant_experts if world.ep else 0
-    ranks = world.size if world.ep else 1
+    num_redundant = parallel.redundant_experts if world.ep else 0
+    num_ranks = world.size if world.ep else 1
     return RankWeights(
-        dense=count["dense"],
+        dense_params=num_params["dense"],
         dense_bytes=num_bytes["dense"],
-        head=count["head"],
+        head_params=num_params["head"],
         head_bytes=num_bytes["head"],
-        expert=spec.expert_weights,
-        expert_bytes=spec.expert_weights * narrow,
+        expert_params=spec.expert_weights,
+        expert_bytes=spec.expert_weights * quantized_bytes,
         embedding_bytes=num_bytes["embed"],
-        local_experts=-(-(spec.num_experts + redundant) // ranks),
-        moe_layers=len(spec.moe_layers),
+        num_local_experts=-(-(spec.num_experts + num_redundant) // num_ranks),
+        num_moe_layers=len(spec.moe_layers),
     )
 
 
@@ -98,9 +100,9 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
 class RankMemory:
     """Bytes of one rank, and the scheduler limits that follow from them."""
 
-    weights: float
-    workspace: float
-    kv: float
+    weight_bytes: float
+    workspace_bytes: float
+    kv_bytes: float
     limits: Limits
     groups: tuple[KVGroup, ...]
     bytes_per_token: float  # of the KV cache
@@ -127,30 +129,37 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     weights = rank_weights(spec, config)
     inflow = None
     if spec.moe is not None and parallel.ep == "on" and parallel.num_ranks > 1:
-        tokens = -(-limits_of.step_tokens(config) // parallel.tp)
-        rows = most_rows(tokens, spec.experts_per_token, spec.hidden_size * dtype.itemsize, "cuda")
-        # The same arguments as in the runner.
-        inflow = Inflow(rows, 1 if parallel.dbo == "off" else 2, COPIES, weights.local_experts + 3)
+        # The same arguments as in the runner (runner/load.py).
+        num_tokens = -(-limits_of.step_tokens(config) // parallel.tp)
+        row_bytes = spec.hidden_size * dtype.itemsize
+        inflow = Inflow(
+            rows=most_rows(num_tokens, spec.experts_per_token, row_bytes, "cuda"),
+            ubatches=1 if parallel.dbo == "off" else 2,
+            copies=MAX_COPIES,
+            moving=weights.num_local_experts + 3,
+        )
     workspace = limits_of.workspace_bytes(spec, config, dtype, inflow)
     memory = limits_of.MemoryFacts(
-        device.memory, int(weights.total_bytes + CONTEXT_BYTES), device.memory
+        limit=device.memory,
+        used=int(weights.total_bytes + CONTEXT_BYTES),
+        free=device.memory,
     )
     limits_of.check_weights_fit(int(weights.total_bytes), memory)
     memory = replace(memory, free=device.memory - memory.used)
     budget = limits_of.kv_budget(memory, config.cache.memory_utilization, workspace)
     groups = groups_of(spec.kv_rules, config.cache.block_size)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
-    sizes = groups, spec, kv_dtype, parallel.tp
-    per_block = block_bytes(*sizes)
-    states = limits_of.state_room(config, block_bytes(*sizes, pool=1), budget, fill=True)
+    per_block = block_bytes(groups, spec, kv_dtype, parallel.tp)
+    per_state = block_bytes(groups, spec, kv_dtype, parallel.tp, pool=1)
+    states = limits_of.state_room(config, per_state, budget, fill=True)
     limits, notes = limits_of.resolve(
         states.config, spec, groups, per_block, states.budget, fill=True
     )
     limits = replace(limits, num_states=states.num_states)
     return RankMemory(
-        weights=weights.total_bytes,
-        workspace=workspace,
-        kv=budget,
+        weight_bytes=weights.total_bytes,
+        workspace_bytes=workspace,
+        kv_bytes=budget,
         limits=limits,
         groups=groups,
         bytes_per_token=per_block / config.cache.block_size,

@@ -21,40 +21,40 @@ class Clients:
         self.at_s = at_s  # arrival
         self.first_s = np.full(len(at_s), np.nan)  # first token
         self.last_s = np.full(len(at_s), np.nan)  # last token so far
-        self.done = np.zeros(len(at_s), np.bool_)
-        self.tokens = np.zeros(len(at_s), np.int64)
-        self.gaps = np.zeros(len(_EDGES) + 1, np.int64)  # histogram of inter-token latencies
+        self.is_done = np.zeros(len(at_s), np.bool_)
+        self.num_tokens = np.zeros(len(at_s), np.int64)
+        self.gap_counts = np.zeros(len(_EDGES) + 1, np.int64)  # histogram of inter-token latencies
 
-    def emitted(self, rids: NDArray[np.int64], now_s: float) -> None:
+    def record_tokens(self, rids: NDArray[np.int64], now_s: float) -> None:
         """Record one more token of each of these requests."""
-        before = self.last_s[rids]
-        fresh = np.isnan(before)
-        if fresh.any():
-            self.first_s[rids[fresh]] = now_s
-            before = before[~fresh]
-        np.add.at(self.gaps, np.searchsorted(_EDGES, now_s - before), 1)
+        previous_s = self.last_s[rids]
+        is_first = np.isnan(previous_s)
+        if is_first.any():
+            self.first_s[rids[is_first]] = now_s
+            previous_s = previous_s[~is_first]
+        np.add.at(self.gap_counts, np.searchsorted(_EDGES, now_s - previous_s), 1)
         self.last_s[rids] = now_s
-        self.tokens[rids] += 1
+        self.num_tokens[rids] += 1
 
-    def continued(self, number: int, gap_s: float) -> None:
+    def count_continued(self, number: int, gap_s: float) -> None:
         """Record one more token of `number` requests, `gap_s` after the previous one of each.
 
-        This only counts the gaps: `last_s` and `tokens` are set when the requests end.
+        This only counts the gaps: `last_s` and `num_tokens` are set when the requests end.
         """
-        self.gaps[bisect_left(_EDGE_LIST, gap_s)] += number
+        self.gap_counts[bisect_left(_EDGE_LIST, gap_s)] += number
 
 
 @dataclass(slots=True)
 class Steps:
     """Totals over the steps of all engines."""
 
-    number: int = 0
-    empty: int = 0  # steps in which an engine had no tokens
-    tokens: int = 0
-    rows: int = 0
-    preempted: int = 0
-    most_waiting: int = 0  # maximum over time and engines
-    least_free: float = 1.0  # minimum share of free KV blocks
+    num_steps: int = 0
+    num_empty: int = 0  # steps in which an engine had no tokens
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_preempted: int = 0
+    max_waiting: int = 0  # maximum over time and engines
+    min_free_share: float = 1.0  # minimum share of free KV blocks
     prompt_tokens: int = 0
     cached_tokens: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # requests by error code
@@ -65,26 +65,28 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
 
     delay_s: from the engine to the client and back.
     """
-    done = clients.done
+    done = clients.is_done
     duration_s = float(np.nanmax(clients.last_s) - clients.at_s[0]) if done.any() else 0.0
-    tokens = int(clients.tokens.sum())
+    num_tokens = int(clients.num_tokens.sum())
     ttft_s = (clients.first_s - clients.at_s)[done] + delay_s
     e2e_s = (clients.last_s - clients.at_s)[done] + delay_s
-    several = clients.tokens[done] > 1
-    tpot_s = (clients.last_s - clients.first_s)[done][several] / (clients.tokens[done][several] - 1)
+    has_several = clients.num_tokens[done] > 1
+    tpot_s = (clients.last_s - clients.first_s)[done][has_several] / (
+        clients.num_tokens[done][has_several] - 1
+    )
     result: dict[str, Any] = {
         "requests": len(done),
         "completed": int(done.sum()),
         "refused": sum(steps.refused.values()),
         "duration": duration_s,
         "request_throughput": done.sum() / duration_s if duration_s else 0.0,
-        "output_throughput": tokens / duration_s if duration_s else 0.0,
-        "steps": steps.number,
-        "empty_steps": steps.empty,
-        "mean_rows": steps.rows / max(1, steps.number - steps.empty),
-        "preemptions": steps.preempted,
-        "most_waiting": steps.most_waiting,
-        "peak_kv_use": 1 - steps.least_free,
+        "output_throughput": num_tokens / duration_s if duration_s else 0.0,
+        "steps": steps.num_steps,
+        "empty_steps": steps.num_empty,
+        "mean_rows": steps.num_rows / max(1, steps.num_steps - steps.num_empty),
+        "preemptions": steps.num_preempted,
+        "most_waiting": steps.max_waiting,
+        "peak_kv_use": 1 - steps.min_free_share,
         "cached_share": steps.cached_tokens / max(1, steps.prompt_tokens),
     }
     for name, values_s in (("ttft", ttft_s), ("tpot", tpot_s), ("e2el", e2e_s)):
@@ -92,10 +94,13 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
             result[f"p{q}_{name}_ms"] = (
                 1e3 * float(np.percentile(values_s, q)) if len(values_s) else 0.0
             )
-    total = clients.gaps.cumsum()
+    cumulated = clients.gap_counts.cumsum()
     for q in QUANTILES:
-        at = int(np.searchsorted(total, q / 100 * total[-1])) if total[-1] else 0
-        result[f"p{q}_itl_ms"] = 1e3 * float(_EDGES[min(at, len(_EDGES) - 1)]) if total[-1] else 0.0
+        itl_s = 0.0
+        if cumulated[-1]:
+            at = int(np.searchsorted(cumulated, q / 100 * cumulated[-1]))
+            itl_s = float(_EDGES[min(at, len(_EDGES) - 1)])
+        result[f"p{q}_itl_ms"] = 1e3 * itl_s
     return {
         key: round(float(value), 3) if isinstance(value, float) else value
         for key, value in result.items()

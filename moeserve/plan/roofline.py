@@ -1,7 +1,9 @@
 """A roofline model of step times.
 
-For each kind of kernel it counts bytes and operations, for all-to-alls and gathers the activations
-that are sent. Kernel launches and the host take constant times.
+Bytes and operations are counted for each kind of kernel. For all-to-alls and gathers, the bytes of
+the sent activations are counted. Kernel launches and the host take constant times.
+
+The rates of devices, and the shares of them that kernels reach, are in hardware.py.
 """
 
 from collections import Counter
@@ -18,32 +20,35 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, rank_loads, solve
 from moeserve.plan.hardware import Device, Link
 from moeserve.plan.memory import RankWeights, rank_weights
-from moeserve.plan.tables import AttentionTimes, KernelTables, Times
+from moeserve.plan.tables import AttentionTimes, HeadKey, KernelTables, Times
 
 DBO_SAVES = 0.03  # share of a step's time that two micro-batches must save (runner/dbo.py)
-SYNC_S = 30e-6  # time of the step vote
+SYNC_S = 30e-6  # duration of the step vote
 FAR_LATENCY_S = 100e-6  # latency of a high-throughput all-to-all across machines
 COUNTED_TOKENS = 10_000.0  # tokens of the expert load that the placement is solved for
+FP8_ELEMENT_BYTES = 1.03  # 1 byte, and an fp32 scale for every 128 elements
+STATE_BYTES = 8.0  # per element of a recurrent state: an fp32 number is read and written
 
 
 class Shape(NamedTuple):
     """The size of one engine's step."""
 
-    tokens: int
-    rows: int  # requests
-    samples: int  # rows that sample a token
-    reads: tuple[float, ...]  # for each span: KV positions that the rows read
-    pairs: tuple[float, ...]  # for each span: (query, position) pairs of attention
+    num_tokens: int
+    num_rows: int  # requests
+    num_samples: int  # rows that sample a token
+    # One number for each of `StepCost.windows`:
+    num_reads: tuple[float, ...]  # KV positions that the rows read
+    num_pairs: tuple[float, ...]  # (query, position) pairs of attention
 
 
-NOTHING = Shape(tokens=0, rows=0, samples=0, reads=(), pairs=())
-Spans = tuple[int | None, ...]  # attention windows of a model, see `CacheRead.span`
+NOTHING = Shape(num_tokens=0, num_rows=0, num_samples=0, num_reads=(), num_pairs=())
+Windows = tuple[int | None, ...]  # attention windows of a model, see `CacheRead.window`
 
 
 class StepCost(Protocol):
     """A model of step times, for the simulator."""
 
-    spans: Spans  # that every `Shape` has to count
+    windows: Windows  # that every `Shape` has to count
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """Return the time of a step that engines with these shapes run in lockstep."""
@@ -52,39 +57,54 @@ class StepCost(Protocol):
         """Return the host's time between a result and the next plan."""
 
 
-def shape_of(plan: StepPlan, spans: Spans) -> Shape:
+def shape_of(plan: StepPlan, windows: Windows) -> Shape:
     """Return the shape of a plan.
 
-    Example: rows with 1 token at position 9 and 4 tokens at position 0 -> tokens 5, reads 10 + 4,
-    pairs 10 + (1 + 2 + 3 + 4)
+    Example: rows with 1 token at position 9 and 4 tokens at position 0 -> num_tokens 5,
+    num_reads 10 + 4, num_pairs 10 + (1 + 2 + 3 + 4)
     """
-    counts = plan.counts_R.astype(np.float64)
-    ends = plan.starts_R + counts
-    middles = ends - (counts - 1) / 2
-    reads = []
-    pairs = []
-    for span in spans:
-        reads.append(float((ends if span is None else np.minimum(ends, counts + span)).sum()))
-        pairs.append(float(counts @ (middles if span is None else np.minimum(middles, span))))
-    rows = len(counts)
+    # A row's queries are at the positions from start to end - 1. A query reads the positions up to
+    # its own, so on average as many as the middle query. R: one number per row (engine/plan.py).
+    counts_R = plan.counts_R.astype(np.float64)
+    ends_R = plan.starts_R + counts_R
+    middles_R = ends_R - (counts_R - 1) / 2
+    num_reads = []
+    num_pairs = []
+    for window in windows:
+        reads_R = ends_R
+        mean_pairs_R = middles_R
+        if window is not None:
+            reads_R = np.minimum(ends_R, counts_R + window)
+            mean_pairs_R = np.minimum(middles_R, window)
+        num_reads.append(float(reads_R.sum()))
+        num_pairs.append(float(counts_R @ mean_pairs_R))
     return Shape(
-        tokens=int(counts.sum()),
-        rows=rows,
-        samples=int(np.count_nonzero(plan.samples_R)),
-        reads=tuple(reads),
-        pairs=tuple(pairs),
+        num_tokens=int(counts_R.sum()),
+        num_rows=len(counts_R),
+        num_samples=int(np.count_nonzero(plan.samples_R)),
+        num_reads=tuple(num_reads),
+        num_pairs=tuple(num_pairs),
     )
 
 
+class AttentionCost(NamedTuple):
+    """The cost of one layer's attention on one rank. Layers with equal costs are counted."""
+
+    window: int | None
+    bytes_per_position: int
+    operations: int  # per (query, position) pair
+    heads: HeadKey | None  # its key in the kernel tables, None if they have no such attention
+
+
 @dataclass(frozen=True, slots=True)
-class Attending:
+class AttentionLayers:
     """Attention layers that cost the same."""
 
-    span: int  # index in `Roofline.spans`
-    layers: int  # their number
+    window_index: int  # in `Roofline.windows`
+    num_layers: int
     bytes_per_position: float
     operations: float  # per (query, position) pair
-    times: AttentionTimes | None  # measured times, if there are any
+    times: AttentionTimes | None  # measured times of one layer, if there are any
 
 
 class ExpertShares:
@@ -94,50 +114,71 @@ class ExpertShares:
     """
 
     def __init__(
-        self, num_experts: int, top_k: int, ranks: int, redundant: int, zipf: float
+        self, num_experts: int, top_k: int, num_ranks: int, num_redundant: int, zipf: float
     ) -> None:
-        weights = np.arange(1, num_experts + 1) ** -zipf
-        share = np.minimum(1.0, top_k * weights / weights.sum())
-        self.ranks = ranks
-        load_LE = share[None] * COUNTED_TOKENS
-        placement = Placement.initial(1, num_experts, ranks, redundant)
-        if zipf and ranks > 1:
+        popularity_E = np.arange(1, num_experts + 1) ** -zipf
+        # The share of tokens that choose an expert
+        chosen_E = np.minimum(1.0, top_k * popularity_E / popularity_E.sum())
+        load_LE = chosen_E[None] * COUNTED_TOKENS
+        placement = Placement.initial(1, num_experts, num_ranks, num_redundant)
+        if zipf and num_ranks > 1:
             placement = solve(load_LE, placement, 1)
+        # The load of the busiest rank, relative to the mean
         self.imbalance = 1 / float(balance(rank_loads(load_LE, placement))[0])
-        self._tokens = np.concatenate(([0.0], np.geomspace(1, 1e7, 200)))
-        copies = np.maximum(placement.counts()[0], 1)
-        hit_TE = 1 - (1 - share / copies) ** self._tokens[:, None]
-        self._distinct = (hit_TE * copies).sum(1) / ranks
+        # Tokens are spread evenly over the replicas of an expert. A replica is used by at least one
+        # of T tokens with the probability 1 - (1 - its share) ** T.
+        num_replicas_E = np.maximum(placement.counts()[0], 1)
+        self._num_tokens_T = np.concatenate(([0.0], np.geomspace(1, 1e7, 200)))
+        used_TE = 1 - (1 - chosen_E / num_replicas_E) ** self._num_tokens_T[:, None]
+        self._num_used_T = (used_TE * num_replicas_E).sum(1) / num_ranks
 
-    def distinct(self, tokens: float) -> float:
+    def num_used(self, num_tokens: float) -> float:
         """Return the expected number of a rank's experts that the tokens of all ranks use."""
-        return float(np.interp(tokens, self._tokens, self._distinct))
+        return float(np.interp(num_tokens, self._num_tokens_T, self._num_used_T))
 
 
-def _reads(
-    spec: ModelSpec, tp: int, kv_size: int
-) -> tuple[Counter[tuple[int | None, int, int, tuple[int, int, int]]], float]:
-    """Return what attention reads per step, and the bytes of recurrent states.
-
-    A read is (span, bytes, operations, heads) with its number of layers. heads is (0, 0, 0) if the
-    kernel tables have no such attention.
-    """
-    reads: Counter[tuple[int | None, int, int, tuple[int, int, int]]] = Counter()
-    state_bytes = 0.0
+def _attention_costs(spec: ModelSpec, tp: int, kv_itemsize: int) -> Counter[AttentionCost]:
+    """Return the number of layers with each cost."""
+    num_layers: Counter[AttentionCost] = Counter()
     for layer in spec.layers:
         heads = layer.mixer.head_shape(tp)
         for read in layer.mixer.reads(tp):
-            in_tables = heads is not None and heads.dim == heads.v_dim
-            in_tables = in_tables and kv_size == 2 and read.span is None
-            key = (0, 0, 0)
-            if heads is not None and in_tables:
+            # The tables have full attention with equal sizes of keys and values, and a 16-bit cache
+            key: HeadKey | None = None
+            if (
+                heads is not None
+                and heads.dim == heads.v_dim
+                and kv_itemsize == 2
+                and read.window is None
+            ):
                 key = (heads.num_heads, heads.num_kv_heads, heads.dim)
-            reads[read.span, read.elements * kv_size, read.operations, key] += 1
+            cost = AttentionCost(
+                window=read.window,
+                bytes_per_position=read.elements * kv_itemsize,
+                operations=read.operations,
+                heads=key,
+            )
+            num_layers[cost] += 1
+    return num_layers
+
+
+def _state_bytes(spec: ModelSpec, tp: int) -> float:
+    """Return the bytes of recurrent states that a step reads and writes for each row.
+
+    Recurrent layers are those whose cache has tiles (`RecurrentMixer`). They also read the cached
+    tokens of the last tile, which are few beside the state.
+    """
+    num_bytes = 0.0
+    for layer in spec.layers:
         if layer.mixer.rule.tile is not None:
-            # Read and written; the rows of the open tile are few beside it.
-            state = sum(t.heads * t.width for t in layer.mixer.cache(tp) if t.per_tile)
-            state_bytes += 8.0 * state
-    return reads, state_bytes
+            states = [tensor for tensor in layer.mixer.cache(tp) if tensor.per_tile]
+            num_bytes += STATE_BYTES * sum(state.heads * state.width for state in states)
+    return num_bytes
+
+
+def _is_8bit(num_bytes: float, num_weights: int) -> bool:
+    """Return whether weights take 1 byte rather than 2, on average (4-bit weights take less)."""
+    return num_bytes < 1.5 * num_weights
 
 
 class Roofline:
@@ -156,67 +197,110 @@ class Roofline:
         zipf: float = 0.0,
         tables: KernelTables | None = None,
     ) -> None:
+        parallel = config.parallel
         self.spec = spec
         self.device = device
         self.link = link
-        self.dbo = config.parallel.dbo != "off"
-        self.tp = config.parallel.tp
-        self.ranks = config.parallel.num_ranks
+        self.dbo = parallel.dbo != "off"
+        self.tp = parallel.tp
+        self.num_ranks = parallel.num_ranks
+        self.ep = self.num_ranks if parallel.ep == "on" and spec.moe else 1
+        self.ep_per_node = min(per_node, self.ep)  # ranks of one machine
         self.weights: RankWeights = rank_weights(spec, config)
-        self.ep = self.ranks if config.parallel.ep == "on" and spec.moe else 1
-        self.near = min(per_node, self.ep)
         self.itemsize = 4 if spec.dtype == "float32" else 2
-        kv_size = 1 if config.cache.kv_cache_dtype == "int8" else self.itemsize
-        reads, self.state_bytes = _reads(spec, self.tp, kv_size)
-        self.spans: Spans = tuple(dict.fromkeys(span for span, *_ in reads)) or (None,)
+        self.dense_8bit = bool(spec.stored) and _is_8bit(
+            self.weights.dense_bytes, self.weights.dense_params
+        )
+        self.expert_8bit = any(stored.kind == "fp8" for stored in spec.stored) and _is_8bit(
+            self.weights.expert_bytes, self.weights.expert_params
+        )
+        self._set_rates(device)
+        self._set_bytes(config)
+        self._set_measured(config, tables or KernelTables({}))
+        self.expert_shares: ExpertShares | None = None
+        if spec.moe is not None:
+            self.expert_shares = ExpertShares(
+                num_experts=spec.num_experts,
+                top_k=spec.experts_per_token,
+                num_ranks=self.ep,
+                num_redundant=parallel.redundant_experts if self.ep > 1 else 0,
+                zipf=zipf,
+            )
+
+    def _set_rates(self, device: Device) -> None:
+        """Set the bandwidth and the operations per second that kernels reach."""
+        self.read_bytes_per_s = device.read_share * device.bytes_per_s
+        self.head_flops = device.dense_share * device.flops
+        self.dense_flops = device.dense_share * (
+            device.flops_8bit if self.dense_8bit else device.flops
+        )
+        self.expert_flops = (
+            device.expert_8bit_share * device.flops_8bit
+            if self.expert_8bit
+            else device.expert_share * device.flops
+        )
+        self.attention_flops = device.attention_share * device.flops
+
+    def _set_bytes(self, config: Config) -> None:
+        """Set the bytes per token, per row of an expert, and per request."""
+        spec = self.spec
         # A GEMM reads its inputs and writes its outputs, and one elementwise kernel before it reads
         # and writes the inputs. Experts also copy their rows on dispatch and combine.
         elements = sum(3 * inputs + outputs for outputs, inputs in spec.products()) / self.tp
-        self.passes = elements * self.itemsize
-        self.expert_passes = (5 * spec.hidden_size + 6 * spec.expert_size) * self.itemsize
-        tables = tables or KernelTables({})
-        self.attending = [
-            Attending(self.spans.index(span), n, size, operations, tables.attention.get(heads))
-            for (span, size, operations, heads), n in reads.items()
-        ]
-        dense_8bit = self.weights.dense_bytes < 1.5 * self.weights.dense and bool(spec.stored)
-        expert_8bit = spec.expert_weights * 1.5 > self.weights.expert_bytes and any(
-            f.kind == "fp8" for f in spec.stored
+        self.activation_bytes = elements * self.itemsize  # per token
+        expert_elements = 5 * spec.hidden_size + 6 * spec.expert_size
+        self.expert_activation_bytes = expert_elements * self.itemsize  # per row of an expert
+        # Bytes of a token's activation that an all-to-all sends
+        self.dispatch_bytes = spec.hidden_size * (
+            FP8_ELEMENT_BYTES if self.expert_8bit else self.itemsize
         )
-        self.dense_flops = device.dense * (device.flops_8bit if dense_8bit else device.flops)
-        self.expert_flops = (
-            device.expert_8bit * device.flops_8bit if expert_8bit else device.expert * device.flops
-        )
-        # Bytes of an activation in dispatch (fp8 with scales if the experts are fp8), in combine.
-        self.row_bytes = (
-            spec.hidden_size * (1.03 if expert_8bit else self.itemsize),
-            spec.hidden_size * self.itemsize,
-        )
-        size = self.weights.expert_bytes / max(1, self.weights.expert)
-        dtype = (
-            "fp8_block" if expert_8bit else "bfloat16" if size == 2 and self.itemsize == 2 else ""
-        )
-        shape = dtype, spec.hidden_size, spec.expert_size, spec.num_experts, spec.experts_per_token
-        self.expert_times = tables.experts.get(shape) if self.ep == 1 else None
-        wide = self.itemsize == 2 and self.weights.dense_bytes > 1.5 * self.weights.dense
-        self.dense_times = tables.dense(
-            [(n / self.tp, k) for n, k in spec.products()] if wide else []
-        )
-        rows = self.weights.head / spec.hidden_size
-        self.head_times = tables.dense([(rows, spec.hidden_size)] if self.itemsize == 2 else [])
-        parts = {
-            "experts": self.expert_times,
-            "dense layers": self.dense_times,
-            "LM head": self.head_times,
-        }
-        self.measured = [name for name, times in parts.items() if times]
-        self.measured += ["attention"] * any(kind.times for kind in self.attending)
-        self.load: ExpertShares | None = None
-        if spec.moe is not None:
-            redundant = config.parallel.redundant_experts if self.ep > 1 else 0
-            self.load = ExpertShares(
-                spec.num_experts, spec.experts_per_token, self.ep, redundant, zipf
+        self.combine_bytes = spec.hidden_size * self.itemsize
+        self.state_bytes = _state_bytes(spec, self.tp)  # per request
+        self.kv_itemsize = 1 if config.cache.kv_cache_dtype == "int8" else self.itemsize
+
+    def _set_measured(self, config: Config, tables: KernelTables) -> None:
+        """Set the attention layers, and the times that the tables have."""
+        spec = self.spec
+        weights = self.weights
+        costs = _attention_costs(spec, self.tp, self.kv_itemsize)
+        self.windows: Windows = tuple(dict.fromkeys(cost.window for cost in costs)) or (None,)
+        self.attention_layers = [
+            AttentionLayers(
+                window_index=self.windows.index(cost.window),
+                num_layers=num_layers,
+                bytes_per_position=cost.bytes_per_position,
+                operations=cost.operations,
+                times=None if cost.heads is None else tables.attention.get(cost.heads),
             )
+            for cost, num_layers in costs.items()
+        ]
+        is_16bit = self.itemsize == 2
+        expert_dtype = ""  # in the tables; "" if they do not have it
+        if self.expert_8bit:
+            expert_dtype = "fp8_block"
+        elif is_16bit and weights.expert_bytes / max(1, weights.expert_params) == 2:
+            expert_dtype = "bfloat16"
+        expert_key = (
+            expert_dtype,
+            spec.hidden_size,
+            spec.expert_size,
+            spec.num_experts,
+            spec.experts_per_token,
+        )
+        self.expert_times = tables.experts.get(expert_key) if self.ep == 1 else None
+        dense_shapes: list[tuple[float, float]] = []
+        if is_16bit and not _is_8bit(weights.dense_bytes, weights.dense_params):
+            dense_shapes = [(outputs / self.tp, inputs) for outputs, inputs in spec.products()]
+        self.dense_times = tables.dense(dense_shapes)
+        vocab_size = weights.head_params / spec.hidden_size  # of one rank
+        self.head_times = tables.dense([(vocab_size, spec.hidden_size)] if is_16bit else [])
+        is_measured = {
+            "experts": self.expert_times is not None,
+            "dense layers": self.dense_times is not None,
+            "LM head": self.head_times is not None,
+            "attention": any(layers.times for layers in self.attention_layers),
+        }
+        self.measured = [name for name, measured in is_measured.items() if measured]
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """Return the time of a step: the sum of its terms."""
@@ -224,133 +308,175 @@ class Roofline:
 
     def host_seconds(self, shape: Shape) -> float:
         """Return the host's time, which grows with the number of rows."""
-        return self.device.host_s + self.device.host_row_s * shape.rows
+        return self.device.host_s + self.device.host_row_s * shape.num_rows
 
     def terms(self, shapes: Sequence[Shape]) -> dict[str, float]:
         """Return the seconds of each part of a step.
 
         With dual-batch overlap, the step uses two micro-batches if that is faster.
         """
-        one = self._computing(shapes, 1) | {"all2all": self._all2all(shapes, 1)}
-        if not self.dbo or self.ep == 1 or max(shape.tokens for shape in shapes) < 2:
+        one = self._compute_terms(shapes, 1) | {"all2all": self._all2all_s(shapes, 1)}
+        if not self.dbo or self.ep == 1 or max(shape.num_tokens for shape in shapes) < 2:
             return one
-        two = self._computing(shapes, 2)
-        travels = self._all2all(shapes, 2)
+        two = self._compute_terms(shapes, 2)
+        all2all_s = self._all2all_s(shapes, 2)
         # The all-to-all of one half overlaps with the computation of the other. The first and the
         # last all-to-all do not overlap.
-        computes = sum(two.values()) - two["launch"]
-        exposed = min(computes, travels) / max(1, 2 * self.weights.moe_layers)
-        two["all2all"] = max(0.0, travels - computes) + exposed
+        compute_s = sum(two.values()) - two["launch"]
+        exposed_s = min(compute_s, all2all_s) / max(1, 2 * self.weights.num_moe_layers)
+        two["all2all"] = max(0.0, all2all_s - compute_s) + exposed_s
         return two if sum(two.values()) < (1 - DBO_SAVES) * sum(one.values()) else one
 
-    def _computing(self, shapes: Sequence[Shape], parts: int) -> dict[str, float]:
-        """Return the seconds of all parts but the all-to-all. parts: number of micro-batches."""
+    def _compute_terms(self, shapes: Sequence[Shape], num_ubatches: int) -> dict[str, float]:
+        """Return the seconds of each part of a step but the all-to-all."""
         weights = self.weights
-        device = self.device
-        each_tokens, each_rows, each_samples = list(zip(*shapes, strict=True))[:3]
-        tokens = max(each_tokens)
-        total = sum(each_tokens)
-        rows = max(each_rows)
-        samples = max(each_samples)
-        busy = min(parts, tokens)
-        part = tokens / max(1, busy)
-        dense = busy * self._product(
-            self.dense_times, weights.dense_bytes, weights.dense, part, self.dense_flops
+        num_tokens = max(shape.num_tokens for shape in shapes)
+        num_rows = max(shape.num_rows for shape in shapes)
+        num_samples = max(shape.num_samples for shape in shapes)
+        num_busy = min(num_ubatches, num_tokens)  # micro-batches that have tokens
+        dense_s = num_busy * self._gemm_s(
+            self.dense_times,
+            num_bytes=weights.dense_bytes,
+            num_weights=weights.dense_params,
+            num_rows=num_tokens / max(1, num_busy),
+            flops=self.dense_flops,
         )
-        attention = self._attention([shape for shape in shapes if shape.tokens])
-        attention += rows * self.state_bytes / (device.reads * device.bytes_per_s)
-        experts = local = 0.0
-        if self.load is not None:
-            # With EP, all tokens of the group are spread over its ranks. Otherwise each engine
-            # computes its own tokens.
-            seen, spread = (total, self.ep) if self.ep > 1 else (tokens, 1)
-            local = seen / parts * self.spec.experts_per_token / spread * self.load.imbalance
-            read = self.load.distinct(seen / parts) * weights.expert_bytes
-            layer = (
-                self._roof(read, 2 * local * weights.expert, self.expert_flops)
-                if self.expert_times is None
-                else self.expert_times.seconds(tokens / parts)
+        attention_s = self._attention_s([shape for shape in shapes if shape.num_tokens])
+        attention_s += num_rows * self.state_bytes / self.read_bytes_per_s
+        expert_rows = self._expert_rows(shapes, num_ubatches)
+        experts_s = self._experts_s(shapes, num_ubatches, expert_rows)
+        head_s = 0.0
+        if num_samples:
+            head_s = self._gemm_s(
+                self.head_times,
+                num_bytes=weights.head_bytes,
+                num_weights=weights.head_params,
+                num_rows=num_samples,
+                flops=self.head_flops,
             )
-            experts = parts * weights.moe_layers * layer
-        flops = device.dense * device.flops
-        head = (
-            self._product(self.head_times, weights.head_bytes, weights.head, samples, flops)
-            if samples
-            else 0.0
-        )
-        gathers = 0.0
-        if self.tp > 1:
-            sent = tokens * self.spec.hidden_size * self.itemsize * (self.tp - 1) / self.tp
-            gathers = (
-                2
-                * len(self.spec.layers)
-                * (parts * device.peer.latency_s / 2 + sent / device.peer.gather_bytes_per_s)
-            )
-        passes = tokens * self.passes
+        activation_bytes = num_tokens * self.activation_bytes
         if self.expert_times is None:  # measured times include the copies
-            passes += local * parts * weights.moe_layers * self.expert_passes
-        launch = parts * len(self.spec.layers) * device.launch_s + (
-            SYNC_S if self.ranks > self.tp else 0.0
-        )
-        between = passes / (device.reads * device.bytes_per_s)
+            num_calls = num_ubatches * weights.num_moe_layers
+            activation_bytes += expert_rows * num_calls * self.expert_activation_bytes
+        launch_s = num_ubatches * len(self.spec.layers) * self.device.launch_s
+        launch_s += SYNC_S if self.num_ranks > self.tp else 0.0
         kernels = {
-            "dense layers": dense,
-            "attention": attention,
-            "experts": experts,
-            "LM head": head,
-            "between products": between,
-            "tp gathers": gathers,
+            "dense layers": dense_s,
+            "attention": attention_s,
+            "experts": experts_s,
+            "LM head": head_s,
+            "between products": activation_bytes / self.read_bytes_per_s,
+            "tp gathers": self._gathers_s(num_tokens, num_ubatches),
         }
-        return {name: float(value) / device.in_situ for name, value in kernels.items()} | {
-            "launch": launch
+        return {name: float(value) / self.device.in_situ for name, value in kernels.items()} | {
+            "launch": launch_s
         }
 
-    def _product(
-        self, times: Times | None, num_bytes: float, weights: float, rows: float, flops: float
+    def _seen_tokens(self, shapes: Sequence[Shape], num_ubatches: int) -> float:
+        """Return the tokens of a micro-batch whose experts may be on a rank.
+
+        With EP, these are the tokens of all engines. Otherwise each engine computes its own.
+        """
+        each = [shape.num_tokens for shape in shapes]
+        return (sum(each) if self.ep > 1 else max(each)) / num_ubatches
+
+    def _expert_rows(self, shapes: Sequence[Shape], num_ubatches: int) -> float:
+        """Return the rows that the experts of the busiest rank get in a layer of a micro-batch."""
+        if self.expert_shares is None:
+            return 0.0
+        num_rows = self._seen_tokens(shapes, num_ubatches) * self.spec.experts_per_token
+        return num_rows / self.ep * self.expert_shares.imbalance
+
+    def _experts_s(self, shapes: Sequence[Shape], num_ubatches: int, num_rows: float) -> float:
+        """Return the seconds of the experts. num_rows: from `_expert_rows`."""
+        if self.expert_shares is None:
+            return 0.0
+        weights = self.weights
+        if self.expert_times is not None:
+            num_tokens = max(shape.num_tokens for shape in shapes)
+            layer_s = self.expert_times.seconds(num_tokens / num_ubatches)
+        else:
+            num_used = self.expert_shares.num_used(self._seen_tokens(shapes, num_ubatches))
+            layer_s = self._roof_s(
+                num_bytes=num_used * weights.expert_bytes,
+                operations=2 * num_rows * weights.expert_params,
+                flops=self.expert_flops,
+            )
+        return float(num_ubatches * weights.num_moe_layers * layer_s)
+
+    def _gathers_s(self, num_tokens: int, num_ubatches: int) -> float:
+        """Return the seconds of the tensor-parallel gathers: two per layer."""
+        if self.tp == 1:
+            return 0.0
+        peer = self.device.peer
+        num_bytes = num_tokens * self.spec.hidden_size * self.itemsize * (self.tp - 1) / self.tp
+        gather_s = num_ubatches * peer.latency_s / 2 + num_bytes / peer.gather_bytes_per_s
+        return 2 * len(self.spec.layers) * gather_s
+
+    def _gemm_s(
+        self,
+        times: Times | None,
+        *,
+        num_bytes: float,
+        num_weights: float,
+        num_rows: float,
+        flops: float,
     ) -> float:
-        """Return the seconds of GEMMs of `rows` rows with `weights` weights."""
-        return (
-            times.seconds(rows)
-            if times
-            else float(self._roof(num_bytes, 2 * weights * rows, flops))
+        """Return the seconds of GEMMs, measured or estimated."""
+        if times is not None:
+            return times.seconds(num_rows)
+        return float(self._roof_s(num_bytes, 2 * num_weights * num_rows, flops))
+
+    def _roof_s(self, num_bytes: Any, operations: Any, flops: float) -> Any:
+        """Return the seconds of a kernel, or of an array of kernels.
+
+        `Device.overlap` of the shorter one of reading and computing is hidden by the longer one.
+        """
+        reading_s = num_bytes / self.read_bytes_per_s
+        computing_s = operations / flops
+        return np.maximum(reading_s, computing_s) + (1 - self.device.overlap) * np.minimum(
+            reading_s, computing_s
         )
 
-    def _roof(self, num_bytes: Any, operations: Any, flops: float) -> Any:
-        """Return the seconds of a kernel, or of an array of kernels."""
-        reading = num_bytes / (self.device.reads * self.device.bytes_per_s)
-        computing = operations / flops
-        return np.maximum(reading, computing) + (1 - self.device.overlap) * np.minimum(
-            reading, computing
-        )
-
-    def _attention(self, shapes: Sequence[Shape]) -> float:
+    def _attention_s(self, shapes: Sequence[Shape]) -> float:
         """Return the seconds of the slowest engine's attention."""
         if not shapes:
             return 0.0
-        if any(kind.times for kind in self.attending):
+        if any(layers.times for layers in self.attention_layers):
             # Measured times are not vectorized. Compute them only for the engines with the most
             # reads and the most pairs.
-            most_reads = max(shapes, key=lambda shape: shape.reads)
-            most_pairs = max(shapes, key=lambda shape: shape.pairs)
+            most_reads = max(shapes, key=lambda shape: shape.num_reads)
+            most_pairs = max(shapes, key=lambda shape: shape.num_pairs)
             shapes = [most_reads, most_pairs]
-        reads = np.array([s.reads for s in shapes]).T
-        pairs = np.array([s.pairs for s in shapes]).T
-        flops = self.device.attention * self.device.flops
-        total = np.zeros(len(shapes))
-        for kind in self.attending:
-            here = reads[kind.span]
-            those = pairs[kind.span]
-            if kind.times is None:
-                seconds = self._roof(here * kind.bytes_per_position, those * kind.operations, flops)
-            else:
-                sizes = zip(shapes, here, those, strict=True)
-                seconds = np.array(
-                    [kind.times.seconds(s.rows, s.tokens - s.rows, r, p) for s, r, p in sizes]
+        # One row for each window, one column for each engine
+        all_reads = np.array([shape.num_reads for shape in shapes]).T
+        all_pairs = np.array([shape.num_pairs for shape in shapes]).T
+        total_s = np.zeros(len(shapes))
+        for layers in self.attention_layers:
+            reads = all_reads[layers.window_index]
+            pairs = all_pairs[layers.window_index]
+            if layers.times is None:
+                layer_s = self._roof_s(
+                    num_bytes=reads * layers.bytes_per_position,
+                    operations=pairs * layers.operations,
+                    flops=self.attention_flops,
                 )
-            total += kind.layers * seconds
-        return float(total.max())
+            else:
+                layer_s = np.array(
+                    [
+                        layers.times.seconds(
+                            num_rows=shape.num_rows,
+                            num_prompt=shape.num_tokens - shape.num_rows,
+                            num_reads=num_reads,
+                            num_pairs=num_pairs,
+                        )
+                        for shape, num_reads, num_pairs in zip(shapes, reads, pairs, strict=True)
+                    ]
+                )
+            total_s += layers.num_layers * layer_s
+        return float(total_s.max())
 
-    def _all2all(self, shapes: Sequence[Shape], parts: int) -> float:
+    def _all2all_s(self, shapes: Sequence[Shape], num_ubatches: int) -> float:
         """Return the seconds of dispatch and combine in all layers.
 
         Activations are sent to the rank of each expert (low latency), or once to each machine that
@@ -358,19 +484,28 @@ class Roofline:
         """
         if self.ep == 1:
             return 0.0
-        tokens = max(shape.tokens for shape in shapes) / self.tp
-        k = self.spec.experts_per_token
-        peer = self.device.peer
-        link = self.link
-        nodes = -(-self.ep // self.near)
-        far = 1 - self.near / self.ep
-        machines = nodes * (1 - (1 - 1 / nodes) ** k) * far if nodes > 1 else 0.0
-        seconds = 0.0
-        for size in self.row_bytes:  # dispatch, then combine
-            direct = parts * max(peer.latency_s, link.latency_s if far else 0.0)
-            direct += tokens * k * size * (far / link.bytes_per_s + (1 - far) / peer.bytes_per_s)
-            staged = parts * FAR_LATENCY_S + tokens * size * max(
-                machines / link.bytes_per_s, k / peer.bytes_per_s
+        num_tokens = max(shape.num_tokens for shape in shapes) / self.tp
+        top_k = self.spec.experts_per_token
+        peer = self.device.peer  # to the ranks of the same machine
+        link = self.link  # to other machines
+        num_nodes = -(-self.ep // self.ep_per_node)
+        far_share = 1 - self.ep_per_node / self.ep  # of the ranks, on other machines
+        # The expected number of other machines that a token is sent to. Each of its experts is on
+        # any of the machines with equal probability: none of them is on a given machine with the
+        # probability (1 - 1 / num_nodes) ** top_k.
+        other_nodes = 0.0
+        if num_nodes > 1:
+            other_nodes = num_nodes * (1 - (1 - 1 / num_nodes) ** top_k) * far_share
+        total_s = 0.0
+        for row_bytes in (self.dispatch_bytes, self.combine_bytes):
+            low_latency_s = num_ubatches * max(
+                peer.latency_s, link.latency_s if far_share else 0.0
+            ) + num_tokens * top_k * row_bytes * (
+                far_share / link.bytes_per_s + (1 - far_share) / peer.bytes_per_s
             )
-            seconds += min(direct, staged) if far else direct
-        return self.weights.moe_layers * seconds / self.device.in_situ
+            # Both links send at the same time.
+            high_throughput_s = num_ubatches * FAR_LATENCY_S + num_tokens * row_bytes * max(
+                other_nodes / link.bytes_per_s, top_k / peer.bytes_per_s
+            )
+            total_s += min(low_latency_s, high_throughput_s) if far_share else low_latency_s
+        return self.weights.num_moe_layers * total_s / self.device.in_situ

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 from moeserve.messages import Submit
-from moeserve.plan.counted import CountedEngine, Settled
+from moeserve.plan.counted import CountedEngine, StepOutcome
 from moeserve.plan.report import Clients, Steps
-from moeserve.plan.roofline import NOTHING, Shape, Spans, StepCost, shape_of
+from moeserve.plan.roofline import NOTHING, Shape, StepCost, Windows, shape_of
 from moeserve.plan.trace import RequestTrace, prompt_of
 from moeserve.sampling import TokenSampling
 
@@ -34,7 +34,7 @@ class Engine:
     """One engine with its real scheduler.
 
     `inbox` has the requests that the engine has not read yet, each with its time of arrival.
-    `refused` is called with (rank, rid, error code) for requests that can never fit.
+    `on_refused` is called with (rank, rid, error code) for requests that can never fit.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Engine:
         rank: int,
         limits: Limits,
         groups: tuple[KVGroup, ...],
-        spans: Spans,
-        refused: Callable[[int, int, str], object],
+        windows: Windows,
+        on_refused: Callable[[int, int, str], object],
     ) -> None:
         self.rank = rank
-        self._spans = spans
-        self._refused = refused
+        self._windows = windows
+        self._on_refused = on_refused
         self.scheduler = Scheduler(limits, groups)
         self.inbox: deque[tuple[float, Submit]] = deque()
 
@@ -66,30 +66,39 @@ class Engine:
             try:
                 self.scheduler.submit(submit)
             except RequestError as error:
-                self._refused(self.rank, submit.rid, error.code or "")
+                self._on_refused(self.rank, submit.rid, error.code or "")
         plan = self.scheduler.plan() if self.scheduler.has_work else None
-        return plan, NOTHING if plan is None else shape_of(plan, self._spans)
+        return plan, NOTHING if plan is None else shape_of(plan, self._windows)
 
-    def settle(self, plan: StepPlan, clients: Clients, now_s: float) -> Settled:
+    def settle(self, plan: StepPlan, clients: Clients, now_s: float) -> StepOutcome:
         """End the oldest step."""
-        tokens = np.zeros(int(np.count_nonzero(plan.samples_R)), np.int32)
-        output = self.scheduler.update_from_output(plan, StepResult(plan.step, tokens))
+        num_samples = int(np.count_nonzero(plan.samples_R))
+        token_ids = np.zeros(num_samples, np.int32)  # their values do not matter
+        output = self.scheduler.update_from_output(plan, StepResult(plan.step, token_ids))
         rids = np.frombuffer(output.rids, "<i8")
         record = output.record
         if len(rids):
-            clients.emitted(rids, now_s)
+            clients.record_tokens(rids, now_s)
         assert record is not None
-        return Settled(
-            rows=len(rids),
-            continued=0,
+        return StepOutcome(
+            num_sampled=len(rids),
+            num_continued=0,
             cached=output.cached,
-            ended=rids[np.frombuffer(output.finish, np.uint8) > 0].tolist(),
-            tokens=record.num_tokens,
-            free_blocks=record.num_free_blocks,
+            ended_rids=rids[np.frombuffer(output.finish, np.uint8) > 0].tolist(),
+            num_tokens=record.num_tokens,
+            num_free_blocks=record.num_free_blocks,
             prompt_tokens=record.prompt_tokens,
-            preempted=record.num_preempted,
+            num_preempted=record.num_preempted,
             cached_tokens=record.cached_tokens,
         )
+
+
+class _StepInFlight(NamedTuple):
+    """A planned step of a group."""
+
+    plans: tuple[Any, ...]  # of each engine, None if it has nothing to do
+    end_s: float  # when the step ends
+    host_s: float  # the host's time afterwards, until it can plan again
 
 
 class Group:
@@ -109,25 +118,23 @@ class Group:
         self._simulation = simulation
         self._observe = observe
         self._now_s = 0.0  # the hosts' clock
-        self._free_s = 0.0  # when the devices have finished all planned steps
-        self._before_s = 0.0  # when the last step ended
-        # Planned steps: the plan of each engine, the time of the end, the host's time afterwards.
-        self._in_flight: deque[tuple[tuple[Any, ...], float, float]] = deque()
-        self._woken = False
+        self._devices_free_at_s = 0.0  # when the devices have finished all planned steps
+        self._last_end_s = 0.0  # when the last step ended
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._is_woken = False
 
     @property
     def next_s(self) -> float:
         """The time of the next event: the end of the oldest step, or the start of one if woken."""
         if self._in_flight:
-            _, end_s, _ = self._in_flight[0]
-            return end_s
-        return self._now_s if self._woken else math.inf
+            return self._in_flight[0].end_s
+        return self._now_s if self._is_woken else math.inf
 
     def wake(self, now_s: float) -> None:
         """Wake idle engines, because a request has arrived now."""
         if not self._in_flight:
             self._now_s = max(self._now_s, now_s)
-            self._woken = True
+            self._is_woken = True
 
     def advance(self, until_s: float) -> None:
         """Run all steps that end before `until_s`.
@@ -135,40 +142,40 @@ class Group:
         The requests that arrive before must already be in the engines' inboxes.
         """
         while True:
-            if len(self._in_flight) < self._depth and self._now_s < until_s and self._start():
+            if len(self._in_flight) < self._depth and self._now_s < until_s and self._start_step():
                 continue
-            if not self._in_flight or self._in_flight[0][1] >= until_s:
+            if not self._in_flight or self._in_flight[0].end_s >= until_s:
                 return
-            plans, end_s, host_s = self._in_flight.popleft()
-            self._now_s = max(self._now_s, end_s)
-            continued = 0
+            step = self._in_flight.popleft()
+            self._now_s = max(self._now_s, step.end_s)
+            num_continued = 0
             clients = self._simulation.clients
-            for engine, plan in zip(self.engines, plans, strict=True):
+            for engine, plan in zip(self.engines, step.plans, strict=True):
                 if plan is not None:
-                    found = engine.settle(plan, clients, self._now_s)
-                    self._simulation.settled(engine.rank, found)
-                    continued += found.continued
-            clients.continued(continued, self._now_s - self._before_s)
-            self._before_s = self._now_s
-            self._now_s += host_s
+                    outcome = engine.settle(plan, clients, self._now_s)
+                    self._simulation.record(engine.rank, outcome)
+                    num_continued += outcome.num_continued
+            clients.count_continued(num_continued, self._now_s - self._last_end_s)
+            self._last_end_s = self._now_s
+            self._now_s += step.host_s
 
-    def _start(self) -> bool:
+    def _start_step(self) -> bool:
         """Plan and start a step. Return False if no engine has work."""
-        self._woken = False
+        self._is_woken = False
         plans, shapes = zip(*(engine.plan(self._now_s) for engine in self.engines), strict=True)
-        busy = [shape for shape in shapes if shape.rows]
-        if not busy:
+        busy_shapes = [shape for shape in shapes if shape.num_rows]
+        if not busy_shapes:
             return False
-        begin_s = max(self._now_s, self._free_s)
-        took_s = self._cost.seconds(shapes)
-        self._free_s = begin_s + took_s
-        host_s = self._cost.host_seconds(max(busy, key=lambda shape: shape.rows))
-        self._in_flight.append((plans, self._free_s, host_s))
-        steps = self._simulation.steps
-        steps.number += len(shapes)
-        steps.empty += len(shapes) - len(busy)
-        steps.rows += sum(shape.rows for shape in busy)
-        steps.tokens += sum(shape.tokens for shape in busy)
+        begin_s = max(self._now_s, self._devices_free_at_s)
+        end_s = begin_s + self._cost.seconds(shapes)
+        self._devices_free_at_s = end_s
+        host_s = self._cost.host_seconds(max(busy_shapes, key=lambda shape: shape.num_rows))
+        self._in_flight.append(_StepInFlight(plans, end_s, host_s))
+        totals = self._simulation.steps
+        totals.num_steps += len(shapes)
+        totals.num_empty += len(shapes) - len(busy_shapes)
+        totals.num_rows += sum(shape.num_rows for shape in busy_shapes)
+        totals.num_tokens += sum(shape.num_tokens for shape in busy_shapes)
         if self._observe is not None:
             for engine, plan in zip(self.engines, plans, strict=True):
                 if plan is not None:
@@ -200,13 +207,16 @@ class Simulation:
         engines: list[Engine | CountedEngine] = [
             CountedEngine(rank, limits)
             if counted
-            else Engine(rank, limits, groups, cost.spans, self.refused)
+            else Engine(rank, limits, groups, cost.windows, self.count_refused)
             for rank in range(dp)
         ]
-        parts = [engines] if together else [[engine] for engine in engines]
+        members = [engines] if together else [[engine] for engine in engines]
         # Copy the cost for each group, because it may remember the last step.
-        self.groups = [Group(part, copy(cost), limits.depth, self, observe) for part in parts]
-        self._home = {
+        self.groups = [
+            Group(group_engines, copy(cost), limits.depth, self, observe)
+            for group_engines in members
+        ]
+        self._by_rank = {
             engine.rank: (group, engine) for group in self.groups for engine in group.engines
         }
         self._balancer = Balancer()
@@ -238,31 +248,38 @@ class Simulation:
 
     def _send(self, at_s: float, submit: Submit) -> None:
         rank = 0
-        if len(self._home) > 1:
-            rank = self._balancer.choose(submit, self._home)
+        if len(self._by_rank) > 1:
+            rank = self._balancer.choose(submit, self._by_rank)
             self._balancer.assign(submit, rank)
-        group, engine = self._home[rank]
+        group, engine = self._by_rank[rank]
         engine.inbox.append((at_s, submit))
         group.wake(at_s)
-        self.steps.most_waiting = max(self.steps.most_waiting, engine.num_waiting)
+        self.steps.max_waiting = max(self.steps.max_waiting, engine.num_waiting)
 
-    def refused(self, rank: int, rid: int, code: str) -> None:
+    def count_refused(self, rank: int, rid: int, code: str) -> None:
         """Count a request that an engine refused."""
         self.steps.refused[code] = self.steps.refused.get(code, 0) + 1
         self._balancer.end(rid)
 
-    def settled(self, rank: int, found: Settled) -> None:
+    def record(self, rank: int, outcome: StepOutcome) -> None:
         """Add the outcome of an engine's step to the totals, and report it to the balancer."""
-        steps = self.steps
-        if found.prompt_tokens or found.preempted:
-            steps.preempted += found.preempted
-            steps.prompt_tokens += found.prompt_tokens
-            steps.cached_tokens += found.cached_tokens
-        if (free := found.free_blocks / (self._num_blocks - 1)) < steps.least_free:
-            steps.least_free = free
-        if found.ended:
-            self.clients.done[found.ended] = True
-        if len(self._home) > 1:
-            self._balancer.stepped(rank, found.rows, found.tokens, found.free_blocks, found.cached)
-            for rid in found.ended:
+        totals = self.steps
+        if outcome.prompt_tokens or outcome.num_preempted:
+            totals.num_preempted += outcome.num_preempted
+            totals.prompt_tokens += outcome.prompt_tokens
+            totals.cached_tokens += outcome.cached_tokens
+        free_share = outcome.num_free_blocks / (self._num_blocks - 1)  # without the null block
+        if free_share < totals.min_free_share:
+            totals.min_free_share = free_share
+        if outcome.ended_rids:
+            self.clients.is_done[outcome.ended_rids] = True
+        if len(self._by_rank) > 1:
+            self._balancer.stepped(
+                rank,
+                outcome.num_sampled,
+                outcome.num_tokens,
+                outcome.num_free_blocks,
+                outcome.cached,
+            )
+            for rid in outcome.ended_rids:
                 self._balancer.end(rid)

@@ -27,11 +27,11 @@ from moeserve.plan.hardware import Device
 
 PACKAGE = "aiconfigurator"  # the value of --tables for the installed package
 HINT = "pip install 'moeserve[tables]', or name a folder with systems/data of aiconfigurator-core"
-EXPERTS = ("moe_dtype", "hidden_size", "inter_size", "num_experts", "topk", "num_tokens")
-PRODUCTS = ("n", "k", "m")
-HEADS = ("num_heads", "num_key_value_heads", "head_dim")
-Key = tuple[str, int, int, int, int]  # the columns EXPERTS without num_tokens
-HeadKey = tuple[int, int, int]  # the columns HEADS
+EXPERT_COLUMNS = ("moe_dtype", "hidden_size", "inter_size", "num_experts", "topk", "num_tokens")
+GEMM_COLUMNS = ("n", "k", "m")
+HEAD_COLUMNS = ("num_heads", "num_key_value_heads", "head_dim")
+ExpertKey = tuple[str, int, int, int, int]  # EXPERT_COLUMNS without num_tokens
+HeadKey = tuple[int, int, int]  # HEAD_COLUMNS
 
 
 class Times:
@@ -45,41 +45,44 @@ class Times:
         points = sorted(seconds.items())
         self._log_sizes: NDArray[np.float64] = np.log([size for size, _ in points])
         self._log_s: NDArray[np.float64] = np.log([took_s for _, took_s in points])
-        self._most = float(points[-1][0])
+        self._max_size = float(points[-1][0])
 
     def seconds(self, size: float) -> float:
         """Return the time of a kernel of this size."""
-        at = np.log(max(1.0, size))
-        return float(np.exp(np.interp(at, self._log_sizes, self._log_s))) * max(
-            1.0, size / self._most
-        )
+        log_size = np.log(max(1.0, size))
+        took_s = float(np.exp(np.interp(log_size, self._log_sizes, self._log_s)))
+        return took_s * max(1.0, size / self._max_size)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTimes:
     """Measured times of one layer's full attention."""
 
-    decoding: dict[int, Times]  # by number of rows: seconds over KV positions read
-    reading: Times  # prefill: seconds over pairs of a query and an earlier position
+    # By number of rows: seconds over the KV positions that they read
+    decode: dict[int, Times]
+    prefill: Times  # seconds over pairs of a query and an earlier position
 
-    def seconds(self, rows: int, prompts: int, reads: float, pairs: float) -> float:
+    def seconds(self, num_rows: int, num_prompt: int, num_reads: float, num_pairs: float) -> float:
         """Return the time of a step.
 
-        rows, reads, pairs: see `Shape`.
-        prompts: number of tokens beyond one per row.
+        num_rows, num_reads, num_pairs: see `Shape`.
+        num_prompt: number of tokens beyond one per row.
         """
-        near = min(self.decoding, key=lambda number: abs(math.log(number / rows)))
-        decoding_s = self.decoding[near].seconds(reads - prompts) if reads - prompts > rows else 0.0
-        return decoding_s + (self.reading.seconds(pairs - reads) if prompts else 0.0)
+        decode_s = 0.0
+        if num_reads - num_prompt > num_rows:
+            nearest = min(self.decode, key=lambda number: abs(math.log(number / num_rows)))
+            decode_s = self.decode[nearest].seconds(num_reads - num_prompt)
+        prefill_s = self.prefill.seconds(num_pairs - num_reads) if num_prompt else 0.0
+        return decode_s + prefill_s
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTables:
     """The measurements of one device."""
 
-    experts: dict[Key, Times]
+    experts: dict[ExpertKey, Times]
     # GEMMs with 16-bit weights of (outputs, inputs): seconds by number of rows.
-    products: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
+    gemms: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
     attention: dict[HeadKey, AttentionTimes] = field(default_factory=dict)
 
     def dense(self, shapes: Sequence[tuple[float, float]]) -> Times | None:
@@ -88,35 +91,31 @@ class KernelTables:
         Return None if none are measured. Sizes are interpolated linearly on logarithmic axes;
         after the largest one, the time is proportional to outputs and inputs.
         """
-        sizes = sorted({n for n, _ in self.products})
-        curves = []
+        sizes = sorted({n for n, _ in self.gemms})
+        curves = []  # for each shape: seconds by number of rows
         for shape, number in Counter(shapes if sizes else ()).items():
-            beyond = float(number)
-            sides = []
+            factor = float(number)  # GEMMs of this shape, times the excess over the largest size
+            sides = []  # for outputs and inputs: two measured sizes, each with its weight
             for size in shape:
-                beyond *= max(1.0, size / sizes[-1])
+                factor *= max(1.0, size / sizes[-1])
                 at = float(np.interp(math.log(size), np.log(sizes), range(len(sizes))))
                 low = min(int(at), len(sizes) - 2)
                 sides.append(((sizes[low], 1 - (at - low)), (sizes[low + 1], at - low)))
+            # The measured shapes that surround this one, each with its weight
             corners = [
-                (self.products.get((n, k), {}), a * b)
-                for (n, a), (k, b) in product(*sides)
-                if a * b
+                (self.gemms.get((outputs, inputs), {}), out_weight * in_weight)
+                for (outputs, out_weight), (inputs, in_weight) in product(*sides)
+                if out_weight * in_weight
             ]
-            rows = set.intersection(*(set(points) for points, _ in corners))
-            curves.append(
-                {
-                    m: beyond
-                    * math.exp(sum(part * math.log(points[m]) for points, part in corners))
-                    for m in rows
-                }
-            )
-        common = set.intersection(*map(set, curves)) if curves else ()
-        return (
-            Times({rows: sum(curve[rows] for curve in curves) for rows in common})
-            if common
-            else None
-        )
+            curve = {}
+            for rows in set.intersection(*(set(points) for points, _ in corners)):
+                log_s = sum(weight * math.log(points[rows]) for points, weight in corners)
+                curve[rows] = factor * math.exp(log_s)
+            curves.append(curve)
+        common_rows = set.intersection(*map(set, curves)) if curves else set()
+        if not common_rows:
+            return None
+        return Times({rows: sum(curve[rows] for curve in curves) for rows in common_rows})
 
 
 def read_tables(source: str, device: Device) -> KernelTables:
@@ -144,47 +143,66 @@ def read_tables(source: str, device: Device) -> KernelTables:
 
     def points(path: str, names: Sequence[str], **only: Any) -> Iterator[tuple[list[Any], float]]:
         """Yield (values of the columns `names`, seconds) for each row with the values in `only`."""
-        files = [f for system in (f"{name}_sxm", name) for f in folder.glob(f"{system}/{path}")]
+        files = [
+            file for system in (f"{name}_sxm", name) for file in folder.glob(f"{system}/{path}")
+        ]
         if not files:
             return
         newest = max(
             files,
-            key=lambda file: [int(n) if n.isdigit() else 0 for n in file.parent.name.split(".")],
+            key=lambda file: [
+                int(part) if part.isdigit() else 0 for part in file.parent.name.split(".")
+            ],
         )
         wanted = [(key, "=", value) for key, value in only.items()] or None
         columns = parquet.read_table(
             newest, columns=[*names, "latency"], filters=wanted
         ).to_pydict()
-        for *key, took_ms in zip(*(columns[n] for n in (*names, "latency")), strict=True):
+        for *key, took_ms in zip(*(columns[column] for column in (*names, "latency")), strict=True):
             yield key, took_ms / 1e3
 
-    alone = {"moe_tp_size": 1, "moe_ep_size": 1}
+    one_rank = {"moe_tp_size": 1, "moe_ep_size": 1}
     experts = _fastest(
-        points("moe/vllm/*/moe_perf.parquet", EXPERTS, **alone, distribution="balanced")
+        points("moe/vllm/*/moe_perf.parquet", EXPERT_COLUMNS, **one_rank, distribution="balanced")
     )
     if not experts:
         raise ConfigError(
             f"--tables {source}: {folder} has no {name}_sxm/moe/vllm/*/moe_perf.parquet; {HINT}"
         )
-    wide = {"kv_cache_dtype": "bfloat16", "window_size": 0}
-    decoding = points(
-        "attention/vllm/*/generation_attention_perf.parquet", (*HEADS, "batch_size", "step"), **wide
+    full_16bit = {"kv_cache_dtype": "bfloat16", "window_size": 0}
+    decode = points(
+        "attention/vllm/*/generation_attention_perf.parquet",
+        (*HEAD_COLUMNS, "batch_size", "step"),
+        **full_16bit,
     )
-    reading = points(
-        "attention/vllm/*/context_attention_perf.parquet", (*HEADS, "isl"), batch_size=1, **wide
+    prefill = points(
+        "attention/vllm/*/context_attention_perf.parquet",
+        (*HEAD_COLUMNS, "isl"),
+        batch_size=1,
+        **full_16bit,
     )
-    at_once = _fastest(((*key, n, n * (step + 1)), s) for (*key, n, step), s in decoding)
-    prompts = _fastest(((*key, n * (n - 1) // 2), s) for (*key, n), s in reading if n > 1)
-    by_heads: dict[HeadKey, dict[int, Times]] = defaultdict(dict)
-    for (*heads, number), row in at_once.items():
-        by_heads[tuple(heads)][number] = Times(row)
+    # By heads and rows: seconds over the KV positions that all rows read
+    decode_s = _fastest(
+        ((*heads, rows, rows * (context + 1)), took_s) for (*heads, rows, context), took_s in decode
+    )
+    # By heads: seconds over the pairs of a query and an earlier position
+    prefill_s = _fastest(
+        ((*heads, tokens * (tokens - 1) // 2), took_s)
+        for (*heads, tokens), took_s in prefill
+        if tokens > 1
+    )
+    decode_times: dict[HeadKey, dict[int, Times]] = defaultdict(dict)
+    for (*heads, rows), curve in decode_s.items():
+        decode_times[tuple(heads)][rows] = Times(curve)
     return KernelTables(
-        {key: Times(row) for key, row in experts.items()},
-        _fastest(points("gemm/vllm/*/gemm_perf.parquet", PRODUCTS, gemm_dtype="bfloat16")),
-        {
-            key: AttentionTimes(found, Times(prompts[key]))
-            for key, found in by_heads.items()
-            if key in prompts
+        experts={key: Times(curve) for key, curve in experts.items()},
+        gemms=_fastest(
+            points("gemm/vllm/*/gemm_perf.parquet", GEMM_COLUMNS, gemm_dtype="bfloat16")
+        ),
+        attention={
+            key: AttentionTimes(decode=times, prefill=Times(prefill_s[key]))
+            for key, times in decode_times.items()
+            if key in prefill_s
         },
     )
 
@@ -196,6 +214,6 @@ def _fastest(points: Any) -> dict[Any, dict[int, float]]:
     """
     found: dict[Any, dict[int, float]] = defaultdict(dict)
     for (*key, size), took_s in points:
-        row = found[tuple(key)]
-        row[size] = min(took_s, row.get(size, np.inf))
+        curve = found[tuple(key)]
+        curve[size] = min(took_s, curve.get(size, np.inf))
     return found

@@ -20,8 +20,8 @@ from moeserve.plan.calibration import (
     StepSample,
     features,
     fit,
+    fit_relative,
     limits_of,
-    not_negative,
     read,
     write,
 )
@@ -71,8 +71,8 @@ def test_what_passes_between_two_steps_grows_with_requests_and_prompts() -> None
     """
     found = []
     for i, plain in enumerate(samples(600)):
-        device_s = seconds(plain.tokens, plain.rows, plain.reads, plain.pairs)
-        gap_s = 50e-6 + 10e-6 * plain.rows + 200e-6 * (plain.tokens > plain.rows)
+        device_s = seconds(plain.num_tokens, plain.num_rows, plain.num_reads, plain.num_pairs)
+        gap_s = 50e-6 + 10e-6 * plain.num_rows + 200e-6 * (plain.num_tokens > plain.num_rows)
         late_s = (
             800e-6 if i % 10 == 0 else -800e-6 if i % 10 == 1 else 0.0
         )  # a late result, and what follows it
@@ -87,7 +87,7 @@ def test_what_passes_between_two_steps_grows_with_requests_and_prompts() -> None
 def test_a_step_behind_a_prompt_takes_longer() -> None:
     found = [
         msgspec.structs.replace(
-            s, behind=i % 3 == 0, device_s=s.device_s + 3e-4 * (i % 3 == 0), period_s=None
+            s, is_after_prompt=i % 3 == 0, device_s=s.device_s + 3e-4 * (i % 3 == 0), period_s=None
         )
         for i, s in enumerate(samples(600))
     ]
@@ -102,7 +102,11 @@ def test_a_step_behind_a_prompt_takes_longer() -> None:
 def test_an_engine_beside_idle_ones_is_faster() -> None:
     found = [
         msgspec.structs.replace(
-            s, others=busy * 8, busy=busy, device_s=s.device_s + 5e-4 * busy, period_s=None
+            s,
+            other_tokens=busy * 8,
+            num_others_busy=busy,
+            device_s=s.device_s + 5e-4 * busy,
+            period_s=None,
         )
         for i, s in enumerate(samples(600))
         for busy in [i % 2]
@@ -145,7 +149,7 @@ def test_interrupted_steps_do_not_count() -> None:
 
 def test_no_term_is_negative() -> None:
     x = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    assert not_negative(x, np.array([3.0, 2.0, 1.5])) == pytest.approx([2.0, 0.0], abs=0.2)
+    assert fit_relative(x, np.array([3.0, 2.0, 1.5])) == pytest.approx([2.0, 0.0], abs=0.2)
 
 
 def test_tokens_lie_between_knots() -> None:

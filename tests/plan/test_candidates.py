@@ -51,13 +51,15 @@ def test_every_released_model_has_a_layout(name: str, tmp_path: Path) -> None:
         each = max(
             1, candidate.config.parallel.num_ranks if candidate.config.parallel.ep == "on" else 1
         )
-        assert weights.local_experts == -(-spec.num_experts // each)
+        assert weights.num_local_experts == -(-spec.num_experts // each)
         assert candidate.cost.seconds([_decoding(candidate)] * candidate.config.parallel.dp) > 0
     one = next(iter(layouts(spec, "1xB200").values()))
     if one.cost is not None and not spec.stored:
         embedding = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
-        counted = one.cost.weights.dense + one.cost.weights.head + embedding
-        counted += spec.num_experts * one.cost.weights.moe_layers * one.cost.weights.expert
+        counted = one.cost.weights.dense_params + one.cost.weights.head_params + embedding
+        counted += (
+            spec.num_experts * one.cost.weights.num_moe_layers * one.cost.weights.expert_params
+        )
         assert counted == pytest.approx(model_size(spec).total, rel=0.01)
 
 
@@ -65,7 +67,7 @@ def _decoding(candidate: Candidate) -> Any:
     from moeserve.plan.roofline import Shape
 
     assert candidate.cost is not None
-    sums = (8 * 1000.0,) * len(candidate.cost.spans)
+    sums = (8 * 1000.0,) * len(candidate.cost.windows)
     return Shape(8, 8, 8, sums, sums)
 
 

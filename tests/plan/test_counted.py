@@ -33,7 +33,7 @@ LIMITS = Limits(
 class ByEverything:
     """Notes all shapes; no two kinds of steps take equally long."""
 
-    spans = (None,)
+    windows = (None,)
 
     def __init__(self) -> None:
         self.seen: list[Sequence[Shape]] = []
@@ -45,16 +45,16 @@ class ByEverything:
         self.seen.append(shapes)
         return sum(
             1
-            + s.tokens / 7
-            + s.rows / 11
-            + s.samples / 13
-            + sum(s.reads) / 1700
-            + sum(s.pairs) / 9000
+            + s.num_tokens / 7
+            + s.num_rows / 11
+            + s.num_samples / 13
+            + sum(s.num_reads) / 1700
+            + sum(s.num_pairs) / 9000
             for s in shapes
         )
 
     def host_seconds(self, shape: Shape) -> float:
-        return shape.rows / 100
+        return shape.num_rows / 100
 
 
 def both(
@@ -68,11 +68,11 @@ def both(
     )
     assert costs[0].seen == costs[1].seen
     assert asdict(counted.steps) == asdict(planned.steps)
-    for name in ("first_s", "last_s", "done", "tokens", "gaps"):
+    for name in ("first_s", "last_s", "is_done", "num_tokens", "gap_counts"):
         np.testing.assert_array_equal(
             getattr(counted.clients, name), getattr(planned.clients, name), name
         )
-    assert counted.clients.done.all()
+    assert counted.clients.is_done.all()
     return counted, planned
 
 
@@ -106,10 +106,10 @@ def test_counted_steps_are_those_of_the_scheduler(seed: int, dp: int, together: 
 def test_requests_that_wait_for_blocks_are_counted_until_one_is_preempted() -> None:
     trace = RequestTrace([Arrival(0.1 * i, 40, 2) for i in range(12)])
     counted, _ = both(trace, replace(LIMITS, num_blocks=40, watermark_blocks=10), 1, True)
-    assert counted.steps.most_waiting > 6
+    assert counted.steps.max_waiting > 6
     long = RequestTrace([Arrival(0.1 * i, 40, 60) for i in range(12)])
     limits = replace(LIMITS, num_blocks=60)
-    assert Simulation(limits, GROUPS, ByEverything()).run(long).steps.preempted
+    assert Simulation(limits, GROUPS, ByEverything()).run(long).steps.num_preempted
     with pytest.raises(Uncountable):
         Simulation(limits, GROUPS, ByEverything(), counted=True).run(long)
 
@@ -117,7 +117,7 @@ def test_requests_that_wait_for_blocks_are_counted_until_one_is_preempted() -> N
 def test_what_the_sums_do_not_know_is_not_counted() -> None:
     assert is_countable(LIMITS, GROUPS, (None,), 100)
     window = KVGroup(KVRule(window=8), 4, (1,))
-    for limits, groups, spans, longest in (
+    for limits, groups, windows, longest in (
         (replace(LIMITS, enable_prefix_caching=True), GROUPS, (None,), 100),
         (replace(LIMITS, itl_target_us=1e4), GROUPS, (None,), 100),
         (replace(LIMITS, num_drafts=2), GROUPS, (None,), 100),
@@ -128,4 +128,4 @@ def test_what_the_sums_do_not_know_is_not_counted() -> None:
         (LIMITS, GROUPS, (None,), 128),
         (replace(LIMITS, num_blocks=20), GROUPS, (None,), 100),
     ):
-        assert not is_countable(limits, groups, spans, longest)
+        assert not is_countable(limits, groups, windows, longest)

@@ -35,10 +35,10 @@ PLAIN = replace(
     DEVICES["h100"],
     bytes_per_s=1.0,
     flops=1.0,
-    reads=1.0,
-    dense=1.0,
-    expert=1.0,
-    attention=1.0,
+    read_share=1.0,
+    dense_share=1.0,
+    expert_share=1.0,
+    attention_share=1.0,
     overlap=1.0,
     in_situ=1.0,
     launch_s=0.0,
@@ -67,7 +67,7 @@ def test_a_plan_is_counted() -> None:
 
 
 def test_counts_of_long_contexts_do_not_overflow() -> None:
-    assert shape_of(plan((1_000_000, 8192, True)), (None,)).pairs[0] == 8192 * (
+    assert shape_of(plan((1_000_000, 8192, True)), (None,)).num_pairs[0] == 8192 * (
         1_000_000 + 8193 / 2
     )
 
@@ -75,17 +75,18 @@ def test_counts_of_long_contexts_do_not_overflow() -> None:
 def test_weights_are_those_of_the_published_model() -> None:
     weights = rank_weights(QWEN3_30B, config_of("model"))
     assert weights.total_bytes == pytest.approx(61.06e9, rel=1e-3)
-    assert weights.expert == 3 * 2048 * 768
-    assert rank_weights(QWEN3_30B, config_of("model", dp=8)).local_experts == 16
+    assert weights.expert_params == 3 * 2048 * 768
+    assert rank_weights(QWEN3_30B, config_of("model", dp=8)).num_local_experts == 16
     assert (
-        rank_weights(QWEN3_30B, config_of("model", dp=8, redundant_experts=8)).local_experts == 17
+        rank_weights(QWEN3_30B, config_of("model", dp=8, redundant_experts=8)).num_local_experts
+        == 17
     )
-    assert rank_weights(QWEN3_30B, config_of("model", dp=8, ep="off")).local_experts == 128
+    assert rank_weights(QWEN3_30B, config_of("model", dp=8, ep="off")).num_local_experts == 128
 
 
 def test_tensor_parallel_ranks_share_the_dense_layers() -> None:
     """All but the routers, 2048 x 128, which each of them has, and norms, which are small."""
-    whole, half = (rank_weights(QWEN3_30B, config_of("model", tp=tp)).dense for tp in (1, 2))
+    whole, half = (rank_weights(QWEN3_30B, config_of("model", tp=tp)).dense_params for tp in (1, 2))
     routers = 48 * 2048 * 128
     assert half - routers == pytest.approx((whole - routers) / 2, rel=1e-3)
 
@@ -108,8 +109,8 @@ def test_terms_are_bytes_and_operations() -> None:
 def test_distinct_experts_follow_the_number_of_tokens() -> None:
     even = ExpertShares(128, 8, 1, 0, 0.0)
     for tokens in (1, 8, 32, 64):
-        assert even.distinct(tokens) == pytest.approx(128 * (1 - (1 - 8 / 128) ** tokens), rel=2e-3)
-    assert ExpertShares(128, 8, 8, 0, 0.0).distinct(1e6) == pytest.approx(16)
+        assert even.num_used(tokens) == pytest.approx(128 * (1 - (1 - 8 / 128) ** tokens), rel=2e-3)
+    assert ExpertShares(128, 8, 8, 0, 0.0).num_used(1e6) == pytest.approx(16)
     assert even.imbalance == 1.0
 
 

@@ -40,7 +40,7 @@ Batch = tuple[tuple[int, int, int, bool], ...]
 class EverySecond:
     """Steps of one second."""
 
-    spans = (None,)
+    windows = (None,)
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         return 1.0
@@ -119,7 +119,7 @@ def test_batches_are_those_of_the_real_engine() -> None:
     # two.
     simulation, batches = simulated(RequestTrace(order))
     assert batches == runner.batches
-    assert simulation.steps.preempted > 0
+    assert simulation.steps.num_preempted > 0
     assert simulation.steps.cached_tokens > 0
 
 
@@ -128,10 +128,10 @@ def test_every_request_ends_with_all_its_tokens(dp: int, together: bool) -> None
     trace = RequestTrace([Arrival(0.3 * i, 1 + 7 * i % 60, 1 + 11 * i % 40) for i in range(60)])
     simulation, _ = simulated(trace, dp=dp, together=together)
     clients = simulation.clients
-    assert clients.done.all()
-    assert clients.tokens.tolist() == [arrival.output for arrival in trace.arrivals]
+    assert clients.is_done.all()
+    assert clients.num_tokens.tolist() == [arrival.output for arrival in trace.arrivals]
     assert (clients.first_s > clients.at_s).all()
-    assert clients.gaps.sum() == clients.tokens.sum() - len(trace.arrivals)
+    assert clients.gap_counts.sum() == clients.num_tokens.sum() - len(trace.arrivals)
     for group in simulation.groups:
         for engine in group.engines:
             assert isinstance(engine, Engine)
@@ -142,8 +142,10 @@ def test_every_request_ends_with_all_its_tokens(dp: int, together: bool) -> None
 def test_an_engine_without_work_runs_the_steps_of_the_others() -> None:
     """One request on two engines: half of all steps are empty; alone, an engine does nothing."""
     one = RequestTrace([Arrival(0.0, 8, 10)])
-    assert simulated(one, dp=2)[0].steps.empty == simulated(one, dp=2)[0].steps.number / 2 > 0
-    assert simulated(one, dp=2, together=False)[0].steps.empty == 0
+    assert (
+        simulated(one, dp=2)[0].steps.num_empty == simulated(one, dp=2)[0].steps.num_steps / 2 > 0
+    )
+    assert simulated(one, dp=2, together=False)[0].steps.num_empty == 0
 
 
 def test_times_follow_from_steps() -> None:
@@ -160,7 +162,7 @@ def test_times_follow_from_steps() -> None:
 def test_the_slowest_engine_holds_up_the_others() -> None:
     class ByTokens(EverySecond):
         def seconds(self, shapes: Sequence[Shape]) -> float:
-            return float(max(shape.tokens for shape in shapes))
+            return float(max(shape.num_tokens for shape in shapes))
 
     trace = RequestTrace([Arrival(0.0, 16, 2), Arrival(0.0, 4, 2)])
     both, _ = simulated(trace, dp=2, cost=ByTokens())
@@ -175,5 +177,5 @@ def test_what_can_never_fit_is_refused_and_counted() -> None:
         limits=replace(LIMITS, num_blocks=12),
     )
     assert simulation.steps.refused == {"does_not_fit": 1}
-    assert simulation.clients.done.tolist() == [False, True]
+    assert simulation.clients.is_done.tolist() == [False, True]
     assert summarise(simulation.clients, simulation.steps)["refused"] == 1

@@ -12,9 +12,9 @@ from moeserve.errors import ConfigError
 from moeserve.plan.hardware import DEVICES, LINKS
 from moeserve.plan.roofline import Roofline, Shape
 from moeserve.plan.tables import (
-    EXPERTS,
-    HEADS,
-    PRODUCTS,
+    EXPERT_COLUMNS,
+    GEMM_COLUMNS,
+    HEAD_COLUMNS,
     AttentionTimes,
     KernelTables,
     Times,
@@ -126,7 +126,7 @@ def test_the_newest_file_of_the_device_is_read(tmp_path: Path) -> None:
         columns = zip((*names, "latency"), zip(*rows, strict=True), strict=True)
         parquet.write_table(pyarrow.table({name: list(values) for name, values in columns}), file)
 
-    experts = (*EXPERTS, "moe_tp_size", "moe_ep_size", "distribution")
+    experts = (*EXPERT_COLUMNS, "moe_tp_size", "moe_ep_size", "distribution")
     write("moe/vllm/0.9.0/moe_perf.parquet", experts, [(*KEY, 64, 1, 1, "balanced", 99.0)])
     write(
         "moe/vllm/0.24.0/moe_perf.parquet",
@@ -142,23 +142,23 @@ def test_the_newest_file_of_the_device_is_read(tmp_path: Path) -> None:
     found = read_tables(str(tmp_path), DEVICES["h200"])
     assert list(found.experts) == [KEY]
     assert found.experts[KEY].seconds(64) == pytest.approx(0.25e-3)
-    assert (found.products, found.attention) == ({}, {})
-    write("gemm/vllm/0.24.0/gemm_perf.parquet", (*PRODUCTS, "gemm_dtype"), [
+    assert (found.gemms, found.attention) == ({}, {})
+    write("gemm/vllm/0.24.0/gemm_perf.parquet", (*GEMM_COLUMNS, "gemm_dtype"), [
         (64, 128, 8, "bfloat16", 0.5), (64, 128, 9, "bfloat16", 1.0), (64, 128, 8, "fp8", 0.1),
     ])  # fmt: skip
     attention = "attention/vllm/0.24.0/{}_attention_perf.parquet"
     kind = ("kv_cache_dtype", "window_size")
-    write(attention.format("generation"), (*HEADS, *kind, "batch_size", "step"), [
+    write(attention.format("generation"), (*HEAD_COLUMNS, *kind, "batch_size", "step"), [
         (32, 4, 128, "bfloat16", 0, 8, 99, 0.5), (32, 4, 128, "fp8", 0, 8, 99, 0.1),
         (32, 4, 128, "bfloat16", 8, 8, 99, 0.1),
     ])  # fmt: skip
-    write(attention.format("context"), (*HEADS, *kind, "batch_size", "isl"), [
+    write(attention.format("context"), (*HEAD_COLUMNS, *kind, "batch_size", "isl"), [
         (32, 4, 128, "bfloat16", 0, 1, 100, 0.75), (32, 4, 128, "bfloat16", 0, 2, 100, 0.1)
     ])  # fmt: skip
     found = read_tables(str(tmp_path), DEVICES["h200"])
-    assert found.products == {(64, 128): {8: 0.5e-3, 9: 1e-3}}
+    assert found.gemms == {(64, 128): {8: 0.5e-3, 9: 1e-3}}
     heads = found.attention[32, 4, 128]
-    assert heads.decoding[8].seconds(800) == pytest.approx(0.5e-3)
-    assert heads.reading.seconds(4950) == pytest.approx(0.75e-3)
+    assert heads.decode[8].seconds(800) == pytest.approx(0.5e-3)
+    assert heads.prefill.seconds(4950) == pytest.approx(0.75e-3)
     with pytest.raises(ConfigError, match="has no b200_sxm"):
         read_tables(str(tmp_path), DEVICES["b200"])

@@ -127,7 +127,9 @@ def step_bytes(folder: Path, settings: Mapping[str, Any], batch: int, position: 
     size = 4 if spec.dtype == "float32" else 2
     is_mxfp4 = any((form.kind, form.group) == ("fp4", 32) for form in spec.stored)
     expert_bytes = spec.expert_weights * MXFP4_BYTES if is_mxfp4 else weights.expert_bytes
-    read = weights.dense_bytes + weights.head_bytes + weights.moe_layers * touched * expert_bytes
+    read = (
+        weights.dense_bytes + weights.head_bytes + weights.num_moe_layers * touched * expert_bytes
+    )
     return read + batch * sum(cache_bytes(layer.mixer, position, size) for layer in spec.layers)
 
 
