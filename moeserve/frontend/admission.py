@@ -248,7 +248,7 @@ class Running:
             owner = sequence.owner
             self.sequences[sequence.rid] = sequence
             self.count_live(1, owner.priority)
-            self._admission.count_arrivals(1, owner.submitted_at, len(owner.prompt_token_ids))
+            self._admission.count_arrivals(1, owner.submitted_at_s, len(owner.prompt_token_ids))
         self._stats.num_active = len(self.sequences)
 
     def replace(self, before: Sequence, now: Sequence) -> None:
@@ -260,23 +260,23 @@ class Running:
         """Record the start of these sequences. began_s: when their first step began."""
         for rid in rids:
             sequence = self.sequences.get(rid)
-            if sequence and sequence.started_at is None:  # otherwise, it is a replay
-                sequence.started_at = max(began_s, sequence.owner.submitted_at)
-                self._stats.queue_s.add(sequence.started_at - sequence.owner.submitted_at)
+            if sequence and sequence.started_at_s is None:  # otherwise, it is a replay
+                sequence.started_at_s = max(began_s, sequence.owner.submitted_at_s)
+                self._stats.queue_s.add(sequence.started_at_s - sequence.owner.submitted_at_s)
 
     def count_token(self, sequence: Sequence, now: float) -> None:
         """Count one more token of a sequence."""
         stats = self._stats
         stats.generation_tokens += 1
-        if sequence.first_at is None:
-            sequence.first_at = now
+        if sequence.first_token_at_s is None:
+            sequence.first_token_at_s = now
             self._admission.num_waiting_tokens -= len(sequence.owner.prompt_token_ids)
-            stats.ttft_s.add(now - sequence.owner.submitted_at)
-            if sequence.started_at is not None:
-                stats.prefill_s.add(now - sequence.started_at)
+            stats.ttft_s.add(now - sequence.owner.submitted_at_s)
+            if sequence.started_at_s is not None:
+                stats.prefill_s.add(now - sequence.started_at_s)
         else:
-            stats.itl_s.add(now - sequence.last_at)
-        sequence.last_at = now
+            stats.itl_s.add(now - sequence.last_token_at_s)
+        sequence.last_token_at_s = now
 
     def end(self, sequence: Sequence, reason: str, ready: Ready) -> None:
         """Remove a sequence that has ended, and count it."""
@@ -288,12 +288,12 @@ class Running:
         self.count_live(-1, owner.priority)
         stats.num_active = len(self.sequences)
         stats.end(
-            reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens)
+            reason, now - owner.submitted_at_s, len(owner.prompt_token_ids), len(sequence.tokens)
         )
-        if sequence.first_at is None:
+        if sequence.first_token_at_s is None:
             self._admission.num_waiting_tokens -= len(owner.prompt_token_ids)
         else:
-            stats.decode_s.add(sequence.last_at - sequence.first_at)
+            stats.decode_s.add(sequence.last_token_at_s - sequence.first_token_at_s)
         if not owner.num_live:
             stats.request_longest.add(max(len(s.tokens) for s in owner.sequences))
         self._admission.record_end(now, len(self.sequences), ready)

@@ -190,7 +190,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 prompt,
                 params,
                 request_id=request_id,
-                submitted_at=monotonic(),
+                submitted_at_s=monotonic(),
                 abort=self.drop,
                 priority=priority,
                 salt=salt,

@@ -89,12 +89,12 @@ class Sequence:
     parser: AnswerParser | None = None
     is_reasoning: bool = False  # whether the parser's latest part is reasoning
     tokens: list[int] = field(default_factory=list)  # generated so far
-    started_at: float | None = None  # when its first step began
+    started_at_s: float | None = None  # when its first step began
     digests: list[bytes] = field(default_factory=list)  # of logits, if requested; may be too many
     ended: bool = False
     receipt: Receipt | None = None
-    first_at: float | None = None  # time of its first token
-    last_at: float = 0.0  # time of its latest token
+    first_token_at_s: float | None = None
+    last_token_at_s: float = 0.0  # of its latest token
 
     def advance(self, token: int, finish: int, out: StepOutput) -> Delta:
         """Apply one row of a step output, and return its delta. This removes the row's values from
@@ -165,7 +165,7 @@ class Generation:
         prompt: list[int],
         params: SamplingParams,
         request_id: str,
-        submitted_at: float,
+        submitted_at_s: float,
         abort: "Callable[[Generation], None]",
         priority: int = 0,
         salt: str = "",
@@ -174,7 +174,7 @@ class Generation:
         self.prompt_token_ids = prompt
         self.params = params
         self.request_id = request_id
-        self.submitted_at = submitted_at
+        self.submitted_at_s = submitted_at_s
         self.sequences: list[Sequence] = []
         self.num_live = params.n
         self.priority = priority

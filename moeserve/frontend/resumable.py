@@ -210,7 +210,7 @@ class Resumable:
             old.prompt_token_ids,
             entry.params,
             entry.request_id,
-            old.submitted_at,
+            old.submitted_at_s,
             self._drop,
             priority=entry.priority,
             salt=entry.salt,
@@ -271,9 +271,9 @@ class Resumable:
         old = stream.generation
         logs = stream.log.sequences
         for before, now, log in zip(old.sequences, fresh.sequences, logs, strict=True):
-            now.started_at = before.started_at
-            now.first_at = before.first_at
-            now.last_at = before.last_at
+            now.started_at_s = before.started_at_s
+            now.first_token_at_s = before.first_token_at_s
+            now.last_token_at_s = before.last_token_at_s
             now.digests = before.digests
             log.tokens = now.tokens
             if now.ended and not before.ended:

@@ -136,7 +136,7 @@ class App:
 
 def _answered(call: HttpCall, route: str, status: int) -> Answered:
     """Return the record of a request that has just ended."""
-    took_s = time.monotonic() - call.began
+    took_s = time.monotonic() - call.began_at_s
     found = Answered(
         time=datetime.fromtimestamp(time.time() - took_s, UTC),
         request_id=call.id,
@@ -152,6 +152,6 @@ def _answered(call: HttpCall, route: str, status: int) -> Answered:
         found.prompt_tokens = counts.prompt_tokens
         found.completion_tokens = counts.completion_tokens
         found.cached_tokens = counts.cached_tokens
-    if call.first_at is not None:
-        found.ttft_ms = round(1e3 * (call.first_at - call.began), 2)
+    if call.first_token_at_s is not None:
+        found.ttft_ms = round(1e3 * (call.first_token_at_s - call.began_at_s), 2)
     return found

@@ -59,8 +59,10 @@ def read_keys(path: str, flag: str) -> list[KeyEntry]:
     """
     with ConfigError.instead_of((OSError, UnicodeDecodeError), f"{flag} {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
-    structured = Path(path).suffix in (".yaml", ".yml", ".json")
-    entries = _structured(text, f"{flag} {path}") if structured else _lines(text)
+    if Path(path).suffix in (".yaml", ".yml", ".json"):
+        entries = _read_document(text, f"{flag} {path}")
+    else:
+        entries = _read_lines(text)
     if not entries:
         raise ConfigError(f"{flag} {path}: no key in it; one per line is expected")
     digests = [entry.digest for entry in entries]
@@ -70,18 +72,20 @@ def read_keys(path: str, flag: str) -> list[KeyEntry]:
     return entries
 
 
-def _lines(text: str) -> list[KeyEntry]:
+def _read_lines(text: str) -> list[KeyEntry]:
     lines = [line.strip() for line in text.splitlines()]
     lines = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    hashed = [line.removeprefix("sha256:") for line in lines]
-    pairs = zip(lines, hashed, strict=True)
-    return [
-        KeyEntry(sha256=x) if x != line and _DIGEST.fullmatch(x) else KeyEntry(key=line)
-        for line, x in pairs
-    ]
+    entries = []
+    for line in lines:
+        digest = line.removeprefix("sha256:")
+        if digest != line and _DIGEST.fullmatch(digest):
+            entries.append(KeyEntry(sha256=digest))
+        else:
+            entries.append(KeyEntry(key=line))
+    return entries
 
 
-def _structured(text: str, where: str) -> list[KeyEntry]:
+def _read_document(text: str, where: str) -> list[KeyEntry]:
     try:
         document: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -101,26 +105,28 @@ def _structured(text: str, where: str) -> list[KeyEntry]:
 class Bucket:
     """A token bucket for a limit per minute. It refills steadily, up to one minute's worth.
 
-    Answers are charged when their length is known, so `left` may fall below zero. Requests are then
-    refused until it is above.
+    Answers are charged when their length is known, so `num_left` may fall below zero. Requests are
+    then refused until it is above.
     """
 
     per_minute: int
-    left: float = field(init=False)
-    _at_s: float = field(default_factory=monotonic, init=False)
+    num_left: float = field(init=False)
+    _refilled_at_s: float = field(default_factory=monotonic, init=False)
 
     def __post_init__(self) -> None:
-        self.left = float(self.per_minute)
+        self.num_left = float(self.per_minute)
 
-    def fill(self) -> None:
+    def refill(self) -> None:
         """Add the share of the time since the last call."""
         now = monotonic()
-        self.left = min(self.per_minute, self.left + (now - self._at_s) * self.per_minute / 60)
-        self._at_s = now
+        self.num_left = min(
+            self.per_minute, self.num_left + (now - self._refilled_at_s) * self.per_minute / 60
+        )
+        self._refilled_at_s = now
 
-    def wait_s(self, amount: float) -> float:
+    def seconds_until(self, amount: float) -> float:
         """Return the seconds until `amount` is available; 0 if it is now."""
-        return max(0.0, amount - self.left) * 60 / self.per_minute
+        return max(0.0, amount - self.num_left) * 60 / self.per_minute
 
 
 class Rates:
@@ -131,11 +137,11 @@ class Rates:
         limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
         self._buckets = {kind: Bucket(limit) for kind, limit in limits.items() if limit is not None}
 
-    def take(self, num_tokens: int) -> None:
+    def charge_prompt(self, num_tokens: int) -> None:
         """Charge a request and its prompt. Raise RateLimited without charging anything."""
         amounts = {"requests": 1, "tokens": num_tokens}
         for kind, bucket in self._buckets.items():
-            bucket.fill()
+            bucket.refill()
             amount = amounts[kind]
             limit = bucket.per_minute
             if amount > limit:
@@ -144,28 +150,32 @@ class Rates:
                     "send less at once"
                 )
                 raise RateLimited(what, kind=kind, retry_after_s=math.inf)
-            if (wait_s := bucket.wait_s(amount)) > 0:
+            if (wait_s := bucket.seconds_until(amount)) > 0:
                 what = (
                     f"this key may use {limit} {kind} a minute; try again in {math.ceil(wait_s)} s"
                 )
                 raise RateLimited(what, kind=kind, retry_after_s=wait_s)
         for kind, bucket in self._buckets.items():
-            bucket.left -= amounts[kind]
+            bucket.num_left -= amounts[kind]
 
-    def spend(self, num_tokens: int) -> None:
+    def charge_answer(self, num_tokens: int) -> None:
         """Charge the tokens of an answer."""
         if (bucket := self._buckets.get("tokens")) is not None:
-            bucket.fill()
-            bucket.left -= num_tokens
+            bucket.refill()
+            bucket.num_left -= num_tokens
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's headers: limits, remaining amounts, and the time until they are full."""
         found = {}
         for kind, bucket in self._buckets.items():
-            bucket.fill()
+            bucket.refill()
             found[f"X-RateLimit-Limit-{kind.title()}"] = str(bucket.per_minute)
-            found[f"X-RateLimit-Remaining-{kind.title()}"] = str(max(0, math.floor(bucket.left)))
-            found[f"X-RateLimit-Reset-{kind.title()}"] = _duration(bucket.wait_s(bucket.per_minute))
+            found[f"X-RateLimit-Remaining-{kind.title()}"] = str(
+                max(0, math.floor(bucket.num_left))
+            )
+            found[f"X-RateLimit-Reset-{kind.title()}"] = _duration(
+                bucket.seconds_until(bucket.per_minute)
+            )
         return found
 
 

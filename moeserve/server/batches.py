@@ -39,16 +39,16 @@ from moeserve.server.file_objects import (
     page,
     result_ids,
 )
-from moeserve.server.file_store import FileStore, NoRoom, StorageFailed
+from moeserve.server.file_store import FileStore, QuotaExceeded, StorageFailed
 from moeserve.server.files import store_of
 
 log = logging.getLogger(__name__)
 
 WINDOW_S = 24 * 3600
-MAX_LOADED = 4  # batches whose lines are in memory
+MAX_LOADED_BATCHES = 4  # batches whose lines are in memory
 MAX_LINES = 50_000
 MAX_ERRORS = 100  # in the object of a failed batch
-KEPT = 1000  # batches per key
+MAX_KEPT_BATCHES = 1000  # per key
 FIRST_PAUSE_S = 1.0  # after a failure of the disk; doubled each time
 MAX_PAUSE_S = 60.0
 BUG = "internal error; the server's log says which"
@@ -90,10 +90,10 @@ class Batches:
         self.store = store
         self._ask = ask
         self._num_slots = num_slots
-        self._slots: asyncio.Semaphore | None = None
-        self._loaded = asyncio.Semaphore(MAX_LOADED)
+        self._line_slots: asyncio.Semaphore | None = None
+        self._loading_slots = asyncio.Semaphore(MAX_LOADED_BATCHES)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._limits: dict[str, asyncio.Timeout] = {}  # of the batches whose lines run
+        self._timeouts: dict[str, asyncio.Timeout] = {}  # of the batches whose lines run
         for owner in store.owners():
             for batch in reversed(store.all(owner, Batch)):
                 if not batch.ended:
@@ -119,7 +119,7 @@ class Batches:
     async def _create(self, owner: str, batch: Batch) -> None:
         await self.store.add(owner, batch)
         self.start(owner, batch)
-        await self.store.prune(owner, KEPT)
+        await self.store.prune(owner, MAX_KEPT_BATCHES)
 
     async def cancel(self, owner: str, batch: Batch) -> None:
         """Stop a batch; its results stay. Raise Conflict if it has ended."""
@@ -127,9 +127,9 @@ class Batches:
             raise Conflict(f"the batch is {batch.status} already")
         if is_cancelled(batch):
             return
-        limit = self._limits.get(batch.id)
-        if limit is not None and not limit.expired():
-            limit.reschedule(asyncio.get_running_loop().time())
+        timeout = self._timeouts.get(batch.id)
+        if timeout is not None and not timeout.expired():
+            timeout.reschedule(asyncio.get_running_loop().time())
         await self._enter(owner, batch, "cancelling")
 
     async def stop(self) -> None:
@@ -142,18 +142,18 @@ class Batches:
         await self.store.close()
 
     async def _run(self, owner: str, batch: Batch) -> None:
-        end = await _retried(batch, lambda: self._until_end(owner, batch))
-        await _retried(batch, lambda: self._end(owner, batch, end))
+        end = await _retried(batch, lambda: self._run_lines(owner, batch))
+        await _retried(batch, lambda: self._finish(owner, batch, end))
 
-    async def _until_end(self, owner: str, batch: Batch) -> BatchState:
+    async def _run_lines(self, owner: str, batch: Batch) -> BatchState:
         """Answer the lines. Return the state in which the batch ends. Raise StorageFailed."""
         batch.errors = None
         try:
-            async with asyncio.timeout(max(0, batch.expires_at - time.time())) as limit:
-                self._limits[batch.id] = limit
-                await self._work(owner, batch)
+            async with asyncio.timeout(max(0, batch.expires_at - time.time())) as timeout:
+                self._timeouts[batch.id] = timeout
+                await self._answer_file(owner, batch)
         except TimeoutError:
-            if not limit.expired():
+            if not timeout.expired():
                 raise
             return "cancelled" if is_cancelled(batch) else "expired"
         except StorageFailed:
@@ -164,15 +164,15 @@ class Batches:
             log_error(batch.id, error)
             _fail(batch, BUG)
         finally:
-            self._limits.pop(batch.id, None)
+            self._timeouts.pop(batch.id, None)
         if is_cancelled(batch):
             return "cancelled"
         return "completed" if batch.errors is None else "failed"
 
-    async def _work(self, owner: str, batch: Batch) -> None:
+    async def _answer_file(self, owner: str, batch: Batch) -> None:
         if is_cancelled(batch):  # before a restart
             return
-        async with self._loaded:
+        async with self._loading_slots:
             path = self.store.path(owner, batch.input_file_id)
             if not await self.store.write(path.is_file):
                 raise BatchFailed(f"there is no file {batch.input_file_id!r} any more")
@@ -183,49 +183,49 @@ class Batches:
             batch.request_counts.total = len(lines)
             if batch.status == "validating":
                 await self._enter(owner, batch, "in_progress")
-            await self._answer(owner, batch, lines)
+            await self._answer_lines(owner, batch, lines)
         if not is_cancelled(batch):
             await self._enter(owner, batch, "finalizing")
 
-    async def _answer(self, owner: str, batch: Batch, lines: list[BatchLine]) -> None:
+    async def _answer_lines(self, owner: str, batch: Batch, lines: list[BatchLine]) -> None:
         """Ask for all lines that have no result."""
         store = self.store
         ids = result_ids(batch.id)
         output, errors = (ResultFile(store.path(owner, ids[kind])) for kind in ids)
-        done = await store.write(output.read) | await store.write(errors.read)
+        done_keys = await store.write(output.read) | await store.write(errors.read)
         for file in (output, errors):
-            store.room.set_size(file.path, file.size)
+            store.quota.set_size(file.path, file.size)
         num_slots = await self._num_slots()
-        self._slots = slots = self._slots or asyncio.Semaphore(num_slots)
+        self._line_slots = slots = self._line_slots or asyncio.Semaphore(num_slots)
         counts = batch.request_counts
 
-        def count() -> None:
+        def update_counts() -> None:
             counts.completed = output.num_lines
             counts.failed = errors.num_lines
 
         async def handle(line: BatchLine) -> None:
-            status, result = await self._ask_line(owner, line, slots)
+            status, result = await self._answer_line(owner, line, slots)
             file = output if status == 200 else errors
             try:
-                store.room.grow(file.path, len(result))
-            except NoRoom:
+                store.quota.grow(file.path, len(result))
+            except QuotaExceeded:
                 what = "there is no space for more results; delete files and send the batch again"
                 raise BatchFailed(what) from None
             await store.change(file.append, result)
-            count()
+            update_counts()
 
         try:
-            waiting = [line for line in lines if line.key not in done]
-            count()
+            waiting = [line for line in lines if line.key not in done_keys]
+            update_counts()
             await answer_lines(waiting, handle, num_slots)
         finally:
             # `change` runs in the thread that may still append for a cancelled line.
             for file in (output, errors):
                 await store.change(file.close)
-                store.room.set_size(file.path, file.size)
-            count()
+                store.quota.set_size(file.path, file.size)
+            update_counts()
 
-    async def _ask_line(
+    async def _answer_line(
         self, owner: str, line: BatchLine, slots: asyncio.Semaphore
     ) -> tuple[int, bytes]:
         """Return the status and the result of a line. Wait while the server is full."""
@@ -240,7 +240,7 @@ class Batches:
                 return response.status, line.result(response.status, request_id, body)
             await asyncio.sleep(float(response.headers.get("Retry-After", 1)))
 
-    async def _end(self, owner: str, batch: Batch, end: BatchState) -> None:
+    async def _finish(self, owner: str, batch: Batch, end: BatchState) -> None:
         """Make files of the results, and end the batch. If it raises StorageFailed, the batch has
         not ended.
         """
@@ -248,12 +248,12 @@ class Batches:
             name = f"{batch.id}_{kind}.jsonl"
             if await self.store.publish(owner, id, name, "batch_output") is not None:
                 setattr(batch, f"{kind}_file_id", id)
-        before = batch.status
+        previous_status = batch.status
         end = "cancelled" if is_cancelled(batch) else end
         try:
             await self._enter(owner, batch, end)
         except StorageFailed:
-            batch.status = before
+            batch.status = previous_status
             setattr(batch, f"{end}_at", None)
             raise
 

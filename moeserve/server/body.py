@@ -15,9 +15,9 @@ from moeserve.text.json_schema import no_constant
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and arrays in one body
-LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
-SMALL_BODY = 64 * 1024  # bytes; smaller bodies are always accepted
-MAX_BODIES = 256 * 2**20  # total bytes of the larger bodies that are being read or parsed
+MIN_BYTES_FOR_THREAD = 256 * 1024  # a body of this size or more is parsed in a thread
+MAX_UNCOUNTED_BYTES = 64 * 1024  # smaller bodies are always accepted
+MAX_COUNTED_BYTES = 256 * 2**20  # of all larger bodies that are being read or parsed
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
 # Possessive quantifiers: otherwise each character of a long string would be a backtracking position
 # of a hundred bytes.
@@ -26,38 +26,38 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass
-class BodyRoom:
+class BodyMemory:
     """Counts the memory of the large bodies that are being read or parsed."""
 
-    taken: int = 0  # bytes
+    num_bytes: int = 0
 
 
-async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) -> dict[str, Any]:
+async def read_json(request: web.BaseRequest, max_bytes: int, memory: BodyMemory) -> dict[str, Any]:
     """Return the JSON object in the body.
 
-    Raises a RequestError of status 400, 408, 413, 415 or, without room, 503.
+    Raises a RequestError of status 400, 408, 413, 415, or 503 if other bodies take too much memory.
     """
     _check_media_type(request)
     _check_size(request.content_length or 0, max_bytes)
     await continue_body(request)
     body = bytearray()
-    taken = 0
+    num_counted = 0  # bytes of this body in `memory`
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S) as limit:
+        async with asyncio.timeout(READ_TIMEOUT_S) as timeout:
             while chunk := await request.content.readany():
-                before = len(body) >> 20
+                num_mib = len(body) >> 20
                 body += chunk
                 _check_size(len(body), max_bytes)
-                if len(body) > SMALL_BODY:
-                    room.taken += len(chunk)
-                    taken += len(chunk)
-                    if room.taken > max(MAX_BODIES, max_bytes):
+                if len(body) > MAX_UNCOUNTED_BYTES:
+                    memory.num_bytes += len(chunk)
+                    num_counted += len(chunk)
+                    if memory.num_bytes > max(MAX_COUNTED_BYTES, max_bytes):
                         raise errors.Overloaded(
                             "too many large bodies arrive at once", retry_after_s=2
                         )
-                if len(body) >> 20 > before:
-                    limit.reschedule(loop.time() + READ_TIMEOUT_S)
+                if len(body) >> 20 > num_mib:
+                    timeout.reschedule(loop.time() + READ_TIMEOUT_S)
     except TimeoutError as error:
         raise HttpError(
             408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s"
@@ -69,11 +69,11 @@ async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) ->
     else:
         return (
             parse_object(body)
-            if len(body) < LARGE_BODY
+            if len(body) < MIN_BYTES_FOR_THREAD
             else await asyncio.to_thread(parse_object, body)
         )
     finally:
-        room.taken -= taken
+        memory.num_bytes -= num_counted
 
 
 async def continue_body(request: web.BaseRequest) -> None:

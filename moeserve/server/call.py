@@ -36,9 +36,9 @@ class HttpCall:
     unknown: list[str] = field(default_factory=list)  # unknown fields in the body
     ignored: list[str] = field(default_factory=list)  # known fields that have no effect
     # For the log:
-    began: float = field(default_factory=time.monotonic)
+    began_at_s: float = field(default_factory=time.monotonic)
     counts: Counts | None = None  # of a generating request
-    first_at: float | None = None  # time of the first token
+    first_token_at_s: float | None = None
     error: str = ""  # code of the error in the answer
 
     @property
@@ -59,7 +59,7 @@ class HttpCall:
     async def read_with_raw(self, kind: type[R]) -> tuple[R, dict[str, Any]]:
         """Return the body as a checked struct, and as plain JSON."""
         body = await read_json(
-            self.request, self.context.config.max_request_bytes, self.context.bodies
+            self.request, self.context.config.max_request_bytes, self.context.body_memory
         )
         request, unknown, self.ignored = decode(body, kind)
         self.note_unknown(unknown)

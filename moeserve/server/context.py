@@ -11,7 +11,7 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
 from moeserve.server.access_log import Observer
 from moeserve.server.auth import Auth
-from moeserve.server.body import BodyRoom
+from moeserve.server.body import BodyMemory
 from moeserve.server.cors import Cors
 from moeserve.server.errors import shorten
 from moeserve.server.file_objects import Batch
@@ -50,10 +50,10 @@ class Context:
     draining: bool = False
     started: bool = False  # has been ready at least once
     created: int = field(default_factory=lambda: int(time.time()))
-    began: float = field(default_factory=time.monotonic)
+    began_at_s: float = field(default_factory=time.monotonic)
     # Running requests by id. Two requests may have the same id.
     running: dict[str, list[RunningRequest]] = field(default_factory=dict)
-    bodies: BodyRoom = field(default_factory=BodyRoom)
+    body_memory: BodyMemory = field(default_factory=BodyMemory)
     streams: set[SseStream] = field(default_factory=set)
     # The number of responses by (route, status).
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -85,9 +85,9 @@ class Context:
         """
         forming = self.front is not None and self.front.phase.percent < 100
         if self.state in ("ready", "draining") or (self.state == "stalled" and not forming):
-            return Phase(self.state, 100, time.monotonic() - self.began)
+            return Phase(self.state, 100, time.monotonic() - self.began_at_s)
         if self.front is None:
-            return Phase("reading the model's files", 0, time.monotonic() - self.began)
+            return Phase("reading the model's files", 0, time.monotonic() - self.began_at_s)
         return self.front.phase
 
     def serving(self, model: str | None = None) -> tuple[FrontEnd, Ready]:

@@ -34,18 +34,20 @@ from moeserve.server.file_objects import Batch, FileObject, result_ids
 log = logging.getLogger(__name__)
 
 MAX_RECORDS = 10_000  # files and batches, of all owners together
-WRITERS = 4  # threads that write the bytes of uploads
+NUM_IO_THREADS = 4  # that write the bytes of uploads
 
 Record = FileObject | Batch
 Kind = TypeVar("Kind", FileObject, Batch)
 T = TypeVar("T")
 
 
-class NoRoom(PayloadTooLarge):
+class QuotaExceeded(PayloadTooLarge):
     """All files together would exceed `files_bytes`."""
 
-    def __init__(self, left: int) -> None:
-        what = f"there is space for {left:,} more bytes of files (files_bytes); delete some files"
+    def __init__(self, num_left: int) -> None:
+        what = (
+            f"there is space for {num_left:,} more bytes of files (files_bytes); delete some files"
+        )
         super().__init__(what, param="file")
 
 
@@ -53,7 +55,7 @@ class StorageFailed(RequestError, http_status=507, type="server_error", code="st
     """Reading or writing the disk failed. The request may be retried later."""
 
 
-class Room:
+class ByteQuota:
     """Counts the bytes of all files against the limit.
 
     A writer counts the bytes here before it writes them, so concurrent writers cannot exceed the
@@ -63,22 +65,22 @@ class Room:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._sizes: dict[Path, int] = {}
-        self._used = 0
+        self._num_used = 0
 
     @property
-    def left(self) -> int:
+    def num_left(self) -> int:
         """Bytes that may still be added."""
-        return max(0, self._max_bytes - self._used)
+        return max(0, self._max_bytes - self._num_used)
 
     def grow(self, path: Path, num_bytes: int) -> None:
-        """Count bytes that are about to be added to a file. Raise NoRoom if they are too many."""
-        if num_bytes > self.left:
-            raise NoRoom(self.left)
+        """Count bytes that are about to be added to a file. Raise QuotaExceeded for too many."""
+        if num_bytes > self.num_left:
+            raise QuotaExceeded(self.num_left)
         self.set_size(path, self._sizes.get(path, 0) + num_bytes)
 
     def set_size(self, path: Path, num_bytes: int) -> None:
         """Count the present bytes of a file, even above the limit. 0: the file does not exist."""
-        self._used += num_bytes - self._sizes.pop(path, 0)
+        self._num_used += num_bytes - self._sizes.pop(path, 0)
         if num_bytes:
             self._sizes[path] = num_bytes
 
@@ -98,7 +100,7 @@ class FileStore:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Read the folder; blocks. Raise ConfigError for a folder that cannot be used."""
-        self.room = Room(max_bytes)
+        self.quota = ByteQuota(max_bytes)
         self._folder = folder
         self._records: dict[str, dict[str, Record]] = {}  # owner -> id -> record, oldest first
         self._num_pending = 0  # uploads and records that will be added to _records
@@ -116,8 +118,8 @@ class FileStore:
         except OSError as error:
             raise ConfigError(f"files_dir: cannot use {folder}: {error}") from error
         # A single thread writes changes to the disk in the order in which they were made.
-        self._changer = ThreadPoolExecutor(1, "file-changes")
-        self._writers = ThreadPoolExecutor(WRITERS, "file-bytes")
+        self._change_thread = ThreadPoolExecutor(1, "file-changes")
+        self._io_threads = ThreadPoolExecutor(NUM_IO_THREADS, "file-bytes")
 
     def _load(self) -> None:
         """Read all records. A damaged one is renamed, and does not affect others."""
@@ -136,7 +138,7 @@ class FileStore:
             path.unlink()
         self._remove_leftovers()
         for path in self._folder.glob("*/*"):
-            self.room.set_size(path, path.stat().st_size)
+            self.quota.set_size(path, path.stat().st_size)
 
     def _remove_leftovers(self) -> None:
         """Remove the bytes of files that were incomplete when a server ended.
@@ -234,7 +236,7 @@ class FileStore:
             if is_new:
                 records.pop(record.id, None)
             raise
-        self.room.set_size(path, len(data))
+        self.quota.set_size(path, len(data))
 
     async def _forget(self, owner: str, record: Record) -> None:
         if self._records[owner].pop(record.id, None) is None:
@@ -247,7 +249,7 @@ class FileStore:
             self._sort(owner)
             raise
         for path in paths:
-            self.room.set_size(path, 0)
+            self.quota.set_size(path, 0)
 
     def _record_path(self, owner: str, id: str) -> Path:
         return self._folder / owner / f"{id}.json"
@@ -287,18 +289,18 @@ class FileStore:
         path = self.path(upload.owner, id)
         size = await self.write(upload.sync)
         await self.change(os.replace, upload.path, path)
-        self.room.move(upload.path, path)
+        self.quota.move(upload.path, path)
         try:
             return await self._record(upload.owner, id, size, filename, purpose)
         except BaseException:
             await self.change(_remove, [path])
-            self.room.set_size(path, 0)
+            self.quota.set_size(path, 0)
             raise
 
     async def _publish(self, owner: str, id: str, filename: str, purpose: str) -> FileObject | None:
         path = self.path(owner, id)
         size = await self.write(_sync, path)
-        self.room.set_size(path, size)
+        self.quota.set_size(path, size)
         if size == 0:
             await self.change(_remove, [path])
             return None
@@ -316,11 +318,11 @@ class FileStore:
 
     async def change(self, work: Callable[..., T], *args: Any) -> T:
         """Run work in the thread of all changes, after earlier ones. Raise StorageFailed."""
-        return await _in_thread(self._changer, work, args)
+        return await _in_thread(self._change_thread, work, args)
 
     async def write(self, work: Callable[..., T], *args: Any) -> T:
         """Run work on the bytes of one file, concurrently with other work. Raise StorageFailed."""
-        return await _in_thread(self._writers, work, args)
+        return await _in_thread(self._io_threads, work, args)
 
     async def finish(self, change: Coroutine[Any, Any, T], what: str) -> T:
         """Await a change in a separate task, which continues if the caller is cancelled.
@@ -336,8 +338,8 @@ class FileStore:
         """Finish all changes in progress, and let another process use the folder."""
         while self._changes:
             await asyncio.gather(*self._changes, return_exceptions=True)
-        self._changer.shutdown(wait=False)
-        self._writers.shutdown(wait=False)
+        self._change_thread.shutdown(wait=False)
+        self._io_threads.shutdown(wait=False)
         self._unlock()
 
 
@@ -353,8 +355,8 @@ class Upload:
         self._lock = threading.Lock()  # a thread may still write for a client that has left
 
     async def write(self, chunk: bytes) -> None:
-        """Add bytes. Raise NoRoom if the files may have no more, and StorageFailed."""
-        self._store.room.grow(self.path, len(chunk))
+        """Add bytes. Raise QuotaExceeded if the files may have no more, and StorageFailed."""
+        self._store.quota.grow(self.path, len(chunk))
         await self._store.write(self._write, chunk)
 
     async def keep(self, filename: str, purpose: str) -> FileObject:
@@ -373,7 +375,7 @@ class Upload:
     async def close(self) -> None:
         """Close the file, and remove it if it was not kept."""
         await self._store.write(self._remove)
-        self._store.room.set_size(self.path, 0)
+        self._store.quota.set_size(self.path, 0)
 
     def _write(self, chunk: bytes) -> None:
         with self._lock:

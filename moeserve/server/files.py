@@ -13,7 +13,7 @@ from moeserve.server.call import HttpCall
 from moeserve.server.cors import check_form
 from moeserve.server.errors import HttpError, shorten
 from moeserve.server.file_objects import Deleted, FileList, FileObject, page
-from moeserve.server.file_store import FileStore, NoRoom, Upload, owner_key
+from moeserve.server.file_store import FileStore, QuotaExceeded, Upload, owner_key
 from moeserve.server.requests import unknown_fields
 
 OFF = (
@@ -58,8 +58,8 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
     if call.request.content_type != "multipart/form-data":
         what = "the Content-Type must be multipart/form-data, with the fields purpose and file"
         raise UnsupportedMedia(what)
-    if (call.request.content_length or 0) > store.room.left + FRAMING_BYTES:
-        raise NoRoom(store.room.left)
+    if (call.request.content_length or 0) > store.quota.num_left + FRAMING_BYTES:
+        raise QuotaExceeded(store.quota.num_left)
     async with store.upload(owner) as upload:
         fields = await _receive(call.request, upload)
         for name in FileForm.__struct_fields__:

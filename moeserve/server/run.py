@@ -100,7 +100,7 @@ def serve_in_turn(
         prepared = await prepare(config, root)
         document = await asyncio.to_thread(turn.get)
         snapshot = msgspec.json.decode(document, type=FleetSnapshot | None)
-        context.began = time.monotonic()
+        context.began_at_s = time.monotonic()
         is_ours.set()
         streams = await following
         # The files may have changed since this process started: a revoked key must not be valid.
@@ -280,7 +280,7 @@ async def _serve(
     ready: Ready | None = await _unless(stop, front.wait_ready())
     if ready is not None:
         context.started = True
-        seconds = time.monotonic() - context.began
+        seconds = time.monotonic() - context.began_at_s
         if context.config.log_format == "json":
             log.info("ready in %.1f s", seconds)
         else:

@@ -40,8 +40,8 @@ class Terms:
         self.stream = stream  # of a resumable stream
         self.priority = _priority(call.caller, request.priority)
         self.salt = _salt(call, request.cache_salt)
-        limit_s = _limit_s(call.request, call.context.config) if call.has_deadline else None
-        self._ends_at = None if limit_s is None else call.began + limit_s
+        timeout_s = _timeout_s(call.request, call.context.config) if call.has_deadline else None
+        self._deadline_s = None if timeout_s is None else call.began_at_s + timeout_s
 
     @property
     def resumes(self) -> bool:
@@ -50,7 +50,7 @@ class Terms:
 
     def time_left_s(self) -> float | None:
         """Return the seconds until the request's deadline; None for no limit."""
-        return None if self._ends_at is None else self._ends_at - time.monotonic()
+        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def admit(
         self, front: FrontEnd, num_sequences: int
@@ -69,7 +69,7 @@ class Terms:
         A request that resumes a stream counts as a request; its tokens were charged before.
         """
         if self.call.caller.rates is not None:
-            self.call.caller.rates.take(0 if self.resumes else num_prompt_tokens)
+            self.call.caller.rates.charge_prompt(0 if self.resumes else num_prompt_tokens)
 
     def settle(self, generations: Sequence[Generation]) -> None:
         """Charge the generated tokens that were not charged yet, and record the time of the first
@@ -77,14 +77,16 @@ class Terms:
         """
         call = self.call
         sequences = [sequence for generation in generations for sequence in generation.sequences]
-        call.first_at = min((s.first_at for s in sequences if s.first_at is not None), default=None)
+        call.first_token_at_s = min(
+            (s.first_token_at_s for s in sequences if s.first_token_at_s is not None), default=None
+        )
         if call.caller.rates is not None:
-            num = sum(len(sequence.tokens) for sequence in sequences)
-            before = 0
+            num_tokens = sum(len(sequence.tokens) for sequence in sequences)
+            num_charged = 0
             if (stream := generations[0].stream) is not None:
-                before = stream.settled
-                stream.settled = max(num, stream.settled)
-            call.caller.rates.spend(max(0, num - before))
+                num_charged = stream.settled
+                stream.settled = max(num_tokens, stream.settled)
+            call.caller.rates.charge_answer(max(0, num_tokens - num_charged))
 
     async def resume(self, front: FrontEnd, options: dict[str, Any]) -> Generation | None:
         """Return the generation that the request resumes; None for a new request.
@@ -140,18 +142,18 @@ def _salt(call: HttpCall, requested: str | None) -> str:
     return f"{owner}:{requested or ''}" if owner or requested else ""
 
 
-def _limit_s(request: web.BaseRequest, config: ServerConfig) -> float | None:
+def _timeout_s(request: web.BaseRequest, config: ServerConfig) -> float | None:
     """Return the seconds that a request may take; None for no limit. Raises InvalidRequest."""
-    limits = [] if config.request_timeout is None else [config.request_timeout]
+    timeouts_s = [] if config.request_timeout is None else [config.request_timeout]
     if (requested := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
-            limits.append(float(requested))
+            timeouts_s.append(float(requested))
         except ValueError:
-            limits.append(math.nan)
-        if not 0 < limits[-1] <= MAX_TIMEOUT_S:
+            timeouts_s.append(math.nan)
+        if not 0 < timeouts_s[-1] <= MAX_TIMEOUT_S:
             what = "must be a number of seconds above 0 and at most"
             raise InvalidRequest(f"{TIMEOUT_HEADER} {what} {MAX_TIMEOUT_S:g}", param=TIMEOUT_HEADER)
-    return min(limits, default=None)
+    return min(timeouts_s, default=None)
 
 
 @asynccontextmanager

@@ -371,7 +371,8 @@ async def test_text_that_fails_hurts_its_own_request_only(front, engine, monkeyp
     def fail(token: int) -> str:
         raise KeyError(token)
 
-    monkeypatch.setattr(bad.sequences[0], "detokenizer", type("Broken", (), {"push": staticmethod(fail)}))
+    broken_detokenizer = type("Broken", (), {"push": staticmethod(fail)})
+    monkeypatch.setattr(bad.sequences[0], "detokenizer", broken_detokenizer)
     await engine.rows((broken.rid, 7, 0), (sibling.rid, 7, 0), (other.rid, 9, LENGTH))
     with pytest.raises(RequestFailed):
         await collect(bad)

@@ -250,8 +250,8 @@ async def test_uploads_at_the_same_time_share_the_room(keeping: Any, tmp_path: P
         assert statuses.count(200) <= 1
         assert set(statuses) <= {200, 413}
         on_disk = sum(path.stat().st_size for path in (tmp_path / "files").glob("*/*"))
-        room = live.context.batches.store.room
-        assert room.left == 1_000_000 - on_disk
+        quota = live.context.batches.store.quota
+        assert quota.num_left == 1_000_000 - on_disk
         assert await upload_slowly(live, 3, 100_000) == 200
 
 
@@ -329,7 +329,7 @@ async def test_a_disk_that_is_full_is_told_and_leaves_nothing_behind(
 
     async with keeping() as live, client_of(live) as client:
         kept = await client.files.create(file=("x", LINES), purpose="batch")
-        left = live.context.batches.store.room.left
+        left = live.context.batches.store.quota.num_left
         monkeypatch.setattr(file_store, "_write_whole", full)
         with pytest.raises(openai.InternalServerError) as caught:
             await client.files.create(file=("x", LINES), purpose="batch")
@@ -338,7 +338,7 @@ async def test_a_disk_that_is_full_is_told_and_leaves_nothing_behind(
         assert str(tmp_path) not in caught.value.message
         assert [file async for file in client.files.list()] == [kept]
         assert len(list((tmp_path / "files").glob("*/*"))) == 2
-        assert live.context.batches.store.room.left == left
+        assert live.context.batches.store.quota.num_left == left
         monkeypatch.undo()
         await client.files.create(file=("x", LINES), purpose="batch")
 
@@ -354,4 +354,4 @@ async def test_a_change_is_finished_for_a_client_that_has_left(tmp_path: Path) -
     await store.close()
     assert store.find("owner", "file-1", FileObject) is record
     assert (tmp_path / "owner" / "file-1.json").exists()
-    assert store.room.left == 10_000 - (tmp_path / "owner" / "file-1.json").stat().st_size
+    assert store.quota.num_left == 10_000 - (tmp_path / "owner" / "file-1.json").stat().st_size

@@ -192,7 +192,7 @@ async def test_a_slow_byte_of_a_body_wins_no_time(live, monkeypatch):
 
 
 async def test_large_bodies_share_their_memory(launch, monkeypatch):
-    monkeypatch.setattr(body, "MAX_BODIES", 300_000)
+    monkeypatch.setattr(body, "MAX_COUNTED_BYTES", 300_000)
     async with launch(max_request_bytes=200_000) as live:
         waiting = []
         for _ in range(2):  # two large bodies that do not end
@@ -200,7 +200,7 @@ async def test_large_bodies_share_their_memory(launch, monkeypatch):
             writer.write(HEAD.format(CHAT, 150_000).encode() + b" " * 140_000)
             waiting.append((reader, writer))
         async with asyncio.timeout(20):
-            while live.context.bodies.taken < 200_000:  # noqa: ASYNC110
+            while live.context.body_memory.num_bytes < 200_000:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             padded = json.dumps(
                 {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -211,10 +211,10 @@ async def test_large_bodies_share_their_memory(launch, monkeypatch):
             assert (await live.post(CHAT, padded))[0] == 200
             for _, writer in waiting:
                 writer.transport.abort()
-            while live.context.bodies.taken:  # noqa: ASYNC110
+            while live.context.body_memory.num_bytes:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             assert (await live.post(CHAT, padded + b" " * 150_000))[0] == 200
-        assert live.context.bodies.taken == 0
+        assert live.context.body_memory.num_bytes == 0
 
 
 def test_the_file_limit_is_raised_to_what_is_allowed():

@@ -194,7 +194,7 @@ async def _check(live: Any, asked: Asked) -> None:
             live.context.running
             or live.context.streams
             or live.engine.rows
-            or live.context.bodies.taken
+            or live.context.body_memory.num_bytes
         ):
             await asyncio.sleep(0.001)
 

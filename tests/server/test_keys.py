@@ -96,19 +96,19 @@ def test_answers_are_paid_for_afterwards(monkeypatch):
     monkeypatch.setattr("moeserve.server.auth.monotonic", lambda: now[0])
     mine = Rates(None, 600)
     for bucket in mine._buckets.values():
-        bucket._at_s = 0.0
-    mine.take(100)
-    mine.spend(700)  # 200 below zero
+        bucket._refilled_at_s = 0.0
+    mine.charge_prompt(100)
+    mine.charge_answer(700)  # 200 below zero
     assert mine.headers()["X-RateLimit-Remaining-Tokens"] == "0"
     assert mine.headers()["X-RateLimit-Reset-Tokens"] == "1m20s"
     with pytest.raises(RateLimited) as caught:
-        mine.take(100)
+        mine.charge_prompt(100)
     assert caught.value.retry_after_s == pytest.approx(30)
     assert caught.value.type == "tokens"
     now[0] = 30.0
-    mine.take(100)
+    mine.charge_prompt(100)
     with pytest.raises(RateLimited, match="601 tokens") as caught:
-        mine.take(601)
+        mine.charge_prompt(601)
     headers = error_response(caught.value, "id").headers
     assert headers["X-Should-Retry"] == "false"
     assert "Retry-After" not in headers
@@ -134,13 +134,13 @@ async def test_keys_change_without_a_restart(tmp_path, caplog):
     auth = auth_of(path, "keys: [{key: a, requests_per_minute: 1}]")
     reloads = Reloads()
     reloads.add(auth.paths, auth.read, auth.use)
-    auth.check({"X-Api-Key": "a"}).rates.take(1)
+    auth.check({"X-Api-Key": "a"}).rates.charge_prompt(1)
     os.utime(path, ns=(1, 1))
     path.write_text("keys: [{key: a, requests_per_minute: 1}, {key: b}]")
     await reloads.check()
     assert auth.check({"X-Api-Key": "b"}).owner
     with pytest.raises(RateLimited):  # what was used stays used
-        auth.check({"X-Api-Key": "a"}).rates.take(1)
+        auth.check({"X-Api-Key": "a"}).rates.charge_prompt(1)
     path.write_text("keys: [")
     await reloads.check(force=True)
     assert "not reloaded" in caplog.text
