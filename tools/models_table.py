@@ -33,11 +33,13 @@ test compares the two.
 A checkpoint is served if its `config.json` names one of these architectures, and has no key that
 changes the numbers in a way that is not implemented; such a key is refused by name.
 
-- **All families** support expert parallelism (`--dp`, `--ep`), tensor parallelism (`--tp`), prefix
-  caching, preemption, replay, dual-batch overlap, and every format of
-  [quantization.md](quantization.md).
-- **Tests** (`tests/models`) compare every family with transformers' implementation, tokens and
-  logits, and the bits of a request alone with its bits in a batch.
+- **All families** support data parallelism (`--dp`), expert parallelism (`--ep`), tensor
+  parallelism (`--tp`), prefix caching, preemption, replay, dual-batch overlap, and every weight
+  format of [quantization.md](quantization.md). Not all support an int8 KV cache or MTP heads: see
+  the table.
+- **Tests** (`tests/models`) compare the tokens and logits of every family with those of
+  transformers' implementation, and the bits of a request alone with its bits in a batch. They use
+  small random checkpoints on CPUs; no family has run on a GPU yet ([gpu.md](gpu.md)).
 - **Code of a checkpoint.** Pickled weights are refused, and Python files (`auto_map`) are never
   imported. A chat template is a program in Jinja, which runs in a sandbox process with limits on
   time and memory ([security.md](security.md)). Links may point to files below the model's folder,
@@ -47,13 +49,17 @@ changes the numbers in a way that is not implemented; such a key is refused by n
   file in it.
 - **Other families** can come from a package ([plugins.md](plugins.md)).
 
-The columns:
+The columns have the sizes of transformers' default configuration. If a model has several kinds of
+layers, their values are separated by `;`, in the order of the column "mixers". Equal values are
+written once.
 
-- **mixers**: attention or recurrence of the layers, with the sizes of transformers' default
-  configuration.
+- **mixers**: the attention (query heads / KV heads) or recurrence of the layers.
 - **KV**: elements of the KV cache per token and layer, or of a recurrent layer's state
   ([recurrent.md](recurrent.md)).
 - **layers see**: the positions that a token attends to.
+- **experts**: the experts of a token, of all routed experts, and the width of shared experts.
+- **router**: how experts are scored and weighted. "Softmax selected" is a softmax over the chosen
+  experts only; "x 2.5" is the factor of the weights.
 - **int8 KV**: whether `kv_cache_dtype: int8` is supported; states stay fp32.
 - **MTP**: whether an MTP head is loaded if the checkpoint has one
   ([speculation.md](speculation.md)).

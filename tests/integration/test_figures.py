@@ -328,6 +328,7 @@ FACTS = (  # digits of the comparison that name a case or a format
 )
 NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has them
     "waits longer than 10 s is refused": "a limit of moeserve/frontend/grammars.py",
+    "`wait_s` (2 s)": "a default of moeserve/engine/connector.py",
     "within 5 s:": "a limit, which tests/integration/test_machines.py checks",
     "No room within 60 s": "a limit, PLACE_S of moeserve/cluster/launch/on_ray.py",
     "only after 15 s": "a default of Ray: five health checks, every three seconds",
