@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ from moeserve.errors import ConfigError, PeerLost
 if TYPE_CHECKING:
     from moeserve.comm.seal import Seal
 
-CONNECT_S = 10.0  # limit on connecting after all ranks have registered in the store
-LOOK_S = 0.2  # how often a wait checks whether the mesh was closed
+CONNECT_TIMEOUT_S = 10.0  # of connecting after all ranks have registered in the store
+CHECK_INTERVAL_S = 0.2  # how often a wait checks whether the mesh was closed
 NUM_TAGS = 1 << 16  # far more than are ever in flight
 ON_DEVICE = -1  # arrival time of a transfer on a device, for which the host does not wait
 BREAK_TAG = (1 << 31) - 1  # a tag that no message has
@@ -98,10 +98,10 @@ class Mesh:
             if self.closed:
                 raise self.lost()
             self._store = store = MembersStore(members)
-        self._await_ranks(store)
+        self._check_terms(store)
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
-        options._timeout = timedelta(seconds=min(members.deadline_s, CONNECT_S))
+        options._timeout = timedelta(seconds=min(members.deadline_s, CONNECT_TIMEOUT_S))
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         try:
             prefixed = dist.PrefixStore("gloo", store)
@@ -181,7 +181,7 @@ class Mesh:
             f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing
         )
 
-    def _await_ranks(self, store: MembersStore) -> None:
+    def _check_terms(self, store: MembersStore) -> None:
         """Wait until all ranks have registered in the store, and compare their terms.
 
         This is done before Gloo connects, because Gloo would not report which rank is missing.
@@ -192,13 +192,22 @@ class Mesh:
             terms = [store.get(key).decode() for key in keys]
         except PeerLost as error:
             raise self.lost(str(error), error.missing) from None
-        ours = terms[self.members.rank]
-        for rank, theirs in enumerate(terms):
-            if theirs != ours:
+        own_terms = terms[self.members.rank]
+        for rank, rank_terms in enumerate(terms):
+            if rank_terms != own_terms:
                 raise ConfigError(
-                    f"rank {self.members.rank} has {ours}, rank {rank} has {theirs}; "
+                    f"rank {self.members.rank} has {own_terms}, rank {rank} has {rank_terms}; "
                     "start all engines with the same settings, on machines with the same packages"
                 )
+
+
+class Send(NamedTuple):
+    """The messages of an exchange that this rank has sent, and that may not have arrived yet."""
+
+    tag: int
+    works: list[Any]  # Gloo's works
+    tensors: list[Tensor]  # kept alive
+    release: Callable[[], None]  # see `Channel.post`
 
 
 class Channel:
@@ -215,9 +224,9 @@ class Channel:
         self.mesh = mesh
         self._index = index
         self._num_exchanges = 0
-        # Sends that may not have arrived yet: (tag, works, tensors to keep alive, `release`).
-        self.sends: list[tuple[int, list[Any], list[Tensor], Callable[[], None]]] = []
-        self._watch: SimpleQueue[Exchange | None] | None = None
+        self.sends: list[Send] = []
+        # Exchanges to receive, for the thread that receives them; None ends it.
+        self._to_receive: SimpleQueue[Exchange | None] | None = None
 
     def post(
         self,
@@ -235,7 +244,7 @@ class Channel:
         """
         exchange = self.expect(receive.items())
         exchange.send(send, release)
-        exchange.watch()
+        exchange.receive_in_background()
         return exchange
 
     def expect(self, receive: Iterable[tuple[int, Tensor]]) -> "Exchange":
@@ -255,12 +264,13 @@ class Channel:
         try:
             for peer, tensor in receive:
                 inbox, deliver = envelope.inbox(peer, tensor)
-                receives.append((peer, mesh.group.recv([inbox], peer, self.number(tag)), deliver))
+                work = mesh.group.recv([inbox], peer, self.gloo_tag(tag))
+                receives.append(Receive(peer, work, deliver))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
         return Exchange(self, tag, envelope, receives)
 
-    def number(self, tag: int) -> int:
+    def gloo_tag(self, tag: int) -> int:
         """Return the Gloo tag of an exchange, which is different for each channel."""
         return tag * self.mesh.num_channels + self._index
 
@@ -271,22 +281,21 @@ class Channel:
         """
         sends = self.sends
         self.sends = []
-        for sent in sends:
-            sent_tag, works, _, release = sent
-            if sent_tag == tag:
-                self.sends.append(sent)
+        for send in sends:
+            if send.tag == tag:
+                self.sends.append(send)
                 continue
-            for work in works:
+            for work in send.works:
                 work.wait()
-            release()
+            send.release()
 
     def close(self) -> None:
         """End the receiving thread and free sent tensors, after the connections are closed."""
-        if self._watch is not None:
-            self._watch.put(None)
+        if self._to_receive is not None:
+            self._to_receive.put(None)
         self.sends = []  # their works keep the process group alive, and so the store's port
 
-    def watch(self, exchange: "Exchange") -> None:
+    def receive_in_background(self, exchange: "Exchange") -> None:
         """Receive the exchange in a background thread.
 
         So the arrival time is exact even if nothing waits yet, and a wait can be cancelled. Gloo
@@ -295,26 +304,33 @@ class Channel:
         """
         with self.mesh.lock:  # an exchange that is queued after `close` would never be received
             if not self.mesh.closed:
-                if self._watch is None:
-                    self._watch = SimpleQueue()
+                if self._to_receive is None:
+                    self._to_receive = SimpleQueue()
                     threading.Thread(
-                        target=_receive_all, args=(self._watch,), name="gloo-watch", daemon=True
+                        target=_receive_all,
+                        args=(self._to_receive,),
+                        name="gloo-watch",
+                        daemon=True,
                     ).start()
-                self._watch.put(exchange)
+                self._to_receive.put(exchange)
 
 
-# A posted receive: (peer, Gloo's work, function that decrypts the message).
-_Receive = tuple[int, dist.Work, Callable[[], None]]
+class Receive(NamedTuple):
+    """A receive that was posted."""
+
+    peer: int
+    work: Any  # Gloo's work
+    deliver: Callable[[], None]  # decrypts the message
 
 
 class Exchange:
     """An exchange of messages that is in progress."""
 
     def __init__(
-        self, channel: Channel, tag: int, envelope: Plain, receives: list[_Receive]
+        self, channel: Channel, tag: int, envelope: Plain, receives: list[Receive]
     ) -> None:
         self.arrived_ns = 0  # when the last message arrived, by the monotonic clock; 0 before
-        self._watched = False
+        self._is_receiving = False
         # Locked until all messages have arrived. (A threading.Event takes 15 us more.)
         self._underway = threading.Lock()
         self._underway.acquire()
@@ -322,7 +338,7 @@ class Exchange:
         self._tag = tag
         self._envelope = envelope
         self._receives = receives
-        self._awaited = -1  # the peer whose message is received next
+        self._awaited_peer = -1  # whose message is received next
         self._error: PeerLost | None = None
 
     def send(self, tensors: Mapping[int, Tensor], release: Callable[[], None]) -> None:
@@ -331,40 +347,40 @@ class Exchange:
         mesh = self._channel.mesh
         peer = -1
         works = []
-        sent = []
+        messages: list[Tensor] = []
         if mesh.closed:
             raise mesh.lost()
         try:
             for peer, tensor in tensors.items():
-                sent.append(self._envelope.outbox(peer, tensor))
-                works.append(mesh.group.send(sent[-1:], peer, channel.number(self._tag)))
+                messages.append(self._envelope.outbox(peer, tensor))
+                works.append(mesh.group.send(messages[-1:], peer, channel.gloo_tag(self._tag)))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
-        channel.sends.append((self._tag, works, sent, release))
+        channel.sends.append(Send(self._tag, works, messages, release))
 
-    def watch(self) -> None:
+    def receive_in_background(self) -> None:
         """Begin to receive in the background. Call this after everything is sent."""
-        self._watched = True
-        self._channel.watch(self)
+        self._is_receiving = True
+        self._channel.receive_in_background(self)
 
-    def wait(self, limit_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all messages have arrived.
 
-        Raises PeerLost with the first rank whose message did not arrive within `limit_s` seconds
+        Raises PeerLost with the first rank whose message did not arrive within `timeout_s`
         (default: the members' deadline).
         """
         mesh = self._channel.mesh
-        limit = mesh.members.deadline_s if limit_s is None else limit_s
-        until = time.monotonic() + limit
-        if not self._watched:
-            self.watch()
-        while not self._underway.acquire(timeout=min(LOOK_S, limit)):
+        if timeout_s is None:
+            timeout_s = mesh.members.deadline_s
+        deadline_s = time.monotonic() + timeout_s
+        if not self._is_receiving:
+            self.receive_in_background()
+        while not self._underway.acquire(timeout=min(CHECK_INTERVAL_S, timeout_s)):
             if mesh.closed:
                 raise mesh.lost()
-            if time.monotonic() > until:
-                error = mesh.lost(
-                    f"rank {self._awaited} was silent for {limit:g} s", (self._awaited,)
-                )
+            if time.monotonic() > deadline_s:
+                peer = self._awaited_peer
+                error = mesh.lost(f"rank {peer} was silent for {timeout_s:g} s", (peer,))
                 mesh.close()
                 raise error
         self._underway.release()  # so that `wait` may be called again
@@ -378,22 +394,23 @@ class Exchange:
     def receive(self) -> None:
         """Receive all messages, in the background thread. An error is raised by `wait`."""
         mesh = self._channel.mesh
-        limit_s = mesh.members.deadline_s
-        until = time.monotonic() + limit_s
+        timeout_s = mesh.members.deadline_s
+        deadline_s = time.monotonic() + timeout_s
         try:
             for peer, work, deliver in self._receives:
-                self._awaited = peer
-                work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+                self._awaited_peer = peer
+                work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
                 deliver()
         except (RuntimeError, PermissionError) as error:
-            silent = "Timed out" in str(error)
-            reason = f"was silent for {limit_s:g} s" if silent else f"is gone: {_brief(error)}"
             if isinstance(error, PermissionError):
                 reason = str(error)
+            elif "Timed out" in str(error):
+                reason = f"was silent for {timeout_s:g} s"
+            else:
+                reason = f"is gone: {_brief(error)}"
+            peer = self._awaited_peer
             self._error = (
-                mesh.lost()
-                if mesh.closed
-                else mesh.lost(f"rank {self._awaited} {reason}", (self._awaited,))
+                mesh.lost() if mesh.closed else mesh.lost(f"rank {peer} {reason}", (peer,))
             )
             mesh.close()
         if self._receives:
@@ -419,9 +436,9 @@ def _local_address(members: Members) -> str:
     """
     address = to_address(members.store)
     host = "127.0.0.1" if isinstance(address, str) else address[0]
-    family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)
+        probe.connect(remote)
         local: str = probe.getsockname()[0]
     if not members.one_host and local.startswith("127.") and not host.startswith("127."):
         raise ConfigError(

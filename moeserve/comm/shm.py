@@ -1,7 +1,7 @@
 """Shared memory between the ranks of one host: the exchange of its descriptors, and the gathers of
 tensor parallelism on top of it.
 
-T: rows. N: columns of one rank. D: model width.
+Suffixes of tensors are their dimensions. T: rows. N: columns of one rank. D: model width.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from moeserve.ops.native import native
 if TYPE_CHECKING:
     from moeserve._native import Channel, Gather, Region
 
-LOOK_S = 0.02  # how often a rank that waits for others checks whether `leave` was called
+CHECK_INTERVAL_S = 0.02  # how often a rank that waits for others checks if `leave` was called
 MAX_FACTS_BYTES = 1 << 16
 GATHER_PART_BYTES = 16 << 20  # shared memory of one rank and channel; larger gathers are split
 
@@ -53,7 +53,7 @@ class ShmGroup:
         self._name = name
         self._num_ubatches = ubatches
         self._lock = threading.Lock()
-        self._left = threading.Event()
+        self._has_left = threading.Event()
         self._sockets: dict[Peer, socket.socket] = {}  # those that no channel owns yet
         self._fds: dict[Peer, int] = {}  # the descriptor of that rank's memory
         self._channels: list[Channel] = []
@@ -66,7 +66,7 @@ class ShmGroup:
         regions = [module().Region(region_bytes) for _ in range(self._num_ubatches)]
         self.connect(regions, facts)
         try:
-            return self._open(regions)
+            return self._make_channels(regions)
         except BaseException:
             self.close()
             raise
@@ -81,11 +81,11 @@ class ShmGroup:
         facts: settings that must be the same on all ranks. Raises PeerLost with the ranks that did
         not connect before the members' deadline, and ConfigError if facts differ.
         """
-        until_s = time.monotonic() + self._members.deadline_s
+        deadline_s = time.monotonic() + self._members.deadline_s
         folder = os.open(self._members.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            asyncio.run(self._connect_all(folder, until_s))
-            self._exchange(regions, facts, until_s)
+            asyncio.run(self._connect_all(folder, deadline_s))
+            self._exchange_facts(regions, facts, deadline_s)
         except BaseException:
             self.close()
             raise
@@ -114,7 +114,7 @@ class ShmGroup:
 
         May be called from any thread, at any time.
         """
-        self._left.set()
+        self._has_left.set()
         with self._lock:
             for channel in self._channels:
                 channel.leave()
@@ -122,14 +122,14 @@ class ShmGroup:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    async def _connect_all(self, folder: int, until_s: float) -> None:
+    async def _connect_all(self, folder: int, deadline_s: float) -> None:
         members = self._members
         peers = [Peer(rank, ubatch) for rank in self._ranks for ubatch in range(self._num_ubatches)]
         path = self._path(folder, members.rank)
         with suppress(FileNotFoundError):
             os.unlink(path)
-        later = [peer for peer in peers if peer.rank > members.rank]
-        with closing(StreamListener(path, members.token, members.epoch, later)) as listener:
+        higher = [peer for peer in peers if peer.rank > members.rank]
+        with closing(StreamListener(path, members.token, members.epoch, higher)) as listener:
             waiting: set[asyncio.Task[Any]] = {asyncio.create_task(listener.complete.wait())}
             waiting |= {
                 asyncio.create_task(self._connect(folder, peer))
@@ -139,18 +139,22 @@ class ShmGroup:
             try:
                 while waiting:
                     done, waiting = await asyncio.wait(
-                        waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                        waiting, timeout=CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
                     )
                     if errors := [error for task in done if (error := task.exception())]:
                         raise errors[0]
-                    here = self._sockets.keys() | listener.accepted.keys()
+                    connected = self._sockets.keys() | listener.accepted.keys()
                     if waiting:
                         self._check_time(
-                            until_s,
-                            {p.rank for p in peers if p.rank != members.rank and p not in here},
+                            deadline_s,
+                            {
+                                peer.rank
+                                for peer in peers
+                                if peer.rank != members.rank and peer not in connected
+                            },
                         )
             finally:
-                self._keep({peer: link.sock for peer, link in listener.accepted.items()})
+                self._add_sockets({peer: link.sock for peer, link in listener.accepted.items()})
 
     async def _connect(self, folder: int, peer: Peer) -> None:
         members = self._members
@@ -161,54 +165,56 @@ class ShmGroup:
             raise PeerLost(
                 f"rank {peer.rank} refused this rank, or ended: {error}", (peer.rank,)
             ) from None
-        self._keep({peer: link.sock})
+        self._add_sockets({peer: link.sock})
 
-    def _keep(self, sockets: dict[Peer, socket.socket]) -> None:
+    def _add_sockets(self, sockets: dict[Peer, socket.socket]) -> None:
         with self._lock:
             self._sockets |= sockets
 
-    def _exchange(self, regions: "list[Region]", facts: str, until_s: float) -> None:
+    def _exchange_facts(self, regions: "list[Region]", facts: str, deadline_s: float) -> None:
         """Send this rank's facts and descriptors to all ranks, then receive theirs."""
         text = facts.encode()
         for peer, sock in self._sockets.items():
-            sock.settimeout(max(LOOK_S, until_s - time.monotonic()))
+            sock.settimeout(max(CHECK_INTERVAL_S, deadline_s - time.monotonic()))
             with suppress(OSError):  # the receive below reports the cause
                 socket.send_fds(sock, [HEADER.pack(len(text)) + text], [regions[peer.channel].fd])
-        theirs: dict[int, str] = {}
+        facts_of: dict[int, str] = {}  # other rank -> its facts
         for peer, sock in self._sockets.items():
             try:
-                theirs[peer.rank], fd = _receive_facts(sock)
+                facts_of[peer.rank], fd = _receive_facts(sock)
             except (OSError, ValueError):
-                self._check_time(until_s, {peer.rank})
+                self._check_time(deadline_s, {peer.rank})
                 raise PeerLost(
                     f"rank {peer.rank} ended while the ranks connected", (peer.rank,)
                 ) from None
             with self._lock:
                 self._fds[peer] = fd
-        for rank, other in theirs.items():
-            if other != facts:
-                has = f"rank {rank} has {other}, rank {self._members.rank} has {facts}"
-                raise ConfigError(f"ranks must be started alike; {has}")
+        for rank, other_facts in facts_of.items():
+            if other_facts != facts:
+                raise ConfigError(
+                    f"ranks must be started alike; rank {rank} has {other_facts}, rank "
+                    f"{self._members.rank} has {facts}"
+                )
 
     def _path(self, folder: int, rank: int) -> str:
         # By the folder's descriptor, because paths of Unix sockets are limited to 107 bytes, and
         # folders of tests are longer.
         return f"/proc/self/fd/{folder}/{self._name}-{rank}.sock"
 
-    def _check_time(self, until_s: float, missing: Iterable[int]) -> None:
-        if self._left.is_set():
+    def _check_time(self, deadline_s: float, missing: Iterable[int]) -> None:
+        if self._has_left.is_set():
             raise PeerLost("this rank left its group while the ranks connected")
-        if time.monotonic() >= until_s:
+        if time.monotonic() >= deadline_s:
             ranks = tuple(sorted(missing))
             names = ", ".join(map(str, ranks))
             raise PeerLost(
                 f"ranks that did not come in {self._members.deadline_s:g} s: {names}", ranks
             )
 
-    def _open(self, regions: "list[Region]") -> "list[tuple[Channel, Region]]":
+    def _make_channels(self, regions: "list[Region]") -> "list[tuple[Channel, Region]]":
         index = self._ranks.index(self._members.rank)
         with self._lock:
-            if self._left.is_set():
+            if self._has_left.is_set():
                 raise PeerLost("this rank left its group while the ranks connected")
             for ubatch, region in enumerate(regions):
                 sockets = []

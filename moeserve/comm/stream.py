@@ -51,12 +51,12 @@ _MAGIC = b"moerank1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _ACCEPTED = b"\x01"
-_RETRY_S = 0.005
-_GREET_S = 5.0  # timeout of the handshake
-_SPARE_GREETINGS = 64  # concurrent handshakes in addition to those of the expected peers
+_RETRY_INTERVAL_S = 0.005  # of `connect`
+_HANDSHAKE_TIMEOUT_S = 5.0
+_NUM_SPARE_HANDSHAKES = 64  # concurrent handshakes in addition to those of the expected peers
 _ACCEPT_PAUSE_S = 0.5  # after an error such as too many open files
 MAX_BACKLOG_BYTES = 128 << 20  # a peer that leaves more bytes of a stream unread counts as lost
-CLOSE_S = 2.0  # how long a closed stream may still send its backlog
+CLOSE_TIMEOUT_S = 2.0  # how long a closed stream may still send its backlog
 _READ_BYTES = 1 << 16
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -89,9 +89,9 @@ class StreamListener:
         self.complete = asyncio.Event()
         self._token = token
         self._epoch = epoch
-        self._greetings: dict[asyncio.Task[bool], None] = {}  # handshakes, oldest first
-        self._max_greetings = len(self.missing) + _SPARE_GREETINGS
-        self._again: asyncio.TimerHandle | None = None  # resumes after an error of `accept`
+        self._handshakes: dict[asyncio.Task[bool], None] = {}  # oldest first
+        self._max_handshakes = len(self.missing) + _NUM_SPARE_HANDSHAKES
+        self._resume_timer: asyncio.TimerHandle | None = None  # runs after an error of `accept`
         self._loop = asyncio.get_running_loop()
         self._path = address if isinstance(address, str) else None
         self._socket = socket.socket(_family(address))
@@ -105,23 +105,23 @@ class StreamListener:
             self._socket.close()
             raise
         self._socket.setblocking(False)
-        self._listen()
+        self._begin_accepting()
         self._check_complete()
 
-    def _listen(self) -> None:
-        self._again = None
+    def _begin_accepting(self) -> None:
+        self._resume_timer = None
         self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
         """Stop listening. Accepted connections stay open."""
-        if self._again is not None:
-            self._again.cancel()
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()
         if self._path is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self._path)
-        for task in self._greetings:
+        for task in self._handshakes:
             task.cancel()
 
     def _check_complete(self) -> None:
@@ -137,26 +137,28 @@ class StreamListener:
             # The connection stays in the queue, so an immediate retry would fail again.
             log.warning("cannot accept a connection to this rank: %s", error)
             self._loop.remove_reader(self._socket)
-            self._again = self._loop.call_later(_ACCEPT_PAUSE_S, self._listen)
+            self._resume_timer = self._loop.call_later(_ACCEPT_PAUSE_S, self._begin_accepting)
             return
         sock.setblocking(False)
-        if len(self._greetings) >= self._max_greetings:
-            oldest = next(iter(self._greetings))
+        if len(self._handshakes) >= self._max_handshakes:
+            oldest = next(iter(self._handshakes))
             oldest.cancel()
-            del self._greetings[oldest]
-        task = spawn(self._greet(sock), name="greeting of a rank", on_error=log_error)
-        self._greetings[task] = None
-        task.add_done_callback(partial(self._greeted, sock))
+            del self._handshakes[oldest]
+        task = spawn(self._admit(sock), name="greeting of a rank", on_error=log_error)
+        self._handshakes[task] = None
+        task.add_done_callback(partial(self._on_handshake_done, sock))
 
-    def _greeted(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
-        self._greetings.pop(task, None)
-        if task.cancelled() or task.exception() is not None or not task.result():
+    def _on_handshake_done(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
+        self._handshakes.pop(task, None)
+        was_accepted = not task.cancelled() and task.exception() is None and task.result()
+        if not was_accepted:
             sock.close()
 
-    async def _greet(self, sock: socket.socket) -> bool:
+    async def _admit(self, sock: socket.socket) -> bool:
+        """Add an expected peer to `accepted`. Return whether it was one."""
         try:
-            async with asyncio.timeout(_GREET_S):
-                peer, keys = await self._prove(sock)
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+                peer, keys = await self._run_handshake(sock)
             if peer not in self.missing:
                 raise ValueError(
                     f"rank {peer.rank} (channel {peer.channel}) is connected already or does not"
@@ -166,7 +168,7 @@ class StreamListener:
         except TimeoutError:
             log.warning(
                 "a connection to this rank was closed: it did not introduce itself in %g s",
-                _GREET_S,
+                _HANDSHAKE_TIMEOUT_S,
             )
         except ValueError as error:
             log.warning("a connection to this rank was closed: %s", error)
@@ -179,7 +181,7 @@ class StreamListener:
             return True
         return False
 
-    async def _prove(self, sock: socket.socket) -> tuple[Peer, tuple[bytes, bytes]]:
+    async def _run_handshake(self, sock: socket.socket) -> tuple[Peer, tuple[bytes, bytes]]:
         """Run the handshake, and return the peer and the keys. Raises ValueError for a stranger."""
         hello = await _receive(sock, _HELLO.size)
         magic, epoch, rank, channel, _ = _HELLO.unpack(hello)
@@ -193,8 +195,8 @@ class StreamListener:
         if not hmac.compare_digest(proof, _proof(self._token, b"connector", hello, nonce)):
             raise ValueError("it does not know the token")
         _tune(sock)
-        there, here = _keys(self._token, hello, nonce)
-        return Peer(rank, channel), (here, there)
+        connector_key, listener_key = _keys(self._token, hello, nonce)
+        return Peer(rank, channel), (listener_key, connector_key)  # this end's first
 
 
 async def connect(address: Address, token: str, epoch: int, me: Peer) -> KeyedSocket:
@@ -212,7 +214,7 @@ async def connect(address: Address, token: str, epoch: int, me: Peer) -> KeyedSo
                 await loop.sock_connect(sock, address)
             except OSError:  # nothing listens there yet, or the network is down
                 sock.close()
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
             try:
                 keys = await _introduce(sock, token, epoch, me)
@@ -258,9 +260,9 @@ def _proof(token: str, side: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 def _keys(token: str, hello: bytes, nonce: bytes) -> tuple[bytes, bytes]:
     """Return the connector's and the listener's encryption keys for this connection."""
-    connector = _proof(token, b"from connector", hello, nonce)
-    listener = _proof(token, b"from listener", hello, nonce)
-    return connector, listener
+    connector_key = _proof(token, b"from connector", hello, nonce)
+    listener_key = _proof(token, b"from listener", hello, nonce)
+    return connector_key, listener_key
 
 
 def _tune(sock: socket.socket) -> None:
@@ -350,29 +352,32 @@ class AsyncStream(Generic[In]):
     """A stream on the running event loop. Over TCP, it is encrypted.
 
     receives: the union of message types.
-    heard: called with each received message.
-    lost: called with the cause when the peer is lost and the stream is closed.
+    on_message: called with each received message. If it raises ValueError, the peer has sent
+        invalid data and counts as lost.
+    on_lost: called with the cause when the peer is lost and the stream is closed.
     """
 
     def __init__(
         self,
         link: KeyedSocket,
         receives: Any,
-        heard: Callable[[In], None],
-        lost: Callable[[str], None],
+        on_message: Callable[[In], None],
+        on_lost: Callable[[str], None],
         max_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self._sock = link.sock
         self._cipher: Cipher | None = None
-        theirs: Cipher | None = None
+        peer_cipher: Cipher | None = None
         if self._sock.family != socket.AF_UNIX:
             # Imported here, because it takes 40 ms and a single machine does not need it.
             from moeserve.comm.cipher import Cipher
 
-            self._cipher, theirs = map(Cipher, link.keys)
-        self._frames: FrameSplitter[In] = FrameSplitter(receives, max_bytes, theirs)
-        self._heard = heard
-        self._lost = lost
+            own_key, peer_key = link.keys
+            self._cipher = Cipher(own_key)
+            peer_cipher = Cipher(peer_key)
+        self._frames: FrameSplitter[In] = FrameSplitter(receives, max_bytes, peer_cipher)
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._is_open = True
         self._backlog: deque[bytes] = deque()  # frames that the socket has not accepted yet
         self._backlog_bytes = 0
@@ -391,10 +396,10 @@ class AsyncStream(Generic[In]):
         if self._cipher is not None:
             data = self._cipher.seal(data[HEADER.size :])
         if not self._backlog:
-            sent = self._send_some(data)
-            if sent < 0 or sent == len(data):
+            num_sent = self._send_some(data)
+            if num_sent < 0 or num_sent == len(data):
                 return
-            data = data[sent:]
+            data = data[num_sent:]
             self._loop.add_writer(self._sock, self._write)
         self._backlog.append(data)
         self._backlog_bytes += len(data)
@@ -420,36 +425,36 @@ class AsyncStream(Generic[In]):
         """Send as much of the backlog as the socket accepts."""
         while self._backlog:
             data = self._backlog[0]
-            sent = self._send_some(data)
-            if sent < 0:
+            num_sent = self._send_some(data)
+            if num_sent < 0:
                 if not self._closed.is_set():
-                    self._finish()  # `close` was called before, and the rest cannot be sent
+                    self._close_socket()  # `close` was called before, and the rest cannot be sent
                 return
-            self._backlog_bytes -= sent
-            if sent < len(data):
-                self._backlog[0] = data[sent:]
+            self._backlog_bytes -= num_sent
+            if num_sent < len(data):
+                self._backlog[0] = data[num_sent:]
                 return
             self._backlog.popleft()
         self._loop.remove_writer(self._sock)
         if not self._is_open:
-            self._finish()
+            self._close_socket()
 
     def close(self) -> None:
-        """Close the stream. Queued frames are still sent, for up to CLOSE_S."""
+        """Close the stream. Queued frames are still sent, for up to CLOSE_TIMEOUT_S."""
         if not self._is_open:
             return
         self._is_open = False
         self._loop.remove_reader(self._sock)
         if self._backlog:
-            self._loop.call_later(CLOSE_S, self._finish)
+            self._loop.call_later(CLOSE_TIMEOUT_S, self._close_socket)
         else:
-            self._finish()
+            self._close_socket()
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed. Call `close` first."""
         await self._closed.wait()
 
-    def _finish(self) -> None:
+    def _close_socket(self) -> None:
         if self._closed.is_set():
             return
         self._closed.set()
@@ -476,7 +481,7 @@ class AsyncStream(Generic[In]):
         self._frames.feed(data)
         try:
             while self._is_open and (msg := self._frames.take()) is not None:
-                self._heard(msg)
+                self._on_message(msg)
         except ValueError as error:
             self._break(f"sent invalid data ({error})")
         except Exception as error:
@@ -487,8 +492,8 @@ class AsyncStream(Generic[In]):
         """Close the stream, because the peer is lost."""
         self._is_open = False
         self._loop.remove_reader(self._sock)
-        self._finish()
-        self._lost(cause)
+        self._close_socket()
+        self._on_lost(cause)
 
 
 class BlockingStream(Generic[In]):

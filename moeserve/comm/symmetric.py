@@ -6,7 +6,7 @@ no rank writes to freed memory. Values that an old epoch left in memory are neve
 ones: a rank's device has finished before the rank joins again, and flags have numbers that increase
 from epoch to epoch.
 
-R: ranks. B: bytes.
+Suffixes of tensors are their dimensions. W: micro-batches. R: ranks. B: bytes.
 """
 
 import selectors
@@ -59,8 +59,8 @@ class Symmetric:
         self._watcher: threading.Thread | None = None
         self._windows: list[Window] = []
         self._deadline_s = 0.0
-        self._left = threading.Event()
-        self._gone: tuple[int, ...] = ()
+        self._has_left = threading.Event()
+        self._gone_ranks: tuple[int, ...] = ()
 
     def join(self, members: Members, ubatches: int, ubatch_bytes: int, facts: str) -> list[Window]:
         """Connect the ranks, and return a window for each micro-batch.
@@ -72,25 +72,25 @@ class Symmetric:
         self.leave()
         self._memory.close()
         self._deadline_s = members.deadline_s
-        self._left = threading.Event()
-        self._gone = ()
+        self._has_left = threading.Event()
+        self._gone_ranks = ()
         self._windows = []
         group = ShmGroup(members, range(members.size), name="symmetric", ubatches=1)
         self._group = group
         region_B, offer = self._memory.allocate(ubatches * ubatch_bytes)
         peers = group.connect([offer], f"{ubatches} micro-batches of {ubatch_bytes} bytes, {facts}")
-        bases = dict.fromkeys(range(members.size), region_B.data_ptr())
-        bases |= {rank: self._memory.open(rank, fd) for rank, (_, fd) in peers.items()}
-        bases_R = torch.tensor(list(bases.values()), device=self._memory.device)
+        base_of = dict.fromkeys(range(members.size), region_B.data_ptr())  # rank -> address
+        base_of |= {rank: self._memory.open(rank, fd) for rank, (_, fd) in peers.items()}
+        bases_R = torch.tensor(list(base_of.values()), device=self._memory.device)
         parts = region_B.view(ubatches, ubatch_bytes)
         self._windows = [
-            self._window(members, bases_R + ubatch * ubatch_bytes, own_B)
+            self._make_window(members, bases_R + ubatch * ubatch_bytes, own_B)
             for ubatch, own_B in enumerate(parts)
         ]
-        links = {connection: rank for rank, (connection, _) in peers.items()}
+        rank_of = {connection: rank for rank, (connection, _) in peers.items()}
         watcher = threading.Thread(
             target=self._watch,
-            args=(links, self._windows, self._left, group),
+            args=(rank_of, self._windows, self._has_left, group),
             name="peers",
             daemon=True,
         )
@@ -98,7 +98,7 @@ class Symmetric:
         self._watcher = watcher
         return self._windows
 
-    def _window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
+    def _make_window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
         state = torch.tensor([members.epoch << BARRIER_BITS, 0], device=self._memory.device)
         control = self._memory.words(WRONG + members.size)
         barrier = partial(
@@ -115,22 +115,22 @@ class Symmetric:
 
     def _watch(
         self,
-        links: Mapping[socket.socket, int],
+        rank_of: Mapping[socket.socket, int],
         windows: list[Window],
-        left: threading.Event,
+        has_left: threading.Event,
         group: ShmGroup,
     ) -> None:
         """Fail the group when the first rank is gone. Stay connected until this rank leaves."""
         with selectors.DefaultSelector() as selector:
-            for connection in links:
+            for connection in rank_of:
                 selector.register(connection, selectors.EVENT_READ)
-            if links:
+            if rank_of:
                 ready = [key.fileobj for key, _ in selector.select()]
-                self._gone = tuple(
-                    sorted(rank for connection, rank in links.items() if connection in ready)
+                self._gone_ranks = tuple(
+                    sorted(rank for connection, rank in rank_of.items() if connection in ready)
                 )
-                _fail(windows)
-        left.wait()
+                _fail_barriers(windows)
+        has_left.wait()
         group.close()
 
     def leave(self) -> None:
@@ -138,8 +138,8 @@ class Symmetric:
 
         May be called at any time, from any thread.
         """
-        _fail(self._windows)
-        self._left.set()
+        _fail_barriers(self._windows)
+        self._has_left.set()
         if self._group is not None:
             self._group.leave()
         if self._watcher is not None:
@@ -154,7 +154,7 @@ class Symmetric:
         failed = [window for window in self._windows if window.control[FAILED]]
         if not failed:
             return
-        if self._left.is_set():
+        if self._has_left.is_set():
             raise PeerLost("this rank left its group")
         wrong_WR = np.stack([window.control[WRONG:] for window in failed])
         if (wrong_WR == 2).any():
@@ -162,13 +162,13 @@ class Symmetric:
             raise RuntimeError(
                 f"ranks {others} make other calls than this one, or for other numbers of tokens"
             )
-        late = (wrong_WR == 1).any(0).nonzero()[0].tolist()
-        missing = self._gone or tuple(late)
-        why = "are gone" if self._gone else f"did not come in {self._deadline_s:g} s"
+        late_ranks = (wrong_WR == 1).any(0).nonzero()[0].tolist()
+        missing = self._gone_ranks or tuple(late_ranks)
+        why = "are gone" if self._gone_ranks else f"did not come in {self._deadline_s:g} s"
         raise PeerLost(f"ranks that {why}: {', '.join(map(str, missing))}", missing)
 
 
-def _fail(windows: list[Window]) -> None:
+def _fail_barriers(windows: list[Window]) -> None:
     """Make kernels that wait in a barrier give up."""
     for window in windows:
         window.control[TOLD] = 1

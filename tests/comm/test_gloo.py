@@ -180,7 +180,7 @@ def test_leaving_while_another_ubatch_begins_to_wait() -> None:
         together([lambda mesh=mesh, ubatch=ubatch: swap(mesh, ubatch) for mesh in meshes])  # type: ignore[misc]
     exchange = meshes[0].channel(0).expect([(1, numbers(0))])
     meshes[0].close()
-    exchange.watch()
+    exchange.receive_in_background()
     began_s = time.monotonic()
     with pytest.raises(PeerLost):
         exchange.wait()

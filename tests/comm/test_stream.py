@@ -255,7 +255,7 @@ async def test_a_stream_that_is_closed_sends_its_backlog_first() -> None:
 
 async def test_a_peer_that_never_reads_is_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "MAX_BACKLOG_BYTES", 2_000_000)
-    monkeypatch.setattr(stream, "CLOSE_S", 0.01)
+    monkeypatch.setattr(stream, "CLOSE_TIMEOUT_S", 0.01)
     pair = AsyncPair()
     for _ in range(30):
         pair.writer.send(frame(Text("x" * 100_000)))
@@ -327,14 +327,14 @@ async def test_without_a_free_descriptor_the_listener_pauses_and_tries_again(
 async def test_strangers_are_limited_and_keep_no_member_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "_SPARE_GREETINGS", 3)
+    monkeypatch.setattr(stream, "_NUM_SPARE_HANDSHAKES", 3)
     path = str(tmp_path / "s")
     with closing(StreamListener(path, "token", 1, [Peer(1)])) as listener:
         strangers = [socket.socket(socket.AF_UNIX) for _ in range(20)]
         for stranger in strangers:
             stranger.connect(path)
         await asyncio.sleep(0.05)
-        assert len(listener._greetings) <= 4
+        assert len(listener._handshakes) <= 4
         link = await asyncio.wait_for(connect(path, "token", 1, Peer(1)), 15)
         assert listener.complete.is_set()
         strangers[0].settimeout(15)

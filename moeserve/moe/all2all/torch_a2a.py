@@ -256,7 +256,7 @@ class _TorchHandle:
         """Send all remaining messages, and copy the results for this rank's own tokens."""
         while self._parts:
             self.send(y)
-        self.exchange.watch()
+        self.exchange.receive_in_background()
         ends_R = self._counts_Re.sum(1).cumsum()
         mine_ND = self.home_ND[_part(self._ends_R, self._me)]
         torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
