@@ -19,8 +19,8 @@ from moeserve.actor.process import Child, Forked, end_now
 from moeserve.actor.tasks import spawn
 
 POSSIBLE = sys.platform == "linux"
-WARM_S = 120.0  # time limit for the server's imports
-FORK_S = 5.0  # time limit for one fork, which takes about 20 ms
+IMPORTS_TIMEOUT_S = 120.0  # for the server
+FORK_TIMEOUT_S = 5.0  # a fork takes about 20 ms
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 
@@ -66,7 +66,8 @@ class ForkServer:
         """Return a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if the
         fork fails.
         """
-        async with asyncio.timeout(WARM_S):  # `wait_for` may swallow a cancellation (Python 3.11)
+        # Not `wait_for`, which may swallow a cancellation (Python 3.11).
+        async with asyncio.timeout(IMPORTS_TIMEOUT_S):
             await self.until_warm()
         forking = asyncio.get_running_loop().create_task(self._fork(argument), name="fork")
         try:
@@ -89,7 +90,7 @@ class ForkServer:
             try:
                 with _adopting():
                     socket.send_fds(self._sock, [bytes([argument])], theirs)
-                    pid = await asyncio.wait_for(self._receive(), FORK_S)
+                    pid = await asyncio.wait_for(self._receive(), FORK_TIMEOUT_S)
                     if not pid:
                         raise OSError("there are too many processes, or too little memory")
                     # Does not wait: raises OSError unless it is a child of ours.

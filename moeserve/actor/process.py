@@ -159,7 +159,7 @@ class Child(Process):
         super().__init__(name, process.pid)
         self._reason = ""  # of the first `kill`
         self._process = process
-        self._born_s = time.monotonic()
+        self._born_at_s = time.monotonic()
         self._log = _LogLines(forward)
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
@@ -262,7 +262,7 @@ class Child(Process):
             transport, _ = await self._loop.connect_read_pipe(lambda: self._log, process.stdout)
             try:
                 code = await self._exit
-                lived_s = time.monotonic() - self._born_s
+                lived_s = time.monotonic() - self._born_at_s
                 await asyncio.wait([self._log.ended], timeout=LOG_GRACE_S)
             finally:
                 transport.close()
@@ -291,23 +291,23 @@ class _LogLines(asyncio.Protocol):
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._forward = forward
-        self._rest = b""
+        self._partial_line = b""
 
     def forward_to(self, forward: Callable[[str], None]) -> None:
         """Forward the lines to another function from now on."""
         self._forward = forward
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             self._keep(line)
-        if len(self._rest) > MAX_LINE_BYTES:
-            self._keep(self._rest)
-            self._rest = b""
+        if len(self._partial_line) > MAX_LINE_BYTES:
+            self._keep(self._partial_line)
+            self._partial_line = b""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._rest:
-            self._keep(self._rest)
+        if self._partial_line:
+            self._keep(self._partial_line)
         if not self.ended.done():
             self.ended.set_result(None)
 

@@ -44,11 +44,11 @@ class Supervisor(ABC):
         self.name = name
         self.policy = policy or RestartPolicy()
         self.child: Process | None = None
-        self._deaths: deque[float] = deque()
+        self._deaths: deque[float] = deque()  # times of the last ones
         self._retired = asyncio.Event()
         self._starting: asyncio.Future[Process] | None = None
-        self._progress_s = 0.0
-        self._ready_s: float | None = None  # when the child became ready; None: it has not
+        self._progressed_at_s = 0.0
+        self._ready_at_s: float | None = None  # when the child became ready; None: it has not
 
     @abstractmethod
     async def begin(self, incarnation: int) -> Process:
@@ -72,15 +72,15 @@ class Supervisor(ABC):
         """
         for incarnation in count():
             self.progress()
-            self._ready_s = self.child = None
-            death = await self._one_life(incarnation)
+            self._ready_at_s = self.child = None
+            death = await self._run_once(incarnation)
             pause_s = self._pause_after(death, await self.curable(death))
             await self.on_death(death, pause_s)
             if pause_s is None or await self._retired_within(pause_s):
                 break
         return death
 
-    async def _one_life(self, incarnation: int) -> Death:
+    async def _run_once(self, incarnation: int) -> Death:
         never = Death(self.name, 0, -signal.SIGKILL, 0.0, (), "was stopped before it began")
         if self._retired.is_set():
             return never
@@ -116,19 +116,19 @@ class Supervisor(ABC):
 
     def progress(self) -> None:
         """Record progress of the starting process."""
-        self._progress_s = time.monotonic()
+        self._progressed_at_s = time.monotonic()
 
     def serving(self) -> None:
         """Record that the process is ready."""
-        self._ready_s = time.monotonic()
+        self._ready_at_s = time.monotonic()
 
     def _check_progress(self, child: Process) -> None:
         """Kill a starting process without progress for silence_s. Otherwise check again later."""
-        if child is not self.child or self._ready_s is not None or not child.alive:
+        if child is not self.child or self._ready_at_s is not None or not child.alive:
             return
-        left_s = self._progress_s + self.policy.silence_s - time.monotonic()
-        if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s, self._check_progress, child)
+        remaining_s = self._progressed_at_s + self.policy.silence_s - time.monotonic()
+        if remaining_s > 0:
+            asyncio.get_running_loop().call_later(remaining_s, self._check_progress, child)
         else:
             child.kill(f"showed no progress for {self.policy.silence_s:g} s during start-up")
 
@@ -137,7 +137,7 @@ class Supervisor(ABC):
         if self._retired.is_set():
             return None
         policy = self.policy
-        now = time.monotonic()
+        now_s = time.monotonic()
         if not curable:
             log.log(
                 logging.ERROR if death.exit_code else logging.INFO,
@@ -145,25 +145,25 @@ class Supervisor(ABC):
                 death.summary,
             )
             return None
-        if self._ready_s is not None and now - self._ready_s >= policy.proven_s:
+        if self._ready_at_s is not None and now_s - self._ready_at_s >= policy.proven_s:
             self._deaths.clear()
             log.error("%s; starting it again at once", death.summary)
             return 0.0
-        self._deaths.append(now)
-        while self._deaths[0] < now - policy.window_s:
+        self._deaths.append(now_s)
+        while self._deaths[0] < now_s - policy.window_s:
             self._deaths.popleft()
-        number = len(self._deaths)
-        if number > policy.max_deaths:
+        num_deaths = len(self._deaths)
+        if num_deaths > policy.max_deaths:
             log.critical(
-                "%s; giving up: %d deaths within %g s", death.summary, number, policy.window_s
+                "%s; giving up: %d deaths within %g s", death.summary, num_deaths, policy.window_s
             )
             return None
-        pause_s: float = min(policy.first_pause_s * 2.0 ** (number - 1), policy.max_pause_s)
+        pause_s: float = min(policy.first_pause_s * 2.0 ** (num_deaths - 1), policy.max_pause_s)
         log.error(
             "%s; starting it again in %g s (%d of %d)",
             death.summary,
             pause_s,
-            number,
+            num_deaths,
             policy.max_deaths,
         )
         return pause_s

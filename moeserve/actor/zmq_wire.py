@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 128 * 2**20
 MAX_SOCKETS = 16_384  # of one process; a wire has three
-MAX_WAITING = 10_000  # queued frames in each direction
-READ_BURST = 256  # frames per turn of the loop, so that a flood does not block everything else
-HEARTBEAT_MS = 1000  # over TCP
-VANISHED_MS = 5000  # a machine that is silent for this long is lost
+MAX_QUEUED_FRAMES = 10_000  # in each direction
+MAX_FRAMES_PER_TURN = 256  # of the loop, so that a flood does not block everything else
+HEARTBEAT_INTERVAL_MS = 1000  # over TCP
+HEARTBEAT_TIMEOUT_MS = 5000  # a machine that is silent for this long is lost
 NEVER_MS = 2**30  # 12 days; a wire without a peer is closed long before
 _GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENTS = _GONE_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
@@ -65,11 +65,11 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-async def flush_closed(limit_s: float) -> None:
+async def flush_closed(timeout_s: float) -> None:
     """Wait until the messages of closed wires are sent. No wire may be opened after this."""
     context = _contexts.pop(os.getpid(), None)
     if context is not None:
-        await asyncio.wait([in_thread("end of wires", context.term)], timeout=limit_s)
+        await asyncio.wait([in_thread("end of wires", context.term)], timeout=timeout_s)
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -112,15 +112,15 @@ class ZmqWire(Generic[Out, In]):
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
         self._route: list[bytes] = []  # frames that address the peer: its identity on a ROUTER
         self._peer_fd: int | None = None
-        self._met = False  # whether there was a connection, perhaps to a stranger
-        self._gone: str | None = None  # why the wire has ended; None: it has not
+        self._was_connected = False  # perhaps to a stranger
+        self._end_cause: str | None = None  # why the wire has ended; None: it has not
         self._loop = asyncio.get_running_loop()
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._open(keys)
 
     def _open(self, keys: Keys | None) -> None:
         self._socket = socket = _context().socket(self._kind)
-        socket.set_hwm(MAX_WAITING)
+        socket.set_hwm(MAX_QUEUED_FRAMES)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         # Never reconnect: a peer that comes back is another process, which gets another wire. Not
@@ -128,8 +128,8 @@ class ZmqWire(Generic[Out, In]):
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         if keys is not None:
             secure(socket, keys, listens=self._kind == zmq.ROUTER)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, VANISHED_MS)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         try:
             if self._kind == zmq.ROUTER:
@@ -160,7 +160,7 @@ class ZmqWire(Generic[Out, In]):
         Raises Overloaded if the peer does not keep up, and ValueError for a message of more than
         MAX_FRAME_BYTES.
         """
-        if self._gone is not None or (self._kind == zmq.ROUTER and not self.greeted):
+        if self._end_cause is not None or (self._kind == zmq.ROUTER and not self.greeted):
             return False
         return self._send(msg)
 
@@ -196,9 +196,9 @@ class ZmqWire(Generic[Out, In]):
             self._lose(f"its messages could not be read: {error!r}")
 
     def _read_burst(self) -> None:
-        if self._gone is not None:
+        if self._end_cause is not None:
             return
-        for _ in range(READ_BURST):
+        for _ in range(MAX_FRAMES_PER_TURN):
             if self.inbox.full:
                 self.inbox.when_room(self._read)  # until then, ZeroMQ applies back pressure
                 return
@@ -264,34 +264,36 @@ class ZmqWire(Generic[Out, In]):
             self._lose(f"its events could not be read: {error!r}")
 
     def _look_at_events(self) -> None:
-        if self._gone is not None:
+        if self._end_cause is not None:
             return
-        gone: set[int] = set()
+        lost_fds: set[int] = set()
         # Take events again after reading: the hello may be among the frames, over a connection that
         # reuses the descriptor of a lost one.
-        while self._take_events(gone) and gone:
+        while self._take_events(lost_fds) and lost_fds:
             self._read_rest()
-        if gone and (self._kind == zmq.DEALER or self._peer_fd in gone):
+        if lost_fds and (self._kind == zmq.DEALER or self._peer_fd in lost_fds):
             self._lose(self._why_closed())
 
-    def _take_events(self, gone: set[int]) -> bool:
-        """Add to `gone` the descriptors of lost connections. Return whether there were events."""
+    def _take_events(self, lost_fds: set[int]) -> bool:
+        """Add the descriptors of lost connections to `lost_fds`. Return whether there were any
+        events.
+        """
         has_events = False
         with suppress(zmq.Again):
             while True:
                 event, fd = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
                 has_events = True
-                self._met |= bool(event & zmq.EVENT_CONNECTED)
+                self._was_connected |= bool(event & zmq.EVENT_CONNECTED)
                 if event & _GONE_EVENTS:
-                    gone.add(fd)
+                    lost_fds.add(fd)
                 else:
-                    gone.discard(fd)  # a new connection has the same descriptor
+                    lost_fds.discard(fd)  # a new connection has the same descriptor
         return has_events
 
     def _why_closed(self) -> str:
         if self.greeted or self.address.startswith("ipc://"):
             return "the connection was closed by the other process"
-        if not self._met:
+        if not self._was_connected:
             return f"nobody listens at {self.address}"
         return (
             f"{self.address} closed the connection before it answered: is the cluster key there"
@@ -302,7 +304,7 @@ class ZmqWire(Generic[Out, In]):
         """Deliver what arrived before the end, beyond the inbox's limit if need be, because the
         notice must come after it.
         """
-        while self._gone is None and self._read_one():
+        while self._end_cause is None and self._read_one():
             pass
 
     def _lose(self, cause: str) -> None:
@@ -311,9 +313,9 @@ class ZmqWire(Generic[Out, In]):
 
     def _end(self, cause: str) -> bool:
         """Stop reading and writing. Return False if the wire had ended before."""
-        if self._gone is not None:
+        if self._end_cause is not None:
             return False
-        self._gone = cause
+        self._end_cause = cause
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
         if not self._connected.done():
@@ -321,26 +323,26 @@ class ZmqWire(Generic[Out, In]):
             self._connected.exception()  # so that asyncio does not warn if nobody awaits it
         return True
 
-    async def connected(self, deadline_s: float | None) -> None:
+    async def connected(self, timeout_s: float | None) -> None:
         """Wait for the handshake. Raises ActorStopped if the wire ends, or TimeoutError.
 
-        deadline_s: None: no time limit.
+        timeout_s: None: no time limit.
         """
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._connected)
         except TimeoutError:
             raise TimeoutError(
-                f"{self.inbox.owner}: no peer has connected within {deadline_s:g} s"
+                f"{self.inbox.owner}: no peer has connected within {timeout_s:g} s"
             ) from None
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close the wire without waiting. Idempotent.
 
         Earlier messages are still sent for up to `linger_s`, if the process lives that long (see
-        `flush_closed`). The peer then receives them before its `PeerGone`, unless MAX_WAITING of
-        them were unread there, or the network loses packets at that moment. If a message must not
-        be lost, let the peer close first.
+        `flush_closed`). The peer then receives them before its `PeerGone`, unless MAX_QUEUED_FRAMES
+        of them were unread there, or the network loses packets at that moment. If a message must
+        not be lost, let the peer close first.
         """
         if self._socket.closed:
             return

@@ -17,7 +17,7 @@ from moeserve.config import Config, Limits
 from moeserve.engine.plan import GrammarJob
 from moeserve.messages import Join, PlacementTable, TraceEvent
 
-CONNECT_S = 60.0  # limit on connecting; a machine that starts many processes at once is slow
+CONNECT_TIMEOUT_S = 60.0  # long, because a machine that starts many processes at once is slow
 
 
 class WorkerBirth(msgspec.Struct, frozen=True):
@@ -121,4 +121,6 @@ def connect_to_leader(birth: WorkerBirth) -> BlockingStream[WorkerCommand]:
     is gone.
     """
     connecting = connect(birth.address, birth.token, 0, Peer(birth.tp_rank))
-    return BlockingStream(asyncio.run(asyncio.wait_for(connecting, CONNECT_S)).sock, WorkerCommand)
+    return BlockingStream(
+        asyncio.run(asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)).sock, WorkerCommand
+    )

@@ -32,11 +32,11 @@ from moeserve.runner.commands import (
 )
 from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.load import Progress
-from moeserve.runner.remote import Team, all_done, checked
+from moeserve.runner.remote import Team, all_done, raise_if_lost
 from moeserve.runner.thread import StepFuture, ThreadedRunner
 
 # Interval at which to close connections again, because one may have been made in the meantime.
-LEAVE_AGAIN_S = 0.1
+LEAVE_INTERVAL_S = 0.1
 
 
 class GroupedRunner(ThreadedRunner):
@@ -54,7 +54,7 @@ class GroupedRunner(ThreadedRunner):
         model.on_placement_result = self._forward_placement_result
         self._lost: PeerLost | None = PeerLost("this engine has not joined its group yet")
         self.overtaken = False
-        self._newest: StepPlan | None = None  # the last plan that has begun
+        self._last_begun: StepPlan | None = None
         self._dp_rank = 0
         self._policy = OverlapPolicy(
             "off" if len(model.ubatches.ubatches) == 1 else model.config.parallel.dbo
@@ -106,17 +106,18 @@ class GroupedRunner(ThreadedRunner):
         self._dp_rank = join.dp_rank
         members = Members.of(join, 0)
         self._policy.restart(members.size)
-        others = self._send(join)
-        own: asyncio.Future[None] = asyncio.ensure_future(
+        workers_joined = self._send(join)
+        leader_joined: asyncio.Future[None] = asyncio.ensure_future(
             self.call(self.runner.join, members, join.placement)
         )
-        both: tuple[asyncio.Future[Any], ...] = own, others
+        both: tuple[asyncio.Future[Any], ...] = leader_joined, workers_joined
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not own.done():
-                checked(others.result())  # raises if a worker failed, without waiting for `own`
-            await own
-            checked(await others)
+            if not leader_joined.done():
+                # Raises if a worker failed, without waiting for the leader.
+                raise_if_lost(workers_joined.result())
+            await leader_joined
+            raise_if_lost(await workers_joined)
         except BaseException as exc:
             self._lost = (
                 exc if isinstance(exc, PeerLost) else PeerLost("this engine did not join its group")
@@ -128,14 +129,14 @@ class GroupedRunner(ThreadedRunner):
     async def leave(self) -> None:
         """Close all connections, and wait until no step runs on any rank."""
         self._lost = self._lost or PeerLost("this engine left its group")
-        left = self._send(Leave())
+        workers_left = self._send(Leave())
         idle = asyncio.ensure_future(self._idle())
         while not idle.done():
             self.runner.leave()
-            await asyncio.wait({idle}, timeout=LEAVE_AGAIN_S)
+            await asyncio.wait({idle}, timeout=LEAVE_INTERVAL_S)
         await idle
         self.runner.leave()  # a `join` may have succeeded just before its thread became idle
-        await left
+        await workers_left
 
     def _send(self, what: msgspec.Struct) -> asyncio.Future[list[CommandDone]]:
         """Send a command to the engine's other ranks. Return a future of their results."""
@@ -188,13 +189,13 @@ class GroupedRunner(ThreadedRunner):
         closing.start()
         while closing.is_alive():  # its thread may wait for peers
             model.leave()
-            closing.join(LEAVE_AGAIN_S)
+            closing.join(LEAVE_INTERVAL_S)
         model.close()
 
     # In the runner's thread.
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
-        self._newest = plan
+        self._last_begun = plan
         if self.team is not None and plan.num_drafts_R is not None:
             # All ranks use the drafts of this rank. Their own could differ: when a step is run
             # again because it failed on one rank, the proposers of other ranks have already seen
@@ -242,7 +243,7 @@ class GroupedRunner(ThreadedRunner):
     ) -> None:
         if isinstance(exc, PeerLost):
             self._lost = self._lost or exc
-            self.overtaken = self.overtaken or (handle is not None and self._newest is not plan)
+            self.overtaken = self.overtaken or (handle is not None and self._last_begun is not plan)
             if handle is not None:
                 handle.fail(exc)
         else:
@@ -257,7 +258,7 @@ class _AllPrepared:
     """
 
     def __init__(self, size: int, on_done: Callable[[str], None]) -> None:
-        self._missing = size
+        self._num_missing = size
         self._error = ""
         self._on_done = on_done
         self._lock = threading.Lock()
@@ -265,10 +266,10 @@ class _AllPrepared:
     def add(self, error: str) -> None:
         """Add the result of one rank. May be called from any thread."""
         with self._lock:
-            self._missing -= 1
+            self._num_missing -= 1
             self._error = self._error or error
-            complete = not self._missing
-        if complete:
+            is_complete = not self._num_missing
+        if is_complete:
             self._on_done(self._error)
 
     def add_result(self, result: "Future[CommandDone]") -> None:
@@ -281,15 +282,15 @@ class _SlowestProgress:
     """Reports the progress of the slowest of several ranks."""
 
     def __init__(self, size: int, progress: Progress) -> None:
-        self._at = [("starting", 0)] * size  # phase and percent of each rank
+        self._phases = [("starting", 0)] * size  # phase and percent of each rank
         self._progress = progress
-        self._reported = 0
+        self._reported_percent = 0
 
     def __call__(self, tp_rank: int, name: str, percent: int) -> None:
-        self._at[tp_rank] = name, percent
-        name, percent = min(self._at, key=lambda at: at[1])
-        if percent > self._reported:
-            self._reported = percent
+        self._phases[tp_rank] = name, percent
+        name, percent = min(self._phases, key=lambda phase: phase[1])
+        if percent > self._reported_percent:
+            self._reported_percent = percent
             self._progress(name, percent)
 
 

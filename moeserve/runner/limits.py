@@ -18,10 +18,10 @@ from moeserve.models.spec import ModelSpec
 from moeserve.runner.sampling.logprobs import PROMPT_ELEMENTS
 from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
-_F32 = 4  # bytes
-ROOM = 256  # least prompt tokens per step when all slots decode
+_F32_BYTES = 4
+MIN_PROMPT_TOKENS = 256  # per step, when all slots decode
 # Tokens per request for which the default sizes of KV cache and states on a shared host suffice.
-USUAL_LEN = 4096
+TYPICAL_LEN = 4096
 TILE = 64  # tokens in a tile of attention; the block size must divide it or be a multiple of it
 
 
@@ -89,15 +89,15 @@ def _check_quantization(quantization: str, spec: ModelSpec) -> None:
         )
 
 
-def with_step_tokens(config: Config, least: int) -> Config:
+def with_step_tokens(config: Config, min_tokens: int) -> Config:
     """Return the config with max_num_batched_tokens set, if it was None.
 
-    least: tokens of a step that use the device fully. More would only delay requests that decode in
-    the same step.
+    min_tokens: tokens of a step that use the device fully. More would only delay requests that
+    decode in the same step.
     """
     if config.scheduler.max_num_batched_tokens is not None:
         return config
-    tokens = max(least, config.scheduler.max_num_seqs + ROOM)
+    tokens = max(min_tokens, config.scheduler.max_num_seqs + MIN_PROMPT_TOKENS)
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
 
 
@@ -121,9 +121,9 @@ class MemoryFacts:
     used: int  # part of the limit that is in use
     free: int  # memory that could be allocated now
 
-    def shared(self, ranks: int) -> "MemoryFacts":
+    def shared(self, num_ranks: int) -> "MemoryFacts":
         """Return the memory of one of several ranks, with an equal share of `limit` and `free`."""
-        return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
+        return MemoryFacts(self.limit // num_ranks, self.used, self.free // num_ranks)
 
 
 def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
@@ -191,38 +191,39 @@ def resolve(
     wanted_len = spec.max_position if asked_len is None else asked_len
     num_blocks = _num_blocks(config, groups, bytes_per_block, budget, wanted_len, fill)
     watermark = int(config.scheduler.watermark * num_blocks)
-    fits = longest_context(groups, num_blocks - 1 - watermark, chunk, wanted_len)
+    max_len = longest_context(groups, num_blocks - 1 - watermark, chunk, wanted_len)
     notes: tuple[str, ...] = ()
-    if fits < wanted_len:
-        need = (blocks_for(groups, wanted_len, chunk) + 1 + watermark) * bytes_per_block
-        have = num_blocks * bytes_per_block
-        if fits < cache.block_size:
-            one = blocks_for(groups, cache.block_size, chunk)
-            least = next(
+    if max_len < wanted_len:
+        needed_bytes = (blocks_for(groups, wanted_len, chunk) + 1 + watermark) * bytes_per_block
+        available_bytes = num_blocks * bytes_per_block
+        if max_len < cache.block_size:
+            num_needed = blocks_for(groups, cache.block_size, chunk)
+            min_blocks = next(
                 n
-                for n in itertools.count(one + 1)
-                if n - 1 - int(config.scheduler.watermark * n) >= one
+                for n in itertools.count(num_needed + 1)
+                if n - 1 - int(config.scheduler.watermark * n) >= num_needed
             )
             raise DoesNotFit(
-                f"{have:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold even one "
-                f"block of a request: {least * bytes_per_block:,} is the least. Free some memory, "
-                "raise --memory-utilization or --kv-cache-bytes, or choose a smaller model."
+                f"{available_bytes:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold "
+                f"even one block of a request: {min_blocks * bytes_per_block:,} is the least. Free "
+                "some memory, raise --memory-utilization or --kv-cache-bytes, or choose a smaller "
+                "model."
             )
         if asked_len is not None:
             raise DoesNotFit(
-                f"max_model_len={wanted_len} needs {_mib(need)} for KV blocks, but {_mib(have)} "
-                f"are available. max_model_len={fits} would fit. Or provide more memory "
-                "(--memory-utilization, --kv-cache-bytes)."
+                f"max_model_len={wanted_len} needs {_mib(needed_bytes)} for KV blocks, but "
+                f"{_mib(available_bytes)} are available. max_model_len={max_len} would fit. Or "
+                "provide more memory (--memory-utilization, --kv-cache-bytes)."
             )
         notes = (
-            f"max_model_len reduced from {wanted_len} to {fits}: the model's whole context needs "
-            f"{_mib(need)} for KV blocks, but {_mib(have)} are available",
+            f"max_model_len reduced from {wanted_len} to {max_len}: the model's whole context "
+            f"needs {_mib(needed_bytes)} for KV blocks, but {_mib(available_bytes)} are available",
         )
     limits = Limits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(config),
         prefill_chunk=chunk,
-        max_model_len=fits,
+        max_model_len=max_len,
         block_size=cache.block_size,
         num_blocks=num_blocks,
         watermark_blocks=watermark,
@@ -242,7 +243,7 @@ def _num_blocks(
     wanted_len: int,
     fill: bool,
 ) -> int:
-    affordable = budget // bytes_per_block
+    max_blocks = budget // bytes_per_block
     asked_bytes = config.cache.kv_cache_bytes
     chunk = chunk_tokens(config)
     if asked_bytes is not None:
@@ -253,11 +254,13 @@ def _num_blocks(
             )
         return asked_bytes // bytes_per_block
     if fill:
-        return affordable
-    usual = blocks_for(groups, min(wanted_len, USUAL_LEN), chunk)
-    useful = max(config.scheduler.max_num_seqs * usual, blocks_for(groups, wanted_len, chunk)) + 1
+        return max_blocks
+    num_typical = config.scheduler.max_num_seqs * blocks_for(
+        groups, min(wanted_len, TYPICAL_LEN), chunk
+    )
+    num_useful = max(num_typical, blocks_for(groups, wanted_len, chunk)) + 1
     # Add the blocks that the watermark keeps free.
-    return min(affordable, int(useful / (1 - config.scheduler.watermark)) + 1)
+    return min(max_blocks, int(num_useful / (1 - config.scheduler.watermark)) + 1)
 
 
 def workspace_bytes(
@@ -274,13 +277,13 @@ def workspace_bytes(
     inflow: the memory for what other ranks send; None if experts compute for this rank only.
     """
     tokens = step_tokens(config)
-    rows = min(config.scheduler.max_num_seqs, tokens)
+    num_rows = min(config.scheduler.max_num_seqs, tokens)
     max_len = config.model.max_model_len or spec.max_position
     forward = model_workspace.workspace_bytes(
-        spec, tokens, rows, max_len, dtype, config.parallel.tp, inflow
+        spec, tokens, num_rows, max_len, dtype, config.parallel.tp, inflow
     )
-    logits = 2 * max(rows * spec.vocab_size, PROMPT_ELEMENTS)
-    return forward + _F32 * (logits + 8 * 4 * CHUNK_ELEMENTS)
+    logits = 2 * max(num_rows * spec.vocab_size, PROMPT_ELEMENTS)
+    return forward + _F32_BYTES * (logits + 8 * 4 * CHUNK_ELEMENTS)
 
 
 def _mib(size: int) -> str:
@@ -329,25 +332,25 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
         return StateRoom(num_states=0, num_stored=0, config=config, budget=budget)
     kv_cache_bytes = config.cache.kv_cache_bytes
     total = budget if kv_cache_bytes is None else min(kv_cache_bytes, budget)
-    room = int(config.cache.state_share * total)
-    affordable = room // state_bytes
-    fits = (affordable - 1) // STATES_HELD
-    if fits < 1:
+    states_budget = int(config.cache.state_share * total)
+    max_states = states_budget // state_bytes
+    max_requests = (max_states - 1) // STATES_HELD
+    if max_requests < 1:
         raise DoesNotFit(
             f"a request needs {STATES_HELD} blocks of {state_bytes:,} bytes for the states of "
-            f"recurrent layers, but only {room:,} bytes are available for them. Raise "
+            f"recurrent layers, but only {states_budget:,} bytes are available for them. Raise "
             "--memory-utilization, --kv-cache-bytes or state_share."
         )
-    running = config.scheduler.max_num_seqs
+    max_num_seqs = config.scheduler.max_num_seqs
     notes: tuple[str, ...] = ()
-    if fits < running:
+    if max_requests < max_num_seqs:
         notes = (
-            f"max_num_seqs reduced from {running} to {fits}: the states of more "
+            f"max_num_seqs reduced from {max_num_seqs} to {max_requests}: the states of more "
             "requests do not fit",
         )
-    running = min(fits, running)
-    useful = running * (STATES_HELD + USUAL_LEN // config.cache.block_size) + 1
-    num_states = affordable if fill or kv_cache_bytes is not None else min(affordable, useful)
+    max_num_seqs = min(max_requests, max_num_seqs)
+    num_useful = max_num_seqs * (STATES_HELD + TYPICAL_LEN // config.cache.block_size) + 1
+    num_states = max_states if fill or kv_cache_bytes is not None else min(max_states, num_useful)
     num_stored = int(config.cache.state_share * config.cache.host_store_bytes) // state_bytes
     cache = replace(
         config.cache,
@@ -356,7 +359,7 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
         ),
         host_store_bytes=config.cache.host_store_bytes - num_stored * state_bytes,
     )
-    scheduler = replace(config.scheduler, max_num_seqs=running)
+    scheduler = replace(config.scheduler, max_num_seqs=max_num_seqs)
     return StateRoom(
         num_states=num_states,
         num_stored=num_stored,

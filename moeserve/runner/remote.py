@@ -24,7 +24,7 @@ from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import Traced
 from moeserve.runner import commands
 
-END_S = 2.0  # time for workers to end by themselves
+END_TIMEOUT_S = 2.0  # for workers to end by themselves
 SOCKET = "workers.sock"
 
 
@@ -35,7 +35,7 @@ class RemoteWorker:
         self.tp_rank = tp_rank
         self.stream: BlockingStream[commands.Report] = BlockingStream(sock, commands.Report)
         self.prepared = 0  # its progress with the pending placement
-        self.answers: dict[int, Future[commands.CommandDone]] = {}  # by `WorkerCommand.seq`
+        self.pending: dict[int, Future[commands.CommandDone]] = {}  # by `WorkerCommand.seq`
         self.failed: commands.Failed | None = None
         self.reader: threading.Thread
 
@@ -96,12 +96,12 @@ class Team:
         """Wait until all workers are connected. Raises EngineDied, or the ConfigError of a
         worker.
         """
-        either: list[Future[Any]] = [self._connected, self.dead]
-        ended = wait(either, commands.CONNECT_S, FIRST_COMPLETED).done
+        outcomes: list[Future[Any]] = [self._connected, self.dead]
+        ended = wait(outcomes, commands.CONNECT_TIMEOUT_S, FIRST_COMPLETED).done
         self._raise_if_dead()
         if not ended:
             raise EngineDied(
-                f"tensor-parallel workers did not start within {commands.CONNECT_S:g} s"
+                f"tensor-parallel workers did not start within {commands.CONNECT_TIMEOUT_S:g} s"
             )
 
     def send(self, what: msgspec.Struct) -> list[Future[commands.CommandDone]]:
@@ -118,7 +118,7 @@ class Team:
                 if self.dead.done():
                     future.set_exception(self.dead.result())
                     continue
-                worker.answers[command.seq] = future
+                worker.pending[command.seq] = future
                 worker.stream.send(command)
         return futures
 
@@ -156,7 +156,7 @@ class Team:
                 case commands.CommandDone():
                     if msg.prepared is not None:
                         worker.prepared = msg.prepared
-                    if (future := worker.answers.pop(msg.seq, None)) is not None:
+                    if (future := worker.pending.pop(msg.seq, None)) is not None:
                         with suppress(InvalidStateError):  # nobody waits any more
                             future.set_result(msg)
                 case commands.Prepared(prepared=prepared):
@@ -168,7 +168,7 @@ class Team:
         if not self._closing:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(
-                    self._loop.call_later, END_S, self._kill_silent, worker.tp_rank
+                    self._loop.call_later, END_TIMEOUT_S, self._kill_if_alive, worker.tp_rank
                 )
 
     # In the thread that watches.
@@ -191,7 +191,7 @@ class Team:
                 self._accept(listener), name="accept tp workers", on_error=self._task_failed
             )
             for birth in self._births:
-                child = self._children[birth.tp_rank] = self._start(
+                child = self._children[birth.tp_rank] = self._start_child(
                     f"tp worker {birth.tp_rank}", birth
                 )
                 self.pids[birth.tp_rank] = child.pid
@@ -209,7 +209,7 @@ class Team:
         if accepting is not None:
             accepting.cancel()
         if deaths:
-            await asyncio.wait(deaths, timeout=END_S)
+            await asyncio.wait(deaths, timeout=END_TIMEOUT_S)
         for child in self._children.values():
             if child.alive:
                 child.kill("did not end with its engine")
@@ -234,7 +234,7 @@ class Team:
             worker.reader.start()
         self._connected.set_result(None)
 
-    def _start(self, name: str, birth: commands.WorkerBirth) -> Child:
+    def _start_child(self, name: str, birth: commands.WorkerBirth) -> Child:
         document = msgspec.json.encode(birth)
         if self._forked:
             return Child.take(name, self._forked[birth.tp_rank - 1], document)
@@ -248,7 +248,7 @@ class Team:
     def _cause(self, tp_rank: int, death: Death) -> Exception:
         worker = next((worker for worker in self._workers if worker.tp_rank == tp_rank), None)
         if worker is not None:
-            worker.reader.join(END_S)  # so that its last message has been read
+            worker.reader.join(END_TIMEOUT_S)  # so that its last message has been read
             if worker.failed is not None and worker.failed.exit_code != 1:
                 error = ConfigError(worker.failed.cause)
                 error.exit_code = worker.failed.exit_code
@@ -262,14 +262,14 @@ class Team:
             if self.dead.done():
                 return
             self.dead.set_result(cause)
-            waiting = [future for worker in self._workers for future in worker.answers.values()]
+            pending = [future for worker in self._workers for future in worker.pending.values()]
             for worker in self._workers:
-                worker.answers.clear()
-        for future in waiting:
+                worker.pending.clear()
+        for future in pending:
             with suppress(InvalidStateError):
                 future.set_exception(cause)
 
-    def _kill_silent(self, tp_rank: int) -> None:
+    def _kill_if_alive(self, tp_rank: int) -> None:
         child = self._children[tp_rank]
         if child.alive:
             child.kill("closed the connection to its engine")
@@ -277,12 +277,12 @@ class Team:
 
 def all_done(futures: Sequence[Future[commands.CommandDone]]) -> list[commands.CommandDone]:
     """Wait for all results. Raises PeerLost if a command failed because of another rank."""
-    return checked([future.result() for future in futures])
+    return raise_if_lost([future.result() for future in futures])
 
 
-def checked(done: Sequence[commands.CommandDone]) -> list[commands.CommandDone]:
-    """Return the results, or raise the first PeerLost among them."""
-    for answer in done:
-        if answer.lost:
-            raise PeerLost(answer.lost, answer.missing)
+def raise_if_lost(done: Sequence[commands.CommandDone]) -> list[commands.CommandDone]:
+    """Raise the first PeerLost among the results. Return them otherwise."""
+    for result in done:
+        if result.lost:
+            raise PeerLost(result.lost, result.missing)
     return list(done)

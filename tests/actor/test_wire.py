@@ -164,7 +164,7 @@ def test_last_words_reach_a_peer_that_is_busy_when_they_come(
 def test_a_peer_that_does_not_read_means_overloaded_and_not_memory(
     run: Run, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_wire, "MAX_WAITING", 50)
+    monkeypatch.setattr(zmq_wire, "MAX_QUEUED_FRAMES", 50)
 
     async def main() -> None:
         async with ends(address, limit=50) as e:

@@ -156,7 +156,7 @@ async def test_without_a_fork_server_engines_start_alone(
     fleet: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 1000.0)
-    monkeypatch.setattr(forking, "FORK_S", 0.2)
+    monkeypatch.setattr(forking, "FORK_TIMEOUT_S", 0.2)
     async with fleet(2, fork_server="on") as front:
         (server,) = servers()
         # it answers nobody: the first engine waits for it, the second one need not
