@@ -42,12 +42,12 @@ def experts_of(config: Fields) -> MoE:
     )
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _v3(config: Fields) -> family.SpecFields:
     blocks = family.first_dense(config, experts_of(config), family.dense(config))
     return family.with_mtp(config, family.layers(config, family.latent_attention(config), blocks))
 
 
-def _listed(config: Fields) -> list[Dense | MoE]:
+def _listed_blocks(config: Fields) -> list[Dense | MoE]:
     """Return the block of each layer, for configs that may have `mlp_layer_types`."""
     experts = family.moe(
         config, router=family.deepseek_router(config), shared=family.shared_experts(config)
@@ -55,14 +55,14 @@ def _listed(config: Fields) -> list[Dense | MoE]:
     return family.listed_moe(config, experts, family.dense(config))
 
 
-def _lite(config: Fields) -> family.SpecFields:
+def _glm4_moe_lite(config: Fields) -> family.SpecFields:
     return family.with_mtp(
-        config, family.layers(config, family.latent_attention(config), _listed(config))
+        config, family.layers(config, family.latent_attention(config), _listed_blocks(config))
     )
 
 
 def _axk1(config: Fields) -> family.SpecFields:
-    layers = family.layers(config, family.latent_attention(config), _listed(config))
+    layers = family.layers(config, family.latent_attention(config), _listed_blocks(config))
     return {
         "layers": tuple(
             replace(layer, mlp_post_norm=isinstance(layer.feed_forward, MoE)) for layer in layers
@@ -95,10 +95,10 @@ V2 = family.Family(
         "topk_method": "greedy",
     },
 )
-FAMILY = family.Family(
+FAMILY = family.Family(  # V3
     architecture="DeepseekV3ForCausalLM",
     model_type=("deepseek_v3", "kimi_k2"),
-    fields=_fields,
+    fields=_v3,
     defaults=family.sizes(
         vocab=129280,
         hidden=7168,
@@ -131,7 +131,7 @@ KIMI_K25 = FAMILY.inside(
 GLM4_MOE_LITE = family.Family(
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
-    fields=_lite,
+    fields=_glm4_moe_lite,
     defaults=family.sizes(
         vocab=154880,
         hidden=2048,

@@ -103,7 +103,7 @@ def an_event_of_a_synchronous_call(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_ll", "a send wipes the counters")
 def no_hook(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ll._Received, "arrive", lambda self: None)
+    patch.setattr(ll._Operation, "arrive", lambda self: None)
 
 
 @mutation("deepep_ll", "a hook is called once")
@@ -111,7 +111,7 @@ def a_hook_for_every_arrive(patch: pytest.MonkeyPatch) -> None:
     def arrive(self: Any) -> None:
         self.hook()
 
-    patch.setattr(ll._Received, "arrive", arrive)
+    patch.setattr(ll._Operation, "arrive", arrive)
 
 
 @mutation("deepep_ll", "no kernels for rows of 24")

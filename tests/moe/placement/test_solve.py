@@ -149,9 +149,9 @@ def test_skewed_loads_become_even(s: float, redundant: int) -> None:
 
 
 def test_replicas_go_where_the_load_per_replica_is_highest() -> None:
-    counts = replica_counts(np.array([[6.0, 3.0, 1.0], [1.0, 1.0, 1.0]]), 5, most=9)
+    counts = replica_counts(np.array([[6.0, 3.0, 1.0], [1.0, 1.0, 1.0]]), 5, max_replicas=9)
     assert counts.tolist() == [[3, 1, 1], [2, 2, 1]]
-    assert replica_counts(np.array([[9.0, 0.0]]), 8, most=3).tolist() == [
+    assert replica_counts(np.array([[9.0, 0.0]]), 8, max_replicas=3).tolist() == [
         [4, 4]
     ]  # none beyond, before all have 3
 

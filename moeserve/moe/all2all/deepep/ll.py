@@ -11,18 +11,19 @@ and C of micro-batch 0 and B of micro-batch 1 are in this order:
    launches the receiving kernel.
 2. The other micro-batch computes. The receiving kernel is not launched yet, because it would occupy
    the stream until all rows have arrived.
-3. The other micro-batch calls `arrive` before its own send, which calls the hook. Without another
-   micro-batch, `wait` does.
+3. Before its own send, the other micro-batch calls `arrive`, which calls the hook. Without another
+   micro-batch, `wait` calls it.
 
 deep_ep alternates between two buffers, and each send clears the counters of the previous operation.
 So the previous operation must be received before the next send. The order of the micro-batches
 ensures that; `_receive_last` does in all other cases. Every step has an even number of operations,
 so a CUDA graph always starts with the buffer with which it was recorded.
 
-The rows of one sender reach an expert in any order.
+The rows of one sender reach an expert in any order, so this adapter is not `exact` (`All2AllCaps`).
 
 T: tokens of this rank. K: experts per token. D: model width. W: width of a sent row, padded.
-e: local experts. C: capacity of an expert: the most tokens of a dispatch times the number of ranks.
+e: local experts. C: capacity of an expert: the limit of tokens per dispatch times the number of
+ranks.
 """
 
 from collections.abc import Callable
@@ -40,10 +41,10 @@ from moeserve.moe.pending import Pending
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # supported by the kernels
 MAX_TOKENS = 128  # per dispatch; every expert has slots for that many tokens of each rank
-TOKEN_ALIGNMENT = 4  # the most tokens of a dispatch must be a multiple
+TOKEN_ALIGNMENT = 4  # the limit of tokens per dispatch must be a multiple of this
 IN_FLIGHT = 2  # dispatches that may wait for their combine: one for each of deep_ep's buffers
 
 
@@ -63,7 +64,7 @@ class DeepEPLowLatency(DeepEP):
     def __init__(self, lib: Any, facts: BackendFacts) -> None:
         super().__init__(lib, facts)
         self._in_flight = 0
-        self._last: _Received[Any] | None = None
+        self._last: _Operation[Any] | None = None
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
         return caps_with(
@@ -73,25 +74,25 @@ class DeepEPLowLatency(DeepEP):
             pad_hidden=lambda width: next((wide for wide in WIDTHS if wide >= width), None),
             world_sizes=lambda size: size in range(2, 8) or (size > 0 and size % 8 == 0),
             max_in_flight=IN_FLIGHT,
-            not_recorded=None,
+            not_recorded=None,  # a CUDA graph can record it
         )
 
     def open(self, group: Any) -> Any:
         self._in_flight = 0
         self._last = None
-        lib = self.lib.Buffer
-        size = lib.get_low_latency_rdma_size_hint(
+        buffer_class = self.lib.Buffer
+        num_bytes = buffer_class.get_low_latency_rdma_size_hint(
             self.max_tokens, self.width, group.size(), self.num_experts
         )
-        return lib(
+        return buffer_class(
             group,
-            num_rdma_bytes=size,
+            num_rdma_bytes=num_bytes,
             low_latency_mode=True,
             num_qps_per_rank=self.num_local,
             explicitly_destroy=True,
         )
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> "_Received[Ticket]":
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> "_Operation[Ticket]":
         buffer = self.buffer
         ids_TK = self.ids_of(routing)
         tokens, width = x_TD.shape
@@ -113,7 +114,7 @@ class DeepEPLowLatency(DeepEP):
         most_tokens = min(ubatch.most_tokens or self.max_tokens, self.max_tokens)
         top_k = ids_TK.shape[1]
 
-        def unpacked() -> Ticket:
+        def make_ticket() -> Ticket:
             rows_eCD, scales = cut(rows, width)
             num_local, capacity = rows_eCD.shape[:2]
             inbound = Inbound(
@@ -121,19 +122,21 @@ class DeepEPLowLatency(DeepEP):
                 rows_eCD,
                 counts_e=counts_e,
                 ends_e=counts_e,
+                # An even load: every rank sends, and so receives, most_tokens * top_k rows.
                 expected=most_tokens * top_k,
+                # A token has at most min(top_k, num_local) of these experts.
                 most=capacity * min(top_k, num_local),
                 scales=scales,
             )
             return Ticket(inbound, routing, private=(buffer, handle, ids_TK))
 
-        pending = _Received(self, buffer, hook, timer, finish=unpacked)
+        pending = _Operation(self, buffer, hook, timer, finish=make_ticket)
         self._last = pending
         return pending
 
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
-    ) -> "_Received[Tensor]":
+    ) -> "_Operation[Tensor]":
         ticket.use()
         buffer, handle, ids_TK = ticket.private
         timer = self.comm.watch()
@@ -150,12 +153,12 @@ class DeepEPLowLatency(DeepEP):
             )
         self._in_flight -= 1
 
-        def narrowed() -> Tensor:
+        def cut_padding() -> Tensor:
             if home_TW.data_ptr() == out_TD.data_ptr():  # the kernel wrote to out_TD
                 return out_TD
             return out_TD.copy_(home_TW[:, : out_TD.shape[1]])
 
-        pending = _Received(self, buffer, hook, timer, finish=narrowed)
+        pending = _Operation(self, buffer, hook, timer, finish=cut_padding)
         self._last = pending
         return pending
 
@@ -166,14 +169,14 @@ class DeepEPLowLatency(DeepEP):
 
 
 @dataclass(slots=True)
-class _Received(Pending[T]):
-    """An operation whose receiving kernel is launched once, by the first `arrive` or `wait`."""
+class _Operation(Pending[Result]):
+    """A sent operation. Its receiving kernel is launched once, by the first `arrive` or `wait`."""
 
     owner: DeepEPLowLatency
     buffer: Any
     hook: Callable[[], None] | None  # launches the receiving kernel; None: it was launched
     timer: AbstractContextManager[None]  # measures from the send to the end of the `with` block
-    finish: Callable[[], T]
+    finish: Callable[[], Result]
     arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
@@ -183,6 +186,6 @@ class _Received(Pending[T]):
             with self.owner.calling(self.buffer), self.timer:
                 hook()
 
-    def wait(self) -> T:
+    def wait(self) -> Result:
         self.arrive()
         return self.finish()
