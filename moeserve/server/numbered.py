@@ -13,10 +13,10 @@ class Numbered(StreamWriter):
 
     def __init__(self, writer: StreamWriter, key: str, num_choices: int) -> None:
         self._writer = writer
-        self._head = b"id: %b:" % key.encode()
-        self._tokens = [0] * num_choices  # written so far, of each choice
-        self._ended = [False] * num_choices
-        self._skip = 0  # events of the closing that the client already has
+        self._id_prefix = b"id: %b:" % key.encode()
+        self._num_tokens = [0] * num_choices  # written so far, by choice
+        self._has_ended = [False] * num_choices  # by choice
+        self._num_skipped_events = 0  # of the closing, because the client has them
 
     def opening(self) -> bytes:
         return self._with_ids(self._writer.opening(), during=self._position(), after=None)
@@ -24,24 +24,24 @@ class Numbered(StreamWriter):
     def frames(self, prompt: int, delta: Delta) -> bytes:
         frames = self._writer.frames(prompt, delta)
         i = delta.index
-        ends = delta.finish_reason is not None
+        ends_choice = delta.finish_reason is not None
         during = b""
         if frames.count(b"\n\n") > 1:
-            end = b"e" if ends else b""
-            during = self._position() + b"+%d.%d%b" % (i, len(delta.token_ids), end)
-        self._tokens[i] += len(delta.token_ids)
-        self._ended[i] |= ends
+            end_mark = b"e" if ends_choice else b""
+            during = self._position() + b"+%d.%d%b" % (i, len(delta.token_ids), end_mark)
+        self._num_tokens[i] += len(delta.token_ids)
+        self._has_ended[i] |= ends_choice
         return self._with_ids(frames, during=during, after=self._position())
 
     def closing(self) -> bytes:
         frames = self._with_ids(self._writer.closing(), during=self._position(), after=None)
-        return b"".join(_events(frames)[self._skip :])
+        return b"".join(_events(frames)[self._num_skipped_events :])
 
     def failure(self, error: RequestError, request_id: str) -> bytes:
         return self._writer.failure(error, request_id)
 
     def _position(self) -> bytes:
-        pairs = zip(self._tokens, self._ended, strict=True)
+        pairs = zip(self._num_tokens, self._has_ended, strict=True)
         return b".".join([b"%de" % count if ended else b"%d" % count for count, ended in pairs])
 
     def _with_ids(self, frames: bytes, *, during: bytes, after: bytes | None) -> bytes:
@@ -50,13 +50,13 @@ class Numbered(StreamWriter):
         during: the position of all events but the last. after: the position of the last event; None
         if it is `during`, too.
         """
-        out = b""
+        frames_out = b""
         events = _events(frames)
         for number, event in enumerate(events, 1):
             is_last = number == len(events)
             id = after if is_last and after is not None else b"%b~%d" % (during, number)
-            out += self._head + id + b"\n" + event
-        return out
+            frames_out += self._id_prefix + id + b"\n" + event
+        return frames_out
 
     async def resume(
         self, deltas: AsyncIterator[tuple[int, Delta]], position: StreamPosition
@@ -67,35 +67,38 @@ class Numbered(StreamWriter):
         Raises InvalidRequest if the answer ends before the position.
         """
         opening = _events(self.opening())
-        out = b"".join(opening[position.events :]) if position.is_start else b""
+        out = b"".join(opening[position.num_events :]) if position.is_start else b""
         part = Delta(position.choice)  # the delta that contains the position
         rest = dict[int, Delta]()  # the known answer after the position, by choice
         while (
-            self._tokens != position.tokens
-            or self._ended != position.ended
-            or len(part.token_ids) < position.more
-            or (position.ends and part.finish_reason is None)
+            self._num_tokens != position.num_tokens
+            or self._has_ended != position.has_ended
+            or len(part.token_ids) < position.num_part_tokens
+            or (position.part_ends_choice and part.finish_reason is None)
         ):
-            if (found := await anext(deltas, None)) is None:
+            if (item := await anext(deltas, None)) is None:
                 raise no_such_event()
-            _, delta = found
+            _, delta = item
             i = delta.index
-            ends = delta.finish_reason is not None
-            num = len(delta.token_ids)
-            if self._tokens[i] + num <= position.tokens[i] and ends <= position.ended[i]:
+            ends_choice = delta.finish_reason is not None
+            num_new = len(delta.token_ids)
+            if (
+                self._num_tokens[i] + num_new <= position.num_tokens[i]
+                and ends_choice <= position.has_ended[i]
+            ):
                 self.frames(0, delta)
             elif (
                 i == position.choice
-                and len(part.token_ids) + num <= position.more
-                and ends <= position.ends
+                and len(part.token_ids) + num_new <= position.num_part_tokens
+                and ends_choice <= position.part_ends_choice
             ):
                 part.append(delta)
             else:
                 rest.setdefault(i, Delta(i)).append(delta)
         if position.choice >= 0:
-            out += b"".join(_events(self.frames(0, part))[position.events :])
-        elif all(self._ended):
-            self._skip = position.events
+            out += b"".join(_events(self.frames(0, part))[position.num_events :])
+        elif all(self._has_ended):
+            self._num_skipped_events = position.num_events
         return out + b"".join([self.frames(0, delta) for delta in rest.values()])
 
 

@@ -32,23 +32,23 @@ _ID = re.compile(
 class StreamPosition:
     """A position in an answer, which may be inside a delta."""
 
-    tokens: list[int]  # number of tokens of each choice
-    ended: list[bool]  # whether each choice has ended
-    events: int = 0  # events of the delta, opening or closing that the client has
+    num_tokens: list[int]  # of each choice
+    has_ended: list[bool]  # whether each choice has ended
+    num_events: int = 0  # of the delta, opening or closing that the client has
     choice: int = -1  # choice of the delta; -1: the position is between deltas
-    more: int = 0  # number of tokens of the delta
-    ends: bool = False  # whether the delta ends the choice
+    num_part_tokens: int = 0  # of the delta, up to the position
+    part_ends_choice: bool = False  # whether the delta ends the choice
 
     @property
     def is_start(self) -> bool:
         """Whether the position is before the first delta."""
-        return self.choice < 0 and not any(self.tokens) and not any(self.ended)
+        return self.choice < 0 and not any(self.num_tokens) and not any(self.has_ended)
 
     def cuts(self) -> dict[int, set[int]]:
         """Return the token counts of each choice at which a delta must end."""
-        cuts = {index: {num} for index, num in enumerate(self.tokens)}
+        cuts = {index: {count} for index, count in enumerate(self.num_tokens)}
         if self.choice >= 0:
-            cuts[self.choice].add(self.tokens[self.choice] + self.more)
+            cuts[self.choice].add(self.num_tokens[self.choice] + self.num_part_tokens)
         return cuts
 
 
@@ -94,7 +94,7 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
     entry = recorded.entry
     position = _position(match)
     num_choices = len(entry.rids)
-    if len(position.tokens) != num_choices or position.choice >= num_choices:
+    if len(position.num_tokens) != num_choices or position.choice >= num_choices:
         raise no_such_event()
     if entry.digest != _digest(path, body):
         raise InvalidRequest(
@@ -103,20 +103,26 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
             param=RESUME_HEADER,
         )
     call.id = entry.request_id
-    return StreamKey(entry.id, entry.created, entry.digest, recorded, position)
+    return StreamKey(
+        id=entry.id,
+        created=entry.created,
+        digest=entry.digest,
+        recorded=recorded,
+        position=position,
+    )
 
 
 def _position(id: re.Match[str]) -> StreamPosition:
     counts = id[2].split(".")
     position = StreamPosition(
-        tokens=[int(count.rstrip("e")) for count in counts],
-        ended=[count[-1] == "e" for count in counts],
-        events=int(id[6] or 0),
+        num_tokens=[int(count.rstrip("e")) for count in counts],
+        has_ended=[count[-1] == "e" for count in counts],
+        num_events=int(id[6] or 0),
     )
     if id[3] is not None:
         position.choice = int(id[3])
-        position.more = int(id[4])
-        position.ends = bool(id[5])
+        position.num_part_tokens = int(id[4])
+        position.part_ends_choice = bool(id[5])
     return position
 
 

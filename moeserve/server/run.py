@@ -57,8 +57,8 @@ from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 1024
-FLUSH_S = 5.0  # time for the last events to reach the clients
+CONNECTION_BACKLOG = 1024
+FLUSH_TIMEOUT_S = 5.0  # time for the last events to reach the clients
 JOURNAL_PAUSE_S = 1.0  # pause before following a failed journal again
 
 T = TypeVar("T")
@@ -81,10 +81,10 @@ def serve(config: Config) -> int:
         from moeserve.server.standby import keep_front_ends
 
         return keep_front_ends(config, sockets)
-    context = _context(config)
+    context = _make_context(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        open_it = partial(open_front_end, config, child=True, bounded=True)
-        return runner.run(run(context, sockets[0], open_it, *sockets[1:]))
+        open_front = partial(open_front_end, config, child=True, bounded=True)
+        return runner.run(run(context, sockets[0], open_front, *sockets[1:]))
 
 
 def serve_in_turn(
@@ -92,11 +92,11 @@ def serve_in_turn(
 ) -> int:
     """Prepare a front end under --standby, and serve when its turn comes. Return the exit code."""
     raise_file_limit()
-    context = _context(config)
+    context = _make_context(config)
 
     async def wait_and_run() -> int:
         is_ours = asyncio.Event()
-        following = spawn(_follow(root, is_ours), name="journal", on_error=log_error)
+        following = spawn(_previous_streams(root, is_ours), name="journal", on_error=log_error)
         prepared = await prepare(config, root)
         document = await asyncio.to_thread(turn.get)
         snapshot = msgspec.json.decode(document, type=FleetSnapshot | None)
@@ -104,7 +104,7 @@ def serve_in_turn(
         is_ours.set()
         streams = await following
         # The files may have changed since this process started: a revoked key must not be valid.
-        await _reloads(context).check(force=True)
+        await _make_reloads(context).check(force=True)
         assert isinstance(prepared.link, Fleet)
         prepared.link.continue_from(snapshot)
         opened = open_front_end(config, child=True, prepared=prepared)
@@ -116,7 +116,7 @@ def serve_in_turn(
         return runner.run(wait_and_run())
 
 
-async def _follow(root: Root, is_ours: asyncio.Event) -> list[StreamLog]:
+async def _previous_streams(root: Root, is_ours: asyncio.Event) -> list[StreamLog]:
     """Return the streams of the previous front end. A bug in this only loses streams."""
     while not is_ours.is_set():
         try:
@@ -127,7 +127,7 @@ async def _follow(root: Root, is_ours: asyncio.Event) -> list[StreamLog]:
     return []
 
 
-def _context(config: Config) -> Context:
+def _make_context(config: Config) -> Context:
     """Return the state that all HTTP handlers share. Raise ConfigError."""
     context = Context(config.server, Auth(config.server), tls=tls_of(config.server))
     if config.server.access_log is not None:
@@ -140,7 +140,7 @@ def _context(config: Config) -> Context:
     return context
 
 
-def _reloads(context: Context) -> Reloads:
+def _make_reloads(context: Context) -> Reloads:
     """Return the files to reload while the server runs."""
     reloads = Reloads()
     auth = context.auth
@@ -170,7 +170,9 @@ def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
         )[0]
     dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        sock = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+        sock = socket.create_server(
+            address, family=family, backlog=CONNECTION_BACKLOG, dualstack_ipv6=dual
+        )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             what = f"port {port} of {host} is in use; choose another one with --port, 0 for any"
@@ -195,14 +197,14 @@ async def listening(
             stack.push_async_callback(asyncio.to_thread, observer.close)
         app = App(context, ROUTES + PAGES if context.config.ui else ROUTES)
         server = HttpServer(app, keepalive_s)
-        context.batches = await _batches(app, server)
+        context.batches = await _open_batches(app, server)
         if context.batches is not None:  # closed after the last request
             stack.push_async_callback(context.batches.close)
         await stack.enter_async_context(_accepting(sock, context, server))
         if metrics_sock is not None:
             metrics_server = HttpServer(App(context, METRICS_ROUTES), keepalive_s)
             await stack.enter_async_context(_accepting(metrics_sock, context, metrics_server))
-        await stack.enter_async_context(_reloads(context).watching())
+        await stack.enter_async_context(_make_reloads(context).watching())
         watch = StreamWatch(context.streams, context.config.sse_ping_s)
         timers = [
             spawn(watch.run(), name="streams", on_error=log_error),
@@ -226,7 +228,7 @@ async def _accepting(
             "ssl_shutdown_timeout": GOODBYE_S,
         }
     acceptor = await asyncio.get_running_loop().create_server(
-        server, sock=sock, backlog=BACKLOG, **tls
+        server, sock=sock, backlog=CONNECTION_BACKLOG, **tls
     )
     heads = spawn(server.watch_heads(), name="slow heads", on_error=log_error)
     try:
@@ -238,7 +240,7 @@ async def _accepting(
         await cancel(heads)
 
 
-async def _batches(app: App, server: HttpServer) -> Batches | None:
+async def _open_batches(app: App, server: HttpServer) -> Batches | None:
     """Return the batches, including those of an earlier run. None if `files_dir` is not set."""
     config = app.context.config
     if config.files_dir is None:
@@ -259,14 +261,14 @@ async def _batches(app: App, server: HttpServer) -> Batches | None:
 async def run(
     context: Context,
     sock: socket.socket,
-    open_it: OpenFrontEnd,
+    open_front: OpenFrontEnd,
     metrics_sock: socket.socket | None = None,
 ) -> int:
     """Run the server on one loop, from listening to the last answer. Return the exit code."""
     stop = _stop_signals()
     async with listening(sock, context, metrics_sock):
-        log.info("listening on %s", _hello(context, sock))
-        async with open_it() as front:
+        log.info("listening on %s", _listening_text(context, sock))
+        async with open_front() as front:
             context.front = front
             await _serve(context, front, sock, stop)
     return 0
@@ -277,15 +279,15 @@ async def _serve(
 ) -> None:
     if front.tokenizer is not None:
         await asyncio.to_thread(front.tokenizer.warm_up)  # the engine takes longer to load
-    ready: Ready | None = await _unless(stop, front.wait_ready())
+    ready: Ready | None = await _unless_stopped(stop, front.wait_ready())
     if ready is not None:
         context.started = True
-        seconds = time.monotonic() - context.began_at_s
+        startup_s = time.monotonic() - context.began_at_s
         if context.config.log_format == "json":
-            log.info("ready in %.1f s", seconds)
+            log.info("ready in %.1f s", startup_s)
         else:
-            print_lines(_ready_lines(context, front, ready, sock, seconds))
-        cause = await _unless(stop, front.died())
+            print_lines(_ready_lines(context, front, ready, sock, startup_s))
+        cause = await _unless_stopped(stop, front.died())
         if cause is not None:
             raise cause
     context.draining = True
@@ -297,8 +299,8 @@ async def _serve(
         context.config.shutdown_timeout,
     )
     await front.drain(context.config.shutdown_timeout)
-    deadline = time.monotonic() + FLUSH_S
-    while (context.running or context.streams) and time.monotonic() < deadline:  # noqa: ASYNC110
+    deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
+    while (context.running or context.streams) and time.monotonic() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
@@ -309,10 +311,10 @@ def print_lines(lines: list[str]) -> None:
         sys.stdout.flush()
     except (OSError, ValueError) as error:
         log.warning("the address and the model could not be printed: %s", error)
-        _discard(sys.stdout)
+        _discard_buffer(sys.stdout)
 
 
-def _discard(stream: TextIO) -> None:
+def _discard_buffer(stream: TextIO) -> None:
     """Drop the buffered bytes of a broken stream, which Python would write again at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -320,7 +322,7 @@ def _discard(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`, or None if `stop` is set first."""
     task = asyncio.create_task(work)
     stopped = asyncio.create_task(stop.wait())
@@ -357,7 +359,7 @@ def _base_url(sock: socket.socket, context: Context) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _hello(context: Context, sock: socket.socket) -> str:
+def _listening_text(context: Context, sock: socket.socket) -> str:
     """Return the text of the first log line, while the model is still loading."""
     warning = ""
     if not context.auth.required and not is_loopback(context.config.host):
@@ -366,22 +368,22 @@ def _hello(context: Context, sock: socket.socket) -> str:
 
 
 def _ready_lines(
-    context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float
+    context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, startup_s: float
 ) -> list[str]:
-    """Return the lines that are printed when the model is ready. seconds: the time of the start."""
+    """Return the lines that are printed when the model is ready."""
     url = _base_url(sock, context)
     model = front.model_name
     tokens = (ready.num_blocks - 1) * ready.block_size
     keys = "required" if context.auth.required else "none needed"
     lines = [
         "",
-        f"moeserve {__version__} is ready in {seconds:.1f} s: {url}",
-        f"  model    {model}: {ready.architecture}, {_count(ready.num_params)} parameters, "
-        f"{_count(ready.num_active_params)} active, {ready.dtype} on {ready.device}, "
-        f"{_size(ready.weight_bytes)}",
+        f"moeserve {__version__} is ready in {startup_s:.1f} s: {url}",
+        f"  model    {model}: {ready.architecture}, {_format_count(ready.num_params)} parameters, "
+        f"{_format_count(ready.num_active_params)} active, {ready.dtype} on {ready.device}, "
+        f"{_format_bytes(ready.weight_bytes)}",
         f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; "
         f"{ready.max_num_seqs} sequences at once",
-        *_ranks(front),
+        *_rank_lines(front),
         f"  keys     {keys}; routes: {url}/openapi.json",
     ]
     if context.config.ui:
@@ -389,11 +391,11 @@ def _ready_lines(
     lines += [f"  note     {note}" for note in ready.notes]
     lines.append("")
     if front.chat_template is not None:
-        lines += [*_how_to_talk(url, model, keyed=context.auth.required), ""]
+        lines += [*_example_lines(url, model, keyed=context.auth.required), ""]
     return lines
 
 
-def _ranks(front: FrontEnd) -> list[str]:
+def _rank_lines(front: FrontEnd) -> list[str]:
     if front.fleet is None:
         return []
     view = front.fleet.view
@@ -407,7 +409,7 @@ def _ranks(front: FrontEnd) -> list[str]:
     return [f"  ranks    {engines}; engine processes {pids}"]
 
 
-def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:
+def _example_lines(url: str, model: str, *, keyed: bool) -> list[str]:
     """Return a shell command and a Python program that send a first request."""
     key = " -H 'Authorization: Bearer KEY'" if keyed else ""
     argument = ', api_key="KEY"' if keyed else ""
@@ -424,12 +426,12 @@ def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:
     ]
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return str(number)
 
 
-def _size(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
