@@ -360,7 +360,7 @@ class OneWorker:
     def __init__(self) -> None:
         self.answer = CommandDone(1)
 
-    def ask(self, what: Any) -> list[Future[CommandDone]]:
+    def send(self, what: Any) -> list[Future[CommandDone]]:
         future: Future[CommandDone] = Future()
         future.set_result(self.answer)
         return [future]
@@ -408,7 +408,7 @@ class Again:
         self.runner = runner
         self.rng = random.Random(0)
 
-    def ask(self, what: Run) -> list[Future[CommandDone]]:
+    def send(self, what: Run) -> list[Future[CommandDone]]:
         plan = decode_plan(what.plan)
         if self.rng.random() < 0.3:
             self.runner.execute(plan)

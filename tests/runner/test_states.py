@@ -93,7 +93,9 @@ def test_bytes_that_were_asked_for_are_shared_too() -> None:
 def test_blocks_are_whole_tiles_and_some_layer_has_entries_per_token() -> None:
     check_block_size(config(block_size=8), recurrent(False))
     check_block_size(config(block_size=32), recurrent(True, False))
-    with pytest.raises(ConfigError, match="block_size=8 must be a multiple of 16.* layers of Fake"):
+    with pytest.raises(
+        ConfigError, match=r"block_size=8 must be a multiple of 16.* layers of Fake"
+    ):
         check_block_size(config(block_size=8), recurrent(True, False))
     with pytest.raises(ConfigError, match="all layers are recurrent"):
         check_block_size(config(), recurrent(True, True))
