@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BOOT_S = 1800.0  # timeout for new engines to load; a hanging one is noticed long before
-MOVE_S = 600.0  # timeout for a placement to be prepared and become active
-CHECK_S = 5.0  # between two checks of the experts' load
-LOOK_S = 1.0  # between two checks of machines whose engines load
-VERSIONS = 1 << 16  # placement versions reserved per front end, so that the next one's are higher
+BOOT_TIMEOUT_S = 1800.0  # for new engines to load; a hanging one is noticed long before
+MOVE_TIMEOUT_S = 600.0  # for a placement to be prepared and become active
+LOAD_CHECK_INTERVAL_S = 5.0  # between two checks of the experts' load
+BOOT_CHECK_INTERVAL_S = 1.0  # between two checks of machines whose engines load
+NUM_VERSIONS = 1 << 16  # placement versions reserved per front end; the next one's are higher
 
 T = TypeVar("T")
 
@@ -73,11 +73,12 @@ class Scaling:
         self._options = options
         self._run_dir: RunDir
         self._spec: ModelSpec
-        self._watching: asyncio.Task[None] | None = None
+        self._rebalancing: asyncio.Task[None] | None = None
         self._change: asyncio.Task[Any] | None = None  # the change in progress
-        # For each drained machine: the task that waits for its return, and its number of engines.
-        self._returning: dict[Host, asyncio.Task[None]] = {}
-        self._engines_before: dict[int, int] = {}
+        # For each drained machine: the task that waits for its return, and by the machine's number
+        # the number of engines that it had.
+        self._return_tasks: dict[Host, asyncio.Task[None]] = {}
+        self._num_engines_before: dict[int, int] = {}
 
     # ---- start and end
 
@@ -109,8 +110,8 @@ class Scaling:
             fleet.table.supervisor(rank).start(self._role_of(rank, ranks, table))
         self._add_groups([ranks] if fleet.together else [[rank] for rank in ranks], table)
         if fleet.experts is not None and parallel.rebalance == "auto":
-            watch = every(CHECK_S, self._rebalance_if_it_pays, name="rebalancing")
-            self._watching = spawn(watch, name="rebalancing", on_error=log_error)
+            checks = every(LOAD_CHECK_INTERVAL_S, self._rebalance_if_it_pays, name="rebalancing")
+            self._rebalancing = spawn(checks, name="rebalancing", on_error=log_error)
         for machine, num_engines in snapshot.drained.items():
             self._await_return(hosts[machine], num_engines)
 
@@ -124,18 +125,16 @@ class Scaling:
             # Engines that served another front end know its placement versions. Continue above.
             table = snapshot.placement
             first = experts.rebalancer.current if table is None else Placement.from_table(table)
-            experts.rebalancer.joined(replace(first, version=self._root.made_at * VERSIONS))
+            first_version = self._root.made_at * NUM_VERSIONS
+            experts.rebalancer.joined(replace(first, version=first_version))
         return experts
 
     def _add(self, rank: int, host: Host) -> None:
         """Add an engine to the table, but not yet to the members."""
         fleet = self._fleet
+        grouped = fleet.together or self._config.parallel.tp > 1
         state = EngineState(
-            rank=rank,
-            host=host.name,
-            machine=host.number,
-            grouped=fleet.together or self._config.parallel.tp > 1,
-            held=fleet.together or self._config.parallel.tp > 1,
+            rank=rank, host=host.name, machine=host.number, grouped=grouped, held=grouped
         )
         supervisor = EngineSupervisor(
             state.name,
@@ -184,7 +183,11 @@ class Scaling:
         if isinstance(root, RootHost):
             engines = {state.rank: state.machine for state in self._fleet.member_states}
             placement = self._fleet.groups[0].placement
-            root.send(FleetSnapshot(engines, self._engines_before, placement))
+            root.send(
+                FleetSnapshot(
+                    engines=engines, drained=self._num_engines_before, placement=placement
+                )
+            )
 
     async def close(self, cause: str) -> None:
         """Release groups and machines after the engines have ended.
@@ -199,7 +202,7 @@ class Scaling:
     @property
     def drained(self) -> Collection[Host]:
         """The drained machines."""
-        return self._returning.keys()
+        return self._return_tasks.keys()
 
     # ---- one change at a time
 
@@ -215,7 +218,7 @@ class Scaling:
             check_scale(self._config, self._spec, dp)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="dp") from error
-        return await self._exclusively(self._scale(dp))
+        return await self._run_change(self._scale(dp))
 
     async def drain(self, machine: int) -> int:
         """Take a machine out of service, even a lost one.
@@ -231,7 +234,7 @@ class Scaling:
             if machine == 0:
                 why = "it answers HTTP and keeps the requests"
             raise InvalidRequest(f"machine {machine} cannot be drained: {why}", param="machine")
-        return await self._exclusively(self._drain(hosts[machine]))
+        return await self._run_change(self._drain(hosts[machine]))
 
     async def rebalance(self) -> RebalanceDecision | None:
         """Move experts to fit the load so far, even if that is not worth its cost.
@@ -241,106 +244,119 @@ class Scaling:
         """
         if self._fleet.experts is None:
             raise Conflict("there are no experts to move: the model is dense, or --ep is off")
-        return await self._exclusively(self._rebalance(forced=True))
+        return await self._run_change(self._rebalance(forced=True))
 
     async def _rebalance_if_it_pays(self) -> None:
         fleet = self._fleet
         if self._change is not None or fleet.ready is None or not fleet.groups[0].complete:
             return
         try:
-            await self._exclusively(self._rebalance(forced=False))
+            await self._run_change(self._rebalance(forced=False))
         except Conflict as cause:
             log.info("experts were not moved: %s", cause)
 
     async def stop(self) -> None:
         """Cancel the change in progress, and the tasks that would begin another."""
-        await cancel(self._watching, *self._returning.values(), self._change)
+        await cancel(self._rebalancing, *self._return_tasks.values(), self._change)
 
-    async def _exclusively(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_change(self, change: Coroutine[Any, Any, T]) -> T:
         """Run a change if no other is in progress.
 
         The change is completed even if the caller is cancelled. Raises Conflict.
         """
-        if self._change is not None or self._fleet.ready is None:
-            work.close()
-            busy = self._change is not None
-            raise Conflict("another change is in progress" if busy else "the engines are not ready")
-        change = spawn(work, name="change of the fleet", on_error=_log_unexpected)
-        self._change = change
-        change.add_done_callback(self._done)
+        if self._change is not None:
+            change.close()
+            raise Conflict("another change is in progress")
+        if self._fleet.ready is None:
+            change.close()
+            raise Conflict("the engines are not ready")
+        task = spawn(change, name="change of the fleet", on_error=_log_unexpected)
+        self._change = task
+        task.add_done_callback(self._on_change_done)
         try:
-            return await asyncio.shield(change)
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if change.cancelled():
+            if task.cancelled():
                 raise Conflict("the server is stopping") from None
             raise
 
-    def _done(self, _change: asyncio.Task[Any]) -> None:
+    def _on_change_done(self, _task: asyncio.Task[Any]) -> None:
         self._change = None
 
     # ---- the number of engines
 
     async def _scale(self, dp: int) -> int:
         fleet = self._fleet
-        before = len(fleet.members)
-        if dp > before:
-            here = Counter(state.machine for state in fleet.member_states)
+        num_before = len(fleet.members)
+        if dp > num_before:
+            num_engines_on = Counter(state.machine for state in fleet.member_states)
             hosts = self.machines.hosts
-            engines_on = {host.number: here[host.number] for host in hosts if not host.is_missing}
-            await self._grow([hosts[number] for number in spread(dp - before, engines_on)])
-        elif dp < before:
+            num_engines_on_connected = {
+                host.number: num_engines_on[host.number] for host in hosts if not host.is_missing
+            }
+            machines = spread(dp - num_before, num_engines_on_connected)
+            await self._grow([hosts[machine] for machine in machines])
+        elif dp < num_before:
             lowest = sorted(fleet.members)[:dp]
-            stay = [rank for rank in fleet.members if rank in lowest]
-            await self._shrink(stay, f"the fleet was scaled down to {dp}")
-        return before
+            remaining = [rank for rank in fleet.members if rank in lowest]
+            await self._shrink(remaining, f"the fleet was scaled down to {dp}")
+        return num_before
 
-    def _rescaled(self, members: Sequence[int]) -> PlacementTable | None:
+    def _placement_for(self, members: Sequence[int]) -> PlacementTable | None:
         """Return the experts' placement for these members, None if experts are not sharded."""
         experts = self._fleet.experts
-        old = self._fleet.members
+        old_members = self._fleet.members
         tp = self._config.parallel.tp
         if experts is None:
             return None
-        starts = [old.index(rank) * tp if rank in old else None for rank in members]
-        was = [
-            -1 if start is None else start + tp_rank for start in starts for tp_rank in range(tp)
-        ]
+        old_ranks: list[int] = []  # old expert rank of each new one, -1 for those of new engines
+        for rank in members:
+            if rank in old_members:
+                first = old_members.index(rank) * tp
+                old_ranks += range(first, first + tp)
+            else:
+                old_ranks += [-1] * tp
         machines = [state.machine for state in self._fleet.table.of(members)]
-        return experts.rescaled(was, equal_shares(machines)).to_table()
+        return experts.rescaled(old_ranks, equal_shares(machines)).to_table()
 
     async def _grow(self, hosts: Sequence[Host]) -> None:
         """Add an engine on each of these machines. The new ones load while the others serve."""
         fleet = self._fleet
-        old = fleet.members
-        missing = [host for host in self._hosts_of(old) if host.is_missing]
+        old_members = fleet.members
+        missing = [host for host in self._hosts_of(old_members) if host.is_missing]
         if fleet.together and missing:
             raise Conflict(f"{missing[0].name} is missing; start it again, or drain it")
-        new = [rank for rank in range(len(old) + len(hosts)) if rank not in fleet.table]
-        new = new[: len(hosts)]
-        for rank, host in zip(new, hosts, strict=True):
+        free_ranks = [
+            rank for rank in range(len(old_members) + len(hosts)) if rank not in fleet.table
+        ]
+        new_ranks = free_ranks[: len(hosts)]
+        for rank, host in zip(new_ranks, hosts, strict=True):
             self._add(rank, host)
-        members = sorted([*old, *new], key=lambda rank: (fleet.table[rank].machine, rank))
+        members = sorted(
+            [*old_members, *new_ranks], key=lambda rank: (fleet.table[rank].machine, rank)
+        )
         try:
-            table = await asyncio.to_thread(self._rescaled, members)
-            for rank in new:
-                fleet.table.supervisor(rank).start(self._role_of(rank, members, table))
-            await self._boot(new)
-            if table is not None:
-                await self._form_group(members, table)
+            placement = await asyncio.to_thread(self._placement_for, members)
+            for rank in new_ranks:
+                fleet.table.supervisor(rank).start(self._role_of(rank, members, placement))
+            await self._wait_until_up(new_ranks)
+            if placement is not None:
+                await self._form_group(members, placement)
             else:
                 fleet.set_members(members)
-                self._add_groups(([rank] for rank in new), None)
+                self._add_groups(([rank] for rank in new_ranks), None)
                 self._set_placement(None)
         except BaseException as error:
-            for rank in new:
+            for rank in new_ranks:
                 fleet.table.apply(rank, LeftFleet())
-            await self._close_engines(new)
+            await self._close_engines(new_ranks)
             if isinstance(error, MoeserveError):
                 raise Conflict(
-                    f"{len(old)} engines continue, growing to {len(members)} failed: {error}"
+                    f"{len(old_members)} engines continue, growing to {len(members)} failed: "
+                    f"{error}"
                 ) from error
             raise
-        self._settle(len(old))
+        self._settle(len(old_members))
 
     def _hosts_of(self, ranks: Iterable[int]) -> list[Host]:
         return [self._fleet.table.supervisor(rank).host for rank in ranks]
@@ -352,113 +368,115 @@ class Scaling:
         for rank in ranks:
             table.remove(rank)
 
-    def _settle(self, before: int) -> None:
+    def _settle(self, num_before: int) -> None:
+        """Use the changed members from now on."""
         self._fleet.settle()
-        log.info("%d engines serve; there were %d", len(self._fleet.members), before)
+        log.info("%d engines serve; there were %d", len(self._fleet.members), num_before)
 
-    async def _boot(self, new: Sequence[int]) -> None:
+    async def _wait_until_up(self, new_ranks: Sequence[int]) -> None:
         """Wait until the new engines are up. Raises the error if one of them fails."""
         table = self._fleet.table
-        deadline_s = time.monotonic() + BOOT_S
+        deadline_s = time.monotonic() + BOOT_TIMEOUT_S
 
-        def decided() -> bool:
-            states = table.of(new)
+        def all_up_or_one_ended() -> bool:
+            states = table.of(new_ranks)
             return all(state.up for state in states) or any(state.end for state in states)
 
         while True:
             try:
-                async with asyncio.timeout(LOOK_S):
-                    await table.until(decided)
+                async with asyncio.timeout(BOOT_CHECK_INTERVAL_S):
+                    await table.until(all_up_or_one_ended)
                 break
             except TimeoutError:
-                self._raise_if_late([state for state in table.of(new) if not state.up], deadline_s)
-        for state in table.of(new):
+                late = [state for state in table.of(new_ranks) if not state.up]
+                self._raise_if_late(late, deadline_s)
+        for state in table.of(new_ranks):
             if state.end is not None:
                 raise state.end.error()
-        states = [*self._fleet.member_states, *table.of(new)]
+        states = [*self._fleet.member_states, *table.of(new_ranks)]
+        # Raises if their models differ.
         combined([state.ready for state in states if state.ready is not None])
 
     def _raise_if_late(self, late: Sequence[EngineState], deadline_s: float) -> None:
-        lost = [
-            host.name for host in self._hosts_of(state.rank for state in late) if host.is_missing
-        ]
+        hosts = self._hosts_of(state.rank for state in late)
+        lost_hosts = [host.name for host in hosts if host.is_missing]
         names = ", ".join(state.name for state in late)
-        if lost:
-            raise ConfigError(f"{names}: {lost[0]} was lost")
+        if lost_hosts:
+            raise ConfigError(f"{names}: {lost_hosts[0]} was lost")
         if time.monotonic() > deadline_s:
-            raise ConfigError(f"{names}: they did not load within {BOOT_S:g} s")
+            raise ConfigError(f"{names}: they did not load within {BOOT_TIMEOUT_S:g} s")
 
     async def _form_group(self, members: Sequence[int], table: PlacementTable) -> None:
         """Form the group with these members. If that fails, restore it and raise Conflict."""
         fleet = self._fleet
         (group,) = fleet.groups
         assert fleet.experts is not None
-        old = fleet.members
-        old_table = fleet.experts.table
+        old_members = fleet.members
+        old_placement = fleet.experts.table
         fleet.set_members(members)
         outcome = group.regroup(members, table)
         await asyncio.wait([outcome], timeout=JOIN_S)  # an old engine may be lost meanwhile
         cause = outcome.result() if outcome.done() else f"not all joined within {JOIN_S:g} s"
         if cause:
-            fleet.set_members(old)
-            group.regroup(old, old_table)
+            fleet.set_members(old_members)
+            group.regroup(old_members, old_placement)
             raise Conflict(cause)
         self._set_placement(table)
 
-    async def _shrink(self, stay: Sequence[int], cause: str) -> None:
-        """Remove all engines but `stay`.
+    async def _shrink(self, remaining: Sequence[int], cause: str) -> None:
+        """Remove all engines but `remaining`.
 
         Their requests are returned to the front end at once. The remaining engines form the group
         again.
         """
         fleet = self._fleet
-        before = len(fleet.members)
-        if all(state.end is not None for state in fleet.table.of(stay)):
+        num_before = len(fleet.members)
+        if all(state.end is not None for state in fleet.table.of(remaining)):
             raise Conflict("the engines that would stay have failed; restart the server")
-        leave = [rank for rank in fleet.members if rank not in stay]
-        table = await asyncio.to_thread(self._rescaled, stay)
-        fleet.set_members(stay)
-        for group in fleet.detach(leave, cause):
+        leaving = [rank for rank in fleet.members if rank not in remaining]
+        placement = await asyncio.to_thread(self._placement_for, remaining)
+        fleet.set_members(remaining)
+        for group in fleet.detach(leaving, cause):
             await group.close()
-        self._set_placement(table)
+        self._set_placement(placement)
         # The engines vote on each step, so those that stay stop after the same step as the others.
-        ending = asyncio.gather(self._close_engines(leave))
+        closing = asyncio.gather(self._close_engines(leaving))
         try:
-            if table is not None:
+            if placement is not None:
                 # If this epoch fails, the next one has the same members. Do not wait for it while
                 # another machine is lost, because it cannot succeed.
-                regrouping = fleet.groups[0].regroup(stay, table)
-                all_up = all(state.up for state in fleet.table.of(stay))
+                regrouping = fleet.groups[0].regroup(remaining, placement)
+                all_up = all(state.up for state in fleet.table.of(remaining))
                 await asyncio.wait([regrouping], timeout=JOIN_S if all_up else 0.0)
         finally:
-            await ending
-        self._settle(before)
+            await closing
+        self._settle(num_before)
 
     # ---- a machine that leaves, and comes back
 
     async def _drain(self, host: Host) -> int:
         fleet = self._fleet
-        before = len(fleet.members)
-        stay = [state.rank for state in fleet.member_states if state.machine != host.number]
-        num_engines = before - len(stay)
+        num_before = len(fleet.members)
+        remaining = [state.rank for state in fleet.member_states if state.machine != host.number]
+        num_engines = num_before - len(remaining)
         assert isinstance(host, RemoteHost)
-        if host in self._returning:
+        if host in self._return_tasks:
             raise Conflict(f"{host.name} is drained already")
         try:
-            check_scale(self._config, self._spec, len(stay))
+            check_scale(self._config, self._spec, len(remaining))
         except ConfigError as error:
             raise Conflict(f"{host.name} cannot be drained: {error}") from error
         if num_engines:
-            await self._shrink(stay, f"{host.name} is drained")
+            await self._shrink(remaining, f"{host.name} is drained")
         await host.close("")
         self._await_return(host, num_engines)
         self._save_snapshot()
-        return before
+        return num_before
 
     def _await_return(self, host: Host, num_engines: int) -> None:
         assert isinstance(host, RemoteHost)
-        self._engines_before[host.number] = num_engines
-        self._returning[host] = spawn(
+        self._num_engines_before[host.number] = num_engines
+        self._return_tasks[host] = spawn(
             self._readmit(host, num_engines),
             name=f"return of {host.name}",
             on_error=partial(self._on_return_failed, host),
@@ -469,10 +487,10 @@ class Scaling:
         while True:
             await host.connected.wait()
             while self._change is not None or self._fleet.ready is None:  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(BOOT_CHECK_INTERVAL_S)
             try:
                 if num_engines:
-                    await self._exclusively(self._grow([host] * num_engines))
+                    await self._run_change(self._grow([host] * num_engines))
                 break
             except Conflict as cause:
                 log.warning("%s is back, but without its engines: %s", host.name, cause)
@@ -485,8 +503,8 @@ class Scaling:
         self._end_return(host)  # without its engines: POST /v1/admin/scale adds them
 
     def _end_return(self, host: RemoteHost) -> None:
-        del self._returning[host]
-        del self._engines_before[host.number]
+        del self._return_tasks[host]
+        del self._num_engines_before[host.number]
         self._save_snapshot()
 
     # ---- the placement of the experts
@@ -498,15 +516,15 @@ class Scaling:
         (group,) = self._fleet.groups
         if placement is None:
             return None
-        began_s = time.monotonic()
-        before = experts.rebalancer.moved_bytes
+        began_at_s = time.monotonic()
+        moved_bytes_before = experts.rebalancer.moved_bytes
         error = await self._move(group, placement)
         decision = RebalanceDecision(
-            at_s=began_s,
+            at_s=began_at_s,
             forced=forced,
             version=placement.version,
-            moved_bytes=experts.rebalancer.moved_bytes - before,
-            took_s=time.monotonic() - began_s,
+            moved_bytes=experts.rebalancer.moved_bytes - moved_bytes_before,
+            took_s=time.monotonic() - began_at_s,
             error=error,
         )
         experts.decided(decision)
@@ -523,10 +541,10 @@ class Scaling:
                 raise MoeserveError("the group of engines is not complete")
             for rank in group.members:
                 self._fleet.table.send(rank, UpdatePlacement(placement.to_table()))
-            async with asyncio.timeout(MOVE_S):
+            async with asyncio.timeout(MOVE_TIMEOUT_S):
                 error = await experts.outcome()
         except TimeoutError:
-            error = f"not all engines were done within {MOVE_S:g} s"
+            error = f"not all engines were done within {MOVE_TIMEOUT_S:g} s"
         except MoeserveError as cause:
             error = str(cause)
         else:
