@@ -211,7 +211,7 @@ async def test_a_journal_that_raises_is_followed_again(monkeypatch, caplog):
     broken = Broken(2)
     monkeypatch.setattr(run_module, "follow", follow)
     monkeypatch.setattr(run_module, "JOURNAL_PAUSE_S", 0.01)
-    assert await run_module._follow(None, asyncio.Event()) == ["stream"]
+    assert await run_module._previous_streams(None, asyncio.Event()) == ["stream"]
     assert caplog.text.count("planted") >= 2
 
 
@@ -220,7 +220,7 @@ async def test_a_journal_that_always_raises_costs_streams_but_not_the_turn(monke
     monkeypatch.setattr(run_module, "follow", broken)
     monkeypatch.setattr(run_module, "JOURNAL_PAUSE_S", 0.01)
     is_ours = asyncio.Event()
-    following = asyncio.create_task(run_module._follow(None, is_ours))
+    following = asyncio.create_task(run_module._previous_streams(None, is_ours))
     await until(lambda: broken.calls > 2)
     is_ours.set()
     assert await following == []
