@@ -223,7 +223,8 @@ CLAIMS = [
         COMPARISON,
     ),
     Claim(
-        "one start each ([samples](../benchmarks/results/peers_amd-epyc-2c-avx512bf16_202611.json))"
+        "to the first answer"
+        " ([samples](../benchmarks/results/peers_amd-epyc-2c-avx512bf16_202611.json))"
         " | {} | {} | {} | {} |",
         "peers",
         lambda r: [r["start_s"][name] for name in ("moeserve", "llamacpp", "vllm", "transformers")],
