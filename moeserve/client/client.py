@@ -13,9 +13,9 @@ from moeserve.client.transport import Transport
 from moeserve.errors import RequestError, Unreachable
 
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
-RESUME_TRIES = 6  # over about 20 s
-FIRST_POLL_S = 0.02
-LONGEST_POLL_S = 0.5
+MAX_RESUME_TRIES = 6  # over about 20 s
+FIRST_POLL_INTERVAL_S = 0.02
+MAX_POLL_INTERVAL_S = 0.5
 
 
 class AsyncClient:
@@ -110,11 +110,11 @@ class AsyncClient:
         timeout_s.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        poll_s = FIRST_POLL_S
+        deadline_s = loop.time() + timeout_s
+        interval_s = FIRST_POLL_INTERVAL_S
         path = "/readyz"
         while True:
-            left_s = max(deadline - loop.time(), 0.05)
+            left_s = max(deadline_s - loop.time(), 0.05)
             try:
                 url = self.transport.root_url + path
                 await self.transport.read("GET", url, timeout_s=min(left_s, 5.0), max_retries=0)
@@ -125,12 +125,12 @@ class AsyncClient:
                 if error.http_status in (404, 405) and path == "/readyz":
                     path = "/health"  # another engine's server
                     continue
-                if loop.time() + poll_s >= deadline:
+                if loop.time() + interval_s >= deadline_s:
                     raise Unreachable(
                         f"not ready after {timeout_s:g} s: {error.message}"
                     ) from error
-            await asyncio.sleep(poll_s)
-            poll_s = min(poll_s * 1.5, LONGEST_POLL_S)
+            await asyncio.sleep(interval_s)
+            interval_s = min(interval_s * 1.5, MAX_POLL_INTERVAL_S)
 
 
 class _Resource:
@@ -161,9 +161,9 @@ class _Resource:
 
         async def reopen(last_id: str) -> ClientResponse:
             headers = {**(extra_headers or {}), "Last-Event-ID": last_id}
-            tries = RESUME_TRIES
+            max_retries = MAX_RESUME_TRIES
             return await transport.open(
-                "POST", url, body, headers=headers, timeout_s=timeout_s, max_retries=tries
+                "POST", url, body, headers=headers, timeout_s=timeout_s, max_retries=max_retries
             )
 
         response = await transport.open(

@@ -11,8 +11,8 @@ from moeserve import errors
 from moeserve.protocol import ErrorBody
 
 FIRST_DELAY_S = 0.5
-LONGEST_DELAY_S = 8.0
-LONGEST_RETRY_AFTER_S = 120.0
+MAX_DELAY_S = 8.0
+MAX_RETRY_AFTER_S = 120.0
 
 _BY_CODE = {
     kind.code: kind
@@ -93,12 +93,12 @@ def should_retry(status: int, headers: Mapping[str, str]) -> bool:
 
     Never if the server asks for a wait of more than 120 s, which the error says.
     """
-    asked = retry_after_s(headers)
-    if asked is not None and asked > LONGEST_RETRY_AFTER_S:
+    requested_s = retry_after_s(headers)
+    if requested_s is not None and requested_s > MAX_RETRY_AFTER_S:
         return False
-    wish = headers.get("x-should-retry", "").lower()
-    if wish in ("true", "false"):
-        return wish == "true"
+    server_choice = headers.get("x-should-retry", "").lower()
+    if server_choice in ("true", "false"):
+        return server_choice == "true"
     return status in (408, 409, 429) or status >= 500
 
 
@@ -123,8 +123,8 @@ def delay_s(attempt: int, headers: Mapping[str, str]) -> float:
     It is the time that the server asks for, else 0.5 s, doubled each time up to 8 s, less up to a
     quarter, so that clients do not all return at once.
     """
-    asked = retry_after_s(headers)
-    if asked is not None and asked <= LONGEST_RETRY_AFTER_S:
-        return asked
-    backoff_s = min(FIRST_DELAY_S * 2.0**attempt, LONGEST_DELAY_S)
+    requested_s = retry_after_s(headers)
+    if requested_s is not None and requested_s <= MAX_RETRY_AFTER_S:
+        return requested_s
+    backoff_s = min(FIRST_DELAY_S * 2.0**attempt, MAX_DELAY_S)
     return backoff_s * (1.0 - 0.25 * random.random())

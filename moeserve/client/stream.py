@@ -16,7 +16,7 @@ from moeserve.protocol import Answer
 
 T = TypeVar("T", bound=Answer)
 Reopen = Callable[[str], Awaitable[ClientResponse]]
-LONGEST_END_S = 1.0
+END_TIMEOUT_S = 1.0
 MAX_EVENT_BYTES = 64 * 2**20
 
 
@@ -30,29 +30,31 @@ class SSEParser:
     """
 
     def __init__(self) -> None:
-        self._tail = b""  # the beginning of a line
+        self._partial_line = b""
         self.last_id = self.id = ""
-        self._data: list[bytes] = []  # of the event that has begun
-        self._size = 0
+        self._data_lines: list[bytes] = []  # of the event that has begun
+        self._num_data_bytes = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the data of each event that `piece` completes. Raises ValueError if one grows
         beyond 64 MiB.
         """
-        *lines, self._tail = (self._tail + piece).replace(b"\r\n", b"\n").split(b"\n")
+        *lines, self._partial_line = (
+            (self._partial_line + piece).replace(b"\r\n", b"\n").split(b"\n")
+        )
         events = []
         for line in lines:
             if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-                self._size += len(line)
+                self._data_lines.append(line[5:].removeprefix(b" "))
+                self._num_data_bytes += len(line)
             elif line.startswith(b"id:"):
                 self.id = line[3:].strip().decode("latin-1")
-            elif not line and self._data:
+            elif not line and self._data_lines:
                 self.last_id = self.id
-                events.append(b"\n".join(self._data))
-                self._data = []
-                self._size = 0
-        if len(self._tail) + self._size > MAX_EVENT_BYTES:
+                events.append(b"\n".join(self._data_lines))
+                self._data_lines = []
+                self._num_data_bytes = 0
+        if len(self._partial_line) + self._num_data_bytes > MAX_EVENT_BYTES:
             raise ValueError(f"an event of the stream is larger than {MAX_EVENT_BYTES} bytes")
         return events
 
@@ -82,21 +84,21 @@ class Stream(Generic[T]):
         self._decode = msgspec.json.Decoder(kind).decode
         self._silence_s = silence_s
         self._reopen = reopen
-        self._reopened_at = ""  # the last id when the stream was opened again
+        self._resumed_after_id = ""  # last event when the stream was opened again
         self._parser = SSEParser()
-        self._waiting: deque[bytes] = deque()
-        self._done = False
+        self._unread_events: deque[bytes] = deque()
+        self._is_done = False
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         try:
-            while not self._waiting:
-                if self._done:
+            while not self._unread_events:
+                if self._is_done:
                     raise StopAsyncIteration
                 await self._receive()
-            data = self._waiting.popleft()
+            data = self._unread_events.popleft()
             if data == b"[DONE]":
                 await self._finish()
                 raise StopAsyncIteration
@@ -115,7 +117,7 @@ class Stream(Generic[T]):
             await self._resume(unreachable(url, error, self._silence_s))
             return
         if piece:
-            self._waiting.extend(self._parser.feed(piece))
+            self._unread_events.extend(self._parser.feed(piece))
         else:
             await self._resume(
                 Unreachable(f"{url}: the stream ended before its [DONE]", code="stream_cut")
@@ -126,17 +128,17 @@ class Stream(Generic[T]):
 
         Raises `fault` if that is not possible, or brought no event the last time.
         """
-        last = self._parser.last_id
-        if self._reopen is None or last == self._reopened_at:
+        last_id = self._parser.last_id
+        if self._reopen is None or last_id == self._resumed_after_id:
             raise fault
-        self._reopened_at = last
+        self._resumed_after_id = last_id
         self._response.close()
         try:
-            self._response = await self._reopen(last)
+            self._response = await self._reopen(last_id)
         except RequestError as error:
             raise fault from error
         self._parser = SSEParser()
-        self._parser.last_id = self._parser.id = last
+        self._parser.last_id = self._parser.id = last_id
 
     def _chunk(self, data: bytes) -> T:
         if b'"error"' in data and (found := read_error(data)) is not None:
@@ -152,10 +154,10 @@ class Stream(Generic[T]):
 
     async def _finish(self) -> None:
         """Read the rest of the body after [DONE], so that the connection can be used again."""
-        self._done = True
-        self._waiting.clear()
+        self._is_done = True
+        self._unread_events.clear()
         try:
-            async with asyncio.timeout(LONGEST_END_S):
+            async with asyncio.timeout(END_TIMEOUT_S):
                 while await self._response.content.readany():
                     pass
         except (aiohttp.ClientError, OSError):
@@ -165,9 +167,9 @@ class Stream(Generic[T]):
 
     def close(self) -> None:
         """Close the socket at once; the server aborts what still runs. Idempotent."""
-        if not self._done:
-            self._done = True
-            self._waiting.clear()
+        if not self._is_done:
+            self._is_done = True
+            self._unread_events.clear()
             self._response.close()
 
     async def aclose(self) -> None:
@@ -181,5 +183,5 @@ class Stream(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_done"):
+        if hasattr(self, "_is_done"):
             self.close()

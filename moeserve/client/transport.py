@@ -14,7 +14,7 @@ from moeserve.protocol import Answer
 from moeserve.version import __version__
 
 T = TypeVar("T", bound=Answer)
-_BROKEN = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
+_CONNECTION_ERRORS = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
 
 
 class Transport:
@@ -65,38 +65,47 @@ class Transport:
         timeout_s bounds the silence between two reads, not the whole answer. Raises RequestError.
         """
         data = None if body is None else msgspec.json.encode(body)
-        sent = {
+        request_headers = {
             **(headers or {}),
             **({"Content-Type": "application/json"} if data is not None else {}),
         }
         silence_s = self.timeout_s if timeout_s is None else timeout_s
         timeout = ClientTimeout(total=None, sock_connect=min(30.0, silence_s), sock_read=silence_s)
-        tries_left = self.max_retries if max_retries is None else max_retries
+        num_retries = self.max_retries if max_retries is None else max_retries
         attempt = 0
         while True:
-            answered: Mapping[str, str] = {}
+            response_headers: Mapping[str, str] = {}
             try:
                 response = await self.session().request(
-                    method, url, data=data, headers=sent, timeout=timeout, allow_redirects=False
+                    method,
+                    url,
+                    data=data,
+                    headers=request_headers,
+                    timeout=timeout,
+                    allow_redirects=False,
                 )
                 if 200 <= response.status < 300:
                     return response
-                answered = response.headers
+                response_headers = response.headers
                 status = response.status
                 async with response:
-                    fault: Exception = request_error(status, await response.read(), answered)
-                again = should_retry(status, answered)
-            except _BROKEN as error:
+                    fault: Exception = request_error(
+                        status, await response.read(), response_headers
+                    )
+                may_retry = should_retry(status, response_headers)
+            except _CONNECTION_ERRORS as error:
                 fault = unreachable(url, error, silence_s)
-                again = True
-            if not again or attempt >= tries_left:
+                may_retry = True
+            if not may_retry or attempt >= num_retries:
                 raise fault
-            await asyncio.sleep(delay_s(attempt, answered))
+            await asyncio.sleep(delay_s(attempt, response_headers))
             attempt += 1
 
-    async def fetch(self, method: str, url: str, kind: type[T], body: Any = None, **how: Any) -> T:
+    async def fetch(
+        self, method: str, url: str, kind: type[T], body: Any = None, **options: Any
+    ) -> T:
         """Return one whole answer, decoded."""
-        content, headers = await self.read(method, url, body, **how)
+        content, headers = await self.read(method, url, body, **options)
         try:
             answer = msgspec.json.decode(content, type=kind)
         except msgspec.MsgspecError as error:
@@ -107,13 +116,13 @@ class Transport:
         return answer
 
     async def read(
-        self, method: str, url: str, body: Any = None, **how: Any
+        self, method: str, url: str, body: Any = None, **options: Any
     ) -> tuple[bytes, Mapping[str, str]]:
         """Return one whole answer as bytes, with its headers."""
-        async with await self.open(method, url, body, **how) as response:
+        async with await self.open(method, url, body, **options) as response:
             try:
                 return await response.read(), response.headers
-            except _BROKEN as error:
+            except _CONNECTION_ERRORS as error:
                 raise unreachable(url, error, self.timeout_s) from error
 
 
