@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 
 JOIN_S = 4.0  # timeout from the start of the process, so that an error is printed within 5 s
 LAUNCHED_JOIN_S = 600.0  # timeout under a launcher, whose machine 0 may still pull an image
-ATTEMPT_S = 1.0  # least time for joining if the start was slow
-AGAIN_S = 0.1  # between two attempts
+MIN_JOIN_S = 1.0  # shortest timeout for joining, if the start of the process was slow
+RETRY_INTERVAL_S = 0.1
 KEEP_S = 30.0  # time for another front end to take over the engines of a lost one
 
 
@@ -95,7 +95,7 @@ def serve_node(config: Config, join_s: float = JOIN_S) -> int:
 
 
 async def _until_signal(config: Config, join_s: float) -> int:
-    task = asyncio.ensure_future(_live(config, join_s))
+    task = asyncio.ensure_future(_join_and_serve(config, join_s))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     try:
@@ -105,36 +105,39 @@ async def _until_signal(config: Config, join_s: float) -> int:
     return 0
 
 
-async def _live(config: Config, join_s: float) -> None:
+async def _join_and_serve(config: Config, join_s: float) -> None:
     secret = read_secret(str(config.parallel.cluster_key_file))
     clock = asyncio.get_running_loop().time
     run_dir = RunDir()
     host = LocalHost(run_dir.path)
-    lost = ""
+    loss_cause = ""  # why the last front end was lost
     orphans: Orphans | None = {} if config.parallel.standby else None
     try:
-        facts = await in_thread("model", lambda: registration(config, run_dir.path))
-        deadline_s = clock() + max(ATTEMPT_S, join_s - _age_s())
+        own = await in_thread("model", lambda: registration(config, run_dir.path))
+        deadline_s = clock() + max(MIN_JOIN_S, join_s - _process_age_s())
         while True:
             try:
-                admitted = await join(config, secret, facts, deadline_s)
-                await NodeAgent(config, host, dial(admitted, keys_of(secret)), orphans).run()
+                admitted = await join(config, secret, own, deadline_s)
+                open_wire = wire_opener(admitted, keys_of(secret))
+                await NodeAgent(config, host, open_wire, orphans).run()
                 return
             except FrontEndLost as error:
                 if orphans is None:
                     raise
-                lost = str(error)
+                loss_cause = str(error)
                 deadline_s = clock() + KEEP_S
-                log.warning("%s; %d engines wait for another one, %g s", lost, len(orphans), KEEP_S)
+                log.warning(
+                    "%s; %d engines wait for another one, %g s", loss_cause, len(orphans), KEEP_S
+                )
             except ConfigError as error:
-                raise EngineDied(f"{lost}; {error}") if lost else error from None
+                raise EngineDied(f"{loss_cause}; {error}") if loss_cause else error from None
     finally:
         await end_all(orphans)
         await host.close()
         run_dir.close()
 
 
-def dial(admitted: Admitted, keys: Keys) -> OpenWire:
+def wire_opener(admitted: Admitted, keys: Keys) -> OpenWire:
     """Return a function that opens the wire to machine 0."""
     return lambda inbox: connect(
         admitted.address, token=admitted.token, receives=ToNode, inbox=inbox, keys=keys
@@ -149,19 +152,19 @@ async def end_all(orphans: Orphans | None) -> None:
     await asyncio.gather(*(engine.child.death() for engine in engines))
 
 
-async def join(config: Config, secret: bytes, facts: Registration, deadline_s: float) -> Admitted:
-    """Register at machine 0, and retry until the deadline (on the loop's clock).
+async def join(config: Config, secret: bytes, own: Registration, deadline_s: float) -> Admitted:
+    """Register this machine at machine 0, and retry until the deadline (on the loop's clock).
 
     Raises ConfigError if machine 0 rejects this machine or does not answer.
     """
     host, port = rendezvous_of(config.parallel)
     cause = f"the name {host!r} was not resolved in time"
-    tried = ""
+    last_address = ""
     clock = asyncio.get_running_loop().time
     with suppress(TimeoutError):
         async with asyncio.timeout_at(deadline_s):
             while True:
-                before = cause
+                last_cause = cause
                 try:
                     # Resolve the name each time: a pod's name appears with the pod, and a new pod
                     # has another address.
@@ -170,13 +173,13 @@ async def join(config: Config, secret: bytes, facts: Registration, deadline_s: f
                 except ConfigError as error:
                     cause = str(error)
                 else:
-                    if address != tried:
-                        tried = address
+                    if address != last_address:
+                        last_address = address
                         cause = (
                             f"no answer from {address}: check --rendezvous, and that firewalls"
                             " allow its port"
                         )
-                    answer = await _ask(address, secret, facts)
+                    answer = await _register(address, secret, own)
                     if isinstance(answer, Admitted):
                         return answer
                     if isinstance(answer, Rejected):
@@ -184,30 +187,32 @@ async def join(config: Config, secret: bytes, facts: Registration, deadline_s: f
                     cause = answer.cause
                     if cause.startswith("nobody listens"):
                         cause += ": start machine 0 first, or check --rendezvous"
-                if cause != before and deadline_s - clock() > JOIN_S:
+                if cause != last_cause and deadline_s - clock() > JOIN_S:
                     log.info("waiting to join: %s", cause)
-                await asyncio.sleep(AGAIN_S)
-    raise ConfigError(f"machine {facts.node_rank} could not join: {cause}")
+                await asyncio.sleep(RETRY_INTERVAL_S)
+    raise ConfigError(f"machine {own.node_rank} could not join: {cause}")
 
 
-def _age_s() -> float:
+def _process_age_s() -> float:
     """Return the age of this process, including Python's startup; 0 if there is no /proc."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
+    began_at_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began_at_s
 
 
-async def _ask(address: str, secret: bytes, facts: Registration) -> Admitted | Rejected | PeerGone:
+async def _register(
+    address: str, secret: bytes, own: Registration
+) -> Admitted | Rejected | PeerGone:
     """Register once. Return the answer, or PeerGone with the cause if there is none."""
     inbox: Inbox[Admitted | Rejected | PeerGone] = Inbox("rendezvous")
     token = token_of(secret, TOKEN)
     keys = keys_of(secret)
     wire = connect(address, token=token, receives=Admitted | Rejected, inbox=inbox, keys=keys)
     try:
-        wire.send(facts)  # the wire sends its hello first
+        wire.send(own)  # the wire sends its hello first
         return (await inbox.drain(wait=True))[0]
     finally:
         wire.close()
@@ -236,10 +241,11 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         self._host = host
         self._orphans = orphans
         self._connect_s = connect_s
-        self._lost = False
+        self._is_front_end_lost = False
+        # By the number of the process (`Start.id`):
         self._engines: dict[int, RunningEngine] = {}
-        self._sweeping: asyncio.Task[None] | None = None
-        self._lives: dict[int, asyncio.Task[None]] = {}  # for each engine, from order to end
+        self._engine_tasks: dict[int, asyncio.Task[None]] = {}  # from the order to the end
+        self._ending_orphans: asyncio.Task[None] | None = None
         self._wire = open_wire(self.inbox)
 
     async def on_start(self) -> None:
@@ -256,8 +262,8 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
             report_state("joined")
         if self._orphans:
-            self._sweeping = spawn(
-                self._sweep(), name="sweep of orphaned engines", on_error=log_error
+            self._ending_orphans = spawn(
+                self._end_orphans_later(), name="sweep of orphaned engines", on_error=log_error
             )
 
     @property
@@ -273,7 +279,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         """Close the wire of an agent that was not run."""
         self._wire.close()
 
-    async def _sweep(self) -> None:
+    async def _end_orphans_later(self) -> None:
         """End the engines that this front end has not taken over after KEEP_S."""
         await asyncio.sleep(KEEP_S)
         await end_all(self._orphans)
@@ -281,8 +287,10 @@ class NodeAgent(Actor[ToNode | PeerGone]):
     def handle(self, msg: ToNode | PeerGone) -> None:
         match msg:
             case Start():
-                self._lives[msg.id] = spawn(
-                    self._live(msg), name=msg.name, on_error=partial(self._life_failed, msg.id)
+                self._engine_tasks[msg.id] = spawn(
+                    self._run_engine(msg),
+                    name=msg.name,
+                    on_error=partial(self._on_task_failed, msg.id),
                 )
             case Signal():
                 self._signal(msg)
@@ -296,7 +304,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             case Shutdown(cause=cause):
                 raise EngineDied(f"machine 0 failed: {cause}")
             case PeerGone(cause=cause):
-                self._lost = True
+                self._is_front_end_lost = True
                 fate = "are ended" if self._orphans is None else "are kept"
                 raise FrontEndLost(f"machine 0 is lost: {cause}; the engines here {fate}")
             case _:
@@ -304,23 +312,23 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
     async def on_stop(self) -> None:
         """End all engines, or keep the running ones as orphans."""
-        await cancel(self._sweeping)
-        if self._lost and self._orphans is not None:
-            for life in self._lives.values():
-                life.cancel()
+        await cancel(self._ending_orphans)
+        if self._is_front_end_lost and self._orphans is not None:
+            for task in self._engine_tasks.values():
+                task.cancel()
             self._orphans |= {engine.child.name: engine for engine in self._engines.values()}
         else:
-            for id in list(self._lives):
+            for id in list(self._engine_tasks):
                 self._signal(Signal(id, "was ended with its machine's agent"))
             await self._host.close()
-        await asyncio.gather(*self._lives.values(), return_exceptions=True)
+        await asyncio.gather(*self._engine_tasks.values(), return_exceptions=True)
         self._wire.close()
 
-    async def _live(self, msg: Start) -> None:
+    async def _run_engine(self, msg: Start) -> None:
         """Run one engine, from its start to the report of its end."""
-        order = self._made_local(msg.order)
+        order = self._adapt_order(msg.order)
         try:
-            child = await self._orphan_or_new(msg, order)
+            child = await self._take_orphan_or_start(msg, order)
         except ConfigError as error:
             death = Death(msg.name, 0, 1, 0.0, (str(error),))
         else:
@@ -328,39 +336,43 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             self._send(Started(msg.id, child.pid))
             death = await child.death()
             del self._engines[msg.id]
-        del self._lives[msg.id]
+        del self._engine_tasks[msg.id]
         while not self._send(Ended(msg.id, death)):  # noqa: ASYNC110  # once in a life
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
-    def _life_failed(self, id: int, name: str, error: Exception) -> None:
+    def _on_task_failed(self, id: int, name: str, error: Exception) -> None:
         """End an engine whose task has failed; machine 0 will start another one."""
         log_error(name, error)
-        self._lives.pop(id, None)
+        self._engine_tasks.pop(id, None)
         engine = self._engines.pop(id, None)
         if engine is not None:
             engine.child.kill("was not watched any more")
         reason = f"the agent of its machine failed: {error!r}"
         self._send(Ended(id, Death(name, 0, -signal.SIGKILL, 0.0, (), reason)))
 
-    async def _orphan_or_new(self, msg: Start, order: EngineOrder) -> Child:
+    async def _take_orphan_or_start(self, msg: Start, order: EngineOrder) -> Child:
         """Give the order to the orphan of that name, or start a new engine if it does not fit."""
+        encoded = msgspec.json.encode(order)
+        forward_line = self._line_forwarder(msg.id)
         orphan = None if self._orphans is None else self._orphans.pop(msg.name, None)
         if orphan is not None and orphan.child.alive:
             if can_take_over(orphan.order, order):
-                orphan.child.hand_over(msgspec.json.encode(order), self._relay(msg.id))
+                orphan.child.hand_over(encoded, forward_line)
                 return orphan.child
             orphan.child.kill("has other settings than the new front end")
             await orphan.child.death()
-        return await self._host.start(msg.name, msgspec.json.encode(order), self._relay(msg.id))
+        return await self._host.start(msg.name, encoded, forward_line)
 
-    def _relay(self, id: int) -> Callable[[str], None]:
-        def forward(line: str) -> None:
+    def _line_forwarder(self, id: int) -> Callable[[str], None]:
+        """Return a function that sends log lines of an engine to machine 0."""
+
+        def forward_line(line: str) -> None:
             to_stderr(line)
             self._send(LogLine(id, line))
 
-        return forward
+        return forward_line
 
-    def _made_local(self, order: bytes) -> EngineOrder:
+    def _adapt_order(self, order: bytes) -> EngineOrder:
         """Replace the settings that may differ between machines by those of this machine."""
         own = self._config
         ordered = msgspec.json.decode(order, type=EngineOrder)
@@ -382,10 +394,11 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
     def _signal(self, msg: Signal) -> None:
         if (engine := self._engines.get(msg.id)) is None:
-            if (life := self._lives.pop(msg.id, None)) is not None:  # it is still starting
-                life.cancel()
-                why = msg.reason or "was stopped before it began"
-                self._send(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), why)))
+            if (task := self._engine_tasks.pop(msg.id, None)) is not None:  # it is still starting
+                task.cancel()
+                reason = msg.reason or "was stopped before it began"
+                death = Death(task.get_name(), 0, -signal.SIGKILL, 0.0, (), reason)
+                self._send(Ended(msg.id, death))
         elif msg.reason:
             engine.child.kill(msg.reason)
         else:

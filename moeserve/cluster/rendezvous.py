@@ -42,11 +42,12 @@ log = logging.getLogger(__name__)
 TOKEN = "rendezvous"  # purpose from which the token of the rendezvous is derived
 MAX_HELLO_BYTES = 1 << 16
 MAX_GREETED = 4096  # nodes between hello and registration; a cluster has fewer machines
-PAUSE_S = 0.1  # after an unexpected error
+ERROR_PAUSE_S = 0.1  # after an unexpected error
 LINGER_MS = 500  # for the last answers to be sent
-EPOCHS = 1 << 18  # epochs reserved for each front end, so that the next one's are higher
-_SHARED = ("parallel", "cache", "scheduler", "device")  # config sections that must be equal
-_OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}  # may differ
+NUM_EPOCHS = 1 << 18  # epochs reserved for each front end, so that the next one's are higher
+_SHARED_SECTIONS = ("parallel", "cache", "scheduler", "device")  # of the config; must be equal
+# Settings of these sections that may differ.
+_OWN_SETTINGS = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
 
 
 class Registration(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -81,37 +82,43 @@ def registration(config: Config, folder: str = "") -> Registration:
     This reads the checkpoint's headers and samples of its weights, so it may be slow.
     """
     settings = {
-        f.name: getattr(getattr(config, s), f.name)
-        for s in _SHARED
-        for f in fields(getattr(config, s))
+        field.name: getattr(section, field.name)
+        for section in (getattr(config, name) for name in _SHARED_SECTIONS)
+        for field in fields(section)
     }
     return Registration(
         node_rank=config.parallel.node_rank,
         version=__version__,
         model=fingerprint(open_checkpoint(resolve_model_dir(config.model.model))),
-        settings={name: value for name, value in settings.items() if name not in _OWN}
+        settings={name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
         | {"dtype": config.model.dtype, "max_model_len": config.model.max_model_len},
         folder=folder,
     )
 
 
-def misfit(ours: Registration, theirs: Registration, taken: set[int]) -> str:
-    """Return why a node cannot join, or "". taken: machines that have joined already."""
-    rank = theirs.node_rank
-    num_nodes = ours.settings["nnodes"]
-    if theirs.version != ours.version:
+def misfit(own: Registration, node: Registration, taken: set[int]) -> str:
+    """Return why a node cannot join, or "".
+
+    own: the registration of machine 0. taken: machines that have joined already.
+    """
+    rank = node.node_rank
+    num_nodes = own.settings["nnodes"]
+    if node.version != own.version:
         return (
-            f"machine {rank} runs moeserve {theirs.version}, machine 0 {ours.version}; install the"
+            f"machine {rank} runs moeserve {node.version}, machine 0 {own.version}; install the"
             " same version on all machines"
         )
-    for name, value in ours.settings.items():
-        if (found := theirs.settings.get(name)) != value:
-            flag = f"--{name.replace('_', '-')} is {found} on machine {rank}, {value} on machine 0"
-            return f"{flag}; start all machines with the same settings"
-    if theirs.model != ours.model:
+    for name, value in own.settings.items():
+        if (node_value := node.settings.get(name)) != value:
+            flag = f"--{name.replace('_', '-')}"
+            return (
+                f"{flag} is {node_value} on machine {rank}, {value} on machine 0; start all"
+                " machines with the same settings"
+            )
+    if node.model != own.model:
         return (
             f"the model on machine {rank} differs from the one on machine 0 (fingerprints"
-            f" {theirs.model}, {ours.model} of config.json and *.safetensors); copy the same files"
+            f" {node.model}, {own.model} of config.json and *.safetensors); copy the same files"
             " to all machines"
         )
     if not 1 <= rank < int(num_nodes or 1):
@@ -158,11 +165,11 @@ class Rendezvous:
         if root is not None:
             self._root = RootHost(root)
             self.hosts = (self._root,)
-            self.epochs = count(1 + root.made_at * EPOCHS)
+            self.epochs = count(1 + root.made_at * NUM_EPOCHS)
         if num_nodes > 1:
             own = await asyncio.to_thread(registration, config)
             host, port = rendezvous_of(config.parallel)
-            self.address = resolve(host, here=True)
+            self.address = resolve(host, is_own=True)
             secret = read_secret(str(config.parallel.cluster_key_file))
             keys = keys_of(secret)
             hello = Hello(PROTOCOL_VERSION, token_of(secret, TOKEN))
@@ -181,8 +188,8 @@ class Rendezvous:
         """Release all nodes. cause: why machine 0 fails, empty after an ordered stop."""
         await self.local_host.close()
         await cancel(self._listening)
-        far = [*self._nodes.values(), *([self._root] if self._root is not None else [])]
-        await asyncio.gather(*(host.close(cause) for host in far))
+        with_agent = [*self._nodes.values(), *([self._root] if self._root is not None else [])]
+        await asyncio.gather(*(host.close(cause) for host in with_agent))
 
     async def _serve(self, socket: zmq.asyncio.Socket, own: Registration, hello: Hello) -> None:
         """Answer nodes until cancelled. An error affects only the message that caused it."""
@@ -198,7 +205,7 @@ class Rendezvous:
                             )
                 except Exception as error:
                     log_error("rendezvous", error)
-                    await asyncio.sleep(PAUSE_S)  # a lasting error must not fill the log
+                    await asyncio.sleep(ERROR_PAUSE_S)  # a lasting error must not fill the log
         finally:
             socket.close()
             # `term` blocks for up to LINGER_MS, until the last answers are sent.
@@ -214,9 +221,9 @@ class Rendezvous:
             log.warning("the rendezvous dropped an invalid message of %d bytes", len(frame))
             return None
         if isinstance(msg, Registration):
-            known = sender in self._greeted
+            has_greeted = sender in self._greeted
             self._greeted.pop(sender, None)
-            return self._admit(msg, own) if known else None
+            return self._admit(msg, own) if has_greeted else None
         answer = answer_hello(msg, hello)
         if isinstance(answer, Hello):
             self._greeted[sender] = None
@@ -225,7 +232,8 @@ class Rendezvous:
         return answer
 
     def _admit(self, node: Registration, own: Registration) -> Admitted | Rejected:
-        cause = misfit(own, node, {number for number, host in self._nodes.items() if host.is_taken})
+        taken = {number for number, host in self._nodes.items() if host.is_taken}
+        cause = misfit(own, node, taken)
         if cause:
             log.warning("rejected a machine: %s", cause)
             return Rejected(cause)
@@ -251,15 +259,16 @@ def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
     return socket
 
 
-def resolve(host: str, *, here: bool = False) -> str:
+def resolve(host: str, *, is_own: bool = False) -> str:
     """Return the IP address of a host name, IPv4 if it has one. Raises ConfigError.
 
-    here: the name is that of this machine, so others must be able to reach the address.
+    is_own: the name is that of this machine, so others must be able to reach the address.
     """
     with ConfigError.instead_of(OSError, f"--rendezvous: cannot resolve {host!r}"):
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    address = str(min(found, key=lambda info: info[0] != socket.AF_INET)[4][0])
-    if here and address.startswith("127.") and host != "localhost" and not host.startswith("127."):
+        addresses = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    address = str(min(addresses, key=lambda info: info[0] != socket.AF_INET)[4][0])
+    is_loopback_name = host == "localhost" or host.startswith("127.")
+    if is_own and address.startswith("127.") and not is_loopback_name:
         raise ConfigError(
             f"--rendezvous: {host!r} resolves to {address} on this machine, which others cannot"
             " reach; give an address on the network that the machines share"

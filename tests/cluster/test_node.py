@@ -21,7 +21,7 @@ import pytest
 from moeserve.actor.handshake import keys_of
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.node import NodeAgent, dial
+from moeserve.cluster.node import NodeAgent, wire_opener
 from moeserve.cluster.order import EngineOrder, Role
 from moeserve.cluster.rendezvous import Admitted
 from moeserve.config import Config, ParallelConfig, config_of
@@ -246,10 +246,12 @@ async def test_log_lines_and_last_words_come_here(
 async def test_an_engine_keeps_its_sockets_in_its_machines_folder(tmp_path: Path) -> None:
     config = config_of("demo")
     admitted = Admitted(address=f"ipc://{tmp_path / 'nobody'}", token="t")
-    agent = NodeAgent(config, LocalHost(str(tmp_path)), dial(admitted, keys_of(SECRET.encode())))
+    agent = NodeAgent(
+        config, LocalHost(str(tmp_path)), wire_opener(admitted, keys_of(SECRET.encode()))
+    )
     order = EngineOrder(
         config=config, address="tcp://a:1", token="t", born_s=0.0, role=Role(folder="elsewhere")
     )
-    local = agent._made_local(msgspec.json.encode(order))
+    local = agent._adapt_order(msgspec.json.encode(order))
     agent._wire.close()
     assert local.role.folder == str(tmp_path)

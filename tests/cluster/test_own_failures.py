@@ -140,10 +140,10 @@ async def test_an_engine_whose_life_fails_in_the_agent_is_reported_dead(
     monkeypatch: pytest.MonkeyPatch, short_dir: Any
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(NodeAgent, "_orphan_or_new", fails)
+    monkeypatch.setattr(NodeAgent, "_take_orphan_or_start", fails)
     open_wire: Callable[..., Any] = lambda inbox: QuietWire(told)  # noqa: E731
     agent = NodeAgent(Config(), LocalHost(str(short_dir)), open_wire)
-    monkeypatch.setattr(agent, "_made_local", lambda order: order)
+    monkeypatch.setattr(agent, "_adapt_order", lambda order: order)
     agent.handle(Start(5, "engine 1", b"{}"))
     await until(lambda: bool(told))
     (ended,) = told

@@ -275,7 +275,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], why: st
 
 
 def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve("127.0.0.1", here=True) == "127.0.0.1"
+    assert resolve("127.0.0.1", is_own=True) == "127.0.0.1"
     assert resolve("[::1]") == "::1"
     assert bracketed("::1") == "[::1]"
     assert bracketed("10.0.0.1") == "10.0.0.1"
@@ -290,7 +290,7 @@ def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError,
         match=r"'head' resolves to 127\.0\.1\.1 on this machine, which others cannot reach",
     ):
-        resolve("head", here=True)
+        resolve("head", is_own=True)
 
 
 def test_the_key_is_in_no_message(config: Config) -> None:
