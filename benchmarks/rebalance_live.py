@@ -74,10 +74,10 @@ class Restless(Rebalancer):
     def propose(self, now_s: float, force: bool = False) -> Placement | None:
         if self.pending is not None:
             return None
-        self._newest += 1
+        self._newest_version += 1
         experts_LS = self.rng.permuted(self.current.experts_LS, axis=1)
-        self.pending = replace(self.current, version=self._newest, experts_LS=experts_LS)
-        self._proposed_s = now_s
+        self.pending = replace(self.current, version=self._newest_version, experts_LS=experts_LS)
+        self._proposed_at_s = now_s
         return self.pending
 
 

@@ -18,7 +18,14 @@ from moeserve.blocks.linear import FP32, INT64, gathered_bytes
 from moeserve.blocks.mixer import QueryScale
 from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.blocks.rotary import RotaryTable
-from moeserve.ops.attention import CONTEXT, CUT, QUERY_BLOCK, SCORES, TILE, padded_context
+from moeserve.ops.attention import (
+    CUT,
+    MAX_CONTEXT_ELEMENTS,
+    MAX_SCORES,
+    QUERY_BLOCK,
+    TILE,
+    padded_context,
+)
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import (
     Cut,
@@ -292,8 +299,8 @@ def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:
     """
     d = shape.dim
     longest = padded_context(max_len)
-    scores = max(4 * SCORES, QUERY_BLOCK * (shape.num_heads // shape.num_kv_heads) * longest)
+    scores = max(4 * MAX_SCORES, QUERY_BLOCK * (shape.num_heads // shape.num_kv_heads) * longest)
     # fp32, because with an int8 cache attention computes in fp32 for any dtype of activations.
     item = scores * FP32 * (5 + d // TILE)
-    context = max(CONTEXT, shape.num_kv_heads * d * CUT)
+    context = max(MAX_CONTEXT_ELEMENTS, shape.num_kv_heads * d * CUT)
     return item + context * (size + FP32) + 2 * INT64 * shape.num_kv_heads * longest

@@ -19,7 +19,7 @@ from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.linear import FP32, INT64
 from moeserve.blocks.norm import Norm
 from moeserve.blocks.rope import RopeSpec, half_layout
-from moeserve.ops.attention import SCORES, padded_context
+from moeserve.ops.attention import MAX_SCORES, padded_context
 from moeserve.ops.elementwise import rotary
 from moeserve.ops.inputs import GroupInputs, LayerCache, Positions, RowContext, StepInputs
 from moeserve.ops.linear import LinearMethod
@@ -205,5 +205,5 @@ def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, size
     rows = tokens * (heads * (2 * size + 4 * FP32) + width * (size + FP32) + 5 * spec.dim * FP32)
     tables = 6 * tokens * padded_context(spec.top_k) * INT64
     # Elements of keys or products that are in memory at once
-    span = max(SCORES, spec.num_heads * SPAN, spec.dim * SPAN)
+    span = max(MAX_SCORES, spec.num_heads * SPAN, spec.dim * SPAN)
     return rows + tables + 6 * span * FP32 + (QUERIES + 2) * padded_context(max_len) * 6 * INT64

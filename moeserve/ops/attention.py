@@ -16,7 +16,8 @@ The order of every sum depends on positions only, not on the batch:
 
 The native and Triton kernels have the same two steps under the same names, with their own cut
 sizes. Cuts may be computed in any order, but must be merged in order of positions. The workspace is
-limited to about `SCORES` scores and `CONTEXT` cache elements, whatever the context lengths.
+limited to about `MAX_SCORES` scores and `MAX_CONTEXT_ELEMENTS` cache elements, whatever the context
+lengths.
 """
 
 from dataclasses import dataclass
@@ -31,17 +32,17 @@ from torch import Tensor
 from moeserve.ops.elementwise import TORCH_GRAIN, exp
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, entry_width, from_entries
 
-TILE = 64
-CUT = 512  # a multiple of TILE
-QUERY_BLOCK = 64
-SCORES = 1 << 20
-CONTEXT = 1 << 21
+TILE = 64  # positions
+CUT = 512  # positions; a multiple of TILE
+QUERY_BLOCK = 64  # queries
+MAX_SCORES = 1 << 20  # of a work item
+MAX_CONTEXT_ELEMENTS = 1 << 21  # of the cache, in a work item
 UNBOUNDED = 1 << 40  # tokens in the window or chunk if there is none
 LOWEST = torch.finfo(torch.float32).min
 # torch splits the sums of fp32 products with more inputs, at places that depend on the row count.
-DEPTH = 128
+MAX_SUM_INPUTS = 128
 # torch computes bfloat16 products with fewer multiplications with another kernel.
-SMALL_PRODUCT = 4096
+MIN_PRODUCT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def plan_attention(
             count = min(QUERY_BLOCK, end - token)
             position = start + token - first
             first_tile = int(_first_seen(position, group)) // TILE
-            tiles = _bucket(-(-(position + count) // TILE) - first_tile)
+            tiles = _rounded_tiles(-(-(position + count) // TILE) - first_tile)
             m = 1 if count == 1 else -(-count // 8) * 8
             # The cuts of all blocks of an item must be in the same columns.
             key = (m, tiles, first_tile % (CUT // TILE))
@@ -91,12 +92,14 @@ def plan_attention(
     items = []
     for (m, tiles, offset), blocks in sorted(members.items()):
         length = tiles * TILE
-        share = max(shape.num_heads * m * length / SCORES, kv_width * length / CONTEXT)
+        share = max(
+            shape.num_heads * m * length / MAX_SCORES, kv_width * length / MAX_CONTEXT_ELEMENTS
+        )
         batch = max(1, int(1 / share))
-        for at in range(0, len(blocks), batch):
+        for start in range(0, len(blocks), batch):
             items.append(
-                _item(
-                    np.array(blocks[at : at + batch], np.int64).T,
+                _build_item(
+                    np.array(blocks[start : start + batch], np.int64).T,
                     m,
                     length,
                     cuts_of(offset * TILE, length),
@@ -123,7 +126,7 @@ def padded_context(length: int) -> int:
     return length + length // 4 + TILE
 
 
-def _bucket(tiles: int) -> int:
+def _rounded_tiles(tiles: int) -> int:
     """Round up to one of few sizes with at most 25% padding: 1..8, 10, 12, 14, 16, 20, 24, ..."""
     step = 1 << max(0, tiles.bit_length() - 3)
     return -(-tiles // step) * step
@@ -138,7 +141,7 @@ def cuts_of(start: int, length: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(borders))
 
 
-def _item(
+def _build_item(
     members: NDArray[np.int64],
     m: int,
     length: int,
@@ -213,7 +216,7 @@ def attention(
         q_BmGhd = q_THd.index_select(0, item.tokens).view(batch, m, num_kv_heads, -1, d)
         # A block whose scores alone exceed the limit is split by KV heads.
         scores = batch * m * num_heads * min(length, CUT)
-        heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // scores))
+        heads = max(1, min(num_kv_heads, 4 * MAX_SCORES * num_kv_heads // scores))
         parts = []
         for first in range(0, num_kv_heads, heads):
             part = slice(first, first + heads)
@@ -249,7 +252,7 @@ def _attend(
     num_queries = m * h
     q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, num_queries, d).to(compute)
     # Queries are padded to a multiple of this, so that torch always chooses the same kernel.
-    step = 8 if compute != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * narrow)).bit_length()
+    step = 8 if compute != torch.bfloat16 else 1 << (MIN_PRODUCT // (TILE * narrow)).bit_length()
     if extra := -num_queries % step:
         q = torch.nn.functional.pad(q, (0, 0, 0, extra))
 
@@ -291,7 +294,7 @@ def attention_partial(
     """
     scores = _scores(q, k)
     if soft_cap:
-        for part in _pieces(scores):
+        for part in _split_for_threads(scores):
             part.div_(soft_cap).tanh_().mul_(soft_cap)
     if hidden_Bml is not None:
         batch, m, hidden = hidden_Bml.shape
@@ -299,10 +302,10 @@ def attention_partial(
         tail.view(batch, -1, m, h, hidden).masked_fill_(hidden_Bml[:, None, :, None], -torch.inf)
     largest = scores.amax(-1)
     scores -= largest.clamp(min=LOWEST)[:, :, None]
-    for part in _pieces(scores):
+    for part in _split_for_threads(scores):
         part.exp_()
     total: Tensor | None = None
-    for tile in _tiles(scores, v).unbind(1):
+    for tile in _values_of_tiles(scores, v).unbind(1):
         total = tile.float() if total is None else total.add_(tile)
     assert total is not None
     return Partial(largest, scores.sum(-1), total)
@@ -321,7 +324,7 @@ def merge_partials(total: Partial, part: Partial) -> Partial:
     )
 
 
-def _pieces(scores: Tensor) -> tuple[Tensor, ...]:
+def _split_for_threads(scores: Tensor) -> tuple[Tensor, ...]:
     """Split a contiguous tensor of whole SIMD vectors into parts for one thread each.
 
     torch computes the last elements of each thread's share with another function.
@@ -329,9 +332,9 @@ def _pieces(scores: Tensor) -> tuple[Tensor, ...]:
     return torch.split(scores.view(-1), TORCH_GRAIN)
 
 
-def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
-    """Copy the positions `span` of each context, [B * G, length, d]; int8 entries become fp32."""
-    index = index_BGL[:, :, slice(*span)]
+def _gather(rows: Tensor, index_BGL: Tensor, columns: tuple[int, int]) -> Tensor:
+    """Copy the columns of each context, [B * G, length, d]; int8 entries become fp32."""
+    index = index_BGL[:, :, slice(*columns)]
     return from_entries(
         rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1])
     )
@@ -345,15 +348,18 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     converting keys to fp32.
     """
     if q.dtype != torch.bfloat16:
-        scores = torch.bmm(q[:, :, :DEPTH], k[:, :, :DEPTH].transpose(1, 2))
-        for at in range(DEPTH, q.shape[2], DEPTH):
-            scores += torch.bmm(q[:, :, at : at + DEPTH], k[:, :, at : at + DEPTH].transpose(1, 2))
+        scores = torch.bmm(q[:, :, :MAX_SUM_INPUTS], k[:, :, :MAX_SUM_INPUTS].transpose(1, 2))
+        for start in range(MAX_SUM_INPUTS, q.shape[2], MAX_SUM_INPUTS):
+            scores += torch.bmm(
+                q[:, :, start : start + MAX_SUM_INPUTS],
+                k[:, :, start : start + MAX_SUM_INPUTS].transpose(1, 2),
+            )
         return scores
     high = torch.bmm(q, k.transpose(1, 2))
     return high.float().add_(torch.baddbmm(high, q, k.transpose(1, 2), beta=-1))
 
 
-def _tiles(probs: Tensor, v: Tensor) -> Tensor:
+def _values_of_tiles(probs: Tensor, v: Tensor) -> Tensor:
     """Return probs [B * G, rows, L] times values [B * G, L, v] per tile.
 
     The result is [B * G, tiles, rows, v] in v's dtype.

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.attention import SCORES, TILE
+from moeserve.ops.attention import MAX_SCORES, TILE
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.latent import PackHeads
 
@@ -168,7 +168,7 @@ def index_select(
     out_SK = torch.empty((len(q_SJd), selection.top_k), dtype=torch.int64, device=q_SJd.device)
     for request in selection.requests:
         rows = request.rows
-        step = max(1, min(QUERIES, SCORES // (q_SJd.shape[1] * SPAN)))
+        step = max(1, min(QUERIES, MAX_SCORES // (q_SJd.shape[1] * SPAN)))
         for start in range(rows.start, rows.stop, step):
             part = slice(start, min(start + step, rows.stop))
             first = request.first + start - rows.start
@@ -189,7 +189,7 @@ def index_scores(
     count, heads, dim = q_MJd.shape
     by_queries = pack_heads(q_MJd.reshape(1, -1, dim).float())
     by_weights = pack_heads(weights_MJ[:, None].contiguous())
-    span = max(SPAN, SCORES // max(dim, count * heads) // TILE * TILE)
+    span = max(SPAN, MAX_SCORES // max(dim, count * heads) // TILE * TILE)
     index_L = torch.nn.functional.pad(slots_L, (0, -len(slots_L) % TILE))
     parts = []
     for index_l in torch.split(index_L, span):

@@ -31,7 +31,7 @@ from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.kernels.selective_scan import selective_scan
 from moeserve.ops import elementwise
-from moeserve.ops.attention import SCORES
+from moeserve.ops.attention import MAX_SCORES
 from moeserve.ops.elementwise import plain_sigmoid_gate, sigmoid_mul, soft_cap
 from moeserve.ops.inputs import GroupInputs, HeadShape, RowContext, StepInputs
 from moeserve.ops.latent import HeadsLinear, PackHeads, PlainHeads
@@ -224,7 +224,7 @@ def index_select(
 ) -> Tensor:
     """See ops/selected.py."""
     queries = selection.rows_S, selection.positions_S, selection.blocks_RN
-    most = max(QUERIES, SCORES // selection.context // QUERIES * QUERIES)
+    most = max(QUERIES, MAX_SCORES // selection.context // QUERIES * QUERIES)
     return index_select_kernel(
         q_SJd, weights_SJ, cache, *queries, selection.context, selection.top_k, most
     )

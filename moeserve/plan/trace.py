@@ -18,8 +18,8 @@ import numpy as np
 from moeserve.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens per hash id
-CHARACTERS = 4  # per token, for files with text only
-_MOST_TOKENS = 10_000_000
+CHARACTERS_PER_TOKEN = 4  # for files with text only
+_MAX_TOKENS = 10_000_000
 
 
 class Arrival(NamedTuple):
@@ -63,7 +63,12 @@ def synthetic(
         .tolist()
         for mean in (num_input, num_output)
     ]
-    return RequestTrace([Arrival(at, i, o) for at, i, o in zip(times_s, *lengths, strict=True)])
+    return RequestTrace(
+        [
+            Arrival(at_s, num_input, num_output)
+            for at_s, num_input, num_output in zip(times_s, *lengths, strict=True)
+        ]
+    )
 
 
 def prompt_of(rid: int, arrival: Arrival) -> bytes:
@@ -91,34 +96,34 @@ def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
                 f"--trace {path}: conversations have no times; give the requests per second with"
                 " --rates"
             )
-        found = list(_conversations(path, text))
+        found = list(_read_conversations(path, text))
     else:
         found = [
             arrival
-            for n, line in enumerate(text.splitlines(), 1)
-            if (arrival := _line(path, n, line))
+            for number, line in enumerate(text.splitlines(), 1)
+            if (arrival := _parse_line(path, number, line))
         ]
     if not found:
         raise ConfigError(f"--trace {path}: the file has no requests")
     found.sort(key=lambda arrival: arrival.at_s)
     first_s = found[0].at_s
-    lasts_s = found[-1].at_s - found[0].at_s
-    if rate is None or lasts_s:
-        stretch = 1.0 if rate is None else len(found) / rate / lasts_s
+    duration_s = found[-1].at_s - found[0].at_s
+    if rate is None or duration_s:
+        stretch = 1.0 if rate is None else len(found) / rate / duration_s
         return RequestTrace(
             [arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in found]
         )
     gaps_s = np.random.default_rng(0).exponential(1 / rate, len(found))
     return RequestTrace(
         [
-            arrival._replace(at_s=float(at))
-            for arrival, at in zip(found, gaps_s.cumsum(), strict=True)
+            arrival._replace(at_s=float(at_s))
+            for arrival, at_s in zip(found, gaps_s.cumsum(), strict=True)
         ]
     )
 
 
-def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:
-    for i, entry in enumerate(_decoded(f"--trace {path}", text)):
+def _read_conversations(path: Path, text: bytes) -> Iterator[Arrival]:
+    for i, entry in enumerate(_decode_json(f"--trace {path}", text)):
         turns = entry.get("conversations", []) if isinstance(entry, dict) else None
         if turns is None or not all(
             isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
@@ -127,20 +132,22 @@ def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:
                 f"--trace {path}: entry {i} has no `conversations` of turns with a text `value`"
             )
         if len(turns) >= 2:
-            prompt, answer = (max(1, len(turn["value"]) // CHARACTERS) for turn in turns[:2])
+            prompt, answer = (
+                max(1, len(turn["value"]) // CHARACTERS_PER_TOKEN) for turn in turns[:2]
+            )
             yield Arrival(0.0, prompt, answer)
 
 
-def _line(path: Path, number: int, line: bytes) -> Arrival | None:
+def _parse_line(path: Path, number: int, line: bytes) -> Arrival | None:
     """Parse a line. Return None if it is empty, or a log line of a request without answer."""
     if not line.strip():
         return None
     where = f"--trace {path}: line {number}"
-    entry = _decoded(where, line)
+    entry = _decode_json(where, line)
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not a JSON object")
     if "input_length" in entry:
-        at_s = _number(where, entry, "timestamp") / 1e3
+        at_s = _read_number(where, entry, "timestamp") / 1e3
         sizes = ("input_length", "output_length")
         ids = entry.get("hash_ids", [])
         if not isinstance(ids, list) or not all(isinstance(hash_id, int) for hash_id in ids):
@@ -162,19 +169,19 @@ def _line(path: Path, number: int, line: bytes) -> Arrival | None:
             "of moeserve's access "
             f"log, got the keys {', '.join(itertools.islice(entry, 6)) or '(none)'}"
         )
-    tokens = [int(_number(where, entry, key)) for key in sizes]
+    tokens = [int(_read_number(where, entry, key)) for key in sizes]
     return Arrival(at_s, max(1, tokens[0]), max(1, tokens[1]), tuple(ids))
 
 
-def _number(where: str, entry: dict[str, Any], key: str) -> float:
+def _read_number(where: str, entry: dict[str, Any], key: str) -> float:
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"{where}: {key} must be a number of at least 0, got {value!r}")
-    if key != "timestamp" and value > _MOST_TOKENS:
-        raise ConfigError(f"{where}: {key} must be at most {_MOST_TOKENS}, got {value!r}")
+    if key != "timestamp" and value > _MAX_TOKENS:
+        raise ConfigError(f"{where}: {key} must be at most {_MAX_TOKENS}, got {value!r}")
     return float(value)
 
 
-def _decoded(where: str, text: bytes) -> Any:
+def _decode_json(where: str, text: bytes) -> Any:
     with ConfigError.instead_of(msgspec.DecodeError, where):
         return msgspec.json.decode(text)

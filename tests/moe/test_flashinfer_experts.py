@@ -211,7 +211,7 @@ def test_rows_sorted_by_expert(package: Any, counts: list[int], on_device: bool)
         counts_e, ends_e = (
             torch.from_numpy(part).to(DEVICE, torch.int32) for part in (counts_e, ends_e)
         )
-        inbound = Inbound(Layout.GROUPED, x, counts_e, ends_e, expected=20)
+        inbound = Inbound(Layout.GROUPED, x, counts_e, ends_e, expected_rows=20)
     ours = experts()
     ours.run(inbound, ours.pack(w), found)
     assert [(total + 3 * on_device, 1)] * (total > 0 or on_device) == FOUND

@@ -209,8 +209,8 @@ def test_bounds_on_work_space_do_not_change_bits(
     rows = [(0, 600, 100), (1, 89, 1), (2, 299, 1)]
     rule = Rule(sinks_H=torch.randn(8), soft_cap=3.0)
     expected = run(cache, rows, q, rule)
-    monkeypatch.setattr(a, "SCORES", bounds[0])
-    monkeypatch.setattr(a, "CONTEXT", bounds[1])
+    monkeypatch.setattr(a, "MAX_SCORES", bounds[0])
+    monkeypatch.setattr(a, "MAX_CONTEXT_ELEMENTS", bounds[1])
     for found, wanted in zip(run(cache, rows, q, rule), expected, strict=True):
         assert torch.equal(found, wanted)
 
@@ -242,7 +242,7 @@ def test_bfloat16_scores_keep_more_than_bfloat16() -> None:
 
 
 def test_few_padded_sizes() -> None:
-    sizes = [a._bucket(n) for n in range(1, 2000)]
+    sizes = [a._rounded_tiles(n) for n in range(1, 2000)]
     assert all(n <= size <= 1.25 * n + 1 for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 50
 

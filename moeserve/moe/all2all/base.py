@@ -81,8 +81,8 @@ class Inbound:
     counts_e: NDArray[np.int64] | Tensor
     # The end of each expert's rows. GROUPED: inclusive prefix sums of counts_e. SLOTTED: counts_e.
     ends_e: NDArray[np.int64] | Tensor
-    expected: int = 0  # P under an even load, if counts are on the device; 0: all rows
-    most: int = 0  # upper bound of P, if counts are on the device; 0: all rows
+    expected_rows: int = 0  # P under an even load, if counts are on the device; 0: all rows
+    max_rows: int = 0  # upper bound of P, if counts are on the device; 0: all rows
     # fp32 [..., D / 128] with any strides, or None. If set, `rows` are still e4m3, as they were
     # sent, with one scale for each 128 elements. Kernels for fp8 rows read both; others read `x`.
     # Exact backends leave this None.

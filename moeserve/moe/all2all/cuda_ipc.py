@@ -285,7 +285,7 @@ class CudaIpcAll2All:
             x_PD,
             counts_e=found.counts_e,
             ends_e=found.ends_e,
-            expected=most_tokens * top_k,
+            expected_rows=most_tokens * top_k,
         )
         return Ticket(inbound, routing, private=(channel, buffer), y=buffer.y[: len(x_PD)])
 

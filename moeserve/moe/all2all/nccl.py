@@ -156,7 +156,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
                 x_ND.index_select(0, order_P // top_k),
                 counts_e=counts_e,
                 ends_e=counts_e.cumsum(0, dtype=torch.int32),
-                expected=most_tokens * top_k,
+                expected_rows=most_tokens * top_k,
             )
             handle = _NcclHandle(mesh, pairs_R=pairs_R, place_P=place_P, home=home)
             return Ticket(inbound, routing, private=handle)

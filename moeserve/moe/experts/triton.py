@@ -137,8 +137,8 @@ class TritonExperts(StackedExperts):
         room = inbound.rows.shape[1] if inbound.layout is Layout.SLOTTED else 0
         y = out.view(-1, out.shape[-1])
         if isinstance(ends_e, Tensor):
-            rows = inbound.most or len(y)
-            expected = inbound.expected
+            rows = inbound.max_rows or len(y)
+            expected = inbound.expected_rows
         else:
             rows = expected = int(inbound.host_counts_e.sum())
             ends_e = torch.from_numpy(ends_e).to(y.device, torch.int32)

@@ -53,10 +53,10 @@ class Rebalancer:
         self._gate = gate
         self.nodes = nodes  # on which the ranks of `current` run
         self._bytes_per_s = gate.bytes_per_s
-        self._newest = placement.version
-        self._noted_s: float | None = None
-        self._proposed_s = 0.0
-        self._not_before_s = -np.inf
+        self._newest_version = placement.version
+        self._noted_at_s: float | None = None
+        self._proposed_at_s = 0.0
+        self._not_before_at_s = -np.inf
 
     def note(self, report: ExpertLoad, now_s: float) -> None:
         """Add an engine's report to the load. now_s: of the monotonic clock that `propose` uses."""
@@ -66,9 +66,9 @@ class Rebalancer:
                 f"a report of {counts.size} counts does not fit {self.load_LE.shape} "
                 "layers and experts"
             )
-        if self._noted_s is not None and now_s > self._noted_s:
-            self.load_LE *= 0.5 ** ((now_s - self._noted_s) / self._gate.half_life_s)
-        self._noted_s = now_s
+        if self._noted_at_s is not None and now_s > self._noted_at_s:
+            self.load_LE *= 0.5 ** ((now_s - self._noted_at_s) / self._gate.half_life_s)
+        self._noted_at_s = now_s
         self.load_LE += counts.reshape(self.load_LE.shape)
 
     def balance(self) -> F64:
@@ -82,22 +82,22 @@ class Rebalancer:
         costs.
         """
         if self.pending is not None:
-            waited_s = now_s - self._proposed_s
+            waited_s = now_s - self._proposed_at_s
             self.why = f"placement {self.pending.version} is pending for {waited_s:.0f} s"
             return None
-        if not force and (reason := self._too_early(now_s)):
+        if not force and (reason := self._why_too_early(now_s)):
             self.why = reason
             return None
-        new = solve(self.load_LE, self.current, self._newest + 1, self.nodes)
-        worth, self.why = self._weigh(new)
-        if not worth and not (force and self._saving(new) > 0):
-            self._not_before_s = now_s + self._gate.interval_s
+        new = solve(self.load_LE, self.current, self._newest_version + 1, self.nodes)
+        is_worth_it, self.why = self._weigh_move(new)
+        if not is_worth_it and not (force and self._saved_share(new) > 0):
+            self._not_before_at_s = now_s + self._gate.interval_s
             return None
-        if not worth:
+        if not is_worth_it:
             self.why = f"requested anyway: {self.why}"
         self.pending = new
-        self._newest = new.version
-        self._proposed_s = now_s
+        self._newest_version = new.version
+        self._proposed_at_s = now_s
         return new
 
     def conclude(self, notice: PlacementResult, now_s: float) -> bool:
@@ -109,7 +109,7 @@ class Rebalancer:
             return False  # another engine has reported the same placement before
         pending = self.pending
         self.pending = None
-        self._not_before_s = now_s + self._gate.interval_s
+        self._not_before_at_s = now_s + self._gate.interval_s
         if notice.error:
             self.current = self.current.with_layers(pending, notice.layers, pending.version)
             kept = f"after {notice.layers} of {pending.num_layers} layers"
@@ -140,7 +140,7 @@ class Rebalancer:
             logger.warning("placement %d is dropped: a new group joins", self.pending.version)
         self.current = placement
         self.pending = None
-        self._newest = max(self._newest, placement.version)
+        self._newest_version = max(self._newest_version, placement.version)
         self.why = f"placement {placement.version} came with a new epoch"
 
     def rescaled(
@@ -155,13 +155,19 @@ class Rebalancer:
         was: see `solve.rescaled`.
         """
         load_LE = self.load_LE if self.load_LE.any() else None
-        self._newest += 1
+        self._newest_version += 1
         return rescaled(
-            self.current, num_ranks, redundant, self._newest, load_LE, nodes or self.nodes, was
+            self.current,
+            num_ranks,
+            redundant,
+            self._newest_version,
+            load_LE,
+            nodes or self.nodes,
+            was,
         )
 
-    def _too_early(self, now_s: float) -> str:
-        if now_s < self._not_before_s:
+    def _why_too_early(self, now_s: float) -> str:
+        if now_s < self._not_before_at_s:
             return self.why
         counted = self.load_LE.mean(1).min()
         if counted < self._gate.min_tokens:
@@ -171,31 +177,34 @@ class Rebalancer:
             )
         return ""
 
-    def _saving(self, new: Placement) -> float:
+    def _saved_share(self, new: Placement) -> float:
         """Return the part of the experts' time that `new` saves, because each layer waits for the
         rank with the highest load.
         """
-        before, after = (rank_loads(self.load_LE, p).max(1).sum() for p in (self.current, new))
+        before, after = (
+            rank_loads(self.load_LE, placement).max(1).sum() for placement in (self.current, new)
+        )
         return 1 - float(after / before) if before else 0.0
 
-    def _weigh(self, new: Placement) -> tuple[bool, str]:
+    def _weigh_move(self, new: Placement) -> tuple[bool, str]:
+        """Return whether the gain of `new` exceeds the cost of moving, and the reason."""
         gate = self._gate
-        saving = self._saving(new)
-        even = f"mean/fullest rank is {self.balance().mean():.2f}"
-        if saving < gate.min_saving:
+        saved_share = self._saved_share(new)
+        now = f"mean/fullest rank is {self.balance().mean():.2f}"
+        if saved_share < gate.min_saving:
             return (
                 False,
-                f"{even}; another placement would save {saving:.1%} of the experts' time: "
+                f"{now}; another placement would save {saved_share:.1%} of the experts' time: "
                 "not worth it",
             )
         num_bytes = int(moved(self.current, new).max()) * self.expert_bytes
-        gain_s = saving * gate.expert_share * gate.horizon_s
+        gain_s = saved_share * gate.expert_share * gate.horizon_s
         cost_s = num_bytes / self._bytes_per_s * gate.slowdown
-        worth = gain_s > gate.margin * cost_s
+        is_worth_it = gain_s > gate.margin * cost_s
         better = balance(rank_loads(self.load_LE, new)).mean()
         estimate = (
-            f"{even}; placement {new.version} would make it {better:.2f} and save "
+            f"{now}; placement {new.version} would make it {better:.2f} and save "
             f"{gain_s:.1f} s of {gate.horizon_s:.0f} s; moving {num_bytes / 1e6:.0f} MB to a rank "
             f"costs {cost_s:.1f} s"
         )
-        return worth, estimate if worth else f"{estimate}: not worth it"
+        return is_worth_it, estimate if is_worth_it else f"{estimate}: not worth it"

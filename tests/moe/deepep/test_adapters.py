@@ -255,7 +255,7 @@ def test_slots_by_triton_and_by_the_reference(wire: str) -> None:
         slots = in_fp32(ticket.inbound)
         own = slice(rank * LOCAL, (rank + 1) * LOCAL)
         assert isinstance(slots.counts_e, Tensor)
-        assert 0 < int(slots.counts_e.sum()) <= slots.most <= slots.x.shape[:2].numel()
+        assert 0 < int(slots.counts_e.sum()) <= slots.max_rows <= slots.x.shape[:2].numel()
         found = torch.full_like(slots.x, 7)
         expected = torch.full_like(slots.x, 7)
         packed = kernel.pack(ExpertWeights(w13[own], w2[own]))

@@ -67,7 +67,11 @@ def padding_taken_for_an_expert(patch: pytest.MonkeyPatch) -> None:
 def weights_left_to_v2(patch: pytest.MonkeyPatch) -> None:
     original = v2.Ticket
     patch.setattr(
-        v2, "Ticket", lambda rows, to, own: original(rows, to, (*own[:2], torch.ones_like(own[2])))
+        v2,
+        "Ticket",
+        lambda inbound, routing, private: original(
+            inbound, routing, (*private[:2], torch.ones_like(private[2]))
+        ),
     )
 
 

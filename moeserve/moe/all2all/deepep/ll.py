@@ -123,9 +123,9 @@ class DeepEPLowLatency(DeepEP):
                 counts_e=counts_e,
                 ends_e=counts_e,
                 # An even load: every rank sends, and so receives, most_tokens * top_k rows.
-                expected=most_tokens * top_k,
+                expected_rows=most_tokens * top_k,
                 # A token has at most min(top_k, num_local) of these experts.
-                most=capacity * min(top_k, num_local),
+                max_rows=capacity * min(top_k, num_local),
                 scales=scales,
             )
             return Ticket(inbound, routing, private=(buffer, handle, ids_TK))
