@@ -251,10 +251,10 @@ class Running:
             self._admission.count_arrivals(1, owner.submitted_at_s, len(owner.prompt_token_ids))
         self._stats.num_active = len(self.sequences)
 
-    def replace(self, before: Sequence, now: Sequence) -> None:
+    def replace(self, old: Sequence, new: Sequence) -> None:
         """Replace a running sequence by another one with the same id."""
-        if self.sequences.get(before.rid) is before:
-            self.sequences[before.rid] = now
+        if self.sequences.get(old.rid) is old:
+            self.sequences[old.rid] = new
 
     def note_starts(self, rids: list[int], began_s: float) -> None:
         """Record the start of these sequences. began_s: when their first step began."""

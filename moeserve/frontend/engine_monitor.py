@@ -20,7 +20,9 @@ from moeserve.messages import ExpertLoad, Ready, Traced, TraceNext
 if TYPE_CHECKING:
     from moeserve.cluster.rebalancing import Rebalancing
 
-LATE_S = 2.0  # time limit for the other ranks, after the first rank has sent its trace
+LATE_TRACE_TIMEOUT_S = (
+    2.0  # time limit for the other ranks, after the first rank has sent its trace
+)
 
 Rank = tuple[int, int]  # data-parallel, tensor-parallel
 
@@ -33,13 +35,13 @@ class EngineMonitor:
         self._stats = stats
         self.tracing = Tracing(link)
         # Counts the load of experts, if each engine has all experts. Otherwise, the fleet does.
-        self._loads: Rebalancing | None = None
+        self._rebalancing: Rebalancing | None = None
 
     def handle(self, msg: ExpertLoad | Traced, ready: Ready | None) -> None:
         """Handle the expert load of an engine, or the trace of a rank."""
         if isinstance(msg, Traced):
             self.tracing.add(msg)
-        elif (loads := self._all_experts(ready)) is not None:
+        elif (loads := self._local_loads(ready)) is not None:
             loads.note(msg)
 
     def view(self, state: str, ready: Ready | None) -> FleetView:
@@ -58,7 +60,7 @@ class EngineMonitor:
                 experts=None,
                 machines={"node-0": "here"},
             )
-        if view.experts is None and (loads := self._all_experts(ready)) is not None:
+        if view.experts is None and (loads := self._local_loads(ready)) is not None:
             experts = msgspec.structs.replace(loads.view(), why="every engine has all experts")
             view = msgspec.structs.replace(view, experts=experts)
         return view
@@ -75,19 +77,19 @@ class EngineMonitor:
             num_requests=self._stats.num_active,
         )
 
-    def _all_experts(self, ready: Ready | None) -> "Rebalancing | None":
+    def _local_loads(self, ready: Ready | None) -> "Rebalancing | None":
         """Return the load statistics if each engine has all experts; None for dense models and for
         sharded experts.
         """
         ep_sharded = self._fleet is not None and self._fleet.experts is not None
-        if self._loads is None and ready is not None and ready.num_experts and not ep_sharded:
+        if self._rebalancing is None and ready is not None and ready.num_experts and not ep_sharded:
             from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
-            self._loads = Rebalancing(
+            self._rebalancing = Rebalancing(
                 ready.num_moe_layers, ready.num_experts, num_ranks=1, redundant=0
             )
-            self._loads.joined(None, ready.expert_bytes)
-        return self._loads
+            self._rebalancing.joined(None, ready.expert_bytes)
+        return self._rebalancing
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,9 @@ class Tracing:
                         msg = await answers.get()
                         if (rank := (msg.dp_rank, msg.tp_rank)) in wanted:
                             if not steps:
-                                limit.reschedule(asyncio.get_running_loop().time() + LATE_S)
+                                limit.reschedule(
+                                    asyncio.get_running_loop().time() + LATE_TRACE_TIMEOUT_S
+                                )
                             # Separate engines number their steps independently.
                             step = msg.step if view.together else 0
                             steps.setdefault(step, {})[rank] = msg

@@ -193,8 +193,7 @@ class Generation:
         self.stream: StreamLog | None = None  # the log of a resumable request
         # Whether it has tokens but no text yet, so that only a replay will find stop strings.
         self.lacks_text = False
-        # Called when the reader is gone.
-        self.leave: Callable[[Generation], None] = Generation.abort
+        self.on_reader_left: Callable[[Generation], None] = Generation.abort
         self._abort = abort
         # Unread deltas, by index of the sequence if they are merged
         self._pending: dict[object, Delta] = {}
@@ -283,7 +282,7 @@ class Generation:
             try:
                 await self._waiter
             except asyncio.CancelledError:
-                self.leave(self)
+                self.on_reader_left(self)
                 raise
             finally:
                 self._waiter = None
@@ -312,8 +311,8 @@ class Generation:
         self.caught_up()
 
     async def aclose(self) -> None:
-        """Call `leave`: there is no reader any more."""
-        self.leave(self)
+        """Call `on_reader_left`: there is no reader any more."""
+        self.on_reader_left(self)
 
     async def __aenter__(self) -> "Generation":
         return self

@@ -121,7 +121,7 @@ class StreamLog:
 
     entry: Entry
     sequences: list[SequenceLog]
-    settled: int = 0  # tokens that were charged
+    num_charged_tokens: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -147,8 +147,8 @@ class Journal:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._logs: dict[int, SequenceLog] = {}  # by id of the sequence
-        self._unread: dict[str, int] = {}  # bytes of streams without a reader, oldest first
-        self._unread_rids: dict[int, str] = {}  # their ids, by id of the sequence
+        self._unread_bytes_by_id: dict[str, int] = {}  # streams without a reader, oldest first
+        self._unread_id_of_rid: dict[int, str] = {}  # by id of the sequence
         self.unread_bytes = 0
 
     def open(self, entry: Entry, sequences: list[SequenceLog]) -> StreamLog | None:
@@ -170,27 +170,27 @@ class Journal:
         if self.listener is not None:
             self.listener(msgspec.structs.replace(out, record=None, prompt_logprobs={}))
         self._add_columns(out)
-        if self._unread:
+        if self._unread_bytes_by_id:
             self._count_unread(out)
 
     def _add_columns(self, out: StepOutput) -> None:
-        for log, rows in self._of(out.logprobs):
+        for log, rows in self._with_logs(out.logprobs):
             log.logprobs += rows
-        for log, digests in self._of(out.digests):
+        for log, digests in self._with_logs(out.digests):
             log.digests += digests
-        for log, verified in self._of(out.drafts):
+        for log, verified in self._with_logs(out.drafts):
             log.drafts[len(log.tokens)] = verified
-        for log, cached in self._of(out.cached):
+        for log, cached in self._with_logs(out.cached):
             if not log.tokens:  # later hits are those of a replay
                 log.cached = cached
-        for log, stop_id in self._of(out.stop_ids):
+        for log, stop_id in self._with_logs(out.stop_ids):
             log.stop_id = stop_id
         if out.finish.count(0) < len(out.finish):
             rids = memoryview(out.rids).cast("q")
-            for log, finish in self._of(dict(zip(rids, out.finish, strict=True))):
+            for log, finish in self._with_logs(dict(zip(rids, out.finish, strict=True))):
                 log.finish = finish
 
-    def _of(self, column: Mapping[int, T]) -> list[tuple[SequenceLog, T]]:
+    def _with_logs(self, column: Mapping[int, T]) -> list[tuple[SequenceLog, T]]:
         if not column:
             return []
         logs = self._logs
@@ -198,30 +198,30 @@ class Journal:
 
     def _count_unread(self, out: StepOutput) -> None:
         for rid in memoryview(out.rids).cast("q"):
-            self._grow(rid, TOKEN_BYTES)
+            self._count_bytes(rid, TOKEN_BYTES)
         for rid, rows in out.logprobs.items():
-            self._grow(rid, LOGPROB_BYTES * sum(len(row.ids) for row in rows))
+            self._count_bytes(rid, LOGPROB_BYTES * sum(len(row.ids) for row in rows))
         for rid, digests in out.digests.items():
-            self._grow(rid, DIGEST_BYTES * len(digests))
+            self._count_bytes(rid, DIGEST_BYTES * len(digests))
 
-    def _grow(self, rid: int, num_bytes: int) -> None:
-        if (id := self._unread_rids.get(rid)) is not None:
-            self._unread[id] += num_bytes
+    def _count_bytes(self, rid: int, num_bytes: int) -> None:
+        if (id := self._unread_id_of_rid.get(rid)) is not None:
+            self._unread_bytes_by_id[id] += num_bytes
             self.unread_bytes += num_bytes
 
     def leave(self, id: str) -> None:
         """Mark a stream as having no reader."""
         self.resume(id)
         stream = self.streams[id]
-        self._unread[id] = stream.num_bytes
+        self._unread_bytes_by_id[id] = stream.num_bytes
         self.unread_bytes += stream.num_bytes
-        self._unread_rids |= dict.fromkeys(stream.entry.rids, id)
+        self._unread_id_of_rid |= dict.fromkeys(stream.entry.rids, id)
 
     def resume(self, id: str) -> None:
         """Mark a stream as having a reader. Idempotent."""
-        self.unread_bytes -= self._unread.pop(id, 0)
+        self.unread_bytes -= self._unread_bytes_by_id.pop(id, 0)
         for rid in self.streams[id].entry.rids:
-            self._unread_rids.pop(rid, None)
+            self._unread_id_of_rid.pop(rid, None)
 
     def overfull(self) -> list[str]:
         """Return the ids of the streams to close if there are too many: the oldest without a
@@ -231,7 +231,7 @@ class Journal:
             return []
         full = list[str]()
         num_bytes = self.unread_bytes
-        for id, its_bytes in self._unread.items():
+        for id, its_bytes in self._unread_bytes_by_id.items():
             if num_bytes <= self._max_bytes and len(self.streams) - len(full) < self._max_count:
                 break
             full.append(id)
@@ -240,7 +240,7 @@ class Journal:
 
     def unread(self) -> list[str]:
         """Return the ids of the streams without a reader."""
-        return list(self._unread)
+        return list(self._unread_bytes_by_id)
 
     def close(self, id: str) -> None:
         """Remove a stream. Unknown ids are ignored."""

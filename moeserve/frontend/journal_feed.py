@@ -14,7 +14,7 @@ from moeserve.frontend.slices import Slices
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 0.1
+RETRY_INTERVAL_S = 0.1
 
 
 async def feed(journal: Journal, root: Root, slices: Slices) -> None:
@@ -26,7 +26,7 @@ async def feed(journal: Journal, root: Root, slices: Slices) -> None:
             await _feed_one(journal, root, slices)
         except Exception as error:  # the next standby gets the whole journal
             log_error("journal feed", error)
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(RETRY_INTERVAL_S)
 
 
 async def _feed_one(journal: Journal, root: Root, slices: Slices) -> None:
@@ -63,13 +63,13 @@ async def _feed_one(journal: Journal, root: Root, slices: Slices) -> None:
         wire.close()
 
 
-async def follow(root: Root, ours: asyncio.Event) -> Journal:
+async def follow(root: Root, is_active: asyncio.Event) -> Journal:
     """Copy the journal of the active front end. Return the copy once that front end is dead.
 
-    ours: set when this front end becomes the active one.
+    is_active: set when this front end becomes the active one.
     """
     journal = Journal()
-    while root.follows >= 0 and not ours.is_set():
+    while root.follows >= 0 and not is_active.is_set():
         inbox: Inbox[Change | PeerGone] = Inbox("journal")
         wire: ZmqWire[Closed, Change | PeerGone] = connect(
             root.journal_of(root.follows), token=root.secret, receives=Change, inbox=inbox
@@ -85,6 +85,6 @@ async def follow(root: Root, ours: asyncio.Event) -> Journal:
                         journal.apply(change)
         wire.close()
         with suppress(TimeoutError):
-            async with asyncio.timeout(AGAIN_S):
-                await ours.wait()
+            async with asyncio.timeout(RETRY_INTERVAL_S):
+                await is_active.wait()
     return journal

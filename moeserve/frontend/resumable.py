@@ -28,7 +28,7 @@ from moeserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MERGED_ROWS = 256  # the most rows in a replayed delta
+MAX_MERGED_ROWS = 256  # the most rows in a replayed delta
 MAX_REPLAY_TOKENS = 2**21  # the most tokens that may wait for their replay; 20 to 40 s of work
 RETRY_AFTER_S = 5.0
 
@@ -48,13 +48,13 @@ class _Stream:
 
     log: StreamLog
     generation: Generation
-    newest: Generation | None = None  # of the latest replay that has not caught up yet
-    closing: asyncio.TimerHandle | None = None  # closes a stream without a reader
+    latest_replay: Generation | None = None  # that has not caught up yet
+    close_timer: asyncio.TimerHandle | None = None  # closes a stream without a reader
 
-    def stop_closing(self) -> None:
-        if self.closing is not None:
-            self.closing.cancel()
-            self.closing = None
+    def cancel_close(self) -> None:
+        if self.close_timer is not None:
+            self.close_timer.cancel()
+            self.close_timer = None
 
 
 class Resumable:
@@ -79,8 +79,8 @@ class Resumable:
         self._end = end
         self._make_receipt = make_receipt
         self._streams: dict[str, _Stream] = {}
-        self._turn = asyncio.Lock()  # one replay runs at a time, first come, first served
-        self._replay_tokens = 0  # of all running and waiting replays
+        self._replay_lock = asyncio.Lock()  # one replay runs at a time, first come, first served
+        self._num_replay_tokens = 0  # of all running and waiting replays
 
     # ---- opening and closing
 
@@ -106,21 +106,21 @@ class Resumable:
             marked=generation.marked,
         )
         logs = [SequenceLog(tokens=sequence.tokens) for sequence in generation.sequences]
-        self._keep(entry, logs, generation)
+        self._add_stream(entry, logs, generation)
 
-    def _keep(self, entry: Entry, logs: list[SequenceLog], generation: Generation) -> bool:
+    def _add_stream(self, entry: Entry, logs: list[SequenceLog], generation: Generation) -> bool:
         stream = self.journal.open(entry, logs)
         if stream is None:
             return False
         self._streams[entry.id] = _Stream(stream, generation)
         generation.stream = stream
-        generation.leave = self.leave
+        generation.on_reader_left = self.leave
         return True
 
     def step(self, out: StepOutput) -> None:
         """Record a step, and close streams without a reader that take too much memory."""
         self.journal.step(out)
-        self._make_room()
+        self._close_overfull()
 
     def generation(self, stream: StreamLog) -> Generation | None:
         """Return the current generation of a stream; None once it is closed."""
@@ -128,18 +128,18 @@ class Resumable:
 
     def leave(self, generation: Generation) -> None:
         """Handle the loss of a reader: close the stream after `window_s`, unless it is resumed."""
-        if (stream := self._of(generation)) is None:
+        if (stream := self._stream_of(generation)) is None:
             return
         self.journal.leave(stream.log.entry.id)
-        stream.stop_closing()
+        stream.cancel_close()
         loop = asyncio.get_running_loop()
-        stream.closing = loop.call_later(self.window_s, self._close, stream.log.entry.id)
-        self._make_room()
+        stream.close_timer = loop.call_later(self.window_s, self._close, stream.log.entry.id)
+        self._close_overfull()
 
     def forget(self, generation: Generation) -> None:
         """Remove the stream of a generation, unless another generation has replaced it."""
-        if (stream := self._of(generation)) is not None:
-            stream.stop_closing()
+        if (stream := self._stream_of(generation)) is not None:
+            stream.cancel_close()
             id = stream.log.entry.id
             del self._streams[id]
             self.journal.close(id)
@@ -149,7 +149,7 @@ class Resumable:
         for id in self.journal.unread():
             self._close(id)
 
-    def _make_room(self) -> None:
+    def _close_overfull(self) -> None:
         for id in self.journal.overfull():
             self._close(id)
 
@@ -159,7 +159,7 @@ class Resumable:
         generation.abort()
         self.forget(generation)
 
-    def _of(self, generation: Generation) -> _Stream | None:
+    def _stream_of(self, generation: Generation) -> _Stream | None:
         if generation.stream is None:
             return None
         stream = self._streams.get(generation.stream.entry.id)
@@ -176,7 +176,7 @@ class Resumable:
         """Return a generation that begins with the stream's first row. The current reader gets
         TakenOver.
 
-        The known rows are merged into deltas of up to MERGED_ROWS rows. Later rows are separate
+        The known rows are merged into deltas of up to MAX_MERGED_ROWS rows. Later rows are separate
         deltas until `merges` is set.
 
         cuts: by index of the sequence, numbers of tokens at which a delta must end.
@@ -188,15 +188,15 @@ class Resumable:
         if stream is None or stream.log is not log:
             raise unknown_stream()
         num_tokens = sum(sequence.num_rows for sequence in log.sequences)
-        if self._replay_tokens and self._replay_tokens + num_tokens > MAX_REPLAY_TOKENS:
-            what = f"{self._replay_tokens} tokens of interrupted streams wait to be replayed"
+        if self._num_replay_tokens and self._num_replay_tokens + num_tokens > MAX_REPLAY_TOKENS:
+            what = f"{self._num_replay_tokens} tokens of interrupted streams wait to be replayed"
             raise Overloaded(what, retry_after_s=RETRY_AFTER_S)
-        fresh = await self._replayed(stream, parser, cuts or {}, num_tokens)
-        stream.stop_closing()
+        replayed = await self._replay(stream, parser, cuts or {}, num_tokens)
+        stream.cancel_close()
         self.journal.resume(log.entry.id)
-        return fresh
+        return replayed
 
-    async def _replayed(
+    async def _replay(
         self,
         stream: _Stream,
         parser: Callable[[], AnswerParser] | None,
@@ -206,7 +206,7 @@ class Resumable:
         """Replay the known rows into a new generation, and let it replace the current one."""
         entry = stream.log.entry
         old = stream.generation
-        fresh = Generation(
+        replayed = Generation(
             old.prompt_token_ids,
             entry.params,
             entry.request_id,
@@ -216,35 +216,37 @@ class Resumable:
             salt=entry.salt,
             marked=entry.marked,
         )
-        fresh.merges = False
-        fresh.pause = self.slices.pause
-        fresh.create_sequences(entry.samplings, iter(entry.rids), self._tokenizer, parser)
-        stream.newest = fresh
+        replayed.merges = False
+        replayed.pause = self.slices.pause
+        replayed.create_sequences(entry.samplings, iter(entry.rids), self._tokenizer, parser)
+        stream.latest_replay = replayed
         replays = [
             _SequenceReplay(sequence, log, cuts.get(sequence.index, ()))
-            for sequence, log in zip(fresh.sequences, stream.log.sequences, strict=True)
+            for sequence, log in zip(replayed.sequences, stream.log.sequences, strict=True)
         ]
-        self._replay_tokens += num_tokens
+        self._num_replay_tokens += num_tokens
         try:
-            async with self._turn:
-                self._check_wanted(stream, fresh)
+            async with self._replay_lock:
+                self._check_wanted(stream, replayed)
                 # Repeat: while one sequence is replayed, others get new rows.
-                while any([await self._replay_rows(stream, fresh, replay) for replay in replays]):
+                while any(
+                    [await self._replay_rows(stream, replayed, replay) for replay in replays]
+                ):
                     pass
         finally:
-            self._replay_tokens -= num_tokens
-            if stream.newest is fresh:
-                stream.newest = None
+            self._num_replay_tokens -= num_tokens
+            if stream.latest_replay is replayed:
+                stream.latest_replay = None
         for replay in replays:
             replay.flush()
-        self._attach(stream, fresh)
-        return fresh
+        self._replace_current(stream, replayed)
+        return replayed
 
     async def _replay_rows(
-        self, stream: _Stream, fresh: Generation, replay: "_SequenceReplay"
+        self, stream: _Stream, replayed: Generation, replay: "_SequenceReplay"
     ) -> bool:
         """Replay the new rows of a sequence. If there are none, return False without a pause."""
-        before = replay.num_rows
+        num_rows_before = replay.num_rows
         sequence = replay.sequence
         for row in replay.new_rows():
             delta = replay.add(*row)
@@ -253,36 +255,38 @@ class Resumable:
                 sequence.digests = old.digests
                 delta.receipt = old.receipt or self._make_receipt(sequence, delta, old.ended)
                 sequence.receipt = delta.receipt
-                fresh.num_live -= 1
+                replayed.num_live -= 1
                 break
             await self.slices.pause()
-            self._check_wanted(stream, fresh)
-        return replay.num_rows > before
+            self._check_wanted(stream, replayed)
+        return replay.num_rows > num_rows_before
 
-    def _check_wanted(self, stream: _Stream, fresh: Generation) -> None:
+    def _check_wanted(self, stream: _Stream, replayed: Generation) -> None:
         """Raise NotFound if the stream was closed, TakenOver if a later replay of it has begun."""
         if self._streams.get(stream.log.entry.id) is not stream:
             raise unknown_stream()
-        if stream.newest is not fresh:
+        if stream.latest_replay is not replayed:
             raise TakenOver("another connection has resumed this stream in the meantime")
 
-    def _attach(self, stream: _Stream, fresh: Generation) -> None:
+    def _replace_current(self, stream: _Stream, replayed: Generation) -> None:
         """Replace the current generation by one that has caught up."""
         old = stream.generation
         logs = stream.log.sequences
-        for before, now, log in zip(old.sequences, fresh.sequences, logs, strict=True):
-            now.started_at_s = before.started_at_s
-            now.first_token_at_s = before.first_token_at_s
-            now.last_token_at_s = before.last_token_at_s
-            now.digests = before.digests
-            log.tokens = now.tokens
-            if now.ended and not before.ended:
-                self._end(before, "stop")  # the replay has found a stop string
+        for old_sequence, new_sequence, log in zip(
+            old.sequences, replayed.sequences, logs, strict=True
+        ):
+            new_sequence.started_at_s = old_sequence.started_at_s
+            new_sequence.first_token_at_s = old_sequence.first_token_at_s
+            new_sequence.last_token_at_s = old_sequence.last_token_at_s
+            new_sequence.digests = old_sequence.digests
+            log.tokens = new_sequence.tokens
+            if new_sequence.ended and not old_sequence.ended:
+                self._end(old_sequence, "stop")  # the replay has found a stop string
             else:
-                self._running.replace(before, now)
-        fresh.stream = stream.log
-        fresh.leave = self.leave
-        stream.generation = fresh
+                self._running.replace(old_sequence, new_sequence)
+        replayed.stream = stream.log
+        replayed.on_reader_left = self.leave
+        stream.generation = replayed
         old.replace(TakenOver("another connection has resumed this stream"))
 
     # ---- streams of another process
@@ -309,7 +313,7 @@ class Resumable:
             sequence.ended = bool(known.finish)
             generation.num_live -= sequence.ended
         generation.lacks_text = bool(entry.params.stop_strings)
-        if not self._keep(entry, logs, generation):
+        if not self._add_stream(entry, logs, generation):
             raise Overloaded("this server has no room for more resumable streams")
         self.leave(generation)
         return generation
@@ -317,17 +321,17 @@ class Resumable:
     async def catch_up(self) -> None:
         """Replay the adopted streams that have stop strings, in the background."""
         for stream in list(self._streams.values()):
-            if not stream.generation.lacks_text or stream.newest is not None:
+            if not stream.generation.lacks_text or stream.latest_replay is not None:
                 continue  # it has no stop strings, or its reader replays it
             try:
-                fresh = await self._replayed(stream, None, {}, 0)
+                replayed = await self._replay(stream, None, {}, 0)
             except (NotFound, TakenOver):
                 continue
             except Exception:
                 log.exception("a stream is lost: its replay failed")
                 self._close(stream.log.entry.id)
                 continue
-            fresh.discard_deltas()
+            replayed.discard_deltas()
 
 
 class _SequenceReplay:
@@ -338,8 +342,8 @@ class _SequenceReplay:
         self.num_rows = 0
         self._log = log
         self._cuts = cuts
-        self._held: Delta | None = None
-        self._held_rows = 0
+        self._merged: Delta | None = None
+        self._num_merged_rows = 0
 
     def new_rows(self) -> Iterator[tuple[int, int, StepOutput]]:
         """Return the rows that are not replayed yet; none if the sequence has ended."""
@@ -349,26 +353,26 @@ class _SequenceReplay:
 
     def add(self, token: int, finish: int, columns: StepOutput) -> Delta:
         """Apply a row. Return the delta that contains it."""
-        if token < 0 or self._held_rows == MERGED_ROWS:
+        if token < 0 or self._num_merged_rows == MAX_MERGED_ROWS:
             self.flush()
         delta = self.sequence.advance(token, finish, columns)
         self.num_rows += 1
-        if self._held is None:
-            self._held = delta
+        if self._merged is None:
+            self._merged = delta
         else:
-            self._held.append(delta)
-        self._held_rows += 1
-        held = self._held
+            self._merged.append(delta)
+        self._num_merged_rows += 1
+        merged = self._merged
         if len(self.sequence.tokens) in self._cuts:
             self.flush()
-        return held
+        return merged
 
     def flush(self) -> None:
         """Push the merged delta."""
-        if self._held is not None:
-            self.sequence.owner.push(self._held)
-        self._held = None
-        self._held_rows = 0
+        if self._merged is not None:
+            self.sequence.owner.push(self._merged)
+        self._merged = None
+        self._num_merged_rows = 0
 
 
 def unknown_stream() -> NotFound:

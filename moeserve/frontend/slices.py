@@ -15,13 +15,13 @@ class Slices:
     """
 
     def __init__(self) -> None:
-        self._end_s = 0.0  # end of the current slice
-        self._next = asyncio.Lock()
+        self._slice_ends_at_s = 0.0
+        self._turns = asyncio.Lock()
 
     async def pause(self) -> None:
         """Return at once during the current slice, otherwise in a later iteration of the loop."""
-        if monotonic() < self._end_s:
+        if monotonic() < self._slice_ends_at_s:
             return
-        async with self._next:  # fair, so the waiting coroutines get slices in turn
+        async with self._turns:  # fair, so the waiting coroutines get slices in turn
             await asyncio.sleep(0)
-            self._end_s = monotonic() + SLICE_S
+            self._slice_ends_at_s = monotonic() + SLICE_S

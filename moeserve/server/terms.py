@@ -84,8 +84,8 @@ class Terms:
             num_tokens = sum(len(sequence.tokens) for sequence in sequences)
             num_charged = 0
             if (stream := generations[0].stream) is not None:
-                num_charged = stream.settled
-                stream.settled = max(num_tokens, stream.settled)
+                num_charged = stream.num_charged_tokens
+                stream.num_charged_tokens = max(num_tokens, stream.num_charged_tokens)
             call.caller.rates.charge_answer(max(0, num_tokens - num_charged))
 
     async def resume(self, front: FrontEnd, options: dict[str, Any]) -> Generation | None:

@@ -208,7 +208,7 @@ async def test_a_replay_of_a_stream_that_is_closed_meanwhile_ends(front, engine,
         await resuming
     with pytest.raises(NotFound):
         await front.resumable.resume(log)
-    assert not front.resumable._replay_tokens
+    assert not front.resumable._num_replay_tokens
 
 
 @pytest.mark.usefixtures("always_yields")
@@ -258,14 +258,14 @@ async def test_a_replay_that_fails_costs_only_its_stream(
     logs = [front.adopt(another(id, ids.copy(), stop="zebra")) for id in "ab"]
     for log in logs:
         await front.restart(log)
-    failing = front.resumable._replayed
+    failing = front.resumable._replay
 
     async def fails_once(stream, *args):
         if stream.log is logs[0]:
             raise ZeroDivisionError("planted")
         return await failing(stream, *args)
 
-    monkeypatch.setattr(front.resumable, "_replayed", fails_once)
+    monkeypatch.setattr(front.resumable, "_replay", fails_once)
     await front.resumable.catch_up()
     assert "planted" in caplog.text
     assert [front.resumable.generation(log) is None for log in logs] == [True, False]

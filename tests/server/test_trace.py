@@ -242,7 +242,7 @@ async def test_engines_on_their_own_are_traced_in_a_step_each():
 
 
 async def test_who_did_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr("moeserve.frontend.engine_monitor.LATE_S", 0.05)
+    monkeypatch.setattr("moeserve.frontend.engine_monitor.LATE_TRACE_TIMEOUT_S", 0.05)
     answers = [Traced(5, 0, 0, []), Traced(5, 0, 1, []), Traced(5, 1, 0, [])]
     trace = await take(fleet_view("a", "a", tp=2), *answers)
     assert trace.ranks == answers
