@@ -32,13 +32,13 @@ def cache_slots(
     """Return the cache slot of each layer."""
     slots = {}
     for group in groups:
-        alike: Counter[tuple[CacheTensor, ...]] = Counter()
+        num_with: Counter[tuple[CacheTensor, ...]] = Counter()  # layers so far, by their tensors
         for layer in group.layers:
             cache = spec.cached_layers[layer].mixer.cache(
                 tp_size if layer < len(spec.shared_layers) else 1
             )
-            slots[layer] = cache, alike[cache]
-            alike[cache] += 1
+            slots[layer] = cache, num_with[cache]
+            num_with[cache] += 1
     return slots
 
 
@@ -64,15 +64,15 @@ def block_bytes(
     """Return the bytes of one block of a pool over all cache slots, on one of tp_size ranks; 0 if
     no group uses the pool.
     """
-    mine = [group for group in groups if group.pool == pool]
-    if not mine:
+    pool_groups = [group for group in groups if group.pool == pool]
+    if not pool_groups:
         return 0
     shapes = [
-        block_shape(tensor, mine[0], dtype)
-        for cache, _ in set(cache_slots(mine, spec, tp_size).values())
+        block_shape(tensor, pool_groups[0], dtype)
+        for cache, _ in set(cache_slots(pool_groups, spec, tp_size).values())
         for tensor in cache
     ]
-    return sum(math.prod(shape) * kind.itemsize for shape, kind in shapes)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
 class KVCache:
@@ -133,14 +133,14 @@ class PoolCache:
         # The memory of all caches as bytes, to move blocks: uint8 [num_blocks, bytes per block].
         self.tensors: list[Tensor] = []
         self.tensors_of: dict[int, tuple[int, ...]] = {}  # indices into `tensors`, by layer
-        made: dict[CacheSlot, tuple[LayerCache, tuple[int, ...]]] = {}
+        allocated: dict[CacheSlot, tuple[LayerCache, tuple[int, ...]]] = {}
         for layer, slot in cache_slots(groups, spec, tp_size).items():
-            if slot not in made:
+            if slot not in allocated:
                 cache = tuple(
                     lazy_zeros((num_blocks, *shape), kind, device)
                     for shape, kind in (block_shape(t, groups[0], dtype) for t in slot[0])
                 )
                 first = len(self.tensors)
                 self.tensors += [t.view(num_blocks, -1).view(torch.uint8) for t in cache]
-                made[slot] = cache, tuple(range(first, len(self.tensors)))
-            self.layers[layer], self.tensors_of[layer] = made[slot]
+                allocated[slot] = cache, tuple(range(first, len(self.tensors)))
+            self.layers[layer], self.tensors_of[layer] = allocated[slot]

@@ -38,11 +38,11 @@ class Recorder:
         results: list[Tensor] = []
 
         def replay() -> None:
-            fresh = work(_now)
+            new_results = work(_call_now)
             if not results:
-                results.extend(result.clone() for result in fresh)
-            for result, one in zip(results, fresh, strict=True):
-                result.copy_(one)
+                results.extend(result.clone() for result in new_results)
+            for result, new_result in zip(results, new_results, strict=True):
+                result.copy_(new_result)
 
         return Recording(results, replay)
 
@@ -67,12 +67,12 @@ class CudaRecorder(Recorder):
     def record(self, work: Work) -> Recording:
         """Capture the work as graphs: one, and one more for each pause."""
         if self._warm:
-            work(_now)
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
+            work(_call_now)
+        current_stream = torch.cuda.current_stream()
+        self._stream.wait_stream(current_stream)
         with torch.cuda.stream(self._stream):
             recording = self._capture(work)
-        here.wait_stream(self._stream)
+        current_stream.wait_stream(self._stream)
         return recording
 
     def _capture(self, work: Work) -> Recording:
@@ -111,6 +111,6 @@ class CudaRecorder(Recorder):
         return graph
 
 
-def _now(function: Callable[[], None]) -> None:
+def _call_now(function: Callable[[], None]) -> None:
     """A `Pause` that calls the function at once."""
     function()

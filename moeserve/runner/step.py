@@ -2,6 +2,9 @@
 
 A step updates the tables, prepares the inputs, runs the forward pass and then the tasks, such as
 sampling. Its `StepResult` is assembled when the outputs have arrived on the host.
+
+Suffixes of arrays are their dimensions, as in engine/plan.py. T: tokens of the step. D: width of
+the hidden states.
 """
 
 import time
@@ -31,7 +34,7 @@ from moeserve.runner.tables import HostRows, Tables, Upload, prepare_inputs
 from moeserve.runner.tasks import ComputedStep, RowTask, TaskOutputs
 from moeserve.runner.ubatches import UBatchRunner
 
-Named = Mapping[str, Mapping[str, Tensor]]  # the tensors of each task, by name
+NamedTensors = Mapping[str, Mapping[str, Tensor]]  # the tensors of each task, by name
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
@@ -59,29 +62,30 @@ class StepExecutor:
     tasks: Mapping[str, RowTask]  # by name, see `Submit.task`
 
     def __init__(self) -> None:
-        self._refused: dict[int, str] = {}  # error message of a request that must fail, by slot
-        self._saved_step = -1  # number of the last step that saved blocks
+        # The error message of each request that must fail, by slot.
+        self._refusal_reasons: dict[int, str] = {}
+        self._last_saved_step = -1  # number of the last step that saved blocks
         self._loading: Loading | None = None  # blocks that the current step has to wait for
         # Marks (`_mark`): the end of the previous step including its drafting, and the begin and
         # the end of the last `propose`.
-        self._last_end: Any = None
-        self._drafting: tuple[Any, Any] | None = None
+        self._last_end_mark: Any = None
+        self._drafting_marks: tuple[Any, Any] | None = None
         self._verified: Verified | None = None  # the last step, until `propose` has read it
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Start to copy tensors to the host. Return a function that waits for the copies."""
         return lambda: tensors
 
-    def _fetch_named(self, named: Named) -> Callable[[], dict[str, dict[str, NDArray[Any]]]]:
+    def _fetch_named(self, named: NamedTensors) -> Callable[[], dict[str, dict[str, NDArray[Any]]]]:
         """Start to copy tensors to the host. Return a function that waits for the copies, and
         returns them as arrays under the same names.
         """
         wait = self._fetch([tensor for tensors in named.values() for tensor in tensors.values()])
 
         def arrays() -> dict[str, dict[str, NDArray[Any]]]:
-            found = iter(wait())
+            copies = iter(wait())
             return {
-                task: {name: next(found).numpy() for name in tensors}
+                task: {name: next(copies).numpy() for name in tensors}
                 for task, tensors in named.items()
             }
 
@@ -119,10 +123,10 @@ class StepExecutor:
         loading = self._apply(plan)
         if plan.decision is not None:
             self.peers.commit(plan.decision.active)
-        before = self._last_end
+        previous_end = self._last_end_mark
         start = self._mark()
-        drafting = self._drafting
-        self._drafting = None
+        drafting_marks = self._drafting_marks
+        self._drafting_marks = None
         outputs: dict[str, TaskOutputs] = {}
         if len(plan.slots_R):
             outputs = self._run_tasks(plan)
@@ -131,16 +135,18 @@ class StepExecutor:
         else:
             return lambda: StepResult(plan.step, NO_TOKENS)
         meter = self.ubatches.take_meter()
-        failed = self._refused_of(plan)
-        end = self._last_end = self._mark()
-        self._propose_beside()
+        failed = self._refusals_of(plan)
+        end = self._last_end_mark = self._mark()
+        self._start_proposing()
         load = {"load": meter.load_LE} if isinstance(meter.load_LE, Tensor) else {}
-        wait = self._fetch_named({"": load} | {name: out.tensors for name, out in outputs.items()})
+        wait = self._fetch_named(
+            {"": load} | {name: task.tensors for name, task in outputs.items()}
+        )
 
         def collect() -> StepResult:
             with ExitStack() as waits:
-                for each in outputs.values():
-                    waits.enter_context(each.awaited())
+                for task_outputs in outputs.values():
+                    waits.enter_context(task_outputs.awaited())
                 fetched = wait()
                 for transport in self.peers.checked:
                     transport.check()  # raises PeerLost if a transfer of this step failed
@@ -152,8 +158,8 @@ class StepExecutor:
                     NO_TOKENS,
                     failed=failed,
                     device_us=self._elapsed_us(start, end),
-                    idle_us=0 if before is None else self._elapsed_us(before, start),
-                    drafting_us=0 if drafting is None else self._elapsed_us(*drafting),
+                    idle_us=0 if previous_end is None else self._elapsed_us(previous_end, start),
+                    drafting_us=0 if drafting_marks is None else self._elapsed_us(*drafting_marks),
                     comm_us=comm_us,
                     exposed_comm_us=exposed_us,
                     load_LE=load_LE.astype(np.int64, copy=False) if load_LE.size else None,
@@ -161,8 +167,8 @@ class StepExecutor:
                     expert_cache=() if cache is None else cache.take_stats(),
                     kv_lost=loading is not None and loading.lost(),
                 )
-                for name, out in outputs.items():
-                    result = out.add_to(result, fetched[name])
+                for name, task_outputs in outputs.items():
+                    result = task_outputs.add_to(result, fetched[name])
                 return self._with_drafts(plan, outputs.get("sample"), result)
 
         return collect
@@ -172,7 +178,7 @@ class StepExecutor:
         if self.proposer is not None:
             self.proposer.finish()
 
-    def _propose_beside(self) -> None:
+    def _start_proposing(self) -> None:
         """Let the proposer start now, if it runs in parallel to the host. Otherwise `propose` will
         do it.
         """
@@ -195,8 +201,8 @@ class StepExecutor:
             return
         begin = self._mark()
         self.proposer.launch(verified)
-        self._last_end = self._mark()
-        self._drafting = begin, self._last_end
+        self._last_end_mark = self._mark()
+        self._drafting_marks = begin, self._last_end_mark
 
     def _run_tasks(self, plan: StepPlan) -> dict[str, TaskOutputs]:
         """Launch a plan's forward pass, and the tasks that read its hidden states."""
@@ -227,9 +233,9 @@ class StepExecutor:
             self._finish_loading()
         aux_TN = None
         if self.spec.aux_hidden_layers:
-            width = self.spec.hidden_size
-            aux_TN = hidden_TD[:, width:]
-            hidden_TD = hidden_TD[:, :width].contiguous()
+            hidden_size = self.spec.hidden_size
+            aux_TN = hidden_TD[:, hidden_size:]
+            hidden_TD = hidden_TD[:, :hidden_size].contiguous()
         return ComputedStep(plan, rows, inputs, hidden_TD, aux_TN)
 
     @torch.inference_mode()
@@ -237,19 +243,19 @@ class StepExecutor:
         """Return the drafts of a plan that has some: int32 [N], row after row."""
         if plan.drafts_N is not None:
             return self.upload(plan.drafts_N)[0]
-        num_R = plan.num_drafts_R
-        assert num_R is not None
+        num_drafts_R = plan.num_drafts_R
+        assert num_drafts_R is not None
         assert self.proposer is not None
-        slots_N = np.repeat(plan.slots_R, num_R).astype(np.int64)
-        return self.proposer.drafts(slots_N, ranges(np.zeros_like(num_R), num_R))
+        slots_N = np.repeat(plan.slots_R, num_drafts_R).astype(np.int64)
+        return self.proposer.drafts(slots_N, ranges(np.zeros_like(num_drafts_R), num_drafts_R))
 
     def _write_drafts(self, plan: StepPlan) -> Tensor:
         """Write the drafts of a plan to the token table, after the known tokens. Return them."""
-        num_R = plan.num_drafts_R
+        num_drafts_R = plan.num_drafts_R
         drafts = self.drafts_of(plan)
-        assert num_R is not None
-        slots_N = np.repeat(plan.slots_R, num_R).astype(np.int64)
-        positions_N = ranges(plan.starts_R + plan.counts_R - num_R, num_R)
+        assert num_drafts_R is not None
+        slots_N = np.repeat(plan.slots_R, num_drafts_R).astype(np.int64)
+        positions_N = ranges(plan.starts_R + plan.counts_R - num_drafts_R, num_drafts_R)
         offsets_N = self.tables.token_offsets(slots_N, positions_N)
         self.tables.append(self.upload(offsets_N)[0], drafts)
         return drafts
@@ -269,17 +275,19 @@ class StepExecutor:
         drafts_S = self.proposer.collect(slots, tokens_by_row(result, len(slots)))
         return replace(result, drafts_S=drafts_S if plan.propose else np.zeros_like(drafts_S))
 
-    def _refused_of(self, plan: StepPlan) -> dict[int, str]:
+    def _refusals_of(self, plan: StepPlan) -> dict[int, str]:
         """Return the error messages of requests of the plan that must fail, by slot."""
-        if not self._refused:
+        if not self._refusal_reasons:
             return {}
         return {
-            slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused
+            slot: self._refusal_reasons[slot]
+            for slot in plan.slots_R.tolist()
+            if slot in self._refusal_reasons
         }
 
     def _add(self, request: NewRequest) -> None:
         """Write a new request to its slot. If it must fail, store the reason."""
-        self._refused.pop(request.slot, None)
+        self._refusal_reasons.pop(request.slot, None)
         task = self.tasks[request.task]
         reason = task.add(request)
         tokens = request.tokens
@@ -287,7 +295,7 @@ class StepExecutor:
             reason = f"its tokens are not all in the vocabulary 0..{self.spec.vocab_size - 1}"
             tokens = np.zeros_like(tokens)
         if reason is not None:
-            self._refused[request.slot] = reason
+            self._refusal_reasons[request.slot] = reason
             task.refuse(request.slot)
         self.tables.add(request.slot, tokens)
 
@@ -300,9 +308,9 @@ class StepExecutor:
         self.tables.apply()
         # When a failed step is repeated, its blocks are not saved again, because the first attempt
         # may have overwritten them.
-        if plan.stores and plan.step > self._saved_step:
+        if plan.stores and plan.step > self._last_saved_step:
             self.transport.save(plan.stores)
-            self._saved_step = plan.step
+            self._last_saved_step = plan.step
         loading = self._loading = self.transport.load(plan.loads) if plan.loads else None
         if not len(plan.slots_R):
             self._finish_loading()

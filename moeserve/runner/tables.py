@@ -81,6 +81,7 @@ class Tables:
         self._upload = upload
         self._scatter = scatter
         self._max_blocks = [-(-self.width // group.block_size) for group in groups]
+        # The offset of each table in the arena, and the size of the arena.
         starts = np.cumsum([0, slots * self.width, *(slots * n for n in self._max_blocks)])
         if starts[-1] > _INT32_MAX:
             raise ConfigError(
@@ -97,10 +98,10 @@ class Tables:
         )
         # The number of leading block-table entries of each slot that may not be zero, so that a new
         # request has to clear them.
-        self._dirty = [np.zeros(slots, dtype=np.int64) for _ in groups]
+        self._num_dirty = [np.zeros(slots, dtype=np.int64) for _ in groups]
         self._offsets: list[I64] = []
         self._values: list[I32] = []
-        self._may_repeat = False
+        self._has_repeats = False
 
     @property
     def tokens(self) -> Tensor:
@@ -116,25 +117,27 @@ class Tables:
         assert 0 <= slot < self.slots, (slot, self.slots)
         assert len(tokens) <= self.width, (len(tokens), self.width)
         self._stage_run(slot * self.width, tokens)
-        for start, row, dirty in zip(
-            self._block_starts, self._max_blocks, self._dirty, strict=True
+        for start, max_blocks, num_dirty in zip(
+            self._block_starts, self._max_blocks, self._num_dirty, strict=True
         ):
-            if dirty[slot]:
-                self._stage_run(start + slot * row, np.zeros(dirty[slot], dtype=np.int32))
-                dirty[slot] = 0
-        self._may_repeat = True
+            if num_dirty[slot]:
+                zeros = np.zeros(num_dirty[slot], dtype=np.int32)
+                self._stage_run(start + slot * max_blocks, zeros)
+                num_dirty[slot] = 0
+        self._has_repeats = True
 
     def update(self, group: int, diff: BlockDiff) -> None:
         """Stage new block-table entries of one KV group."""
         if not len(diff.slots_N):
             return
-        row = self._max_blocks[group]
-        assert int(diff.indices_N.max()) < row, (int(diff.indices_N.max()), row)
+        max_blocks = self._max_blocks[group]
+        assert int(diff.indices_N.max()) < max_blocks, (int(diff.indices_N.max()), max_blocks)
         self._offsets.append(
-            diff.slots_N.astype(np.int64) * row + (diff.indices_N + self._block_starts[group])
+            diff.slots_N.astype(np.int64) * max_blocks
+            + (diff.indices_N + self._block_starts[group])
         )
         self._values.append(diff.blocks_N)
-        np.maximum.at(self._dirty[group], diff.slots_N, diff.indices_N + 1)
+        np.maximum.at(self._num_dirty[group], diff.slots_N, diff.indices_N + 1)
 
     def apply(self) -> None:
         """Write everything staged since the last call to the device. The last write to an entry
@@ -144,11 +147,11 @@ class Tables:
             return
         offsets_N = np.concatenate(self._offsets)
         values_N = np.concatenate(self._values).astype(np.int32, copy=False)
-        if self._may_repeat:
+        if self._has_repeats:
             offsets_N, values_N = _last_writes(offsets_N, values_N)
         self._offsets = []
         self._values = []
-        self._may_repeat = False
+        self._has_repeats = False
         self._scatter(self.arena, self._upload, offsets_N, values_N)
 
     def append(self, offsets_N: Tensor, tokens_N: Tensor) -> None:
@@ -216,8 +219,8 @@ def prepare_inputs(
     """Return the inputs of the forward pass of a plan with at least one row. The tables must be up
     to date (`Tables.apply`).
     """
-    longest = int((plan.starts_R + plan.counts_R).max())
-    assert longest < tables.width, (longest, tables.width)  # the sampled token needs an entry, too
+    max_len = int((plan.starts_R + plan.counts_R).max())
+    assert max_len < tables.width, (max_len, tables.width)  # the sampled token needs an entry, too
     token_offsets_T = tables.token_offsets(rows.slots_T, rows.positions_T)
     slots_R = plan.slots_R.astype(np.int64)
     arrays: list[NDArray[Any]] = [
@@ -236,7 +239,7 @@ def prepare_inputs(
         positions=Positions.of_text(positions),
         groups=tuple(
             group_inputs(
-                group, blocks, longest, slots, positions, token_rows[0] if token_rows else None
+                group, blocks, max_len, slots, positions, token_rows[0] if token_rows else None
             )
             for group, blocks in zip(groups, tables.blocks, strict=True)
         ),
@@ -250,7 +253,7 @@ def prepare_inputs(
 def group_inputs(
     group: KVGroup,
     blocks: Tensor,
-    longest: int,
+    max_len: int,
     slots: Tensor,
     positions_T: Tensor,
     rows_T: Tensor | None,
@@ -258,12 +261,12 @@ def group_inputs(
     """Return the inputs of one KV group.
 
     blocks: the group's block table.
-    longest: the number of positions of the longest row, with its context.
+    max_len: the number of positions of the max_len row, with its context.
     slots: of the rows.
     rows_T: the row of each token; None: each row has one token.
     """
     size = group.block_size
-    num_blocks = -(-longest // size)
+    num_blocks = -(-max_len // size)
     blocks_RN = blocks[:, :num_blocks].index_select(0, slots).long()
     index_T = torch.div(positions_T, size, rounding_mode="floor")
     if rows_T is None:

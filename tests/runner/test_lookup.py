@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from moeserve.engine.plan import NewRequest
 from moeserve.runner.speculation import ngram
 from moeserve.runner.speculation.ngram import (
-    MAX_LENGTH,
-    MAX_TOKENS,
-    MIN_TOKENS,
+    MAX_MATCH,
+    MAX_NGRAM,
+    MIN_NGRAM,
     Acceptance,
     NgramProposer,
     RequestIndex,
 )
-from moeserve.runner.speculation.suffix import MAX_MATCHES, MIN_LENGTH, AnswerRing, SuffixProposer
+from moeserve.runner.speculation.suffix import MAX_MATCHES, MIN_MATCH, AnswerRing, SuffixProposer
 from moeserve.runner.tables import host_upload
 from moeserve.sampling import TokenSampling
 
@@ -53,11 +53,11 @@ def rescan(tokens: list[int]) -> tuple[int, int]:
 
     Returns the position after it, and the length of the match.
     """
-    for n in range(MAX_TOKENS, MIN_TOKENS - 1, -1):
+    for n in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[-n:] and len(tokens) > n:
                 lengths = [n for n in range(1, end + 1) if tokens[end - n : end] == tokens[-n:]]
-                return end, min(max(lengths), MAX_LENGTH)
+                return end, min(max(lengths), MAX_MATCH)
     return 0, 0
 
 
@@ -79,14 +79,18 @@ def naive_guess(tokens: list[int], num_first: int, k: int) -> list[int]:
             acceptance.update(length, tokens[position] == tokens[end])
     position, length = rescan(tokens)
     probabilities = np.cumprod([acceptance.rate(length + j) if length else 0.0 for j in range(k)])
-    return behind(tokens, position, int((probabilities >= ngram.LIKELY).sum())) if length else []
+    return (
+        behind(tokens, position, int((probabilities >= ngram.MIN_PROBABILITY).sum()))
+        if length
+        else []
+    )
 
 
 @given(tokens=TOKENS, most_recent=st.sampled_from([0, 7, 1 << 14]), data=st.data())
 def test_ngrams_as_by_rescans(tokens: list[int], most_recent: int, data: st.DataObject) -> None:
     num_first = end = data.draw(st.integers(1, len(tokens)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram, "_MOST_RECENT", most_recent)
+        patch.setattr(ngram, "_MAX_RECENT", most_recent)
         proposer = NgramProposer(2, K, host_upload)
         proposer.add(request(0, tokens[::-1]))
         proposer.add(request(1, tokens[:end]))
@@ -141,9 +145,9 @@ def test_short_matches_stop_to_count_where_they_mislead_and_count_again() -> Non
 def places(history: list[int], tokens: list[int], count: int) -> list[tuple[int, list[int]]]:
     """`AnswerRing.matches` by a rescan of everything that was ever added. -1 ends each run."""
     found = []
-    for place in range(len(history) - 1, MIN_LENGTH - 1, -1):
-        if history[place - MIN_LENGTH : place] == tokens[-MIN_LENGTH:] and len(found) < MAX_MATCHES:
-            most = min(MAX_LENGTH, place, len(tokens))
+    for place in range(len(history) - 1, MIN_MATCH - 1, -1):
+        if history[place - MIN_MATCH : place] == tokens[-MIN_MATCH:] and len(found) < MAX_MATCHES:
+            most = min(MAX_MATCH, place, len(tokens))
             length = max(n for n in range(1, most + 1) if history[place - n : place] == tokens[-n:])
             follow = history[place : place + count]
             found.append((length, follow[: follow.index(-1)] if -1 in follow else follow))
@@ -163,10 +167,10 @@ def test_the_ring_finds_what_a_rescan_finds(
         ring.extend(run)
         history += [*run, -1]
     found = [(length, list(follow)) for length, follow in ring.matches(tokens, count)]
-    assert found == (places(history, tokens, count) if len(tokens) >= MIN_LENGTH else [])
+    assert found == (places(history, tokens, count) if len(tokens) >= MIN_MATCH else [])
 
 
-@given(RUNS, st.lists(st.integers(0, 2), min_size=MIN_LENGTH, max_size=12))
+@given(RUNS, st.lists(st.integers(0, 2), min_size=MIN_MATCH, max_size=12))
 def test_a_full_ring_finds_only_what_is_still_there(
     runs: list[list[int]], tokens: list[int]
 ) -> None:
@@ -198,7 +202,7 @@ def naive_vote(found: list[tuple[int, list[int]]], acceptance: Acceptance, k: in
         best = sorted(votes.items(), key=lambda vote: -vote[1])[0][0]
         longest = max(n for n, rest in agree if rest[len(drafts)] == best)
         probability *= votes[best] / sum(votes.values()) * acceptance.rate(longest + len(drafts))
-        if probability < ngram.LIKELY:
+        if probability < ngram.MIN_PROBABILITY:
             break
         drafts.append(best)
     return drafts
@@ -219,7 +223,7 @@ def test_suffixes_vote_as_by_a_rescan(runs: list[list[int]], tokens: list[int], 
     known = [*tokens, last]
     position, length = rescan(known)
     found = [(length, behind(known, position, K))] if length else []
-    found += places(history, known[-MAX_LENGTH:], K) if len(known) >= MIN_LENGTH else []
+    found += places(history, known[-MAX_MATCH:], K) if len(known) >= MIN_MATCH else []
     assert guess == naive_vote(found, Acceptance(), K)
 
 

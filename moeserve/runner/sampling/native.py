@@ -41,7 +41,7 @@ class NativeSampler(ReferenceSampler):
     def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
         return top_p_cutoff_head(probs_rV, top_p_r)
 
-    def _first(
+    def _choose_greedily(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
         # One call chooses for most requests, which have a temperature and perhaps a grammar.

@@ -33,9 +33,11 @@ class ReferenceSampler(Sampler):
     def _choose(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Failures]:
-        tokens_S, peak_S, status_S, rest = self._first(logits_SV, slots_S, positions_S, masks)
+        tokens_S, peak_S, status_S, rows_left = self._choose_greedily(
+            logits_SV, slots_S, positions_S, masks
+        )
         failures: Failures = {}
-        for chunk in self._chunks(rest, slots_S):
+        for chunk in self._chunks(rows_left, slots_S):
             (index,) = self._upload(chunk)
             slots_r = slots_S[chunk]
             positions_r = positions_S[chunk]
@@ -44,10 +46,10 @@ class ReferenceSampler(Sampler):
             if x_rV.shape[1] % LANES:
                 x_rV = torch.nn.functional.pad(x_rV, (0, -x_rV.shape[1] % LANES), value=NEG_INF)
             if len(self.rows.having(Trait.CHANGED, slots_r)):
-                found = self._change(
+                chunk_failures = self._modify_logits(
                     x_rV, slots_r, positions_r, None if masks is None else masks.among(chunk)
                 )
-                failures |= {int(chunk[i]): why for i, why in found.items()}
+                failures |= {int(chunk[i]): why for i, why in chunk_failures.items()}
                 peak_r, tokens_S[index] = self._argmax(x_rV)
                 status_r = status_S.index_select(0, index)
                 nothing_r = (peak_r == NEG_INF) & (status_r == Status.FINE)
@@ -58,7 +60,7 @@ class ReferenceSampler(Sampler):
                 tokens_S[index] = self._draw(x_rV, slots_r, positions_r)
         return tokens_S.masked_fill_(status_S != Status.FINE, 0).int(), status_S, failures
 
-    def _first(
+    def _choose_greedily(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
         """Return (tokens int64, maximum logits, `Status`) without further work, and the rows, in
@@ -69,20 +71,20 @@ class ReferenceSampler(Sampler):
         status_S = ((peak_S - peak_S) != 0).to(torch.uint8).mul_(Status.NOT_FINITE)
         return tokens_S, peak_S, status_S, self.rows.having(Trait.RANDOM | Trait.CHANGED, slots_S)
 
-    def _chunks(self, rest: I64, slots_S: I64) -> Iterator[I64]:
+    def _chunks(self, rows: I64, slots_S: I64) -> Iterator[I64]:
         """Yield chunks of rows: greedy ones with changed logits, then random ones, then random ones
         with a cutoff.
         """
-        if not len(rest):
+        if not len(rows):
             return
-        traits_r = self.rows.traits[slots_S[rest]]
-        random_r, cut_r = ((traits_r & t) != 0 for t in (Trait.RANDOM, Trait.CUT))
-        for kind_r in (~random_r, random_r & ~cut_r, cut_r):
-            rows = rest[kind_r]
+        traits_r = self.rows.traits[slots_S[rows]]
+        is_random_r, is_cut_r = ((traits_r & trait) != 0 for trait in (Trait.RANDOM, Trait.CUT))
+        for is_of_kind_r in (~is_random_r, is_random_r & ~is_cut_r, is_cut_r):
+            rows_of_kind = rows[is_of_kind_r]
             # Larger chunks with a cutoff, because the native sampler first narrows these rows.
-            most = 4 * self._chunk_rows if kind_r is cut_r else self._chunk_rows
-            for start in range(0, len(rows), most):
-                yield rows[start : start + most]
+            max_rows = 4 * self._chunk_rows if is_of_kind_r is is_cut_r else self._chunk_rows
+            for start in range(0, len(rows_of_kind), max_rows):
+                yield rows_of_kind[start : start + max_rows]
 
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
         """Filter rows whose maximum is 0, and return the drawn tokens. May write to x_rV."""

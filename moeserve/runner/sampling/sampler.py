@@ -116,7 +116,7 @@ class Sampler(ABC):
             self._rules[request.slot] = Rules.of(request.sampling, self._vocab_size, self._device)
         failures: Failures = {}
         for name, args in request.sampling.processors:
-            with _caught(failures, 0, f"logits processor {name!r}"):
+            with _as_failure(failures, 0, f"logits processor {name!r}"):
                 self._processors.setdefault(request.slot, []).append(
                     (name, self.factories.make(name, args))
                 )
@@ -144,9 +144,9 @@ class Sampler(ABC):
             return Sampled(tokens_S, status_S, failures, raw=raw, raw_rows_Q=digest_rows_Q)
         (index,) = self._upload(logprob_rows_P)
         counts_P = self.rows.logprobs[slots_S[logprob_rows_P]]
-        most = int(counts_P.max())
+        max_alternatives = int(counts_P.max())
         logprobs = self._logprobs(
-            logits_SV.index_select(0, index), tokens_S.index_select(0, index), most
+            logits_SV.index_select(0, index), tokens_S.index_select(0, index), max_alternatives
         )
         return Sampled(
             tokens_S=tokens_S,
@@ -185,7 +185,7 @@ class Sampler(ABC):
         """Return the logprobs of the chosen tokens (int32) and of the n likeliest ones."""
         return logprob_rows(logits_PV, tokens_P.long(), n)
 
-    def _change(
+    def _modify_logits(
         self, x_rV: Tensor, slots_r: I64, positions_r: I64, masks: Masks | None
     ) -> Failures:
         """Apply processors, masks, rules and penalties, in place. An exception only fails its own
@@ -200,13 +200,13 @@ class Sampler(ABC):
         num_prompt = self.rows.num_prompt
         for i, _ in ruled if self._processors else ():
             for name, processor in self._processors.get(slot := int(slots_r[i]), ()):
-                with _caught(failures, i, f"logits processor {name!r}"):
+                with _as_failure(failures, i, f"logits processor {name!r}"):
                     ids = tokens[slot, : int(positions_r[i])].tolist()
                     process(processor, x_rV[i, : self._vocab_size], ids, int(num_prompt[slot]))
         if masks is not None:
             self._mask(x_rV[:, : self._vocab_size], *self._upload(*masks))
         for i, rules in ruled:
-            with _caught(failures, i):
+            with _as_failure(failures, i):
                 rules.apply(
                     x_rV[i, : self._vocab_size], int(positions_r[i] - num_prompt[slots_r[i]])
                 )
@@ -214,7 +214,7 @@ class Sampler(ABC):
         if len(penalized):
             self._penalise(x_rV, penalized, slots_r[penalized], positions_r[penalized])
         for i, rules in ruled:
-            with _caught(failures, i):
+            with _as_failure(failures, i):
                 rules.ban_sequences(
                     x_rV[i, : self._vocab_size], tokens[int(slots_r[i]), : int(positions_r[i])]
                 )
@@ -241,7 +241,7 @@ def process(processor: LogitsProcessor, x_V: Tensor, ids: list[int], num_prompt:
 
 
 @contextmanager
-def _caught(failures: Failures, row: int, what: str = "sampling") -> Iterator[None]:
+def _as_failure(failures: Failures, row: int, what: str = "sampling") -> Iterator[None]:
     """Convert an exception into a failure of the row. Errors of the device are raised, because they
     affect all rows.
     """

@@ -75,8 +75,10 @@ class SampleTask(RowTask):
         self._masks = self._constraints.begin(slots_S, known_S - rows.drafts_S, drafts_by_row)
 
     def rows(self, plan: StepPlan) -> I64:
-        scored = self._sampler.rows.traits[plan.slots_R] & Trait.PROMPT_LOGPROBS
-        return np.flatnonzero(plan.samples_R | (scored > 0))
+        has_prompt_logprobs_R = (
+            self._sampler.rows.traits[plan.slots_R] & Trait.PROMPT_LOGPROBS
+        ) > 0
+        return np.flatnonzero(plan.samples_R | has_prompt_logprobs_R)
 
     def run(self, step: ComputedStep) -> "SampleOutputs":
         plan = step.plan
@@ -84,10 +86,10 @@ class SampleTask(RowTask):
         masks = self._masks
         self._masks = None
         outputs = SampleOutputs(plan.slots_R[rows.sampling_S].astype(np.int64), masks)
-        scored = self._sampler.rows.having(Trait.PROMPT_LOGPROBS, plan.slots_R)
-        if len(scored):
+        scored_rows = self._sampler.rows.having(Trait.PROMPT_LOGPROBS, plan.slots_R)
+        if len(scored_rows):
             outputs.prompt = prompt_logprobs(
-                scored,
+                scored_rows,
                 plan,
                 rows,
                 self._sampler.rows,
@@ -155,19 +157,19 @@ class SampleOutputs(TaskOutputs):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if self.sampled is not None:
-            found["tokens"] = self.sampled.tokens_S
-            found["status"] = self.sampled.status_S
+            tensors["tokens"] = self.sampled.tokens_S
+            tensors["status"] = self.sampled.status_S
             if self.sampled.logprobs is not None:
-                found |= _named("logprobs", self.sampled.logprobs)
+                tensors |= _named("logprobs", self.sampled.logprobs)
             for i, logits_V in enumerate(self.sampled.raw):
-                found[f"raw {i}"] = logits_V
+                tensors[f"raw {i}"] = logits_V
         if self.accepted_S is not None:
-            found["accepted"] = self.accepted_S
+            tensors["accepted"] = self.accepted_S
         if self.prompt is not None:
-            found |= _named("prompt", self.prompt.rows)
-        return found
+            tensors |= _named("prompt", self.prompt.rows)
+        return tensors
 
     def awaited(self) -> AbstractContextManager[None]:
         return nullcontext() if self.masks is None else self.masks.lost_by_errors()
@@ -176,13 +178,13 @@ class SampleOutputs(TaskOutputs):
         failed = dict(result.failed)
         kept_N = None
         if self.sampled is not None:
-            tokens_N, counts_S, kept_N = self._tokens(self.sampled, fetched, failed)
+            tokens_N, counts_S, kept_N = self._kept_tokens(self.sampled, fetched, failed)
             result = replace(result, tokens_N=tokens_N, counts_S=counts_S)
-        outputs = self._outputs(fetched, kept_N, failed)
+        outputs = self._other_outputs(fetched, kept_N, failed)
         result = replace(result, failed=failed, outputs=outputs)
-        return result if self.masks is None else self._follow(result, self.masks)
+        return result if self.masks is None else self._advance_grammars(result, self.masks)
 
-    def _tokens(
+    def _kept_tokens(
         self, sampled: Sampled, fetched: Arrays, failed: dict[int, str]
     ) -> tuple[I32, I32 | None, I64 | None]:
         """Return the kept tokens, their counts by row, and their indices among the N sampled ones.
@@ -196,14 +198,14 @@ class SampleOutputs(TaskOutputs):
         if status_N.any() or sampled.failures:
             reasons = {n: Status.MESSAGES[status_N[n]] for n in status_N.nonzero()[0].tolist()}
             reasons |= sampled.failures
-            tokens_N, counts_S = self._failures(reasons, tokens_N, counts_S, failed)
+            tokens_N, counts_S = self._mark_failed(reasons, tokens_N, counts_S, failed)
         if counts_S is None or self.drafts_S is None:
             return tokens_N, None, None
         first_S = (self.drafts_S + 1).cumsum() - self.drafts_S - 1
         kept_N = ranges(first_S, counts_S)
         return tokens_N[kept_N], counts_S, kept_N
 
-    def _outputs(
+    def _other_outputs(
         self, fetched: Arrays, kept_N: I64 | None, failed: dict[int, str]
     ) -> dict[int, TaskOutput]:
         """Return the outputs of requests besides tokens, by slot.
@@ -221,19 +223,19 @@ class SampleOutputs(TaskOutputs):
             for slot, digests in self._by_slot(sampled.raw_rows_Q, hashes, kept_N).items():
                 outputs.setdefault(slot, TaskOutput()).digests = digests
         if self.prompt is not None:
-            found, damaged = prompt_messages(self.prompt.spans, *_values(fetched, "prompt"))
-            for slot, message in found.items():
+            messages, not_finite = prompt_messages(self.prompt.spans, *_values(fetched, "prompt"))
+            for slot, message in messages.items():
                 outputs.setdefault(slot, TaskOutput()).prompt_logprobs = message
-            for slot in damaged:
+            for slot in not_finite:
                 failed.setdefault(slot, Status.MESSAGES[Status.NOT_FINITE])
         return {slot: output for slot, output in outputs.items() if slot not in failed}
 
-    def _follow(self, result: StepResult, masks: StepMasks) -> StepResult:
+    def _advance_grammars(self, result: StepResult, masks: StepMasks) -> StepResult:
         """Advance the grammars of the step by its tokens."""
         complete, failed = masks.accept(tokens_by_row(result, len(self.slots_S)))
         return replace(result, complete=complete, failed=failed | result.failed)
 
-    def _failures(
+    def _mark_failed(
         self,
         reasons: Mapping[int, str],
         tokens_N: I32,
@@ -269,11 +271,11 @@ class SampleOutputs(TaskOutputs):
             self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
         )
         kept = None if kept_N is None else set(kept_N.tolist())
-        found: dict[int, list[T]] = {}
+        by_slot: dict[int, list[T]] = {}
         for n, value in zip(rows_P.tolist(), values, strict=True):
             if kept is None or n in kept:
-                found.setdefault(int(slots_N[n]), []).append(value)
-        return found
+                by_slot.setdefault(int(slots_N[n]), []).append(value)
+        return by_slot
 
 
 def _named(prefix: str, rows: LogprobRows) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ class TritonSampler(Sampler):
         if len(params.having(Trait.CHANGED, slots_S)):
             raw_peaks_S = logits_SV.amax(dim=1)
             logits_SV = logits_SV.clone()
-            failures = self._change(logits_SV, slots_S, positions_S, masks)
+            failures = self._modify_logits(logits_SV, slots_S, positions_S, masks)
         draws, cuts = (
             len(params.having(traits, slots_S)) > 0
             for traits in (Trait.RANDOM, Trait.TOP_K | Trait.TOP_P)

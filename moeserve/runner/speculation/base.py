@@ -149,11 +149,11 @@ def count_accepted(right_N: Tensor, drafts_S: I32, upload: Upload) -> Tensor:
 
     right [yes, no, yes, x, x], drafts [3, 0] -> [2, 1]
     """
-    most = int(drafts_S.max())
-    if (drafts_S == most).all():
-        return 1 + right_N.view(-1, most + 1)[:, :-1].long().cumprod(dim=1).sum(dim=1)
+    max_drafts = int(drafts_S.max())
+    if (drafts_S == max_drafts).all():
+        return 1 + right_N.view(-1, max_drafts + 1)[:, :-1].long().cumprod(dim=1).sum(dim=1)
     lengths_S = drafts_S.astype(np.int64) + 1
-    draft_SK = np.arange(most)
+    draft_SK = np.arange(max_drafts)
     is_draft_SK = draft_SK < drafts_S[:, None]
     index_SK = (lengths_S.cumsum() - lengths_S)[:, None] + np.where(is_draft_SK, draft_SK, 0)
     index, is_draft = upload(index_SK, is_draft_SK)

@@ -85,16 +85,16 @@ class ModelProposer(Proposer):
             tables.slots, num_drafts, dtype=torch.int32, device=tables.arena.device
         )
         # Drafts of steps without a result, which may still be launched again with the old drafts.
-        self._next_SK = self._drafts_SK.clone()
+        self._new_drafts_SK = self._drafts_SK.clone()
         # Slots of steps whose results have arrived. Appended to by any thread.
-        self._collected: deque[I64] = deque()
+        self._collected_slots: deque[I64] = deque()
         self._drafter = drafter
         self._groups = groups
         self._tables = tables
         self._sampler = sampler
         self._upload = upload
         self._ubatch = UBatch()
-        self._full = next(i for i, group in enumerate(groups) if group.rule == FULL)
+        self._full_group = next(i for i, group in enumerate(groups) if group.rule == FULL)
 
     def drafts(self, slots_N: I64, indices_N: I64) -> Tensor:
         self.finish()
@@ -109,18 +109,20 @@ class ModelProposer(Proposer):
         if self._head is not None:
             slots_S, drafts_SK = self._head.wait()
             if len(slots_S):
-                self._next_SK[torch.from_numpy(slots_S)] = torch.from_numpy(drafts_SK)
+                self._new_drafts_SK[torch.from_numpy(slots_S)] = torch.from_numpy(drafts_SK)
 
     def launch(self, step: Verified) -> None:
         shift = int(self._drafter.takes_hidden)
         rows = step.rows
-        (where,) = self._upload(self._tables.token_offsets(rows.slots_T, rows.positions_T + shift))
+        (offsets_T,) = self._upload(
+            self._tables.token_offsets(rows.slots_T, rows.positions_T + shift)
+        )
         inputs = step.step
         if inputs.live is not None:  # padded for a graph
             inputs = prepare_inputs(step.plan, rows, self._tables, self._groups, self._upload)
-        ids_T = self._tables.arena.index_select(0, where).long()
+        ids_T = self._tables.arena.index_select(0, offsets_T).long()
         inputs = replace(
-            inputs, ids_T=ids_T, groups=self._own_groups(inputs.groups[self._full]), cut=None
+            inputs, ids_T=ids_T, groups=self._own_groups(inputs.groups[self._full_group]), cut=None
         )
         hidden_TD = step.hidden_TD[: len(ids_T)]
         if self._drafter.combine is not None:
@@ -136,37 +138,37 @@ class ModelProposer(Proposer):
         (slots,) = self._upload(step.slots_S)
         tokens_KS = known_S - 1 + np.arange(self.num_drafts)[:, None]
         rounds = self._rounds(step.slots_S, tokens_KS - shift)
-        changed = len(self._sampler.rows.having(Trait.PENALTY | Trait.RULES, step.slots_S))
+        num_changed = len(self._sampler.rows.having(Trait.PENALTY | Trait.RULES, step.slots_S))
         (offsets_KS,) = self._upload(
-            self._tables.token_offsets(step.slots_S, self._inside(tokens_KS))
+            self._tables.token_offsets(step.slots_S, self._clipped(tokens_KS))
         )
         drafts_S = self._tables.arena.index_select(0, offsets_KS[0])
         for i, inputs in enumerate(rounds):
             if i or not shift:
                 hidden_SD = self._forward(replace(inputs, ids_T=drafts_S.long()), hidden_SD)
             logits_SV = self._model.logits(hidden_SD)
-            drafts_S = self._sampler.draft(logits_SV, step.slots_S, self._inside(known_S + i))
-            self._next_SK[:, i].index_copy_(0, slots, drafts_S)
-            if changed and i + 1 < self.num_drafts:
+            drafts_S = self._sampler.draft(logits_SV, step.slots_S, self._clipped(known_S + i))
+            self._new_drafts_SK[:, i].index_copy_(0, slots, drafts_S)
+            if num_changed and i + 1 < self.num_drafts:
                 # For penalties and rules in the next round, which read the table.
                 self._tables.append(offsets_KS[i + 1], drafts_S)
 
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
-        self._collected.append(np.asarray(slots_S, np.int64))
+        self._collected_slots.append(np.asarray(slots_S, np.int64))
         return np.full(len(slots_S), self.num_drafts, np.int32)
 
     @torch.inference_mode()  # as when the tensors were created
     def _adopt_collected(self) -> None:
         """Make the drafts of steps whose results have arrived the current ones."""
-        while self._collected:
-            (slots,) = self._upload(self._collected.popleft())
-            self._drafts_SK.index_copy_(0, slots, self._next_SK.index_select(0, slots))
+        while self._collected_slots:
+            (slots,) = self._upload(self._collected_slots.popleft())
+            self._drafts_SK.index_copy_(0, slots, self._new_drafts_SK.index_select(0, slots))
 
     @property
     def _model(self) -> DraftModel:
         return self._drafter.model
 
-    def _inside(self, positions_S: I64) -> I64:
+    def _clipped(self, positions_S: I64) -> I64:
         """Clip positions to the last table entry, which is never that of a known token."""
         return np.minimum(positions_S, self._tables.width - 1)
 
@@ -187,9 +189,11 @@ class ModelProposer(Proposer):
         positions, slots, starts, offsets = self._upload(
             positions_KS, slots_S, starts_KS, offsets_R1
         )
-        blocks = self._tables.blocks[self._full]
+        blocks = self._tables.blocks[self._full_group]
         longest = int(positions_KS.max()) + 1
-        group = group_inputs(self._groups[self._full], blocks, longest, slots, positions[0], None)
+        group = group_inputs(
+            self._groups[self._full_group], blocks, longest, slots, positions[0], None
+        )
         sample = torch.arange(count, device=positions.device)
         for i, (positions_S, starts_S) in enumerate(zip(positions, starts, strict=True)):
             index_S1 = (positions_S // group.block_size).unsqueeze(1)

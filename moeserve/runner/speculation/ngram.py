@@ -29,21 +29,21 @@ from moeserve.runner.speculation.base import LookupProposer, ProposerFacts
 from moeserve.runner.tables import Upload
 
 # Lengths of n-grams: vLLM's prompt_lookup_min and prompt_lookup_max.
-MIN_TOKENS = 2
-MAX_TOKENS = 4
-MAX_LENGTH = 8  # longer matches count as matches of this length
-LIKELY = 0.5  # least probability that all drafts are accepted
+MIN_NGRAM = 2
+MAX_NGRAM = 4
+MAX_MATCH = 8  # tokens; longer matches count as matches of this length
+MIN_PROBABILITY = 0.5  # least probability that all drafts are accepted
 # Initial acceptance by length of the match (0 to 8), measured on prose and code.
-_PRIOR = (0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8)
-_RATE = 0.1  # of the exponential average
-_FACTOR = 0x9E3779B97F  # of the hash
+_INITIAL_ACCEPTANCE = (0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8)
+_AVERAGE_RATE = 0.1  # of the exponential average
+_HASH_FACTOR = 0x9E3779B97F
 _HASH_BITS = 40
 _POSITION_BITS = 24
 _HASH_MASK = (1 << _HASH_BITS) - 1
 _POSITION_MASK = (1 << _POSITION_BITS) - 1
 # The most n-grams in the dictionary before they are merged into the sorted array, which takes a
 # tenth of the memory.
-_MOST_RECENT = 1 << 14
+_MAX_RECENT = 1 << 14
 
 
 class Acceptance:
@@ -52,24 +52,24 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self._right = list(_PRIOR)
+        self._acceptance = list(_INITIAL_ACCEPTANCE)
 
     def update(self, length: int, right: bool) -> None:
         """Count whether the token after a match of this length was right."""
-        length = min(length, MAX_LENGTH)
-        self._right[length] += _RATE * (right - self._right[length])
+        length = min(length, MAX_MATCH)
+        self._acceptance[length] += _AVERAGE_RATE * (right - self._acceptance[length])
 
     def rate(self, length: int) -> float:
         """Return the probability that the token after a match of this length is right."""
-        return self._right[min(length, MAX_LENGTH)]
+        return self._acceptance[min(length, MAX_MATCH)]
 
-    def num_drafts(self, length: int, most: int) -> int:
+    def num_drafts(self, length: int, max_drafts: int) -> int:
         """Return how many tokens after a match to draft."""
         count = 0
-        likely = 1.0
-        while count < most and length:
-            likely *= self.rate(length + count)
-            if likely < LIKELY:
+        probability = 1.0
+        while count < max_drafts and length:
+            probability *= self.rate(length + count)
+            if probability < MIN_PROBABILITY:
                 break
             count += 1
         return count
@@ -84,7 +84,7 @@ class RequestIndex:
 
     def __init__(self, tokens: I32) -> None:
         self.tokens = array("i", tokens[:-1].astype(np.int32).tobytes())
-        # (position after the match, its length up to MAX_LENGTH); length 0: no match.
+        # (position after the match, its length up to MAX_MATCH); length 0: no match.
         self.match = (0, 0)
         self._num_sorted = 0  # tokens whose n-grams are in the array
         # hash << 24 | position after the n-gram
@@ -103,23 +103,23 @@ class RequestIndex:
         end = len(tokens)
         code = token + 1
         position = 0
-        length = MIN_TOKENS - 1
-        for n in range(MIN_TOKENS, min(MAX_TOKENS, end) + 1):
-            code = (code * _FACTOR + tokens[-n] + 1) & _HASH_MASK
+        length = MIN_NGRAM - 1
+        for n in range(MIN_NGRAM, min(MAX_NGRAM, end) + 1):
+            code = (code * _HASH_FACTOR + tokens[-n] + 1) & _HASH_MASK
             if length == n - 1:  # an n-gram can only match if the shorter one did
                 found = self._recent.get(code) or self._find(code)
                 if found and tokens[found - n : found] == tokens[-n:]:
                     position = found
                     length = n
             self._recent[code] = end
-        if length == MAX_TOKENS:
+        if length == MAX_NGRAM:
             while (
-                length < min(MAX_LENGTH, position)
+                length < min(MAX_MATCH, position)
                 and tokens[position - length - 1] == tokens[-length - 1]
             ):
                 length += 1
         self.match = (position, length) if position else (0, 0)
-        if len(self._recent) > _MOST_RECENT:
+        if len(self._recent) > _MAX_RECENT:
             self._sort()
 
     def follow(self, position: int, count: int) -> Sequence[int]:
@@ -141,12 +141,12 @@ class RequestIndex:
 
     def _sort(self) -> None:
         """Move the n-grams in the dictionary to the sorted array."""
-        first = max(self._num_sorted - MAX_TOKENS + 1, 0)  # the first token that hashes need
+        first = max(self._num_sorted - MAX_NGRAM + 1, 0)  # the first token that hashes need
         tokens = np.frombuffer(self.tokens, np.int32)[first:].astype(np.uint64) + np.uint64(1)
         codes = tokens
         entries = [self._sorted]
-        for n in range(MIN_TOKENS, MAX_TOKENS + 1):
-            codes = codes[1:] * np.uint64(_FACTOR) + tokens[
+        for n in range(MIN_NGRAM, MAX_NGRAM + 1):
+            codes = codes[1:] * np.uint64(_HASH_FACTOR) + tokens[
                 : max(len(tokens) - n + 1, 0)
             ] & np.uint64(_HASH_MASK)
             ends = np.arange(first + n, first + n + len(codes), dtype=np.uint64)

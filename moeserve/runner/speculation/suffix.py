@@ -15,27 +15,27 @@ from collections.abc import Sequence
 
 from moeserve.engine.plan import I32, NewRequest
 from moeserve.runner.speculation.base import LookupProposer, ProposerFacts
-from moeserve.runner.speculation.ngram import LIKELY, MAX_LENGTH, Acceptance, RequestIndex
+from moeserve.runner.speculation.ngram import MAX_MATCH, MIN_PROBABILITY, Acceptance, RequestIndex
 from moeserve.runner.tables import Upload
 
-MIN_LENGTH = 3  # of a match in other answers
+MIN_MATCH = 3  # tokens of a match in other answers
 MAX_MATCHES = 16  # matches considered per draft, the latest first
-_PORTION = 64  # tokens of an answer that are added to the ring at a time
-_END = -1  # the token after each portion
-_FACTOR = 0x9E3779B1  # of the hash
+_PORTION_TOKENS = 64  # tokens of an answer that are added to the ring at a time
+_PORTION_END = -1  # the token after each portion
+_HASH_FACTOR = 0x9E3779B1
 
 
 class AnswerRing:
     """The last `size` tokens of all answers (a power of two), with 20 bytes per token.
 
-    Positions count all tokens ever added. All positions after MIN_LENGTH tokens with the same hash
+    Positions count all tokens ever added. All positions after MIN_MATCH tokens with the same hash
     form a chain.
     """
 
     def __init__(self, size: int) -> None:
         assert size & (size - 1) == 0, size
         self._mask = size - 1
-        self._tokens = array("i", [_END]) * size
+        self._tokens = array("i", [_PORTION_END]) * size
         self._previous = array("q", [-1]) * size  # the next older position in the chain
         self._latest = array("q", [-1]) * size  # the first position of the chain, by hash
         self._end = 0
@@ -47,13 +47,13 @@ class AnswerRing:
         for i, token in enumerate(tokens):
             ring[self._end & mask] = token
             self._end += 1
-            if i >= MIN_LENGTH - 1:
-                bucket = self._bucket(tokens[i - MIN_LENGTH + 1 : i + 1])
+            if i >= MIN_MATCH - 1:
+                bucket = self._bucket(tokens[i - MIN_MATCH + 1 : i + 1])
                 self._previous[self._end & mask], self._latest[bucket] = (
                     self._latest[bucket],
                     self._end,
                 )
-        ring[self._end & mask] = _END
+        ring[self._end & mask] = _PORTION_END
         self._end += 1
 
     def matches(self, tokens: Sequence[int], count: int) -> list[tuple[int, Sequence[int]]]:
@@ -62,26 +62,28 @@ class AnswerRing:
         mask = self._mask
         found: list[tuple[int, Sequence[int]]] = []
         position = (
-            self._latest[self._bucket(tokens[-MIN_LENGTH:])] if len(tokens) >= MIN_LENGTH else -1
+            self._latest[self._bucket(tokens[-MIN_MATCH:])] if len(tokens) >= MIN_MATCH else -1
         )
         for _ in range(MAX_MATCHES):
-            if position < MIN_LENGTH or position + mask - MAX_LENGTH <= self._end:  # overwritten
+            if position < MIN_MATCH or position + mask - MAX_MATCH <= self._end:  # overwritten
                 break
             length = 0
-            most = min(MAX_LENGTH, len(tokens), position)
-            while length < most and ring[position - length - 1 & mask] == tokens[-length - 1]:
+            max_length = min(MAX_MATCH, len(tokens), position)
+            while length < max_length and ring[position - length - 1 & mask] == tokens[-length - 1]:
                 length += 1
-            if length >= MIN_LENGTH:
+            if length >= MIN_MATCH:
                 first = position & mask
                 follow = ring[first : first + count]
-                found.append((length, follow[: follow.index(_END)] if _END in follow else follow))
+                if _PORTION_END in follow:
+                    follow = follow[: follow.index(_PORTION_END)]
+                found.append((length, follow))
             position = self._previous[position & mask]
         return found
 
     def _bucket(self, tokens: Sequence[int]) -> int:
         code = 0
         for token in tokens:
-            code = (code + token + 1) * _FACTOR & 0xFFFFFFFFFFFF
+            code = (code + token + 1) * _HASH_FACTOR & 0xFFFFFFFFFFFF
         return code >> 20 & self._mask
 
 
@@ -103,18 +105,20 @@ class SuffixProposer(LookupProposer):
         self, slots: int, num_drafts: int, upload: Upload, num_recent: int = 1 << 20
     ) -> None:
         super().__init__(slots, num_drafts, upload)
-        self._recent = AnswerRing(num_recent)
+        self._ring = AnswerRing(num_recent)
         self._requests: dict[int, tuple[RequestIndex, Acceptance]] = {}
-        self._first = [0] * slots  # the first token of each request that is not in the ring
-        self._guessed: list[tuple[int, list[int]]] = [(0, [])] * slots  # (length, drafts), last
+        self._first_unshared = [0] * slots  # the first token of each request outside the ring
+        # (length of the match, drafts) of the last `guess`, by slot.
+        self._guessed: list[tuple[int, list[int]]] = [(0, [])] * slots
 
     def add(self, request: NewRequest) -> None:
         slot = request.slot
         if slot in self._requests:
-            self._share(slot)
+            self._add_to_ring(slot)
         index = RequestIndex(request.tokens)
         self._requests[slot] = (index, Acceptance())
-        self._first[slot] = len(index.tokens)  # the answer of a preempted request is in the ring
+        # The answer of a preempted request is in the ring.
+        self._first_unshared[slot] = len(index.tokens)
         self._guessed[slot] = (0, [])
 
     def guess(self, slot: int, tokens: I32) -> Sequence[int]:
@@ -128,24 +132,27 @@ class SuffixProposer(LookupProposer):
         for token in new:
             index.append(token)
         # Offset by the slot, so that the slots do not all add a portion in the same step.
-        if (len(index.tokens) + slot) // _PORTION > (self._first[slot] + slot) // _PORTION:
-            self._share(slot)
-        length, drafts, likely = self._vote(index, acceptance)
+        first_unshared = self._first_unshared[slot]
+        if (len(index.tokens) + slot) // _PORTION_TOKENS > (
+            first_unshared + slot
+        ) // _PORTION_TOKENS:
+            self._add_to_ring(slot)
+        length, drafts, num_likely = self._vote(index, acceptance)
         self._guessed[slot] = (length, drafts)
-        return drafts[:likely]
+        return drafts[:num_likely]
 
     def _vote(self, index: RequestIndex, acceptance: Acceptance) -> tuple[int, list[int], int]:
         """Return the longest match of the first draft, the drafts, and the number of drafts that
         are likely.
         """
         count = self.num_drafts
-        found = self._recent.matches(index.tokens[-MAX_LENGTH:], count)
+        found = self._ring.matches(index.tokens[-MAX_MATCH:], count)
         position, length = index.match
         if length:
             found.insert(0, (length, index.follow(position, count)))
         drafts: list[int] = []
-        first = 0
-        likely = 0
+        first_length = 0
+        num_likely = 0
         probability = 1.0
         while found and len(drafts) < count:
             votes: dict[int, int] = {}
@@ -163,20 +170,20 @@ class SuffixProposer(LookupProposer):
                 if depth < len(follow) and follow[depth] == token
             ]
             longest = max(length for length, _ in found)
-            first = first or longest
+            first_length = first_length or longest
             probability *= share * acceptance.rate(longest + depth)
             drafts.append(token)
-            if probability < LIKELY:
+            if probability < MIN_PROBABILITY:
                 break
-            likely += 1
-        return first, drafts, likely
+            num_likely += 1
+        return first_length, drafts, num_likely
 
-    def _share(self, slot: int) -> None:
+    def _add_to_ring(self, slot: int) -> None:
         """Add the new tokens of a slot's answer to the ring, and the tokens before them, so that
         these can be matched.
         """
         tokens = self._requests[slot][0].tokens
-        first = self._first[slot]
+        first = self._first_unshared[slot]
         if len(tokens) > first:
-            self._recent.extend(tokens[max(first - MAX_LENGTH, 0) :])
-            self._first[slot] = len(tokens)
+            self._ring.extend(tokens[max(first - MAX_MATCH, 0) :])
+            self._first_unshared[slot] = len(tokens)
