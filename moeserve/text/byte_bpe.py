@@ -19,14 +19,14 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.documents import read_json
 
 MAX_VOCABULARY_BYTES = 64 * 2**20
-HAN_APART = (
+CASED_WORDS_WITHOUT_HAN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*",
 )
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-REST = (r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
+REST_PATTERNS = (r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
 
 
 class _Family(NamedTuple):
@@ -36,13 +36,13 @@ class _Family(NamedTuple):
     is never run.
     """
 
-    file: str
+    file_name: str
     pattern: str
     # Special tokens after the vocabulary; tokenizer_config.json may replace them by id.
     fillers: tuple[str, ...]
-    nfc: bool = False
+    normalizes_nfc: bool = False
     # Ranks are line numbers, not counting repeated tokens; the ranks in the file are not used.
-    by_line: bool = False
+    ranks_by_line: bool = False
 
 
 _FAMILIES = {  # by tokenizer_class
@@ -51,22 +51,22 @@ _FAMILIES = {  # by tokenizer_class
         "|".join(
             (
                 r"[\p{Han}]+",
-                *(word + CONTRACTIONS + "?" for word in HAN_APART),
+                *(word + CONTRACTIONS + "?" for word in CASED_WORDS_WITHOUT_HAN),
                 r"\p{N}{1,3}",
-                *REST,
+                *REST_PATTERNS,
             )
         ),
         ("<|reserved_token_{id}|>",) * 256,
     ),
     "HYTokenizer": _Family(  # Hunyuan
         "hy.tiktoken",
-        "|".join((CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}", *REST)),
+        "|".join((CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}", *REST_PATTERNS)),
         (
             *("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>"),
             *(f"<|extra_{i}|>" for i in range(205)),
         ),
-        nfc=True,
-        by_line=True,
+        normalizes_nfc=True,
+        ranks_by_line=True,
     ),
 }
 
@@ -79,10 +79,10 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
     if (model_dir / "tekken.json").is_file():
         return _read_tekken(model_dir)
     family = _FAMILIES.get(str(config.get("tokenizer_class")))
-    if family is None or not (model_dir / family.file).is_file():
+    if family is None or not (model_dir / family.file_name).is_file():
         return None
-    path = model_dir / family.file
-    ranks = _ranks(path, _tiktoken_lines(path, family), repeats=family.by_line)
+    path = model_dir / family.file_name
+    ranks = _decode_ranks(path, _tiktoken_lines(path, family), allows_repeats=family.ranks_by_line)
     first = len(ranks)
     special = {
         first + i: AddedToken(text.format(id=first + i), special=True)
@@ -102,7 +102,7 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
             )
         special[int(key)] = AddedToken(content, special=token.get("special") is not False)
     backend = _build(path, ranks, 0, special, family.pattern)
-    if family.nfc:
+    if family.normalizes_nfc:
         backend.normalizer = normalizers.NFC()
     return backend
 
@@ -119,7 +119,7 @@ def _tiktoken_lines(path: Path, family: _Family) -> list[bytes]:
         numbered = [
             (int(rank), token) for token, rank in map(bytes.split, path.read_bytes().splitlines())
         ]
-        if not family.by_line:
+        if not family.ranks_by_line:
             numbered.sort()
             if any(rank != i for i, (rank, _) in enumerate(numbered)):
                 raise ValueError("the ranks are not 0, 1, 2, ...")
@@ -151,7 +151,7 @@ def _read_tekken(model_dir: Path) -> Backend:
             f"{path}: no tekken vocabulary with special tokens ({type(error).__name__}: "
             f"{str(error)[:100]}). Download it again, or put the model's tokenizer.json beside it"
         ) from error
-    backend = _build(path, _ranks(path, texts), num_special, special, pattern)
+    backend = _build(path, _decode_ranks(path, texts), num_special, special, pattern)
     if (bos := backend.token_to_id("<s>")) is not None:
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", bos)]
@@ -159,12 +159,12 @@ def _read_tekken(model_dir: Path) -> Backend:
     return backend
 
 
-def _ranks(
-    path: Path, encoded: Sequence[bytes | str], *, repeats: bool = False
+def _decode_ranks(
+    path: Path, encoded: Sequence[bytes | str], *, allows_repeats: bool = False
 ) -> dict[bytes, int]:
     """Return token -> rank. encoded: tokens in base64, in the order of ranks.
 
-    repeats: ignore repeated tokens. Otherwise they are an error.
+    allows_repeats: ignore repeated tokens. Otherwise they are an error.
     """
     ranks: dict[bytes, int] = {}
     for number, text in enumerate(encoded):
@@ -172,7 +172,7 @@ def _ranks(
             token = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError, TypeError):
             token = b""
-        if not token or (token in ranks and not repeats):
+        if not token or (token in ranks and not allows_repeats):
             what = "a repetition" if token else "not base64"
             raise CheckpointError(
                 f"{path}: token {number} is {what}: {str(text)[:40]!r}. Download it again"

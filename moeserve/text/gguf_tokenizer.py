@@ -14,24 +14,24 @@ from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.gguf_file import read_gguf
-from moeserve.text.byte_bpe import CONTRACTIONS, HAN_APART, REST
+from moeserve.text.byte_bpe import CASED_WORDS_WITHOUT_HAN, CONTRACTIONS, REST_PATTERNS
 
 log = logging.getLogger(__name__)
 
 # tokenizer.ggml.token_type
 _NORMAL = 1
 _CONTROL = 3
-_USER = 4
+_USER_DEFINED = 4
 _UNUSED = 5
 # Tokens that end an answer. llama.cpp treats them as control tokens, whatever their type is.
-_ENDS = frozenset({
+_END_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>", "[e~[",
 })  # fmt: skip
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_CASED = tuple(pattern.replace("&&[^\\p{Han}]", "") for pattern in HAN_APART)
-_SLASH = (REST[0].replace(r"\n]*", r"\n/]*"), *REST[1:])
+_CASED_WORDS = tuple(pattern.replace("&&[^\\p{Han}]", "") for pattern in CASED_WORDS_WITHOUT_HAN)
+_REST_WITH_SLASH = (REST_PATTERNS[0].replace(r"\n]*", r"\n/]*"), *REST_PATTERNS[1:])
 _PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 _GPT2 = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
@@ -53,36 +53,42 @@ _DEEPSEEK_LETTERS = (
 )
 
 
-class _Split(NamedTuple):
+class _PreTokenizer(NamedTuple):
     """A pre-tokenizer, and options that depend on it."""
 
     patterns: tuple[str, ...]  # each one splits the parts that the previous ones did not match
-    nfc: bool = False
-    bos: bool = False  # default of the option to add a BOS token
-    whole: bool = False  # a word that is a token gets its id directly, without merges
+    normalizes_nfc: bool = False
+    adds_bos: bool = False  # unless the file says otherwise
+    keeps_whole_words: bool = False  # a word that is a token gets its id directly, without merges
 
 
-def _one(*alternatives: str) -> tuple[str]:
+def _joined(*alternatives: str) -> tuple[str]:
     return ("|".join(alternatives),)
 
 
-_QWEN2 = _Split(_one(CONTRACTIONS, _WORD, r"\p{N}", *REST), nfc=True)
-_LLAMA3 = _Split(_one(CONTRACTIONS, _WORD, r"\p{N}{1,3}", *REST), bos=True, whole=True)
-_GLM4 = _LLAMA3._replace(bos=False, whole=False)
-_GPT4O = _Split(_one(*(word + CONTRACTIONS + "?" for word in _CASED), r"\p{N}{1,3}", *_SLASH))
-_DIGITS = _Split((r"\p{N}", _GPT2))
-_WORDS_ONLY = _Split((_GPT2,))
-_DEEPSEEK3 = _Split((
+_QWEN2 = _PreTokenizer(_joined(CONTRACTIONS, _WORD, r"\p{N}", *REST_PATTERNS), normalizes_nfc=True)
+_LLAMA3 = _PreTokenizer(
+    _joined(CONTRACTIONS, _WORD, r"\p{N}{1,3}", *REST_PATTERNS),
+    adds_bos=True,
+    keeps_whole_words=True,
+)
+_GLM4 = _LLAMA3._replace(adds_bos=False, keeps_whole_words=False)
+_GPT4O = _PreTokenizer(
+    _joined(*(word + CONTRACTIONS + "?" for word in _CASED_WORDS), r"\p{N}{1,3}", *_REST_WITH_SLASH)
+)
+_DIGITS = _PreTokenizer((r"\p{N}", _GPT2))
+_WORDS_ONLY = _PreTokenizer((_GPT2,))
+_DEEPSEEK3 = _PreTokenizer((
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
     "|".join((
         _PUNCTUATION,
         r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
         r" ?[\p{P}\p{S}]+[\r\n]*",
-        *REST[1:],
+        *REST_PATTERNS[1:],
     )),
 ))  # fmt: skip
-_DEEPSEEK_LLM = _Split((
+_DEEPSEEK_LLM = _PreTokenizer((
     "[\r\n]",
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
     r"\s?[!-/:-~！-／：-～\u2018-\u201f\u3000-\u3002]+",
@@ -90,26 +96,30 @@ _DEEPSEEK_LLM = _Split((
     _EAST_ASIAN,
     r"\p{N}+",
 ))  # fmt: skip
-_DEEPSEEK_CODER = _Split(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"))
-_KIMI_K2 = _Split(
-    _one(
+_DEEPSEEK_CODER = _PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"))
+_KIMI_K2 = _PreTokenizer(
+    _joined(
         r"[\p{Han}]+",
-        *(word + CONTRACTIONS + "?" for word in HAN_APART),
+        *(word + CONTRACTIONS + "?" for word in CASED_WORDS_WITHOUT_HAN),
         r"\p{N}{1,3}",
-        *REST,
+        *REST_PATTERNS,
     ),
-    whole=True,
+    keeps_whole_words=True,
 )
-_YOUTU = _Split(
+_YOUTU = _PreTokenizer(
     (
         "[\uac00-\ud7a3\u3131-\u318e]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
-        *_one(*(word + CONTRACTIONS + "?" for word in _CASED), r"\p{N}", *_SLASH),
+        *_joined(
+            *(word + CONTRACTIONS + "?" for word in _CASED_WORDS), r"\p{N}", *_REST_WITH_SLASH
+        ),
     ),
-    whole=True,
+    keeps_whole_words=True,
 )
-_SEED = _Split(_one(CONTRACTIONS, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", *REST[1:]))
+_SEED = _PreTokenizer(
+    _joined(CONTRACTIONS, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", *REST_PATTERNS[1:])
+)
 # `tokenizer.ggml.pre` -> pre-tokenizer, for the names that llama.cpp uses with our architectures
-_SPLITS = {
+_PRE_TOKENIZERS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo"), _QWEN2),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "falcon-h1"), _LLAMA3
@@ -118,7 +128,9 @@ _SPLITS = {
     # llama.cpp merges words of these from their parts, even words that are tokens.
     **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), _GLM4),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
-    "tekken": _Split(_one(*_CASED, r"\p{N}", *_SLASH), bos=True, whole=True),
+    "tekken": _PreTokenizer(
+        _joined(*_CASED_WORDS, r"\p{N}", *_REST_WITH_SLASH), adds_bos=True, keeps_whole_words=True
+    ),
     **dict.fromkeys(("deepseek-v3", "joyai-llm", "hunyuan-dense", "hy_v4"), _DEEPSEEK3),
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
@@ -127,7 +139,7 @@ _SPLITS = {
     "seed-coder": _SEED,
     **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum"), _WORDS_ONLY),
     **dict.fromkeys(("mpt", "jais", "trillion"), _WORDS_ONLY),
-    "olmo": _WORDS_ONLY._replace(nfc=True),
+    "olmo": _WORDS_ONLY._replace(normalizes_nfc=True),
     **dict.fromkeys(("refact", "starcoder", "smollm", "command-r", "codeshell"), _DIGITS),
     **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS),
 }
@@ -143,24 +155,24 @@ def read_gguf_tokenizer(path: Path) -> Backend:
         if key.startswith("tokenizer.ggml.")
     }
     kind = meta.get("model")
-    make = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
-    if make is None:
-        raise _error(path, "model", kind, "gpt2, llama")
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
+    if build is None:
+        raise _unsupported(path, "model", kind, "gpt2, llama")
     # llama.cpp names tokens without text so, too.
-    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_list(path, meta, "tokens"))]
+    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_metadata_list(path, meta, "tokens"))]
     if len(set(tokens)) != len(tokens):
         raise CheckpointError(
             f"{path}: tokenizer.ggml.tokens has {len(tokens)} tokens, {len(set(tokens))} different "
             "ones; each token must be there once. Download it again"
         )
-    types = [int(number) for number in _list(path, meta, "token_type", len(tokens))]
+    types = [int(number) for number in _metadata_list(path, meta, "token_type", len(tokens))]
     for i, token in enumerate(tokens):
-        if types[i] == _NORMAL and token in _ENDS:
+        if types[i] == _NORMAL and token in _END_TOKENS:
             log.warning("%s: the token %r ends answers, so it is a control token", path, token)
             types[i] = _CONTROL
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
     try:
-        backend, adds_bos = make(path, meta, vocab, tokens)
+        backend, adds_bos = build(path, meta, vocab, tokens)
     except CheckpointError:
         raise
     except Exception as error:  # the library raises bare Exception
@@ -170,7 +182,7 @@ def read_gguf_tokenizer(path: Path) -> Backend:
     backend.add_tokens([
         AddedToken(tokens[i], special=kind == _CONTROL, normalized=False)
         for i, kind in enumerate(types)
-        if kind in (_CONTROL, _USER)
+        if kind in (_CONTROL, _USER_DEFINED)
     ])  # fmt: skip
     around = {"bos": adds_bos, "eos": False}
     names: dict[str, Any] = {}
@@ -195,21 +207,24 @@ def _byte_level(
     path: Path, meta: Mapping[str, Any], vocab: dict[str, int], tokens: list[str]
 ) -> tuple[Backend, bool]:
     pre = meta.get("pre")
-    if pre not in _SPLITS:
-        raise _error(path, "pre", pre, ", ".join(_SPLITS))
-    split = _SPLITS[pre]
-    merges = [tuple(merge.split(" ", 1)) for merge in _list(path, meta, "merges")]
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole))
+    if pre not in _PRE_TOKENIZERS:
+        raise _unsupported(path, "pre", pre, ", ".join(_PRE_TOKENIZERS))
+    pre_tokenizer = _PRE_TOKENIZERS[pre]
+    merges = [tuple(merge.split(" ", 1)) for merge in _metadata_list(path, meta, "merges")]
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer.keeps_whole_words)
+    )
     splits = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        for pattern in pre_tokenizer.patterns
     ]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    if split.nfc:
+    if pre_tokenizer.normalizes_nfc:
         backend.normalizer = normalizers.NFC()
-    return backend, split.bos
+    return backend, pre_tokenizer.adds_bos
 
 
 def _sentencepiece(
@@ -219,7 +234,7 @@ def _sentencepiece(
 
     SentencePiece merges the adjacent pair whose union has the highest score.
     """
-    scores = _list(path, meta, "scores", len(tokens))
+    scores = _metadata_list(path, meta, "scores", len(tokens))
     merges = [
         (token[:i], token[i:])
         for token in sorted(vocab, key=lambda token: -scores[vocab[token]])
@@ -241,7 +256,7 @@ def _sentencepiece(
     return backend, True
 
 
-def _list(path: Path, meta: Mapping[str, Any], key: str, length: int | None = None) -> Any:
+def _metadata_list(path: Path, meta: Mapping[str, Any], key: str, length: int | None = None) -> Any:
     """Return a list in the metadata.
 
     Raise CheckpointError if it is missing, empty, or has another length, because the tokenizer
@@ -259,7 +274,7 @@ def _list(path: Path, meta: Mapping[str, Any], key: str, length: int | None = No
     return found
 
 
-def _error(path: Path, key: str, value: Any, known: str) -> CheckpointError:
+def _unsupported(path: Path, key: str, value: Any, known: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: tokenizer.ggml.{key} is {repr(value)[:80]}; supported: {known}. Serve token ids "
         "only, with `model: {skip_tokenizer_init: true}` in --config"

@@ -18,17 +18,24 @@ class StopMatcher:
     min_tokens).
     """
 
-    __slots__ = ("_by_first", "_held", "_include", "_inert", "_longest", "_stops")
+    __slots__ = (
+        "_by_first_char",
+        "_held",
+        "_includes_stop",
+        "_max_length",
+        "_num_inactive",
+        "_stops",
+    )
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
-        self._by_first: dict[str, list[str]] = {}  # the stop strings by their first character
+        self._max_length = max(map(len, self._stops), default=0)
+        self._by_first_char: dict[str, list[str]] = {}
         for stop in self._stops:
-            self._by_first.setdefault(stop[0], []).append(stop)
-        self._include = include_stop
+            self._by_first_char.setdefault(stop[0], []).append(stop)
+        self._includes_stop = include_stop
         self._held = ""  # held back: a possible beginning of a stop string
-        self._inert = 0  # leading characters of `_held` in which no match may end
+        self._num_inactive = 0  # leading characters of `_held` in which no match may end
 
     def push(self, text: str, *, active: bool = True) -> tuple[str, str | None]:
         """Return the text to send, and the stop string that ended it, if any.
@@ -39,16 +46,16 @@ class StopMatcher:
             return text, None
         buffer = self._held + text
         if not active:
-            self._inert = len(buffer)
-        elif (found := self._find(buffer)) is not None:
+            self._num_inactive = len(buffer)
+        elif (found := self._find_first(buffer)) is not None:
             end, stop = found
             self._held = ""
-            return buffer[: end if self._include else end - len(stop)], stop
-        keep = self._undecided(buffer)
-        given = buffer[:keep]
-        self._held = buffer[keep:]
-        self._inert = max(self._inert - keep, 0)
-        return given, None
+            return buffer[: end if self._includes_stop else end - len(stop)], stop
+        num_decided = self._undecided_from(buffer)
+        decided = buffer[:num_decided]
+        self._held = buffer[num_decided:]
+        self._num_inactive = max(self._num_inactive - num_decided, 0)
+        return decided, None
 
     def flush(self) -> str:
         """Return the text that is held back, at the end of an answer without a stop string."""
@@ -56,19 +63,19 @@ class StopMatcher:
         self._held = ""
         return held
 
-    def _find(self, buffer: str) -> tuple[int, str] | None:
-        best: tuple[int, str] | None = None
+    def _find_first(self, buffer: str) -> tuple[int, str] | None:
+        first: tuple[int, str] | None = None  # end of the match, stop string
         for stop in self._stops:
-            start = buffer.find(stop, max(self._inert - len(stop) + 1, 0))
-            if start >= 0 and (best is None or start + len(stop) < best[0]):
-                best = (start + len(stop), stop)
-        return best
+            start = buffer.find(stop, max(self._num_inactive - len(stop) + 1, 0))
+            if start >= 0 and (first is None or start + len(stop) < first[0]):
+                first = (start + len(stop), stop)
+        return first
 
-    def _undecided(self, buffer: str) -> int:
+    def _undecided_from(self, buffer: str) -> int:
         """Return the start of the longest suffix of `buffer` that is a prefix of a stop string."""
         end = len(buffer)
-        for start in range(max(end - self._longest + 1, 0), end):
-            for stop in self._by_first.get(buffer[start], ()):
+        for start in range(max(end - self._max_length + 1, 0), end):
+            for stop in self._by_first_char.get(buffer[start], ()):
                 if len(stop) > end - start and stop.startswith(buffer[start:]):
                     return start
         return end

@@ -29,7 +29,7 @@ from moeserve.text.gguf_tokenizer import read_gguf_tokenizer
 log = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 200 * 2**20
-_NAMED = (
+_SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -57,8 +57,8 @@ MARK = "\ufdd0"  # breaks control tokens in users' texts
 CONTROL_BEGIN = "\ufdd1"  # before the name of a control token
 CONTROL_END = "\ufdd2"  # after it
 SHORT = 1000  # characters or tokens; longer texts are encoded without the GIL
-_TAIL = 4  # tokens with the bytes of an incomplete character, which has at most four bytes
-_TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]|｜\w+｜")
+_MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, each of which may be a token
+_TAG_PATTERN = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]|｜\w+｜")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -75,8 +75,8 @@ class Tokenizer:
         special = frozenset(
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._visible = Pieces(backend)
-        self._skipping = Pieces(backend, hidden=special)
+        self._all_pieces = Pieces(backend)
+        self._pieces_without_special = Pieces(backend, hidden=special)
         self.marked_pieces = Pieces(backend, marked=special)
 
     @classmethod
@@ -101,7 +101,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: no such file. {_remedy(model_dir, config)}")
         if (model_dir / "tekken.json").is_file():
             config = _TEKKEN_TOKENS | config
-        found = {name: config.get(name) for name in _NAMED}
+        found = {name: config.get(name) for name in _SPECIAL_TOKEN_NAMES}
         texts = {
             name: token.get("content") if isinstance(token, dict) else token
             for name, token in found.items()
@@ -144,16 +144,16 @@ class Tokenizer:
 
     def pieces(self, *, skip_special_tokens: bool) -> "Pieces":
         """Return the table of each token's text."""
-        return self._skipping if skip_special_tokens else self._visible
+        return self._pieces_without_special if skip_special_tokens else self._all_pieces
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return a token's bytes, which may be incomplete characters; b"" for an unused id."""
-        piece = self._visible[token_id]
+        piece = self._all_pieces[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token alone, with incomplete characters as U+FFFD."""
-        piece = self._visible[token_id]
+        piece = self._all_pieces[token_id]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     @cached_property
@@ -209,30 +209,30 @@ class ControlTokens:
     def __init__(self, backend: Backend) -> None:
         added = backend.get_added_tokens_decoder()
         self._backend = backend
-        self._names = {
+        self._private_names = {
             token.content: f"{CONTROL_BEGIN}{token_id}{CONTROL_END}"
             for token_id, token in added.items()
-            if token.special or _TAG.fullmatch(token.content)
+            if token.special or _TAG_PATTERN.fullmatch(token.content)
         }
         special = [token.content for token in added.values() if token.special]
-        self._any = _alternatives(list(self._names))
-        self._special = _alternatives(special)
+        self._any_pattern = _alternatives(list(self._private_names))
+        self._special_pattern = _alternatives(special)
 
     def shield(self, text: str, *, only_special: bool = False) -> str:
         """Return a text with marks in its control tokens. only_special: not in tags (`<think>`)."""
-        pattern = self._special if only_special else self._any
+        pattern = self._special_pattern if only_special else self._any_pattern
         return pattern.sub(lambda match: match[0][:1] + MARK + match[0][1:], unshield(text))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered prompt with marks. The first call may take a second."""
-        named = self._any.sub(lambda match: self._names[match[0]], text)
+        named = self._any_pattern.sub(lambda match: self._private_names[match[0]], text)
         return encode_ids(self.twin, unshield(named), special=False)
 
     @cached_property
     def twin(self) -> Backend:
         """The tokenizer with private names. Raise InvalidRequest if it cannot be created."""
         spec: dict[str, Any] = json.loads(self._backend.to_str())
-        names = self._names
+        names = self._private_names
         for token in spec["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
         model = spec["model"]
@@ -360,36 +360,38 @@ class Detokenizer:
     U+FFFD at once. A token takes 0.15 us.
     """
 
-    __slots__ = ("_pending", "_pieces", "_strip", "_utf8")
+    __slots__ = ("_decoder", "_has_pending", "_pieces", "_strips_space")
 
     def __init__(self, pieces: Pieces, prompt_ids: Sequence[int]) -> None:
         """prompt_ids: the tokens that the answer continues."""
         self._pieces = pieces
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pending = False  # whether the decoder holds an incomplete character
-        self._strip = False
-        for token_id in prompt_ids[-_TAIL:]:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._has_pending = False  # the decoder holds an incomplete character
+        self._strips_space = False  # a space at the start of the answer is dropped
+        for token_id in prompt_ids[-_MAX_CHARACTER_TOKENS:]:
             self.push(token_id)
-        self._strip = pieces.strips_start and not any(pieces[token_id] for token_id in prompt_ids)
+        self._strips_space = pieces.strips_start and not any(
+            pieces[token_id] for token_id in prompt_ids
+        )
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, maybe empty."""
         piece = self._pieces[token_id]
-        if self._pending or self._strip or piece.__class__ is bytes:
-            return self._slow(piece)
+        if self._has_pending or self._strips_space or piece.__class__ is bytes:
+            return self._push_slowly(piece)
         return piece  # type: ignore[return-value]  # bytes were handled above
 
     def flush(self) -> str:
         """Return the text that is still held back."""
-        self._pending = False
-        return self._utf8.decode(b"", final=True)
+        self._has_pending = False
+        return self._decoder.decode(b"", final=True)
 
-    def _slow(self, piece: str | bytes) -> str:
+    def _push_slowly(self, piece: str | bytes) -> str:
         if not piece:
             return ""
-        text = self._utf8.decode(piece.encode() if isinstance(piece, str) else piece)
-        self._pending = bool(self._utf8.getstate()[0])
-        if self._strip and text:
-            self._strip = False
+        text = self._decoder.decode(piece.encode() if isinstance(piece, str) else piece)
+        self._has_pending = bool(self._decoder.getstate()[0])
+        if self._strips_space and text:
+            self._strips_space = False
             text = text.removeprefix(" ")
         return text

@@ -19,7 +19,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.text.chat_template import ChatTemplate
-from moeserve.text.gguf_tokenizer import _DEEPSEEK_LETTERS, _SPLITS, read_gguf_tokenizer
+from moeserve.text.gguf_tokenizer import _DEEPSEEK_LETTERS, _PRE_TOKENIZERS, read_gguf_tokenizer
 from moeserve.text.tokenizer import Tokenizer
 from tests.gguf_files import add_tokenizer
 
@@ -112,7 +112,7 @@ def test_the_demo_s_tokenizer_comes_back(tmp_path: Path) -> None:
     assert generation_defaults(path) == {"temperature": 0.7, "top_k": 20}
 
 
-@pytest.mark.parametrize("pre", _SPLITS)
+@pytest.mark.parametrize("pre", _PRE_TOKENIZERS)
 def test_every_way_to_split_keeps_the_text(pre: str, tmp_path: Path) -> None:
     backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", byte_level(pre)))
     for text in TEXTS:
