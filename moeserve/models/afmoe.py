@@ -13,7 +13,7 @@ from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
     sliding = family.attention(
         config,
@@ -49,7 +49,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="AfmoeForCausalLM",
     model_type="afmoe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=200192,
         hidden=2048,

@@ -22,7 +22,7 @@ _QKV = ("attention.query_key_value.weight",)
 _BIAS = ("attention.query_key_value.bias",)
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(
         config,
         rule=family.no_window(config),
@@ -49,7 +49,7 @@ def _with_experts(config: Fields, mixers: Mixer | Sequence[Mixer]) -> family.Spe
     }
 
 
-def _hybrid(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecFields:
+def _ling_2_5(config: Fields, full_attention: Callable[[Fields], Mixer]) -> family.SpecFields:
     config.only(
         use_bias=False,
         use_qkv_bias=False,
@@ -60,12 +60,12 @@ def _hybrid(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecField
     config.only(router_dtype="fp32")
     count = family.num_layers(config)
     group = config.integer("layer_group_size", 1, family.MAX_LAYERS)
-    last = count // group * group
-    softmax = full(config)
+    num_grouped = count // group * group  # layers in whole groups
+    softmax = full_attention(config)
     # Decay rates are those of layers that are numbered from -1, as in training.
     mixers = [
         softmax
-        if (i + 1) % group == 0 or i >= last
+        if (i + 1) % group == 0 or i >= num_grouped
         else _lightning(config, 1 - (i - 1) / max(count - 1, 1) + 1e-5)
         for i in range(count)
     ]
@@ -87,19 +87,19 @@ def _lightning(config: Fields, decay: float) -> Lightning:
     return Lightning(num_heads=heads, head_dim=dim, rope=rope, decay=decay, norm_groups=groups)
 
 
-def _latent(config: Fields) -> Mixer:
+def _latent_attention(config: Fields) -> Mixer:
     config.only(rope_interleave=True)
     return family.latent_attention(config)
 
 
-def _grouped(config: Fields) -> Mixer:
+def _grouped_query_attention(config: Fields) -> Mixer:
     return family.attention(config, rope={"partial": True}, qk_norm="head")
 
 
 LING_2 = family.Family(
     architecture="BailingMoeV2ForCausalLM",
     model_type=("bailing_moe", "bailing_moe_v2"),
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=157184,
         hidden=2048,
@@ -134,13 +134,13 @@ LING_2 = family.Family(
         },
     ),
 )
-_DEFAULTS = LING_2.defaults | {
+_LINEAR_DEFAULTS = LING_2.defaults | {
     "group_norm_size": 4,
     "layer_group_size": 5,
     "partial_rotary_factor": 0.5,
     "routed_scaling_factor": 2.5,
 }
-_PARTS = (
+_LATENT_WEIGHTS = (
     "q_proj",
     "q_a_proj",
     "q_a_layernorm",
@@ -149,21 +149,23 @@ _PARTS = (
     "kv_a_layernorm",
     "kv_b_proj",
 )
-_LATENT = {f"self_attn.{name}.weight": (f"attention.{name}.weight",) for name in _PARTS}
-_NAMES = replace(LING_2.names, ignored=("rotary_emb.inv_freq", "attention.slope"))
+_LATENT_NAMES = {
+    f"self_attn.{name}.weight": (f"attention.{name}.weight",) for name in _LATENT_WEIGHTS
+}
+_LINEAR_NAMES = replace(LING_2.names, ignored=("rotary_emb.inv_freq", "attention.slope"))
 LING_2_5 = family.Family(
     architecture="BailingMoeV2_5ForCausalLM",
     model_type=("bailing_hybrid", "bailing_moe_linear"),
-    fields=lambda config: _hybrid(config, _latent),
-    defaults=_DEFAULTS
+    fields=lambda config: _ling_2_5(config, _latent_attention),
+    defaults=_LINEAR_DEFAULTS
     | family.LATENT
     | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
-    names=replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
+    names=replace(_LINEAR_NAMES, spelled={**_LINEAR_NAMES.spelled, **_LATENT_NAMES}),
 )
 LING_LINEAR_2 = family.Family(
     architecture="BailingMoeLinearV2ForCausalLM",
     model_type="bailing_moe_linear",
-    fields=lambda config: _hybrid(config, _grouped),
-    defaults=_DEFAULTS,
-    names=_NAMES,
+    fields=lambda config: _ling_2_5(config, _grouped_query_attention),
+    defaults=_LINEAR_DEFAULTS,
+    names=_LINEAR_NAMES,
 )

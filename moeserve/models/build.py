@@ -46,9 +46,9 @@ def build_decoder(
     tp: the engine's tensor-parallel ranks, as in `world`.
     placement: as for `load_plan`.
     backends: the all-to-all backends to choose from (default: a single rank's).
-    ubatches: the most micro-batches of a step.
-    max_tokens: the most tokens of a step.
-    max_position: the most positions of a request (default: the model's).
+    ubatches: the maximum of micro-batches in a step.
+    max_tokens: of a step.
+    max_position: of a request (default: the model's).
     make: the class of the decoder, or a function with the same arguments.
 
     Raises ConfigError if no pair of all-to-all backend and expert kernel supports the model.
@@ -69,8 +69,8 @@ def build_decoder(
     slots = build.slots
     embed = slots.load(("embed",), lambda ops, value: value)
     if spec.tie_embeddings and "lm_head" not in params:
-        mine = share(spec.vocab_size, tp.size, tp.rank)
-        slots.derive("lm_head", "embed", lambda value: value[mine], value=embed)
+        own_rows = share(spec.vocab_size, tp.size, tp.rank)
+        slots.derive("lm_head", "embed", lambda value: value[own_rows], value=embed)
     columns = build.columns("lm_head", spec.vocab_size)
     head = columns.part if tp.size == 1 else columns
     decoder = make(spec, ops, embed, layers, build_norm(build, spec, "norm"), head)
@@ -94,11 +94,17 @@ def make_builder(
     """Return the builder of layers. The arguments are those of `build_decoder`."""
     assert (tp.rank, tp.size) == (world.tp_rank, world.tp_size), (tp.rank, tp.size, world)
     return Builder(
-        spec.hidden_size, spec.norm_eps, max_position or spec.max_position, params, ops, world, tp,
-        placement,
-        lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens),
-        spec.norm.shift,
-    )  # fmt: skip
+        width=spec.hidden_size,
+        eps=spec.norm_eps,
+        max_position=max_position or spec.max_position,
+        params=params,
+        ops=ops,
+        world=world,
+        tp=tp,
+        placement=placement,
+        plan_moe=lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens),
+        norm_shift=spec.norm.shift,
+    )
 
 
 def _plan_moe(

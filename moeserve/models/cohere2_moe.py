@@ -14,7 +14,7 @@ from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     count = family.num_layers(config)
     first = config.integer("first_k_dense_replace", 0, count)
     prefix, every = (
@@ -66,7 +66,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="Cohere2MoeForCausalLM",
     model_type="cohere2_moe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=256000,
         hidden=8192,

@@ -10,7 +10,7 @@ from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(moe_layer_freq=1)
     mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
     window = family.sliding_window(config)
@@ -37,7 +37,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="Dots1ForCausalLM",
     model_type="dots1",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=152064,
         hidden=4608,

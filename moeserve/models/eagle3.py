@@ -47,7 +47,7 @@ from moeserve.ops.table import Ops
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(model_type="llama")
     mixer = family.attention(config, rule=family.no_window(config), **family.attention_bias(config))
     mixers = [replace(mixer, inputs=2), *[mixer] * (family.num_layers(config) - 1)]
@@ -58,7 +58,7 @@ def _fields(config: Fields) -> family.SpecFields:
     }
 
 
-_FLAT = replace(llama.LLAMA, fields=_fields)
+_FLAT = replace(llama.LLAMA, fields=_spec_fields)
 # The format of the package speculators.
 _NESTED = replace(_FLAT, model_type=("llama", "speculator_model"), text="transformer_layer_config")
 FAMILIES = {

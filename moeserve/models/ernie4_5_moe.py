@@ -10,7 +10,7 @@ from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     bias = config.boolean("use_bias")
     count = family.num_layers(config)
     mixer = family.attention(
@@ -37,7 +37,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="Ernie4_5_MoeForCausalLM",
     model_type="ernie4_5_moe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=103424,
         hidden=2560,

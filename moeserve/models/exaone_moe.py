@@ -12,7 +12,7 @@ from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     window = family.sliding_window(config)
     mixer = family.attention(config, qk_norm="head")
     full = mixer if window is None else replace(mixer, rope=None)
@@ -40,7 +40,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="ExaoneMoeForCausalLM",
     model_type="exaone_moe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=102400,
         hidden=4096,

@@ -2,6 +2,10 @@
 
 `Family` describes one architecture: how its config.json becomes a ModelSpec, and how its
 checkpoints name tensors. The functions read keys of config.json that several families share.
+
+A module with one main architecture calls it FAMILY (see registry.py). `Family.fields` is a function
+that reads a config (`Fields`) and returns `SpecFields`. It is called `_spec_fields`, or like the
+architecture.
 """
 
 from collections.abc import Callable, Sequence
@@ -247,8 +251,8 @@ def first_dense(
     key: the key of the number of dense layers.
     """
     count = num_layers(config)
-    first = config.integer(key, 0, count)
-    return [mlp] * first + [experts] * (count - first)
+    num_dense = config.integer(key, 0, count)
+    return [mlp] * num_dense + [experts] * (count - num_dense)
 
 
 def listed_moe(
@@ -299,9 +303,9 @@ def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:
     """
     count = num_layers(config)
     step = config.integer("decoder_sparse_step", 1, MAX_LAYERS)
-    without = set(config.integers("mlp_only_layers", 0, count - 1))
+    dense_layers = set(config.integers("mlp_only_layers", 0, count - 1))
     mlp = dense(config)
-    return [experts if i not in without and (i + 1) % step == 0 else mlp for i in range(count)]
+    return [experts if i not in dense_layers and (i + 1) % step == 0 else mlp for i in range(count)]
 
 
 def same_window(config: Fields, window: int | None) -> KVRule:
@@ -339,17 +343,17 @@ def window_per_layer(
     window = switched_window(config)
     count = num_layers(config)
     if config.raw("layer_types") is None:
-        first_or_last = config.integer("max_window_layers", 0, 2**31)
-        sliding = [window is not None and slides(i, first_or_last) for i in range(count)]
+        max_window_layers = config.integer("max_window_layers", 0, 2**31)
+        is_sliding = [window is not None and slides(i, max_window_layers) for i in range(count)]
     else:
-        sliding = [kind == "sliding_attention" for kind in layer_types(config)]
-    if any(sliding) and window is None:
+        is_sliding = [kind == "sliding_attention" for kind in layer_types(config)]
+    if any(is_sliding) and window is None:
         raise config.error(
             "layer_types", "sliding layers need use_sliding_window true and a sliding_window"
         )
     return [
         replace(mixer, rule=KVRule(window=window if slides_here else None))
-        for slides_here in sliding
+        for slides_here in is_sliding
     ]
 
 
@@ -406,6 +410,8 @@ def sizes(
     expert_size: int | None = None,
 ) -> dict[str, Any]:
     """Return the defaults of the keys that every family has, and of the usual keys of experts.
+
+    They are those of the configuration class in transformers, not the sizes of a published model.
 
     kv_heads: None: as many as heads. experts, top_k, expert_size: None: config.json must have the
     key, if the family reads it.

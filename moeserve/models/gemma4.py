@@ -27,7 +27,7 @@ _ROPE = {
 }
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if config.raw(key):
             raise config.error(key, "only 0 is supported")
@@ -64,11 +64,11 @@ def _fields(config: Fields) -> family.SpecFields:
 
 def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
     values: dict[str, Any] = dict(config.values)
-    full = kind == "full_attention"
-    k_is_v = full and config.boolean("attention_k_eq_v")
-    if full:
+    is_full = kind == "full_attention"
+    is_value_key = is_full and config.boolean("attention_k_eq_v")
+    if is_full:
         values["head_dim"] = config.raw("global_head_dim")
-        if k_is_v and (heads := config.raw("num_global_key_value_heads")):
+        if is_value_key and (heads := config.raw("num_global_key_value_heads")):
             values["num_key_value_heads"] = heads
         values |= config.section("per_layer_config").get(str(kinds.index(kind)), {})
     return family.attention(
@@ -76,11 +76,11 @@ def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
         layer_type=kind,
         rope={"more": ("proportional",)},
         rule=KVRule(
-            window=None if full else config.integer("sliding_window", 1, family.MAX_POSITION)
+            window=None if is_full else config.integer("sliding_window", 1, family.MAX_POSITION)
         ),
         qk_norm="head",
         value_norm=True,
-        shared_kv=k_is_v,
+        shared_kv=is_value_key,
         scale=1.0,
         **family.attention_bias(config),
     )
@@ -89,7 +89,7 @@ def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
 FAMILY = family.Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=262144,
         hidden=2304,

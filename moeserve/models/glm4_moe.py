@@ -8,7 +8,7 @@ from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(
         config,
         rule=family.no_window(config),
@@ -26,7 +26,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=151552,
         hidden=4096,

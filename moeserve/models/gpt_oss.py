@@ -18,7 +18,7 @@ _ROPE = {
 }  # fmt: skip
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     full = family.attention(config, sinks=True, **family.attention_bias(config))
     sliding = replace(
         full, rule=KVRule(window=config.integer("sliding_window", 1, family.MAX_POSITION))
@@ -45,7 +45,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=201088,
         hidden=2880,

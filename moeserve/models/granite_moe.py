@@ -26,7 +26,7 @@ KINDS = {  # name in releases or in transformers 5 -> name in transformers 5
 }
 
 
-def _fields(config: Fields, shared: SharedExpert | None = None) -> family.SpecFields:
+def _spec_fields(config: Fields, shared: SharedExpert | None = None) -> family.SpecFields:
     scale = config.number("attention_multiplier", 0, family.MAX_MULTIPLIER)
     mixer = family.attention(
         config, rule=family.no_window(config), scale=scale, **family.attention_bias(config)
@@ -40,11 +40,11 @@ def _fields(config: Fields, shared: SharedExpert | None = None) -> family.SpecFi
     return {"layers": family.layers(config, mixer, experts), **_multipliers(config)}
 
 
-def _shared_fields(config: Fields) -> family.SpecFields:
+def _granite_moe_shared(config: Fields) -> family.SpecFields:
     if config.raw("shared_intermediate_size") == 0:
-        return _fields(config)
+        return _spec_fields(config)
     size = config.integer("shared_intermediate_size", 1, family.MAX_WIDTH)
-    return _fields(config, SharedExpert(size=size, name="shared_mlp"))
+    return _spec_fields(config, SharedExpert(size=size, name="shared_mlp"))
 
 
 def _multipliers(config: Fields) -> family.SpecFields:
@@ -55,7 +55,7 @@ def _multipliers(config: Fields) -> family.SpecFields:
     }
 
 
-def _hybrid(config: Fields) -> family.SpecFields:
+def _granite_4(config: Fields) -> family.SpecFields:
     scale = config.number("attention_multiplier", 0, family.MAX_MULTIPLIER)
     full = family.attention(config, scale=scale, **family.attention_bias(config))
     if config.raw("position_embedding_type") != "rope":
@@ -126,7 +126,7 @@ def time_limit(config: Fields) -> tuple[float, float]:
 FAMILY = family.Family(
     architecture="GraniteMoeForCausalLM",
     model_type="granitemoe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=32000,
         hidden=4096,
@@ -168,7 +168,7 @@ SHARED = replace(
     FAMILY,
     architecture="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
-    fields=_shared_fields,
+    fields=_granite_moe_shared,
     defaults=FAMILY.defaults | {"shared_intermediate_size": 0},
     names=replace(
         FAMILY.names,
@@ -184,7 +184,7 @@ HYBRID = replace(
     SHARED,
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
-    fields=_hybrid,
+    fields=_granite_4,
     defaults=SHARED.defaults
     | {
         "mamba_d_conv": 4,

@@ -14,7 +14,7 @@ from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(use_cla=False, use_qk_norm=True)
     mixer = family.attention(
         config,
@@ -53,7 +53,7 @@ def _same(config: Fields, key: str) -> Any:
 FAMILY = family.Family(
     architecture="HunYuanMoEV1ForCausalLM",
     model_type="hunyuan_v1_moe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=290943,
         hidden=4096,

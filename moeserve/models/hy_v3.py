@@ -10,7 +10,7 @@ from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(
         config, rule=family.no_window(config), qk_norm="head", **family.attention_bias(config)
     )
@@ -32,7 +32,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="HYV3ForCausalLM",
     model_type="hy_v3",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=120832,
         hidden=4096,

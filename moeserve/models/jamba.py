@@ -15,7 +15,7 @@ from moeserve.ops.rules import RouterRule
 _MAX_STATE = 1024
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(mamba_inner_layernorms=True)
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     attention = replace(family.attention(config), rope=None)
@@ -49,7 +49,7 @@ def _every(config: Fields, kind: str) -> list[bool]:
 FAMILY = family.Family(
     architecture="JambaForCausalLM",
     model_type="jamba",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=65536,
         hidden=4096,

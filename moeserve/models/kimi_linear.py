@@ -53,7 +53,7 @@ def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
     return [full if kind == FULL else linear for kind in kinds]
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(mla_use_nope=True, moe_layer_freq=1, moe_router_activation_func="sigmoid")
     shared = family.shared_experts(config, name="block_sparse_moe.shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
@@ -67,7 +67,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="KimiLinearForCausalLM",
     model_type="kimi_linear",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=163840,
         hidden=2304,

@@ -13,7 +13,7 @@ _KINDS = ("conv", "full_attention")
 _SWIGLU = {"gate": "w1", "up": "w3", "down": "w2"}  # Llama's name of a projection -> LFM2's
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     attention = family.attention(config, qk_norm="head")
     conv = ShortConv(
         channels=config.integer("hidden_size", 1, family.MAX_WIDTH),
@@ -40,7 +40,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="Lfm2MoeForCausalLM",
     model_type="lfm2_moe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=65536,
         hidden=2048,

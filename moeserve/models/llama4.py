@@ -16,7 +16,7 @@ from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     count = family.num_layers(config)
     every = config.integer("no_rope_layer_interval", 1, family.MAX_LAYERS)
     rotates = config.integers("no_rope_layers", 0, 1) or tuple(
@@ -62,7 +62,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="Llama4ForCausalLM",
     model_type="llama4_text",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=202048,
         hidden=5120,

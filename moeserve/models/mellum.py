@@ -15,7 +15,7 @@ _ROPE = {
 }
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     types = family.layer_types(config, default=["full_attention"] * family.num_layers(config))
     window = family.sliding_window(config)
     mixers = {
@@ -36,7 +36,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="MellumForCausalLM",
     model_type="mellum",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=98304,
         hidden=2304,

@@ -24,7 +24,7 @@ _ROPE = {
 }
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config = replace(config, values=_as_transformers(config))
     full = family.attention(
         config,
@@ -105,7 +105,7 @@ def _as_transformers(config: Fields) -> dict[str, Any]:
 FAMILY = family.Family(
     architecture="MiMoV2FlashForCausalLM",
     model_type="mimo_v2_flash",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=152576,
         hidden=4096,

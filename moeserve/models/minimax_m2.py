@@ -13,7 +13,7 @@ from moeserve.models.mixtral import EXPERTS
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(
         scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer"
     )
@@ -36,7 +36,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="MiniMaxM2ForCausalLM",
     model_type="minimax_m2",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=200064,
         hidden=3072,

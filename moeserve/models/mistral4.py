@@ -28,7 +28,7 @@ _ROPE = {
 }
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     router = replace(family.deepseek_router(config), score="softmax", bias=False, fp32=False)
     experts = family.moe(config, router=router, shared=family.shared_experts(config))
     blocks = family.first_dense(config, experts, family.dense(config))
@@ -46,13 +46,13 @@ def _fields(config: Fields) -> family.SpecFields:
 def _text_fields(config: Fields) -> family.SpecFields:
     """Read the text model, which must be Mistral 4: Mistral 3 has the same multimodal class."""
     config.choice("model_type", ("mistral4",))
-    return _fields(config)
+    return _spec_fields(config)
 
 
 FAMILY = family.Family(
     architecture="Mistral4ForCausalLM",
     model_type="mistral4",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=131072,
         hidden=4096,

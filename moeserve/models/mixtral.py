@@ -12,7 +12,7 @@ from moeserve.ops.rules import RouterRule
 EXPERTS = (per_expert("block_sparse_moe.experts", gate="w1", up="w3", down="w2"), FUSED)
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, rule=family.same_window(config, family.sliding_window(config)))
     experts = family.moe(config, size_key="intermediate_size", router=RouterRule(renormalize=True))
     return {"layers": family.layers(config, mixer, experts)}
@@ -21,7 +21,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=32000,
         hidden=4096,

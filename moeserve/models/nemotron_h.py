@@ -17,11 +17,11 @@ from moeserve.models import family, granite_moe
 from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RELU2
 
-PATTERN = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+KIND_OF_LETTER = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 KINDS = granite_moe.KINDS | {"moe": "moe", "mlp": "mlp"}
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(attention_bias=False, mlp_bias=False, use_bias=False, use_conv_bias=True)
     config.choice("mlp_hidden_act", ("relu2",))
     config.choice("mamba_hidden_act", ("silu",))
@@ -59,12 +59,14 @@ def _kinds(config: Fields) -> tuple[str, list[str]]:
     kinds = config.raw("layers_block_type")
     if kinds is None and isinstance(config.raw("hybrid_override_pattern"), str):
         key = "hybrid_override_pattern"
-        kinds = [PATTERN.get(str(kind), "") for kind in config.raw(key)]
+        kinds = [KIND_OF_LETTER.get(str(kind), "") for kind in config.raw(key)]
     known = isinstance(kinds, list) and all(
         isinstance(kind, str) and kind in KINDS for kind in kinds
     )
     if not known or not 1 <= len(kinds) <= family.MAX_LAYERS:
-        raise config.error(key, f"it must list one of {', '.join(PATTERN.values())} for each layer")
+        raise config.error(
+            key, f"it must list one of {', '.join(KIND_OF_LETTER.values())} for each layer"
+        )
     return key, [KINDS[kind] for kind in kinds]
 
 
@@ -91,7 +93,7 @@ def _mamba(config: Fields) -> Mamba2:
     )
 
 
-MAMBA = (
+MAMBA_WEIGHTS = (
     "in_proj.weight",
     "conv1d.weight",
     "conv1d.bias",
@@ -101,19 +103,22 @@ MAMBA = (
     "norm.weight",
     "out_proj.weight",
 )
-MLP = ("up_proj.weight", "down_proj.weight")
-SPELLED = {
+MLP_WEIGHTS = ("up_proj.weight", "down_proj.weight")
+TENSOR_NAMES = {
     "input_layernorm.weight": ("norm.weight",),
     "post_attention_layernorm.weight": ("norm.weight",),
-    **{f"mamba.{name}": (f"mixer.{name}",) for name in MAMBA},
+    **{f"mamba.{name}": (f"mixer.{name}",) for name in MAMBA_WEIGHTS},
     **{f"self_attn.{x}_proj.weight": (f"mixer.{x}_proj.weight",) for x in "qkvo"},
-    **{f"mlp.{x}": (f"mixer.{x}",) for x in (*MLP, "gate.weight", "gate.e_score_correction_bias")},
-    **{f"mlp.shared_experts.{x}": (f"mixer.shared_experts.{x}",) for x in MLP},
+    **{
+        f"mlp.{x}": (f"mixer.{x}",)
+        for x in (*MLP_WEIGHTS, "gate.weight", "gate.e_score_correction_bias")
+    },
+    **{f"mlp.shared_experts.{x}": (f"mixer.shared_experts.{x}",) for x in MLP_WEIGHTS},
 }
 FAMILY = family.Family(
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=131072,
         hidden=4096,
@@ -146,7 +151,7 @@ FAMILY = family.Family(
         model="backbone.",
         embed="embeddings.weight",
         norm="norm_f.weight",
-        spelled=SPELLED,
+        spelled=TENSOR_NAMES,
         experts=(
             ExpertNames(
                 up="mixer.experts.{}.up_proj.weight", down="mixer.experts.{}.down_proj.weight"

@@ -12,7 +12,7 @@ from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields, clip: float | None = None, **options: Any) -> family.SpecFields:
+def _spec_fields(config: Fields, clip: float | None = None, **options: Any) -> family.SpecFields:
     rule = family.no_window(config)
     bias = family.attention_bias(config)
     mixer = family.attention(config, rule=rule, qk_norm="full", clip=clip, **bias)
@@ -24,7 +24,7 @@ def _fields(config: Fields, clip: float | None = None, **options: Any) -> family
 OLMOE = family.Family(
     architecture="OlmoeForCausalLM",
     model_type="olmoe",
-    fields=lambda config: _fields(
+    fields=lambda config: _spec_fields(
         config, config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)
     ),
     defaults=family.sizes(
@@ -43,7 +43,9 @@ OLMOE = family.Family(
 FLEX_OLMO = family.Family(
     architecture="FlexOlmoForCausalLM",
     model_type="flex_olmo",
-    fields=lambda config: _fields(config, pre_norm=False, attn_post_norm=True, mlp_post_norm=True),
+    fields=lambda config: _spec_fields(
+        config, pre_norm=False, attn_post_norm=True, mlp_post_norm=True
+    ),
     defaults=family.sizes(
         vocab=100352,
         hidden=4096,

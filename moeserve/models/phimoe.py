@@ -14,7 +14,7 @@ from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(num_experts_per_tok=2)
     rule = family.same_window(config, family.sliding_window(config))
     mixer = family.attention(
@@ -32,7 +32,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="PhimoeForCausalLM",
     model_type="phimoe",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=32064,
         hidden=4096,

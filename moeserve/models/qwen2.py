@@ -15,16 +15,18 @@ from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields, **options: Any) -> family.SpecFields:
+def _spec_fields(config: Fields, **options: Any) -> family.SpecFields:
     mixer = family.attention(config, **options)
-    mixers = family.window_per_layer(config, mixer, lambda layer, limit: layer >= limit)
+    mixers = family.window_per_layer(
+        config, mixer, lambda layer, max_window_layers: layer >= max_window_layers
+    )
     return {"layers": family.layers(config, mixers, family.dense(config))}
 
 
-def _moe(config: Fields) -> family.SpecFields:
+def _qwen2_moe(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, qkv_bias=config.boolean("qkv_bias"))
     mixers = family.window_per_layer(
-        config, mixer, lambda layer, limit: layer % 2 == 0 and layer < limit
+        config, mixer, lambda layer, max_window_layers: layer % 2 == 0 and layer < max_window_layers
     )
     blocks = family.some_layers_moe(
         config, experts(config, renormalize=config.boolean("norm_topk_prob"))
@@ -40,7 +42,7 @@ def experts(config: Fields, *, renormalize: bool) -> MoE:
     return family.moe(config, router=RouterRule(renormalize=renormalize), shared=shared)
 
 
-_WINDOWS = family.QWEN_WINDOWS | {"max_window_layers": 28}
+_WINDOW_DEFAULTS = family.QWEN_WINDOWS | {"max_window_layers": 28}
 _DEFAULTS = (
     family.sizes(
         vocab=151936,
@@ -51,24 +53,24 @@ _DEFAULTS = (
         kv_heads=32,
         positions=32768,
     )
-    | _WINDOWS
+    | _WINDOW_DEFAULTS
 )
 QWEN2 = family.Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    fields=lambda config: _fields(config, qkv_bias=True),
+    fields=lambda config: _spec_fields(config, qkv_bias=True),
     defaults=_DEFAULTS,
 )
 QWEN3 = family.Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    fields=lambda config: _fields(config, qk_norm="head", **family.attention_bias(config)),
+    fields=lambda config: _spec_fields(config, qk_norm="head", **family.attention_bias(config)),
     defaults=_DEFAULTS | {"head_dim": 128},
 )
 QWEN2_MOE = family.Family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
-    fields=_moe,
+    fields=_qwen2_moe,
     defaults=family.sizes(
         vocab=151936,
         hidden=2048,
@@ -81,6 +83,6 @@ QWEN2_MOE = family.Family(
         top_k=4,
         expert_size=1408,
     )
-    | _WINDOWS
+    | _WINDOW_DEFAULTS
     | {"norm_topk_prob": False, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
 )

@@ -18,7 +18,7 @@ from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields, rule: KVRule, *, renormalize: bool) -> family.SpecFields:
+def _spec_fields(config: Fields, rule: KVRule, *, renormalize: bool) -> family.SpecFields:
     mixer = family.attention(config, rule=rule, qk_norm="head", **family.attention_bias(config))
     experts = family.moe(config, router=RouterRule(renormalize=renormalize))
     layers = family.layers(config, mixer, family.some_layers_moe(config, experts))
@@ -29,15 +29,15 @@ def _fields(config: Fields, rule: KVRule, *, renormalize: bool) -> family.SpecFi
     }
 
 
-def _text(config: Fields) -> family.SpecFields:
+def _qwen3_moe(config: Fields) -> family.SpecFields:
     rule = family.same_window(config, family.switched_window(config))
-    return _fields(config, rule, renormalize=config.boolean("norm_topk_prob"))
+    return _spec_fields(config, rule, renormalize=config.boolean("norm_topk_prob"))
 
 
 QWEN3_MOE = family.Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    fields=_text,
+    fields=_qwen3_moe,
     defaults=family.sizes(
         vocab=151936,
         hidden=2048,
@@ -57,7 +57,7 @@ QWEN3_MOE = family.Family(
 QWEN3_VL_MOE = family.Family(
     architecture="Qwen3VLMoeForConditionalGeneration",
     model_type="qwen3_vl_moe",
-    fields=lambda config: _fields(config, family.no_window(config), renormalize=True),
+    fields=lambda config: _spec_fields(config, family.no_window(config), renormalize=True),
     defaults=family.sizes(
         vocab=151936,
         hidden=2048,

@@ -28,7 +28,7 @@ def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
         raise config.error(
             "linear_num_value_heads", f"linear_num_key_heads ({k_heads}) must divide it"
         )
-    linear = GatedDelta(
+    delta_net = GatedDelta(
         num_k_heads=k_heads,
         num_v_heads=v_heads,
         k_dim=config.integer("linear_key_head_dim", 1, family.MAX_WIDTH),
@@ -36,18 +36,18 @@ def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
         conv=config.integer("linear_conv_kernel_dim", 2, family.MAX_CONV),
         by_head=by_head,
     )
-    every = config.integer("full_attention_interval", 1, family.MAX_LAYERS)
+    interval = config.integer("full_attention_interval", 1, family.MAX_LAYERS)
     default = [
-        "full_attention" if (i + 1) % every == 0 else "linear_attention"
+        "full_attention" if (i + 1) % interval == 0 else "linear_attention"
         for i in range(family.num_layers(config))
     ]
     kinds = family.layer_types(
         config, known=("linear_attention", "full_attention"), default=default
     )
-    return [full if kind == "full_attention" else linear for kind in kinds]
+    return [full if kind == "full_attention" else delta_net for kind in kinds]
 
 
-def _next(config: Fields) -> family.SpecFields:
+def _qwen3_next(config: Fields) -> family.SpecFields:
     block = experts(config, renormalize=config.boolean("norm_topk_prob"))
     return {
         "layers": family.layers(
@@ -69,7 +69,7 @@ def _qwen3_5(config: Fields) -> family.SpecFields:
     }
 
 
-_SIZES = {
+_SHARED_DEFAULTS = {
     "full_attention_interval": 4,
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -83,7 +83,7 @@ _SIZES = {
 NEXT = family.Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
-    fields=_next,
+    fields=_qwen3_next,
     defaults=family.sizes(
         vocab=151936,
         hidden=2048,
@@ -96,7 +96,7 @@ NEXT = family.Family(
         top_k=10,
         expert_size=512,
     )
-    | _SIZES,
+    | _SHARED_DEFAULTS,
     names=Names(foreign=("mtp.",), mtp=QWEN_MTP),
 )
 QWEN3_5 = family.Family(
@@ -115,7 +115,7 @@ QWEN3_5 = family.Family(
         top_k=8,
         expert_size=512,
     )
-    | _SIZES
+    | _SHARED_DEFAULTS
     | {"mtp_num_hidden_layers": 0},
     names=Names(model="model.language_model.", foreign=("model.visual.", "mtp."), mtp=QWEN_MTP),
     text="text_config",

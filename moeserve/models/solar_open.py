@@ -7,7 +7,7 @@ from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _spec_fields(config: Fields) -> family.SpecFields:
     rule = family.no_window(config)
     bias = config.boolean("attention_bias")
     mixer = family.attention(config, rule=rule, rope={"partial": True}, qkv_bias=bias)
@@ -20,7 +20,7 @@ def _fields(config: Fields) -> family.SpecFields:
 FAMILY = family.Family(
     architecture="SolarOpenForCausalLM",
     model_type="solar_open",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=196608,
         hidden=4096,

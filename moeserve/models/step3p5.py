@@ -18,8 +18,8 @@ from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import Activation, RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
-    known: dict[str, Any] = {
+def _spec_fields(config: Fields) -> family.SpecFields:
+    required: dict[str, Any] = {
         "moe_router_activation": "sigmoid",
         "use_moe_router_bias": True,
         "gating": True,
@@ -32,12 +32,12 @@ def _fields(config: Fields) -> family.SpecFields:
         "use_rope_layers": [],
         "yarn_only_types": ["full_attention"],
     }
-    config.only(**known)
+    config.only(**required)
     mtp = family.mtp_layers(config)
-    kinds = ("full_attention", "sliding_attention")
+    known_types = ("full_attention", "sliding_attention")
     count = family.num_layers(config)
     # These lists may have further entries, for layers of multi-token prediction.
-    per_layer = (
+    keys_per_layer = (
         "layer_types",
         "rope_theta",
         "partial_rotary_factors",
@@ -45,13 +45,17 @@ def _fields(config: Fields) -> family.SpecFields:
         "swiglu_limits_shared",
     )
     own_values = {
-        key: value[:count] for key in per_layer if isinstance(value := config.values.get(key), list)
+        key: value[:count]
+        for key in keys_per_layer
+        if isinstance(value := config.values.get(key), list)
     }
     own = replace(config, values={**config.values, **own_values})
-    types = family.layer_types(own, known=kinds, default=["full_attention"] * count)
+    types = family.layer_types(own, known=known_types, default=["full_attention"] * count)
     mixers = {kind: _attention(own, kind, types) for kind in dict.fromkeys(types)}
     return {
-        "layers": family.layers(config, [mixers[kind] for kind in types], _blocks(own, count)),
+        "layers": family.layers(
+            config, [mixers[kind] for kind in types], _feed_forward_blocks(own, count)
+        ),
         "num_mtp_layers": mtp,
         "norm": NormSpec(shift=1.0),
     }
@@ -61,16 +65,18 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
     """Read the attention of layers of one type. Keys with a list must have one value per type."""
     first = types.index(kind)
     values = dict(config.values)
-    for key, old in (
+    for key, hub_key in (
         ("rope_theta", "rope_theta"),
         ("partial_rotary_factor", "partial_rotary_factors"),
     ):
-        if isinstance(each := values.get(old), list):
+        if isinstance(each := values.get(hub_key), list):
             if len(each) != len(types) or any(
-                x != each[first] for x, t in zip(each, types, strict=True) if t == kind
+                value != each[first]
+                for value, layer_type in zip(each, types, strict=True)
+                if layer_type == kind
             ):
                 raise config.error(
-                    old,
+                    hub_key,
                     f"it must list a number for each of {len(types)} layers, the same for all "
                     "layers of a type",
                 )
@@ -100,30 +106,32 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
     )
 
 
-def _blocks(config: Fields, count: int) -> list[Dense | MoE]:
+def _feed_forward_blocks(config: Fields, count: int) -> list[Dense | MoE]:
     scale = config.number("moe_router_scaling_factor", 0, family.MAX_MULTIPLIER)
     fp32 = config.boolean("need_fp32_gate")
     router = RouterRule(score="sigmoid", bias=True, renormalize=True, scale=scale, fp32=fp32)
-    routed, shared = (
+    routed_activations, shared_activations = (
         _activations(config, key, count) for key in ("swiglu_limits", "swiglu_limits_shared")
     )
     size = config.integer("share_expert_dim", 1, family.MAX_WIDTH)
     bias = config.boolean("mlp_bias")
-    sparse = _sparse(config, count)
+    expert_layers = _layers_with_experts(config, count)
     return [
         family.moe(
             config,
             router=router,
-            activation=routed[i],
-            shared=SharedExpert(size=size, bias=bias, activation=shared[i], name="share_expert"),
+            activation=routed_activations[i],
+            shared=SharedExpert(
+                size=size, bias=bias, activation=shared_activations[i], name="share_expert"
+            ),
         )
-        if i in sparse
-        else replace(family.dense(config, bias=bias), activation=shared[i])
+        if i in expert_layers
+        else replace(family.dense(config, bias=bias), activation=shared_activations[i])
         for i in range(count)
     ]
 
 
-def _sparse(config: Fields, count: int) -> set[int]:
+def _layers_with_experts(config: Fields, count: int) -> set[int]:
     """Read which layers have experts."""
     kinds = config.values.get("mlp_layer_types")
     layers = config.values.get("moe_layers_enum")
@@ -144,7 +152,7 @@ def _activations(config: Fields, key: str, count: int) -> list[Activation]:
     if (
         not isinstance(limits, list)
         or len(limits) != count
-        or any(isinstance(x, str | list | dict) for x in limits)
+        or any(isinstance(limit, str | list | dict) for limit in limits)
     ):
         raise config.error(key, f"it must list a limit or null for each of {count} layers")
     return [
@@ -155,7 +163,7 @@ def _activations(config: Fields, key: str, count: int) -> list[Activation]:
 FAMILY = family.Family(
     architecture="Step3p5ForCausalLM",
     model_type="step3p5",
-    fields=_fields,
+    fields=_spec_fields,
     defaults=family.sizes(
         vocab=128815,
         hidden=4096,

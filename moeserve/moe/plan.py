@@ -76,14 +76,17 @@ class MoEPlan:
 
     def table(self) -> str:
         """Format the needs and the reasons as aligned lines, for the log."""
-        n = self.needs
-        head = (
-            f"{n.world_size} ranks, {n.ubatches} micro-batches, {n.device}, {n.dtype} "
-            f"rows of {n.hidden_size}"
+        needs = self.needs
+        header = (
+            f"{needs.world_size} ranks, {needs.ubatches} micro-batches, {needs.device}, "
+            f"{needs.dtype} rows of {needs.hidden_size}"
         )
-        rows = [("all2all", "experts", head), *self.reasons]
-        wide = [max(len(row[i]) for row in rows) for i in range(2)]
-        return "\n".join(f"{a:<{wide[0]}}  {b:<{wide[1]}}  {why}".rstrip() for a, b, why in rows)
+        rows = [("all2all", "experts", header), *self.reasons]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        return "\n".join(
+            f"{backend:<{widths[0]}}  {kernel:<{widths[1]}}  {reason}".rstrip()
+            for backend, kernel, reason in rows
+        )
 
 
 def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Experts]) -> MoEPlan:
@@ -104,7 +107,11 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
             )
     if picked is None:
         lines = (
-            "\n".join(f"  {a} with {b}: {why}" for a, b, why in reasons) or "  nothing was offered"
+            "\n".join(
+                f"  {backend_name} with {kernel_name}: {reason}"
+                for backend_name, kernel_name, reason in reasons
+            )
+            or "  nothing was offered"
         )
         raise ConfigError(f"no all2all backend and expert kernel fit {needs}:\n{lines}")
     backend, kernel = picked

@@ -3,7 +3,8 @@
 Each logical expert has one physical expert or several (replicas). Physical expert p is local expert
 p % experts_per_rank of rank p // experts_per_rank.
 
-L: MoE layers. E: logical experts. S: physical experts of all ranks. N: most replicas of an expert.
+L: MoE layers. E: logical experts. S: physical experts of all ranks. N: replicas of the expert that
+has the most.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Nodes:
 
     number: int = 1
     groups: int = 1  # the router's groups of experts
-    even: float = 0.9  # least balance (mean load / highest load of a node) with groups on nodes
+    even: float = 0.9  # minimum of mean load / highest load of a node, with groups on nodes
 
     def under(self, num_ranks: int) -> "Nodes":
         """Return the nodes for this number of ranks. What cannot be divided evenly becomes 1."""
@@ -85,11 +86,13 @@ class Placement:
         """
         per_rank = -(-(num_experts + redundant) // num_ranks)
         nodes = nodes.under(num_ranks)
-        parts = nodes.number if nodes.groups > 1 else 1
-        here = num_experts // parts
-        places = np.arange(per_rank * num_ranks // parts, dtype=np.int32) % here
-        row = (np.arange(parts, dtype=np.int32)[:, None] * here + places).ravel()
-        return cls(0, num_ranks, num_experts, np.tile(row, (num_layers, 1)))
+        num_parts = nodes.number if nodes.groups > 1 else 1  # each part has experts of its own
+        experts_per_part = num_experts // num_parts
+        places_per_part = per_rank * num_ranks // num_parts
+        place_experts = np.arange(places_per_part, dtype=np.int32) % experts_per_part
+        first_experts = np.arange(num_parts, dtype=np.int32)[:, None] * experts_per_part
+        experts_S = (first_experts + place_experts).ravel()
+        return cls(0, num_ranks, num_experts, np.tile(experts_S, (num_layers, 1)))
 
     @property
     def experts_per_rank(self) -> int:
@@ -115,8 +118,8 @@ class Placement:
             raise ValueError(
                 f"placements {self.version} and {other.version} are of different groups"
             )
-        rows_LS = np.concatenate((other.experts_LS[:layers], self.experts_LS[layers:]))
-        return Placement(version, self.num_ranks, self.num_experts, rows_LS)
+        experts_LS = np.concatenate((other.experts_LS[:layers], self.experts_LS[layers:]))
+        return Placement(version, self.num_ranks, self.num_experts, experts_LS)
 
     def counts(self) -> I32:
         """Return the number of physical experts of each logical expert, [L, E]."""
@@ -133,13 +136,13 @@ class Placement:
 
         [0, 1, 2 | 3, 4, 0] -> [[0, 5], [1, 1], [2, 2], [3, 3], [4, 4]], [2, 1, 1, 1, 1]
         """
-        row = self.experts_LS[layer]
-        counts_E = np.bincount(row, minlength=self.num_experts).astype(np.int32)
-        order = row.argsort(kind="stable").astype(np.int32)
-        ends = counts_E.cumsum()
+        experts_S = self.experts_LS[layer]
+        counts_E = np.bincount(experts_S, minlength=self.num_experts).astype(np.int32)
+        order = experts_S.argsort(kind="stable").astype(np.int32)
+        ends_E = counts_E.cumsum()
         columns = (
             np.minimum(np.arange(counts_E.max())[None], counts_E[:, None] - 1)
-            + (ends - counts_E)[:, None]
+            + (ends_E - counts_E)[:, None]
         )
         return order[columns], counts_E
 
