@@ -36,6 +36,7 @@ from moeserve.ops.inputs import (
     RowContext,
     StepInputs,
 )
+from moeserve.ops.linear import can_fuse
 from moeserve.ops.table import Ops
 
 
@@ -160,8 +161,8 @@ class AttentionLayer:
         # Opaque to torch.compile, because `attend` may end one CUDA graph and begin another.
         self._attend = ops.opaque(AttentionStep.attend)
         self.block = None
-        if ops.attention_block is not None and spec.is_one_call:
-            fused_out = self.out.part if self.tp.size == 1 else None
+        fused_out = self.out.part if self.tp.size == 1 else None
+        if ops.attention_block is not None and spec.is_one_call and can_fuse(self.qkv, fused_out):
             self.block = ops.attention_block(
                 self.qkv, fused_out, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap
             )

@@ -15,6 +15,7 @@ from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.recurrent_layer import UNIT_EPS, RecurrentLayer, unit_heads, unit_weights
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache, RowContext
+from moeserve.ops.linear import can_fuse
 from moeserve.ops.native_recurrent_block import RecurrentRule
 from moeserve.ops.rules import SWIGLU
 
@@ -44,13 +45,13 @@ class GatedDeltaLayer(RecurrentLayer):
         self.unit = unit_weights(spec.k_dim, self.ops.device)  # for `unit_heads`
         self.norm_v = build.fp32(name + "norm")
         self._block = None
-        if self.ops.recurrent_block is not None:
+        out = self.out.part if self.tp.size == 1 else None
+        if self.ops.recurrent_block is not None and can_fuse(self.inputs, self.gates, out):
             rule = RecurrentRule(
                 keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v,
                 self.eps,
                 unit=(*self.unit, UNIT_EPS / spec.k_dim),
             )  # fmt: skip
-            out = self.out.part if self.tp.size == 1 else None
             sizes = (spec.k_dim, spec.v_dim)
             self._block = self.ops.recurrent_block(
                 self.inputs, self.gates, out, rule, *sizes, self.ops.dtype

@@ -22,7 +22,7 @@ from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.rope import half_layout
 from moeserve.ops.inputs import LayerCache, RowContext
 from moeserve.ops.latent import HeadsLinear, LatentRule
-from moeserve.ops.linear import LinearMethod
+from moeserve.ops.linear import LinearMethod, can_fuse
 from moeserve.ops.table import Ops
 
 EPS = 1e-6  # of the norms of latents and compressed queries, whatever the model's other norms use
@@ -112,8 +112,12 @@ class LatentAttentionLayer:
         self._attend = ops.opaque(attend_to_chosen if self._selects else AttentionStep.attend)
         self._choose = ops.opaque(IndexerLayer.choose)
         self._block = None
-        if ops.latent_block is not None and spec.query_scale is None:  # it has no query scale
-            fused_out = self.out.part if self.tp.size == 1 else None
+        fused_out = self.out.part if self.tp.size == 1 else None
+        if (
+            ops.latent_block is not None
+            and spec.query_scale is None  # the block has none
+            and can_fuse(narrow and narrow[0], last_q, self.latents, fused_out)
+        ):
             self._block = ops.latent_block(
                 narrow, last_q, self.latents, self.up, self.down, fused_out, self.rule, ops.dtype
             )

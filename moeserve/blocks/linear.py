@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import LANES
 from moeserve.ops.inputs import RowContext
-from moeserve.ops.linear import LinearMethod
+from moeserve.ops.linear import LinearMethod, can_fuse
 from moeserve.ops.quantised import Quantised
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
@@ -83,7 +83,11 @@ class GatedMLP:
     def __post_init__(self) -> None:
         self._run = self.ops.trace(self._all)
         self.block = None
-        if self.ops.mlp_block is not None and self.tp.size == 1:
+        if (
+            self.ops.mlp_block is not None
+            and self.tp.size == 1
+            and can_fuse(self.gate_up, self.down.part)
+        ):
             self.block = self.ops.mlp_block(
                 self.gate_up, self.down.part, self.activation, self.ops.dtype
             )

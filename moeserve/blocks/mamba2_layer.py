@@ -15,6 +15,7 @@ from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache, RowContext
+from moeserve.ops.linear import can_fuse
 from moeserve.ops.native_recurrent_block import RecurrentRule
 from moeserve.ops.rules import SWIGLU
 
@@ -40,13 +41,13 @@ class Mamba2Layer(RecurrentLayer):
         self.norm_I = build.fp32(name + "norm")
         self.ones_i = torch.ones(inner // groups, device=self.ops.device)
         self._block = None
-        if self.ops.recurrent_block is not None:
+        out = self.out.part if self.tp.size == 1 else None
+        if self.ops.recurrent_block is not None and can_fuse(self.inputs, out):
             rule = RecurrentRule(
                 groups, heads, self.conv_CK, self.conv_bias_C, self.decay_H, self.dt_bias_H,
                 self.norm_I, self.eps,
                 skip_H1=self.skip_H1, time_limit=spec.time_limit,
             )  # fmt: skip
-            out = self.out.part if self.tp.size == 1 else None
             sizes = (spec.state_dim, spec.head_dim)
             self._block = self.ops.recurrent_block(
                 self.inputs, None, out, rule, *sizes, self.ops.dtype

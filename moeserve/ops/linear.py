@@ -19,12 +19,17 @@ class LinearMethod(Protocol):
     Layers from `Ops.pack_linear` have a packed weight, plain or quantized, and do not use
     `context`. A layer with a different product per row, such as one with LoRA adapters, can wrap
     the method from `Builder.linear` (blocks/build.py) and add its own product, chosen by `context`.
-    Fused blocks (`Ops.attention_block` and others) take packed weights only; with other methods
-    layers call each method by itself.
+    Fused blocks (`Ops.attention_block` and others) take packed weights only, so a layer with a
+    wrapped method calls each method by itself (`can_fuse`).
     """
 
     def __call__(self, x_MK: Tensor, context: RowContext) -> Tensor:
         """Return y [M, N] in the dtype of x [M, K]. context: of these rows."""
+
+
+def can_fuse(*methods: LinearMethod | None) -> bool:
+    """Return whether a fused block can read the weights of these layers. None: no layer."""
+    return all(method is None or hasattr(method, "matrix") for method in methods)
 
 
 # (weight [N, K], bias [N] or None) -> linear layer. Native and Triton tables also take `Quantised`.

@@ -43,7 +43,7 @@ class RecurrentRule:
 
 
 class RecurrentBlock:
-    """A fused recurrent layer (csrc/bindings/recurrent_block.cpp), with the bits of separate calls.
+    """A fused recurrent layer (csrc/bindings/recurrent_block.cpp).
 
     It computes the input products, convolution, recurrence, gates, norm and, if given, the output
     product: x [T, D] -> [T, D], or [T, H * v] without the output product.

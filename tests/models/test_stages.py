@@ -95,3 +95,26 @@ def test_every_linear_layer_learns_which_rows_are_tokens(
     in_layers = [context for context, rows in calls if context.num_tokens == 5]
     assert len(in_layers) >= 2 * len(driver.spec.layers)
     assert all(context.num_tokens <= rows for context, rows in calls)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "deepseek_v3", "qwen3_next", "nemotron_h", "llama"]
+)
+def test_layers_with_wrapped_methods_are_not_fused(
+    make_checkpoint: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused blocks read packed weights, so they would omit what a wrapper adds."""
+    path = make_checkpoint(family).path
+    native = pick_ops("cpu", torch.float32, "native", exact=True)
+    monkeypatch.setattr(conftest, "_ops", lambda *_: native)
+    expected = Driver(path, kernels="native").step([("a", IDS[:5])])[0]
+    calls: list[tuple[RowContext, int]] = []
+
+    def pack(weight: Any, bias: Tensor | None) -> Recording:
+        return Recording(native.pack_linear(weight, bias), calls)
+
+    monkeypatch.setattr(conftest, "_ops", lambda *_: replace(native, pack_linear=pack))
+    driver = Driver(path, kernels="native")
+    # Recurrent layers compute activations of separate calls with torch, so their bits differ.
+    torch.testing.assert_close(driver.step([("a", IDS[:5])])[0], expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) >= 2 * len(driver.spec.layers)
