@@ -17,19 +17,19 @@ from moeserve.text.lark import Rules
 from moeserve.text.schema_alternatives import Alternative, alternatives
 from moeserve.text.schema_values import is_valid
 
-_OTHERS = ["array", "boolean", "null", "number", "object"]  # all types but string
+_TYPES_BUT_STRING = ["array", "boolean", "null", "number", "object"]  # all types but string
 # Keywords of objects and of arrays that the grammars below enforce
-_OF_OBJECTS = {
+_OBJECT_KEYWORDS = {
     "properties", "required", "additionalProperties", "unevaluatedProperties", "minProperties",
     "maxProperties",
 }  # fmt: skip
-_OF_ARRAYS = {"items", "minItems", "maxItems"}
+_ARRAY_KEYWORDS = {"items", "minItems", "maxItems"}
 _COMMA = '","'
 _MAX_ITEMS = 1000  # the most items that a grammar can count
 # Arbitrary names of parameters, short enough for the parser's MAX_HEADER_LENGTH
-_ANY_KEY = r'/[^<>"\s][^<>"\n]{0,99}/'
-_ANY_WORD = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"
-_ANY_BARE = r'/[^:,\[\]{}<"\s][^:,\[\]{}<"\n]{0,99}/'
+_ANY_KEY_REGEX = r'/[^<>"\s][^<>"\n]{0,99}/'
+_ANY_WORD_REGEX = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"
+_ANY_BARE_KEY_REGEX = r'/[^:,\[\]{}<"\s][^:,\[\]{}<"\n]{0,99}/'
 
 
 class ObjectShape(NamedTuple):
@@ -37,12 +37,19 @@ class ObjectShape(NamedTuple):
 
     members: dict[str, Any]  # the schema of each allowed key
     required: set[str]
-    others: Any  # the schema of arbitrary keys, if there are no members; False: none are allowed
+    other_schema: (
+        Any  # the schema of arbitrary keys, if there are no members; False: none are allowed
+    )
     where: str  # JSON pointer
 
-    def place(self, key: str) -> str:
+    def pointer_to(self, key: str) -> str:
         """Return the pointer to the schema of a member."""
         return pointer(pointer(self.where, "properties"), key)
+
+
+class _WrittenMember(NamedTuple):
+    lark: str
+    is_required: bool
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
@@ -71,7 +78,7 @@ class Arguments:
         self._shared: dict[str, Any] = {}  # definitions for the schemas inside
         self._bare_rules: dict[str, str] = {}  # by schema
 
-    def of(self, schema: dict[str, Any]) -> str:
+    def schema_lark(self, schema: dict[str, Any]) -> str:
         """Return the Lark of arguments that match a checked schema. Raise GrammarFault."""
         if not self._calls.quote and self._calls.content not in ("tags", "python"):
             return json_rule(schema)
@@ -79,34 +86,34 @@ class Arguments:
         self._shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         self._bare_rules.clear()
         found = []
-        for one in alternatives(schema, schema):
-            shape = _shape(one)
+        for alternative in alternatives(schema, schema):
+            shape = _object_shape(alternative)
             if shape is None:
                 continue
             if self._calls.quote:
                 found.append(self._bare_object(shape))
             elif self._calls.content == "tags":
-                found.append(self._tags(shape))
+                found.append(self._tagged_parameters(shape))
             else:
-                found.append(self._keywords(shape))
-        return _one_of(found, "")
+                found.append(self._python_keywords(shape))
+        return _choice_of(found, "")
 
     # ---- parameters between tags
 
-    def _tags(self, shape: ObjectShape) -> str | None:
+    def _tagged_parameters(self, shape: ObjectShape) -> str | None:
         if not shape.members:
-            any_key = self._parameter(None, shape.others, shape.where)
+            any_key = self._tagged_parameter(None, shape.other_schema, shape.where)
             return f"({any_key})*" if any_key else '""'
-        written = self._written(shape, self._parameter)
+        written = self._write_members(shape, self._tagged_parameter)
         if written is None:
             return None
         texts = [text if required else f"({text})?" for text, required in written]
         return " ".join(texts) or '""'
 
-    def _written(
+    def _write_members(
         self, shape: ObjectShape, write: Callable[[str, Any, str], str | None]
-    ) -> list[tuple[str, bool]] | None:
-        """Return the Lark of each member, and whether it is required.
+    ) -> list[_WrittenMember] | None:
+        """Return the Lark of each member.
 
         None if a required member allows no value.
         """
@@ -115,16 +122,16 @@ class Arguments:
             if not self._can_write(key):
                 raise GrammarFault(
                     f"this model's format of calls cannot write the name {key[:64]!r}",
-                    shape.place(key),
+                    shape.pointer_to(key),
                 )
-            text = write(key, schema, shape.place(key))
+            text = write(key, schema, shape.pointer_to(key))
             if text is not None:
-                written.append((text, key in shape.required))
+                written.append(_WrittenMember(text, key in shape.required))
             elif key in shape.required:
                 return None
         return written
 
-    def _parameter(self, key: str | None, schema: Any, where: str) -> str | None:
+    def _tagged_parameter(self, key: str | None, schema: Any, where: str) -> str | None:
         """Return the Lark of one parameter between tags, None if it allows no value.
 
         key: None for any key. A format may mark whether a value is a string or JSON, by
@@ -133,38 +140,40 @@ class Arguments:
         """
         parameter = self._calls.parameter
         assert parameter is not None
-        marked = bool(parameter.write_text) or "{type}" in parameter.write
-        texts: list[str] = []
-        values: dict[str, list[str]] = {}  # by type
-        any_text = False
-        for one in alternatives(schema, self._root, where):
-            if one.kind == "any":
-                any_text = True
-                values.setdefault("|".join(_OTHERS), []).append(json_rule({"type": _OTHERS}))
-            elif one.kind == "string":
-                listed = self._texts(one)
-                any_text |= listed is None
-                texts += listed or []
+        marks_strings = bool(parameter.write_text) or "{type}" in parameter.write
+        string_choices: list[str] = []
+        json_by_type: dict[str, list[str]] = {}  # by type
+        allows_any_text = False
+        for alternative in alternatives(schema, self._root, where):
+            if alternative.kind == "any":
+                allows_any_text = True
+                json_by_type.setdefault("|".join(_TYPES_BUT_STRING), []).append(
+                    json_rule({"type": _TYPES_BUT_STRING})
+                )
+            elif alternative.kind == "string":
+                choices = self._string_choices(alternative)
+                allows_any_text |= choices is None
+                string_choices += choices or []
             else:
-                kind = "number" if one.kind == "integer" else one.kind
-                values.setdefault(kind, []).append(self._json(one))
+                kind = "number" if alternative.kind == "integer" else alternative.kind
+                json_by_type.setdefault(kind, []).append(self._json_value(alternative))
         found = []
         write_text = parameter.write_text or parameter.write
-        if any_text:
-            found.append(self._between(write_text, key, "string", None))
-        elif texts:
-            found.append(self._between(write_text, key, "string", " | ".join(texts)))
-        if marked or not any_text:
-            for kind, bodies in values.items():
-                found.append(self._between(parameter.write, key, kind, " | ".join(bodies)))
+        if allows_any_text:
+            found.append(self._wrap_in_tags(write_text, key, "string", None))
+        elif string_choices:
+            found.append(self._wrap_in_tags(write_text, key, "string", " | ".join(string_choices)))
+        if marks_strings or not allows_any_text:
+            for kind, bodies in json_by_type.items():
+                found.append(self._wrap_in_tags(parameter.write, key, kind, " | ".join(bodies)))
         return " | ".join(found) if len(found) < 2 else f"({' | '.join(found)})" if found else None
 
-    def _between(self, write: str, key: str | None, kind: str, body: str | None) -> str:
+    def _wrap_in_tags(self, write: str, key: str | None, kind: str, body: str | None) -> str:
         """Return the Lark of a parameter. body: its value, None for any text."""
         parameter = self._calls.parameter
         assert parameter is not None
         before, after = write.split("{value}")
-        name = _ANY_KEY
+        name = _ANY_KEY_REGEX
         if key is not None:
             name = self._rules.plain(escape(key) if parameter.escaped else key)
         head = self._rules.fill(before, key=name, type=f"/{kind}/")
@@ -172,14 +181,14 @@ class Arguments:
             return f"{head} {self._rules.until(after)}"
         return f"{head} ({body}) {self._rules.literal(after)}"
 
-    def _texts(self, one: Alternative) -> list[str] | None:
+    def _string_choices(self, alternative: Alternative) -> list[str] | None:
         """Return the Lark of each text that an alternative lists, None if it allows any text."""
-        if "enum" not in one.schema:
-            if one.schema:
+        if "enum" not in alternative.schema:
+            if alternative.schema:
                 raise GrammarFault(
-                    f"{', '.join(one.schema)} cannot be enforced: texts have no quotes in this "
-                    "model's format of calls",
-                    one.where,
+                    f"{', '.join(alternative.schema)} cannot be enforced: texts have no quotes in "
+                    "this model's format of calls",
+                    alternative.where,
                 )
             return None
         calls = self._calls
@@ -187,37 +196,40 @@ class Arguments:
         if calls.parameter is not None:
             marks += [calls.parameter.open, calls.parameter.close]
         found = []
-        for text in one.schema["enum"]:
+        for text in alternative.schema["enum"]:
             if any(mark and mark in text for mark in marks):
                 raise GrammarFault(
-                    f"this model's format of calls cannot write the text {text[:64]!r}", one.where
+                    f"this model's format of calls cannot write the text {text[:64]!r}",
+                    alternative.where,
                 )
-            if len(one.schema) == 1 or is_valid(text, one.schema, self._root):
+            if len(alternative.schema) == 1 or is_valid(text, alternative.schema, self._root):
                 found.append(self._rules.plain(text))
         return found
 
-    def _json(self, one: Alternative) -> str:
-        return json_rule({**one.schema, "type": one.kind, **self._shared})
+    def _json_value(self, alternative: Alternative) -> str:
+        return json_rule({**alternative.schema, "type": alternative.kind, **self._shared})
 
     # ---- Python's keywords
 
-    def _keywords(self, shape: ObjectShape) -> str | None:
+    def _python_keywords(self, shape: ObjectShape) -> str | None:
         comma = self._rules.literal(", ")
         if not shape.members:
-            if shape.others is False:
+            if shape.other_schema is False:
                 return '""'
-            item = self._rules.rule(f"{_ANY_WORD} {self._keyword('', shape.others, '')}")
+            item = self._rules.rule(
+                f"{_ANY_WORD_REGEX} {self._python_keyword('', shape.other_schema, '')}"
+            )
             return f"({item} ({comma} {item})*)?"
-        written = self._written(shape, self._keyword)
-        return None if written is None else self._listed(written, comma)
+        written = self._write_members(shape, self._python_keyword)
+        return None if written is None else self._comma_separated(written, comma)
 
-    def _keyword(self, key: str, schema: Any, where: str) -> str:
+    def _python_keyword(self, key: str, schema: Any, where: str) -> str:
         inner = schema if isinstance(schema, Mapping) else {}
         equals = self._rules.literal(f"{key}=")
         return f"{equals} {json_rule({**inner, **self._shared})}"
 
-    def _listed(self, written: Sequence[tuple[str, bool]], comma: str) -> str:
-        """Return the Lark of a comma-separated list: required members in order, then others."""
+    def _comma_separated(self, written: Sequence[_WrittenMember], comma: str) -> str:
+        """Return the Lark of a comma-separated list: required members in order, then the others."""
         rules = self._rules
         first = [rules.rule(text) for text, required in written if required]
         following = starts = ""
@@ -239,8 +251,8 @@ class Arguments:
         name = self._rules.reserve()
         self._bare_rules[key] = name
         found = []
-        for one in alternatives(schema, self._root, where):
-            if (text := self._bare_alternative(one)) is not None:
+        for alternative in alternatives(schema, self._root, where):
+            if (text := self._bare_alternative(alternative)) is not None:
                 found.append(text)
         if not found:
             del self._bare_rules[key]
@@ -248,59 +260,69 @@ class Arguments:
         self._rules.named(name, " | ".join(found))
         return name
 
-    def _bare_alternative(self, one: Alternative) -> str | None:
-        match one.kind:
+    def _bare_alternative(self, alternative: Alternative) -> str | None:
+        match alternative.kind:
             case "any":
                 return self._bare_anything()
             case "string":
                 quote = self._rules.literal(self._calls.quote)
-                texts = self._texts(one)
+                texts = self._string_choices(alternative)
                 if texts is None:
                     return f"{quote} {self._rules.until(self._calls.quote)}"
                 return f"{quote} ({' | '.join(texts)}) {quote}" if texts else None
             case "array":
-                return self._bare_array(one)
+                return self._bare_array(alternative)
             case "object":
-                shape = _shape(one)
+                shape = _object_shape(alternative)
                 return None if shape is None else self._bare_object(shape)
-        return self._json(one)
+        return self._json_value(alternative)
 
-    def _bare_array(self, one: Alternative) -> str | None:
-        _check_keywords(one, _OF_ARRAYS)
-        least = one.schema.get("minItems", 0)
-        most = one.schema.get("maxItems")
-        if max(least, most or 0) > _MAX_ITEMS:
-            raise GrammarFault(f"more than {_MAX_ITEMS:,} items cannot be counted", one.where)
-        item = self._bare_value(one.schema.get("items", True), pointer(one.where, "items"))
-        if item is None or most == 0:
-            return None if least else '"[" "]"'
-        if most is not None and most < least:
+    def _bare_array(self, alternative: Alternative) -> str | None:
+        _check_keywords(alternative, _ARRAY_KEYWORDS)
+        min_items = alternative.schema.get("minItems", 0)
+        max_items = alternative.schema.get("maxItems")
+        if max(min_items, max_items or 0) > _MAX_ITEMS:
+            raise GrammarFault(
+                f"more than {_MAX_ITEMS:,} items cannot be counted", alternative.where
+            )
+        item = self._bare_value(
+            alternative.schema.get("items", True), pointer(alternative.where, "items")
+        )
+        if item is None or max_items == 0:
+            return None if min_items else '"[" "]"'
+        if max_items is not None and max_items < min_items:
             return None
         more = f"({_COMMA} {item})"
-        rest = f"{more}{{{least - 1}}}" if least > 1 else ""
-        rest += f" {more}*" if most is None else f" {more}{{0,{most - max(least, 1)}}}"
-        return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
+        rest = f"{more}{{{min_items - 1}}}" if min_items > 1 else ""
+        rest += (
+            f" {more}*" if max_items is None else f" {more}{{0,{max_items - max(min_items, 1)}}}"
+        )
+        return f'"[" {item} {rest} "]"' if min_items else f'"[" ({item} {rest})? "]"'
 
     def _bare_object(self, shape: ObjectShape) -> str | None:
         if not shape.members:
-            value = None if shape.others is False else self._bare_value(shape.others, shape.where)
+            value = (
+                None
+                if shape.other_schema is False
+                else self._bare_value(shape.other_schema, shape.where)
+            )
             if value is None:
                 return '"{" "}"'
-            member = self._rules.rule(f'{_ANY_BARE} ":" {value}')
+            member = self._rules.rule(f'{_ANY_BARE_KEY_REGEX} ":" {value}')
             return f'"{{" ({member} ("," {member})*)? "}}"'
 
         def write(key: str, schema: Any, where: str) -> str | None:
             value = self._bare_value(schema, where)
             return None if value is None else f"{self._rules.plain(key + ':')} {value}"
 
-        written = self._written(shape, write)
-        return None if written is None else f'"{{" {self._listed(written, _COMMA)} "}}"'
+        written = self._write_members(shape, write)
+        return None if written is None else f'"{{" {self._comma_separated(written, _COMMA)} "}}"'
 
     def _bare_anything(self) -> str:
         if "anything" not in self._bare_rules:
             self._bare_rules["anything"] = name = self._rules.reserve()
             quote = self._rules.literal(self._calls.quote)
-            member = f'{_ANY_BARE} ":" {name}'
+            member = f'{_ANY_BARE_KEY_REGEX} ":" {name}'
             self._rules.named(
                 name,
                 f'"{{" ({member} ("," {member})*)? "}}" | "[" ({name} ("," {name})*)? "]" | '
@@ -310,50 +332,52 @@ class Arguments:
         return self._bare_rules["anything"]
 
 
-def _shape(one: Alternative) -> ObjectShape | None:
+def _object_shape(alternative: Alternative) -> ObjectShape | None:
     """Return the objects that an alternative allows, None if there are none.
 
     Raise GrammarFault for keywords that cannot be enforced.
     """
-    if one.kind == "any":
-        return ObjectShape({}, set(), True, one.where)
-    if one.kind != "object":
+    if alternative.kind == "any":
+        return ObjectShape({}, set(), True, alternative.where)
+    if alternative.kind != "object":
         return None
-    schema = one.schema
-    _check_keywords(one, _OF_OBJECTS)
+    schema = alternative.schema
+    _check_keywords(alternative, _OBJECT_KEYWORDS)
     properties = schema.get("properties", {})
     required = set(schema.get("required", ()))
-    others = schema.get("additionalProperties", True)
+    other_schema = schema.get("additionalProperties", True)
     if schema.get("unevaluatedProperties") is False:
-        others = False
+        other_schema = False
     members = {key: inner for key, inner in properties.items() if inner is not False}
-    members |= {key: others for key in schema.get("required", ()) if key not in properties}
+    members |= {key: other_schema for key in schema.get("required", ()) if key not in properties}
     if any(members.get(key, False) is False for key in required):
         return None
     if schema.get("minProperties", 0) > len(required):
         raise GrammarFault(
-            "minProperties cannot be enforced in this model's format of calls", one.where
+            "minProperties cannot be enforced in this model's format of calls", alternative.where
         )
-    if (most := schema.get("maxProperties")) is not None:
-        if not members and others is not False:
+    if (max_properties := schema.get("maxProperties")) is not None:
+        if not members and other_schema is not False:
             raise GrammarFault(
-                "maxProperties cannot be enforced in this model's format of calls", one.where
+                "maxProperties cannot be enforced in this model's format of calls",
+                alternative.where,
             )
-        if len(required) > most:
+        if len(required) > max_properties:
             return None
-        optional = [key for key in members if key not in required][: most - len(required)]
+        optional = [key for key in members if key not in required][: max_properties - len(required)]
         members = {key: members[key] for key in members if key in required or key in optional}
-    return ObjectShape(members, required, False if members else others, one.where)
+    return ObjectShape(members, required, False if members else other_schema, alternative.where)
 
 
-def _check_keywords(one: Alternative, kept: set[str]) -> None:
-    if unknown := [key for key in one.schema if key not in kept]:
+def _check_keywords(alternative: Alternative, supported: set[str]) -> None:
+    if unknown := [key for key in alternative.schema if key not in supported]:
         raise GrammarFault(
-            f"{', '.join(unknown)} cannot be enforced in this model's format of calls", one.where
+            f"{', '.join(unknown)} cannot be enforced in this model's format of calls",
+            alternative.where,
         )
 
 
-def _one_of(found: Iterable[str | None], where: str) -> str:
+def _choice_of(found: Iterable[str | None], where: str) -> str:
     """Return the Lark of a choice. Raise GrammarFault if there is none."""
     texts = [*dict.fromkeys(text for text in found if text is not None)]
     if not texts:

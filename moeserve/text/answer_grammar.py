@@ -152,7 +152,7 @@ class AnswerGrammar:
     def _body(self, tool: Tool, *, strict: bool) -> str:
         schema = arguments_schema(tool, strict=strict)
         try:
-            return self._arguments.of(schema)
+            return self._arguments.schema_lark(schema)
         except GrammarFault as fault:
             raise ToolFault(tool, "parameters", fault.message, fault.where) from fault
 

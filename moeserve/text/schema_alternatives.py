@@ -14,13 +14,13 @@ from urllib.parse import unquote
 from moeserve.text.json_schema import ANNOTATIONS, GrammarFault, pointer
 
 MAX_ALTERNATIVES = 64
-MAX_STEPS = 2_000  # schemas that are resolved for one list of alternatives
+MAX_RESOLVED_SCHEMAS = 2_000  # schemas that are resolved for one list of alternatives
 KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
-_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-_OF_KIND = {
+_NUMBER_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_KEYWORDS_BY_KIND = {
     "string": {"minLength", "maxLength", "pattern", "format"},
-    "number": _OF_NUMBERS,
-    "integer": _OF_NUMBERS,
+    "number": _NUMBER_KEYWORDS,
+    "integer": _NUMBER_KEYWORDS,
     "array": {
         "items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems",
         "contains", "minContains", "maxContains", "unevaluatedItems",
@@ -32,9 +32,9 @@ _OF_KIND = {
     },
 }  # fmt: skip
 # Keywords that restrict values of several kinds, and are not resolved here
-_OF_ALL = {"not", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
-_RESTRICTING = _OF_ALL.union(*_OF_KIND.values())
-_RESOLVED = {"$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions"}
+_KEYWORDS_OF_ALL_KINDS = {"not", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
+_RESTRICTING_KEYWORDS = _KEYWORDS_OF_ALL_KINDS.union(*_KEYWORDS_BY_KIND.values())
+_RESOLVED_KEYWORDS = {"$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions"}
 
 
 class Alternative(NamedTuple):
@@ -59,7 +59,7 @@ def alternatives(schema: Any, root: Any, where: str = "") -> list[Alternative]:
     found: list[Alternative] = []
     try:
         for merged in _Resolver(root).resolve(schema, where, ()):
-            found += _by_kind(merged, where)
+            found += _split_by_kind(merged, where)
     except (TypeError, AttributeError) as error:  # a keyword with a value of the wrong type
         raise GrammarFault(f"not a JSON schema: {error}", where) from error
     return found
@@ -68,7 +68,7 @@ def alternatives(schema: Any, root: Any, where: str = "") -> list[Alternative]:
 def kinds_of(schema: Any, root: Any) -> set[str]:
     """Return the kinds of values that a schema allows; {"any"} if it cannot be resolved."""
     try:
-        return {one.kind for one in alternatives(schema, root)}
+        return {alternative.kind for alternative in alternatives(schema, root)}
     except GrammarFault:
         return {"any"}
 
@@ -80,7 +80,11 @@ def members_of(schema: Any) -> tuple[dict[str, Any], Any]:
     """
     objects: list[Mapping[str, Any]]
     try:
-        objects = [one.schema for one in alternatives(schema, schema) if one.kind == "object"]
+        objects = [
+            alternative.schema
+            for alternative in alternatives(schema, schema)
+            if alternative.kind == "object"
+        ]
     except GrammarFault:
         objects = [schema] if isinstance(schema, Mapping) else []
     members: dict[str, list[Any]] = {}
@@ -129,25 +133,25 @@ class _Resolver:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._steps = 0
+        self._num_resolved = 0
 
     def resolve(self, schema: Any, where: str, seen: tuple[str, ...]) -> list[dict[str, Any]]:
         """Return schemas whose union is `schema`, each without references, unions and allOf.
 
         seen: the references that led here.
         """
-        self._steps += 1
-        if self._steps > MAX_STEPS:
+        self._num_resolved += 1
+        if self._num_resolved > MAX_RESOLVED_SCHEMAS:
             raise GrammarFault("too many schemas are combined in one place", where)
         if isinstance(schema, bool):
             return [{}] if schema else []
         if not isinstance(schema, Mapping):
             raise GrammarFault("a schema must be an object or a boolean", where)
-        found = [{key: value for key, value in schema.items() if key not in _RESOLVED}]
+        found = [{key: value for key, value in schema.items() if key not in _RESOLVED_KEYWORDS}]
         for part in self._parts(schema, where, seen):
             if len(part) * len(found) > MAX_ALTERNATIVES:
                 raise GrammarFault(f"more than {MAX_ALTERNATIVES} alternatives", where)
-            merged = [_merged(a, b, where) for a in found for b in part]
+            merged = [_merge_schemas(a, b, where) for a in found for b in part]
             found = [each for each in merged if each is not None]
         return found
 
@@ -158,23 +162,24 @@ class _Resolver:
         if (ref := schema.get("$ref")) is not None:
             if ref in seen:
                 raise GrammarFault("a circular reference, which no text matches", where)
-            target, place = _target(ref, self._root, where)
+            target, place = _resolve_reference(ref, self._root, where)
             yield self.resolve(target, place, (*seen, ref))
         for i, inner in enumerate(schema.get("allOf", ())):
             yield self.resolve(inner, pointer(pointer(where, "allOf"), i), seen)
         for key in ("anyOf", "oneOf"):
             if key not in schema:
                 continue
-            at = pointer(where, key)
+            union_where = pointer(where, key)
             branches = [
-                self.resolve(inner, pointer(at, i), seen) for i, inner in enumerate(schema[key])
+                self.resolve(inner, pointer(union_where, i), seen)
+                for i, inner in enumerate(schema[key])
             ]
             if key == "oneOf":
-                _check_disjoint(branches, at)
+                _check_disjoint(branches, union_where)
             yield [each for branch in branches for each in branch]
 
 
-def _target(ref: Any, root: Any, where: str) -> tuple[Any, str]:
+def _resolve_reference(ref: Any, root: Any, where: str) -> tuple[Any, str]:
     """Return the schema that a reference points to, and its pointer."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         raise GrammarFault("only references inside the schema (#/...) are followed", where)
@@ -190,32 +195,32 @@ def _target(ref: Any, root: Any, where: str) -> tuple[Any, str]:
     return value, ref[1:]
 
 
-def _merged(a: Mapping[str, Any], b: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+def _merge_schemas(a: Mapping[str, Any], b: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """Return the intersection of two schemas, None if it is empty."""
     merged = {**b, **a}
     for key in a.keys() & b.keys() - ANNOTATIONS:
         if a[key] == b[key]:
             continue
-        if (combine := _COMBINE.get(key)) is None:
+        if (intersect_values := _INTERSECT_VALUES.get(key)) is None:
             raise GrammarFault(f"{key} of two schemas at once cannot be enforced here", where)
-        merged[key] = combine(a[key], b[key])
+        merged[key] = intersect_values(a[key], b[key])
     if merged.get("type") == []:
         return None
     if "properties" in merged:
-        merged["properties"] = _merged_properties(a, b)
+        merged["properties"] = _merge_properties(a, b)
     if "enum" in merged and "const" in merged:
         merged["enum"] = [v for v in merged["enum"] if is_listed(v, [merged["const"]])]
         del merged["const"]
     return None if merged.get("enum") == [] else merged
 
 
-def _merged_properties(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_properties(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of objects that satisfy both schemas.
 
     A key that only one schema names is an additional property of the other one.
     """
     keys = dict.fromkeys([*a.get("properties", ()), *b.get("properties", ())])
-    return {key: _both(_member(a, key), _member(b, key)) for key in keys}
+    return {key: _intersection(_member(a, key), _member(b, key)) for key in keys}
 
 
 def _member(schema: Mapping[str, Any], key: str) -> Any:
@@ -223,7 +228,7 @@ def _member(schema: Mapping[str, Any], key: str) -> Any:
     return schema.get("properties", {}).get(key, schema.get("additionalProperties", True))
 
 
-def _both(a: Any, b: Any) -> Any:
+def _intersection(a: Any, b: Any) -> Any:
     if a is False or b is False:
         return False
     if a == b or b is True or b == {}:
@@ -231,7 +236,7 @@ def _both(a: Any, b: Any) -> Any:
     return b if a is True or a == {} else {"allOf": [a, b]}
 
 
-def _values(schema: Any) -> list[Any] | None:
+def _listed_values(schema: Any) -> list[Any] | None:
     """Return the values that a schema lists, None if it lists none."""
     if not isinstance(schema, Mapping):
         return None
@@ -245,30 +250,30 @@ def _types(given: str | list[str]) -> set[str]:
 
 
 # Keyword -> function that intersects two values of it. `properties` needs the whole schemas
-# (`_merged_properties`).
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+# (`_merge_properties`).
+_INTERSECT_VALUES: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda a, b: sorted(_types(a) & _types(b)),
     "required": lambda a, b: [*dict.fromkeys([*a, *b])],
     "enum": lambda a, b: [value for value in a if is_listed(value, b)],
     "properties": lambda a, _: a,
-    "additionalProperties": _both,
+    "additionalProperties": _intersection,
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
 }
 
 
-def _by_kind(schema: Mapping[str, Any], where: str) -> Iterator[Alternative]:
+def _split_by_kind(schema: Mapping[str, Any], where: str) -> Iterator[Alternative]:
     """Yield the alternatives of a schema without references and unions."""
-    if not schema.keys() & (_RESTRICTING | {"type", "enum", "const"}):
+    if not schema.keys() & (_RESTRICTING_KEYWORDS | {"type", "enum", "const"}):
         yield Alternative("any", {}, where)
         return
-    values = _values(schema)
+    values = _listed_values(schema)
     types = _types(schema["type"]) if "type" in schema else set(KINDS)
     for kind in KINDS:
         if kind not in types:
             continue
-        kept = _OF_KIND.get(kind, set()) | _OF_ALL
-        own = {key: value for key, value in schema.items() if key in kept}
+        keywords = _KEYWORDS_BY_KIND.get(kind, set()) | _KEYWORDS_OF_ALL_KINDS
+        own = {key: value for key, value in schema.items() if key in keywords}
         if values is not None:
             own["enum"] = [value for value in values if kind_of(value) == kind]
             if not own["enum"]:
@@ -281,7 +286,8 @@ def _by_kind(schema: Mapping[str, Any], where: str) -> Iterator[Alternative]:
 def _check_disjoint(branches: list[list[dict[str, Any]]], where: str) -> None:
     """Raise GrammarFault if a value may satisfy two branches of a oneOf."""
     expanded = [
-        [one for schema in branch for one in _by_kind(schema, where)] for branch in branches
+        [alternative for schema in branch for alternative in _split_by_kind(schema, where)]
+        for branch in branches
     ]
     for first, second in combinations(expanded, 2):
         if not all(_are_disjoint(a, b) for a in first for b in second):
@@ -304,13 +310,13 @@ def _excludes(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     The key is forbidden in objects of `b`, or has other values there.
     """
     for key in a.get("required", ()):
-        of_b = _member(b, key)
-        mine = _values(_member(a, key))
-        theirs = _values(of_b)
-        if of_b is False:
+        schema_of_b = _member(b, key)
+        values_of_a = _listed_values(_member(a, key))
+        values_of_b = _listed_values(schema_of_b)
+        if schema_of_b is False:
             return True
-        if mine is None or theirs is None:
+        if values_of_a is None or values_of_b is None:
             continue
-        if not any(is_listed(value, theirs) for value in mine):
+        if not any(is_listed(value, values_of_b) for value in values_of_a):
             return True
     return False
