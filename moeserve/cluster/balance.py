@@ -14,7 +14,8 @@ from moeserve.messages import StepOutput, Submit
 DECODE_COST = 8.0
 CHUNK = 64  # tokens per step of the prefix table
 MAX_PREFIXES = 1 << 15
-FIRST_MEAN = 128.0  # expected output tokens of a request before any has finished
+DEFAULT_NUM_OUTPUT = 128.0  # expected output tokens of a request before any has finished
+MEAN_WEIGHT = 0.05  # weight of a finished request in the moving average of output tokens
 _TOKEN_BYTES = 4  # of int32 tokens in a Submit
 
 
@@ -23,11 +24,11 @@ class _Request:
     """The prediction for a request. It is subtracted from the load when the request ends."""
 
     rank: int
-    prefill: int  # prompt tokens to compute
-    decode: float  # tokens to generate
-    hits: int  # tokens expected in the prefix cache
-    emitted: int  # tokens already generated when it was sent to this engine
-    blocks: int
+    num_prefill: int  # prompt tokens to compute
+    num_decode: float  # tokens to generate
+    num_hits: int  # tokens expected in the prefix cache
+    num_emitted: int  # tokens already generated when it was sent to this engine
+    num_blocks: int
 
 
 @dataclass(slots=True)
@@ -50,68 +51,71 @@ class Load:
         return self.prefill + DECODE_COST * self.decode
 
     @property
-    def room(self) -> int:
+    def num_available(self) -> int:
         """The number of free blocks that are not reserved."""
         return self.free_blocks - self.num_reserved
 
     def add(self, rid: int, request: _Request) -> None:
         """Add a request, and reserve its blocks until its first step."""
         self.live.add(rid)
-        self.reserved[rid] = request.blocks
-        self.num_reserved += request.blocks
-        self.prefill += request.prefill
-        self.decode += request.decode
+        self.reserved[rid] = request.num_blocks
+        self.num_reserved += request.num_blocks
+        self.prefill += request.num_prefill
+        self.decode += request.num_decode
 
     def _unreserve(self, rid: int) -> bool:
         """Free a request's reservation. Return whether it had one."""
-        blocks = self.reserved.pop(rid, 0)
-        self.num_reserved -= blocks
-        return blocks > 0
+        num_blocks = self.reserved.pop(rid, 0)
+        self.num_reserved -= num_blocks
+        return num_blocks > 0
 
-    def step(self, rows: int, least: float) -> None:
+    def count_output(self, num_sampled: int, min_expected: float) -> None:
         """Count a step's output.
 
-        rows: rows that sampled a token.
-        least: the smallest number of tokens to expect of each running request.
+        num_sampled: rows that sampled a token.
+        min_expected: the smallest number of tokens to expect of each running request.
         """
         self.num_outputs += 1
-        self.decode = max(self.decode - rows, least * len(self.live))
+        self.decode = max(self.decode - num_sampled, min_expected * len(self.live))
 
-    def computed(self, tokens: int, free_blocks: int) -> None:
+    def count_prefill(self, num_tokens: int, free_blocks: int) -> None:
         """Count prompt tokens that a step computed."""
         self.free_blocks = free_blocks
-        self.prefill -= tokens
+        self.prefill -= num_tokens
 
-    def start(self, rid: int, unexpected_hits: int) -> None:
-        """Count the first token of a request. unexpected_hits: cached tokens beyond predicted."""
+    def count_first_token(self, rid: int, num_unexpected_hits: int) -> None:
+        """Count the first token of a request.
+
+        num_unexpected_hits: cached tokens beyond the predicted ones.
+        """
         if self._unreserve(rid):
             self.first_outputs[rid] = self.num_outputs
-            self.prefill -= unexpected_hits
+            self.prefill -= num_unexpected_hits
 
-    def settle(self) -> None:
+    def correct_prefill(self) -> None:
         """Remove the error that wrong predictions have left in `prefill`."""
         self.prefill = max(0.0, self.prefill) if self.reserved else 0.0
 
-    def remove(self, rid: int, request: _Request, least: float) -> int | None:
+    def remove(self, rid: int, request: _Request, min_expected: float) -> int | None:
         """Remove a request. Return how many tokens it generated, or None if it had not begun."""
         self.live.discard(rid)
-        emitted = None
+        num_emitted = None
         if self._unreserve(rid):
-            self.prefill = max(0.0, self.prefill - request.prefill)
-            self.decode -= request.decode
+            self.prefill = max(0.0, self.prefill - request.num_prefill)
+            self.decode -= request.num_decode
         else:
-            emitted = self.num_outputs - self.first_outputs.pop(rid) + 1
-            self.decode -= max(request.decode - emitted, least)
+            num_emitted = self.num_outputs - self.first_outputs.pop(rid) + 1
+            self.decode -= max(request.num_decode - num_emitted, min_expected)
         self.decode = max(self.decode, 0.0) if self.live else 0.0
-        return emitted
+        return num_emitted
 
 
 class Balancer:
     """Chooses an engine for each request. Step outputs correct its predictions.
 
-    `choose` compares lists with one entry per engine (`_costs` and `_room`). Entries of engines in
-    `_stale` are updated before they are read, so a choice among hundreds of engines takes
-    microseconds.
+    `choose` compares lists with one entry per engine (`_costs` and `_num_available`). Entries of
+    engines in `_stale_ranks` are updated before they are read, so a choice among hundreds of
+    engines takes microseconds.
     """
 
     def __init__(self) -> None:
@@ -119,18 +123,18 @@ class Balancer:
         self._ranks: list[int] = []
         self._index: dict[int, int] = {}  # rank -> index in the lists
         self._costs: list[tuple[float, int]] = []  # (work, number of requests)
-        self._room: list[int] = []  # free KV blocks
-        self._stale: set[int] = set()  # ranks
+        self._num_available: list[int] = []  # free KV blocks that are not reserved
+        self._stale_ranks: set[int] = set()
         self._requests: dict[int, _Request] = {}
         # LRU: hash of a prefix -> bit mask of the engines that have seen it.
         self._prefixes: OrderedDict[int, int] = OrderedDict()
-        self._mean = FIRST_MEAN  # moving average of output tokens
+        self._mean_num_output = DEFAULT_NUM_OUTPUT  # moving average of output tokens
 
     def open(self, rank: int, block_size: int, num_blocks: int) -> None:
         """Add an idle engine. Do nothing if it is known already."""
         if rank not in self.loads:
             self.loads[rank] = Load(block_size, num_blocks - 1)
-            self._arrange()
+            self._rebuild_lists()
 
     def close(self, rank: int) -> tuple[int, ...]:
         """Remove an engine and its prefixes. Return its requests, oldest first."""
@@ -138,19 +142,19 @@ class Balancer:
         rids = tuple(sorted(load.live)) if load is not None else ()
         for rid in rids:
             del self._requests[rid]
-        self._arrange()
-        keep = ~(1 << rank)
+        self._rebuild_lists()
+        others = ~(1 << rank)
         self._prefixes = OrderedDict(
-            (key, rest) for key, mask in self._prefixes.items() if (rest := mask & keep)
+            (key, rest) for key, mask in self._prefixes.items() if (rest := mask & others)
         )
         return rids
 
-    def _arrange(self) -> None:
+    def _rebuild_lists(self) -> None:
         self._ranks = sorted(self.loads)
         self._index = {rank: index for index, rank in enumerate(self._ranks)}
         self._costs = [(0.0, 0)] * len(self.loads)
-        self._room = [0] * len(self.loads)
-        self._stale = set(self.loads)
+        self._num_available = [0] * len(self.loads)
+        self._stale_ranks = set(self.loads)
 
     def rank_of(self, rid: int) -> int | None:
         """Return the engine that has this request, or None."""
@@ -164,13 +168,13 @@ class Balancer:
         requests, then to the lowest rank. `among` must contain at least one open engine.
         """
         num_tokens = len(request.tokens) // _TOKEN_BYTES
-        blocks = -(-num_tokens // next(iter(self.loads.values())).block_size)
-        for rank in self._stale:
+        num_blocks = -(-num_tokens // next(iter(self.loads.values())).block_size)
+        for rank in self._stale_ranks:
             load = self.loads[rank]
             index = self._index[rank]
             self._costs[index] = (load.work, len(load.live))
-            self._room[index] = load.room
-        self._stale.clear()
+            self._num_available[index] = load.num_available
+        self._stale_ranks.clear()
         costs = self._costs
         if hits := self._hits(request):
             costs = [
@@ -178,33 +182,34 @@ class Balancer:
                 for rank, (work, live) in zip(self._ranks, costs, strict=True)
             ]
         best = costs.index(min(costs))
-        if len(among) < len(costs) or self._room[best] < blocks:
+        if len(among) < len(costs) or self._num_available[best] < num_blocks:
             allowed = [index for index, rank in enumerate(self._ranks) if rank in among]
-            best = min(
-                [p for p in allowed if self._room[p] >= blocks] or allowed, key=costs.__getitem__
-            )
+            fitting = [index for index in allowed if self._num_available[index] >= num_blocks]
+            best = min(fitting or allowed, key=costs.__getitem__)
         return self._ranks[best]
 
     def assign(self, request: Submit, rank: int) -> None:
         """Count a request as sent to this engine."""
         load = self.loads[rank]
         num_tokens = len(request.tokens) // _TOKEN_BYTES
-        emitted = num_tokens - request.num_prompt
-        hits = self._hits(request).get(rank, 0)
-        left = min(request.sampling.max_tokens - emitted, max(self._mean - emitted, self._least))
-        blocks = -(-num_tokens // load.block_size)
+        num_emitted = num_tokens - request.num_prompt
+        num_hits = self._hits(request).get(rank, 0)
+        num_left = min(
+            request.sampling.max_tokens - num_emitted,
+            max(self._mean_num_output - num_emitted, self._min_expected),
+        )
         predicted = _Request(
             rank=rank,
-            prefill=num_tokens - hits,
-            decode=max(1.0, left),
-            hits=hits,
-            emitted=emitted,
-            blocks=blocks,
+            num_prefill=num_tokens - num_hits,
+            num_decode=max(1.0, num_left),
+            num_hits=num_hits,
+            num_emitted=num_emitted,
+            num_blocks=-(-num_tokens // load.block_size),
         )
         self._requests[request.rid] = predicted
         load.add(request.rid, predicted)
-        self._stale.add(rank)
-        self._remember(request, rank)
+        self._stale_ranks.add(rank)
+        self._add_prefixes(request, rank)
 
     def note(self, rank: int, out: StepOutput) -> None:
         """Correct the predictions for an engine with the output of one of its steps."""
@@ -231,47 +236,49 @@ class Balancer:
         load = self.loads.get(rank)
         if load is None:
             return
-        self._stale.add(rank)
-        load.step(rows, self._least)
+        self._stale_ranks.add(rank)
+        load.count_output(rows, self._min_expected)
         if tokens is not None:
-            load.computed(tokens - (rows - len(cached)), free_blocks)
+            num_decoded = rows - len(cached)  # one token each of requests that had begun before
+            load.count_prefill(tokens - num_decoded, free_blocks)
         for rid, num_cached in cached.items():
             request = self._requests.get(rid)
             if request is not None:
-                load.start(rid, num_cached - request.hits)
-        load.settle()
+                load.count_first_token(rid, num_cached - request.num_hits)
+        load.correct_prefill()
 
     def end(self, rid: int) -> None:
         """Remove a request that finished, was refused or was aborted."""
         request = self._requests.pop(rid, None)
         if request is None:
             return
-        self._stale.add(request.rank)
-        emitted = self.loads[request.rank].remove(rid, request, self._least)
-        if emitted is not None:  # a request that never began says nothing about output lengths
-            self._mean += 0.05 * (request.emitted + emitted - self._mean)
+        self._stale_ranks.add(request.rank)
+        num_emitted = self.loads[request.rank].remove(rid, request, self._min_expected)
+        if num_emitted is not None:  # a request that never began says nothing about output lengths
+            num_output = request.num_emitted + num_emitted
+            self._mean_num_output += MEAN_WEIGHT * (num_output - self._mean_num_output)
 
     @property
-    def _least(self) -> float:
+    def _min_expected(self) -> float:
         """The smallest number of tokens to expect of a request, however many it has generated."""
-        return max(1.0, self._mean / 4)
+        return max(1.0, self._mean_num_output / 4)
 
     def _hits(self, request: Submit) -> dict[int, int]:
         """Return the number of leading tokens that each engine has seen, where there are any."""
         hits: dict[int, int] = {}
-        seen = -1  # bit mask of the engines that have seen all chunks so far
-        number = 0  # of chunks
+        seen_by = -1  # bit mask of the engines that have seen all chunks so far
+        num_chunks = 0
         for key in _prefix_keys(request):
-            seen_too = seen & self._prefixes.get(key, 0)
-            _write(hits, seen & ~seen_too if number else 0, number * CHUNK)
-            seen = seen_too
-            number += 1
-            if not seen:
+            still_seen_by = seen_by & self._prefixes.get(key, 0)
+            _set_hits(hits, seen_by & ~still_seen_by if num_chunks else 0, num_chunks * CHUNK)
+            seen_by = still_seen_by
+            num_chunks += 1
+            if not seen_by:
                 break
-        _write(hits, max(seen, 0), number * CHUNK)
+        _set_hits(hits, max(seen_by, 0), num_chunks * CHUNK)
         return hits
 
-    def _remember(self, request: Submit, rank: int) -> None:
+    def _add_prefixes(self, request: Submit, rank: int) -> None:
         for key in _prefix_keys(request):
             self._prefixes[key] = self._prefixes.get(key, 0) | 1 << rank
             self._prefixes.move_to_end(key)
@@ -279,12 +286,12 @@ class Balancer:
             self._prefixes.popitem(last=False)
 
 
-def _write(hits: dict[int, int], mask: int, tokens: int) -> None:
+def _set_hits(hits: dict[int, int], engines: int, num_tokens: int) -> None:
     """Set the hits of all engines in a bit mask."""
-    while mask:
-        rank = mask.bit_length() - 1
-        hits[rank] = tokens
-        mask ^= 1 << rank
+    while engines:
+        rank = engines.bit_length() - 1
+        hits[rank] = num_tokens
+        engines ^= 1 << rank
 
 
 def _prefix_keys(request: Submit) -> Iterator[int]:
@@ -293,8 +300,8 @@ def _prefix_keys(request: Submit) -> Iterator[int]:
     Python salts the hash of bytes per process, so clients cannot construct collisions.
     """
     key = hash(request.salt)
-    step = CHUNK * _TOKEN_BYTES
+    chunk_bytes = CHUNK * _TOKEN_BYTES
     # Omit a chunk that reaches the end of the prompt, because the last token is always computed.
-    for start in range(0, len(request.tokens) - step, step):
-        key = hash((key, request.tokens[start : start + step]))
+    for start in range(0, len(request.tokens) - chunk_bytes, chunk_bytes):
+        key = hash((key, request.tokens[start : start + chunk_bytes]))
         yield key

@@ -26,9 +26,9 @@ from moeserve.messages import Join, Joined, PlacementTable, Ready
 log = logging.getLogger(__name__)
 
 JOIN_S = 600.0  # timeout of an epoch's joins, which may load weights for a new placement
-SETTLE_S = 0.1  # survivors often report a dead engine before its supervisor notices
+SETTLE_PAUSE_S = 0.1  # survivors often report a dead engine before its supervisor notices
 MAX_FAILURES = 6  # epochs in a row that may fail although no engine died
-_EQUAL = (
+_EQUAL_FACTS = (  # fields of Ready that must be the same on all engines
     "version",
     "architecture",
     "dtype",
@@ -71,16 +71,16 @@ class EngineGroup:
         self._machines = machines
         self._on_formed = on_formed
         self._on_failed = on_failed
-        self._stale = True  # the members have changed since the last epoch
-        self._outcomes: list[asyncio.Future[str]] = []  # see `regroup`
+        self._needs_epoch = True  # `members` or `placement` have changed since the last epoch
+        self._regroup_outcomes: list[asyncio.Future[str]] = []  # see `regroup`
         self._folder = ""  # for the sockets of the present epoch
         name = f"group of {self._states[0].name}"
-        self._life = spawn(self._keep_together(), name=name, on_error=self._failed)
+        self._task = spawn(self._keep_together(), name=name, on_error=self._on_error)
 
     @property
     def complete(self) -> bool:
         """Whether all engines serve together."""
-        return not self._stale and all(state.epoch == self.epoch for state in self._states)
+        return not self._needs_epoch and all(state.epoch == self.epoch for state in self._states)
 
     @property
     def _states(self) -> list[EngineState]:
@@ -105,30 +105,30 @@ class EngineGroup:
         """
         self.members = tuple(members)
         self.placement = placement
-        self._stale = True
+        self._needs_epoch = True
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._outcomes.append(outcome)
+        self._regroup_outcomes.append(outcome)
         self.check()
         self._table.wake()
         return outcome
 
     async def close(self) -> None:
         """Stop forming the group. Its engines run on, and stay connected to each other."""
-        await cancel(self._life)
+        await cancel(self._task)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _on_error(self, name: str, error: Exception) -> None:
         log.error("the %s failed", name, exc_info=error)
         self._on_failed(f"the {name} failed: {error!r}", 1)
 
     async def _keep_together(self) -> None:
         """Form the group whenever it is not complete. Return after a final failure."""
-        failures = 0
+        num_failures = 0  # in a row
         while True:
             await self._table.until(lambda: not self.complete)
             self.check()
             if any(state.left_group for state in self._states):
-                await asyncio.sleep(SETTLE_S)
+                await asyncio.sleep(SETTLE_PAUSE_S)
             await self._table.until(lambda: all(state.up for state in self._states))
             members = self.members
             try:
@@ -136,35 +136,37 @@ class EngineGroup:
             except ConfigError as error:  # their models differ
                 self._on_failed(str(error), error.exit_code)
                 return
-            began_s = time.monotonic()
+            began_at_s = time.monotonic()
             cause = await self._form(members, self.placement)
             if not cause:
-                failures = 0
+                num_failures = 0
                 # The end of a server's start has a log line of its own.
                 level = logging.INFO if self.epoch > 1 else logging.DEBUG
-                took_s = time.monotonic() - began_s
+                took_s = time.monotonic() - began_at_s
                 log.log(
                     level, "%d engines serve in epoch %d (%.2f s)", len(members), self.epoch, took_s
                 )
                 if self.complete:
                     self._on_formed(self)
-            self._resolve(cause)
+            self._resolve_outcomes(cause)
             if not cause:
                 continue
             log.warning("epoch %d failed: %s", self.epoch, cause)
-            failures += not self._first_ended(members)
-            if failures >= MAX_FAILURES:
-                why = f"the engines could not form a group, {failures} times in a row: {cause}"
-                self._on_failed(why, 1)
+            if not self._first_ended(members):
+                num_failures += 1
+            if num_failures >= MAX_FAILURES:
+                self._on_failed(
+                    f"the engines could not form a group, {num_failures} times in a row: {cause}", 1
+                )
                 return
-            await asyncio.sleep(min(0.05 * 2.0**failures, 5.0))
+            await asyncio.sleep(min(0.05 * 2.0**num_failures, 5.0))
 
-    def _resolve(self, cause: str) -> None:
+    def _resolve_outcomes(self, cause: str) -> None:
         """Resolve the futures of `regroup`."""
-        if self._stale:
+        if self._needs_epoch:
             return  # regrouped meanwhile: the epoch of the new members is still to come
-        outcomes = self._outcomes
-        self._outcomes = []
+        outcomes = self._regroup_outcomes
+        self._regroup_outcomes = []
         for outcome in outcomes:
             if not outcome.done():
                 outcome.set_result(cause)
@@ -173,7 +175,7 @@ class EngineGroup:
         """Send each engine its Join, and wait for all. Return why the epoch failed, or ""."""
         table = self._table
         epoch = self.epoch = next(self._machines.epochs)
-        self._stale = False
+        self._needs_epoch = False
         for rank in members:
             table.apply(rank, JoinSent())
         if not any(state.grouped for state in table.of(members)):
@@ -189,10 +191,10 @@ class EngineGroup:
 
         try:
             async with asyncio.timeout(JOIN_S):
-                await table.until(lambda: bool(cause or self._why_broken(members)) or all_joined())
-            cause = cause or self._why_broken(members)
+                await table.until(lambda: bool(cause or self._loss_of(members)) or all_joined())
+            cause = cause or self._loss_of(members)
         except TimeoutError:
-            cause = self._give_up_on_late(members, epoch)
+            cause = self._kill_late(members, epoch)
         if cause:
             shutil.rmtree(folder, ignore_errors=True)
             return cause
@@ -232,7 +234,8 @@ class EngineGroup:
                 return f"{supervisor.name} does not read its messages: {error}"
         return ""
 
-    def _why_broken(self, members: Sequence[int]) -> str:
+    def _loss_of(self, members: Sequence[int]) -> str:
+        """Return which engine has ended or left this epoch, or ""."""
         if ended := self._first_ended(members):
             return f"{ended} ended"
         for state in self._table.of(members):
@@ -241,15 +244,17 @@ class EngineGroup:
         return ""
 
     def _first_ended(self, members: Sequence[int]) -> str:
+        """Return the name of the first engine that has ended, or ""."""
         for rank in members:
             # It may have left the fleet meanwhile.
             if rank not in self._table or not self._table[rank].up:
                 return f"engine {rank}"
         return ""
 
-    def _give_up_on_late(self, members: Sequence[int], epoch: int) -> str:
-        here = [rank for rank in members if rank in self._table]
-        late = [state for state in self._table.of(here) if state.epoch != epoch]
+    def _kill_late(self, members: Sequence[int], epoch: int) -> str:
+        """Kill the engines that have not joined in time. Return why the epoch failed."""
+        remaining = [rank for rank in members if rank in self._table]
+        late = [state for state in self._table.of(remaining) if state.epoch != epoch]
         for state in late:
             reason = f"did not join epoch {epoch} within {JOIN_S:g} s"
             self._table.supervisor(state.rank).kill(reason)
@@ -263,14 +268,14 @@ def combined(facts: Sequence[Ready]) -> Ready:
     """
     first = facts[0]
     for other in facts[1:]:
-        for name in _EQUAL:
-            ours = getattr(first, name)
-            theirs = getattr(other, name)
-            if ours != theirs:
+        for name in _EQUAL_FACTS:
+            first_value = getattr(first, name)
+            other_value = getattr(other, name)
+            if first_value != other_value:
                 raise ConfigError(
-                    f"the engines disagree: {name} is {ours!r} in process {first.pid}, {theirs!r}"
-                    f" in {other.pid}; the model's files differ between machines, or have changed"
-                    " since the first engine read them"
+                    f"the engines disagree: {name} is {first_value!r} in process {first.pid},"
+                    f" {other_value!r} in {other.pid}; the model's files differ between machines,"
+                    " or have changed since the first engine read them"
                 )
     return msgspec.structs.replace(
         first,

@@ -17,7 +17,7 @@ class EngineTable:
     def __init__(self) -> None:
         self._states: dict[int, EngineState] = {}
         self._supervisors: dict[int, EngineSupervisor] = {}
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiters: set[asyncio.Future[None]] = set()  # resolved at the next change
 
     def __getitem__(self, rank: int) -> EngineState:
         return self._states[rank]
@@ -52,9 +52,8 @@ class EngineTable:
         state = self._states[rank].after(event)
         if state != self._states[rank]:
             self._states[rank] = state
-            if not isinstance(
-                event, Phase
-            ):  # phases are frequent, and no condition depends on them
+            # Phases are frequent, and no condition depends on them.
+            if not isinstance(event, Phase):
                 self.wake()
         return state
 
@@ -68,7 +67,7 @@ class EngineTable:
 
     def wake(self) -> None:
         """Make every `until` check its condition again."""
-        for change in self._waiting:
+        for change in self._waiters:
             if not change.done():
                 change.set_result(None)
 
@@ -76,8 +75,8 @@ class EngineTable:
         """Wait until a condition on the states holds."""
         while not condition():
             change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.add(change)
+            self._waiters.add(change)
             try:
                 await change
             finally:
-                self._waiting.discard(change)
+                self._waiters.discard(change)

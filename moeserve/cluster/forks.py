@@ -41,7 +41,7 @@ class LocalHost:
         self.waiting_phase = ""
         self._tp_size = 1
         self._server: ForkServer | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._server_task: asyncio.Task[None] | None = None
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
         """Return the address to listen at for an engine, and the wire's keys (none here)."""
@@ -55,10 +55,12 @@ class LocalHost:
     def keep(self, config: Config) -> None:
         """Run a fork server from now on, if the settings allow it and it is of use."""
         self._tp_size = config.parallel.tp
-        wanted = config.parallel.fork_server == "on" and not config.device.null_runner
-        if self._keeping is None and POSSIBLE and wanted and config.parallel.num_ranks > 1:
+        is_wanted = config.parallel.fork_server == "on" and not config.device.null_runner
+        if self._server_task is None and POSSIBLE and is_wanted and config.parallel.num_ranks > 1:
             # Engines can start without the fork server, so its failure is only logged.
-            self._keeping = spawn(self._keep(), name="fork server", on_error=log_error)
+            self._server_task = spawn(
+                self._run_fork_server(), name="fork server", on_error=log_error
+            )
 
     async def start(
         self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr
@@ -80,17 +82,18 @@ class LocalHost:
 
     async def close(self) -> None:
         """End the fork server. Engines keep running."""
-        await cancel(self._keeping)
-        self._keeping = None
+        await cancel(self._server_task)
+        self._server_task = None
 
-    async def _keep(self) -> None:
-        failures = 0
+    async def _run_fork_server(self) -> None:
+        """Run a fork server, and replace it when it ends."""
+        num_failures = 0  # in a row
         while True:
             try:
                 server = self._server = ForkServer(command_of(FORK_SERVER))
                 with suppress(OSError):  # the death below has a better message
                     await server.until_warm()
-                    failures = 0
+                    num_failures = 0
                     log.info("the fork server is warm (pid %d)", server.child.pid)
                 log.warning("%s", await server.child.death())
             except (ConfigError, OSError) as error:
@@ -100,7 +103,7 @@ class LocalHost:
                 self._server = None
                 if ended is not None:
                     await ended.close()
-            failures += 1
-            pause_s = min(PAUSE_S * 2.0**failures, MAX_PAUSE_S)
+            num_failures += 1
+            pause_s = min(PAUSE_S * 2.0**num_failures, MAX_PAUSE_S)
             log.warning("engines start without a fork server; starting another in %g s", pause_s)
             await asyncio.sleep(pause_s)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moeserve.config import ParallelConfig
     from moeserve.models.spec import ModelSpec
 
-KEPT_DECISIONS = 32
+NUM_KEPT_DECISIONS = 32
 
 
 class Rebalancing:
@@ -42,12 +42,13 @@ class Rebalancing:
     ) -> None:
         first = Placement.initial(num_layers, num_experts, num_ranks, redundant, nodes)
         self.rebalancer = Rebalancer(first, nodes=nodes)
-        self._num_placed = self._num_given_up = 0
-        self._decisions: deque[RebalanceDecision] = deque(maxlen=KEPT_DECISIONS)
+        self._num_placed = 0
+        self._num_given_up = 0
+        self._decisions: deque[RebalanceDecision] = deque(maxlen=NUM_KEPT_DECISIONS)
         self._redundant = redundant
         self._load_LE = np.zeros((num_layers, num_experts), np.int64)
-        self._solving = False
-        self._held_back: list[ExpertLoad] = []  # reports received while the solver runs
+        self._is_solving = False
+        self._delayed_loads: list[ExpertLoad] = []  # reports received while the solver runs
         self._outcome: asyncio.Future[str] | None = None  # of the proposed placement
 
     @classmethod
@@ -80,7 +81,7 @@ class Rebalancing:
         self.rebalancer.set_nodes(self._nodes(num_nodes), expert_bytes)
         if table is not None:
             self.rebalancer.joined(Placement.from_table(table))
-        self._conclude("the group was formed again")
+        self._resolve_outcome("the group was formed again")
 
     def note(self, load: ExpertLoad) -> None:
         """Add an engine's report of expert load.
@@ -91,8 +92,8 @@ class Rebalancing:
         if counts.size != self._load_LE.size:
             return
         self._load_LE += counts.reshape(self._load_LE.shape)
-        if self._solving:
-            self._held_back.append(load)
+        if self._is_solving:
+            self._delayed_loads.append(load)
         else:
             self.rebalancer.note(load, time.monotonic())
 
@@ -103,14 +104,14 @@ class Rebalancing:
 
         force: ignore the cost of moving experts.
         """
-        self._solving = True
+        self._is_solving = True
         try:
             placement = await asyncio.to_thread(self.rebalancer.propose, time.monotonic(), force)
         finally:
-            self._solving = False
-            for load in self._held_back:
+            self._is_solving = False
+            for load in self._delayed_loads:
                 self.rebalancer.note(load, time.monotonic())
-            self._held_back = []
+            self._delayed_loads = []
         if placement is not None:
             self._outcome = asyncio.get_running_loop().create_future()
         return placement
@@ -131,18 +132,20 @@ class Rebalancing:
     def placed(self, msg: PlacementResult) -> None:
         """Record an engine's result. All engines report the same, so the first result decides."""
         if self.rebalancer.conclude(msg, time.monotonic()):
-            self._conclude(msg.error)
+            self._resolve_outcome(msg.error)
 
-    def _conclude(self, error: str) -> None:
+    def _resolve_outcome(self, error: str) -> None:
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(error)
 
-    def rescaled(self, was: Sequence[int], num_nodes: int) -> Placement:
+    def rescaled(self, old_ranks: Sequence[int], num_nodes: int) -> Placement:
         """Return the placement for a changed set of ranks, for a Join.
 
-        was: the previous number of each rank, -1 for a new rank.
+        old_ranks: the previous number of each rank, -1 for a new rank.
         """
-        return self.rebalancer.rescaled(len(was), self._redundant, self._nodes(num_nodes), was)
+        return self.rebalancer.rescaled(
+            len(old_ranks), self._redundant, self._nodes(num_nodes), old_ranks
+        )
 
     def _nodes(self, number: int) -> Nodes:
         return replace(self.rebalancer.nodes, number=number)

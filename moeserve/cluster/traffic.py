@@ -27,11 +27,11 @@ class Traffic:
             fail: called with an error in a retry, because a retry has no caller.
         """
         self.balancer = Balancer()
-        self._serving = serving
+        self._serving_ranks = serving
         self._send = send
-        self._fail = fail
+        self._on_error = fail
         self._waiting: dict[int, Submit] = {}  # requests that wait for an engine, oldest first
-        self._retry: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -43,7 +43,7 @@ class Traffic:
 
         Raises Overloaded if the engine does not keep up.
         """
-        ranks = self._serving()
+        ranks = self._serving_ranks()
         if not ranks:
             self._waiting[request.rid] = request
             return
@@ -53,9 +53,9 @@ class Traffic:
 
     def flush(self) -> None:
         """Send the queued requests, oldest first, as far as engines accept them."""
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
         waiting = self._waiting
         self._waiting = {}
         for rid, request in waiting.items():
@@ -63,14 +63,15 @@ class Traffic:
                 self.submit(request)
             except Overloaded:
                 self._waiting[rid] = request
-        if self._waiting and self._serving():
-            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._flush_again)
+        if self._waiting and self._serving_ranks():
+            loop = asyncio.get_running_loop()
+            self._retry_timer = loop.call_later(RETRY_S, self._flush_again)
 
     def _flush_again(self) -> None:
         try:
             self.flush()
         except Exception as error:
-            self._fail(error)
+            self._on_error(error)
 
     def forget_waiting(self) -> None:
         """Drop the queued requests, which the front end will submit again."""
@@ -81,17 +82,17 @@ class Traffic:
 
         Raises Overloaded if an engine does not keep up; call again with the same requests then.
         """
-        by_rank: dict[int, list[int]] = {}
+        rids_by_rank: dict[int, list[int]] = {}
         for rid in rids:
             if self._waiting.pop(rid, None) is not None:
                 continue
             rank = self.balancer.rank_of(rid)
             if rank is not None:
-                by_rank.setdefault(rank, []).append(rid)
+                rids_by_rank.setdefault(rank, []).append(rid)
         failure: Overloaded | None = None
-        for rank, theirs in by_rank.items():
+        for rank, engine_rids in rids_by_rank.items():
             try:
-                self._send(rank, Abort(theirs))
+                self._send(rank, Abort(engine_rids))
             except Overloaded as error:  # the other engines still get theirs
                 failure = error
         if failure is not None:
