@@ -82,15 +82,16 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
     window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
     """
     assert not group.has_states, group
-    whole = int(group.num_blocks(num_tokens))
+    num_all = int(group.num_blocks(num_tokens))
     if group.rule.is_full:
-        return whole
-    span = (group.rule.window or group.rule.chunk or 0) - 1 + chunk
-    return min(whole, -(-(span - 1) // group.block_size) + 1)
+        return num_all
+    num_live_tokens = (group.rule.window or group.rule.chunk or 0) - 1 + chunk
+    return min(num_all, -(-(num_live_tokens - 1) // group.block_size) + 1)
 
 
-def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], limit: int) -> int:
-    """Return the largest n <= limit such that all blocks needed to continue at block n are cached.
+def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], max_blocks: int) -> int:
+    """Return the largest n <= max_blocks such that all blocks that are needed to continue at block
+    n are cached.
 
     A full group needs blocks 0..n-1. Any other group needs only the blocks that the first token of
     block n reads, so the search goes from right to left.
@@ -98,9 +99,9 @@ def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], limit: int) ->
     is_cached(i): whether block i of the request's prefix is cached.
     """
     if group.rule.is_full:
-        needed = min(limit, int(group.num_blocks(limit * group.block_size)))
-        return next((i for i in range(needed) if not is_cached(i)), limit)
-    n = limit
+        num_needed = min(max_blocks, int(group.num_blocks(max_blocks * group.block_size)))
+        return next((i for i in range(num_needed) if not is_cached(i)), max_blocks)
+    n = max_blocks
     while n > 0:
         first = int(group.rule.first_live(n * group.block_size)) // group.block_size
         missing = next((i for i in range(n - 1, first - 1, -1) if not is_cached(i)), None)
@@ -126,9 +127,9 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of _num_free
         self._num_free = num_blocks - 1
         self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of their release
-        self._cold: OrderedDict[int, None] = OrderedDict()  # likewise
-        self._refs = np.zeros(num_blocks, np.int32)
-        self._keyed = np.zeros(num_blocks, np.bool_)
+        self._cold: OrderedDict[int, None] = OrderedDict()  # idle, and evicted first
+        self._refs = np.zeros(num_blocks, np.int32)  # holders of each block
+        self._has_key = np.zeros(num_blocks, np.bool_)
         self._keys: dict[int, Key] = {}
         self._by_key: dict[Key, int] = {}
 
@@ -170,12 +171,12 @@ class BlockPool:
         them is evicted first.
         """
         self._refs[blocks] -= 1
-        gone = blocks[self._refs[blocks] == 0]
-        keyed = self._keyed[gone]
+        unheld = blocks[self._refs[blocks] == 0]
+        has_key = self._has_key[unheld]
         idle = self._cold if cold else self._idle
-        for block in gone[keyed][::-1].tolist():
+        for block in unheld[has_key][::-1].tolist():
             idle[block] = None
-        self._push(gone[~keyed][::-1])
+        self._push(unheld[~has_key][::-1])
 
     def num_shared(self, blocks: list[int]) -> int:
         """Return how many of these blocks are held."""
@@ -195,7 +196,7 @@ class BlockPool:
             return
         self._by_key[key] = block
         self._keys[block] = key
-        self._keyed[block] = True
+        self._has_key[block] = True
 
     def drop_keys(self) -> None:
         """Drop all keys: idle blocks become free, and held ones stay with their holders."""
@@ -204,7 +205,7 @@ class BlockPool:
         self._cold.clear()
         self._keys.clear()
         self._by_key.clear()
-        self._keyed[:] = False
+        self._has_key[:] = False
         self._push(idle)
 
     def audit(self) -> None:
@@ -213,17 +214,17 @@ class BlockPool:
         """
         free = self._free[: self._num_free]
         idle = self._all_idle()
-        times = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (
+        num_states = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (
             self._refs > 0
         )
-        assert int(self._refs[0]) + int(times[0]) == 0, "the null block was allocated"
-        assert (times[1:] == 1).all(), (
-            f"blocks not in exactly one state: {np.flatnonzero(times != 1)[:8]}"
+        assert int(self._refs[0]) + int(num_states[0]) == 0, "the null block was allocated"
+        assert (num_states[1:] == 1).all(), (
+            f"blocks not in exactly one state: {np.flatnonzero(num_states != 1)[:8]}"
         )
         assert (self._refs >= 0).all(), "a block was released more often than it was allocated"
-        assert self._keyed[idle].all(), "an idle block has no key"
-        assert not self._keyed[free].any(), "a free block has a key"
-        assert len(self._keys) == int(self._keyed.sum()), "a block lost its key"
+        assert self._has_key[idle].all(), "an idle block has no key"
+        assert not self._has_key[free].any(), "a free block has a key"
+        assert len(self._keys) == int(self._has_key.sum()), "a block lost its key"
         assert self._by_key == {key: block for block, key in self._keys.items()}, (
             "a key leads elsewhere"
         )
@@ -249,7 +250,7 @@ class BlockPool:
             del self._by_key[key]
             if self._on_evict is not None and i >= num_cold:
                 self._on_evict(key, block)
-        self._keyed[blocks] = False
+        self._has_key[blocks] = False
         self._push(np.array(blocks[::-1], np.int32))
 
     def _push(self, blocks: I32) -> None:

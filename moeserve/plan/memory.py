@@ -151,7 +151,7 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
     per_block = block_bytes(groups, spec, kv_dtype, parallel.tp)
     per_state = block_bytes(groups, spec, kv_dtype, parallel.tp, pool=1)
-    states = limits_of.state_room(config, per_state, budget, fill=True)
+    states = limits_of.state_memory(config, per_state, budget, fill=True)
     limits, notes = limits_of.resolve(
         states.config, spec, groups, per_block, states.budget, fill=True
     )

@@ -47,7 +47,7 @@ from moeserve.runner.limits import (
     MemoryFacts,
     check_block_size,
     kv_budget,
-    state_room,
+    state_memory,
     workspace_bytes,
 )
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ONE = World()
+SINGLE_RANK = World()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         config: Config,
         spec: ModelSpec,
         model_dir: Path,
-        world: World = ONE,
+        world: World = SINGLE_RANK,
         placement: Placement | None = None,
         *,
         grouped: bool = False,
@@ -323,7 +323,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             for pool in (0, 1)
         )
         fill = self.properties.exclusive
-        states = state_room(self.config, per_state, budget, fill=fill)
+        states = state_memory(self.config, per_state, budget, fill=fill)
         limits, notes = limits_of.resolve(
             states.config, self.spec, self.groups, per_block, states.budget, fill=fill
         )

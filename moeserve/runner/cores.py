@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 SYSTEM = Path("/sys/devices")
-# Share of the fastest core's capacity or clock. Cores of the same kind differ by less.
-FAST = 0.75
+# A fast core has at least this share of the fastest core's capacity or clock. Cores of one kind
+# differ by less.
+MIN_FAST_SHARE = 0.75
 
 
 def cpu_list(text: str) -> set[int]:
@@ -35,8 +36,9 @@ def fast_cpus(allowed: set[int], system: Path = SYSTEM) -> set[int]:
         return (allowed & cpu_list(_read(system / "cpu_core/cpus"))) or allowed
     for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
         speeds = {cpu: int(_read(system / f"system/cpu/cpu{cpu}" / name) or 0) for cpu in allowed}
-        if (most := max(speeds.values())) > min(speeds.values()):
-            return {cpu for cpu, speed in speeds.items() if speed >= FAST * most}
+        max_speed = max(speeds.values())
+        if max_speed > min(speeds.values()):
+            return {cpu for cpu, speed in speeds.items() if speed >= MIN_FAST_SHARE * max_speed}
     return allowed
 
 

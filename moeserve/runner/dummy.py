@@ -11,7 +11,7 @@ from moeserve.config import Limits
 from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan
 from moeserve.sampling import TokenSampling
 
-PROMPT = 4  # tokens of the requests that warm up a kind of sampling
+PROMPT_LEN = 4  # tokens of the requests that warm up a kind of sampling
 MANY_ROWS = 256  # up to this many rows, one variant of the attention planner is used
 
 
@@ -33,44 +33,50 @@ def dummy_plan(
     )
 
 
-def spread(tokens: int, limits: Limits) -> list[int]:
+def longest_rows(num_tokens: int, limits: Limits) -> list[int]:
     """Divide tokens (or as many of them as possible) into the longest rows allowed. Return the
     lengths of the rows.
 
     10 tokens, contexts of up to 5 -> [4, 4, 2]
     """
-    longest = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
-    rows = min(limits.max_num_seqs, -(-tokens // longest))
-    return [longest] * (rows - 1) + [min(longest, tokens - longest * (rows - 1))]
+    max_len = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
+    num_rows = min(limits.max_num_seqs, -(-num_tokens // max_len))
+    return [max_len] * (num_rows - 1) + [min(max_len, num_tokens - max_len * (num_rows - 1))]
 
 
 def largest_step(num_groups: int, limits: Limits) -> StepPlan:
     """Return a plan with the most tokens and the most rows of a step. All rows sample."""
-    rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens))
-    most, rest = divmod(limits.max_num_batched_tokens, rows)
-    longest = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
-    return dummy_plan(num_groups, 0, [min(longest, most + (row < rest)) for row in range(rows)])
+    num_rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    mean_len, num_longer = divmod(limits.max_num_batched_tokens, num_rows)
+    max_len = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
+    counts = [min(max_len, mean_len + (row < num_longer)) for row in range(num_rows)]
+    return dummy_plan(num_groups, 0, counts)
 
 
-def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
+def kernel_variants(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
     """Yield steps that together compile all variants of the kernels.
 
     Variants differ in the number of tokens, the lengths of the longest row and its context, and the
     kinds of sampling.
     """
-    tokens = 1
-    while tokens < limits.max_num_batched_tokens:
-        yield dummy_plan(num_groups, 0, spread(tokens, limits))
-        tokens *= 2
-    yield dummy_plan(num_groups, 0, spread(limits.max_num_batched_tokens, limits))
+    num_tokens = 1
+    while num_tokens < limits.max_num_batched_tokens:
+        yield dummy_plan(num_groups, 0, longest_rows(num_tokens, limits))
+        num_tokens *= 2
+    yield dummy_plan(num_groups, 0, longest_rows(limits.max_num_batched_tokens, limits))
     yield dummy_plan(num_groups, max(0, limits.max_model_len - 2), [1])
-    rows = MANY_ROWS
-    while rows < min(limits.max_num_seqs, limits.max_num_batched_tokens):
-        rows = min(2 * rows, limits.max_num_seqs, limits.max_num_batched_tokens)
-        yield dummy_plan(num_groups, 0, [1] * rows)
+    num_rows = MANY_ROWS
+    while num_rows < min(limits.max_num_seqs, limits.max_num_batched_tokens):
+        num_rows = min(2 * num_rows, limits.max_num_seqs, limits.max_num_batched_tokens)
+        yield dummy_plan(num_groups, 0, [1] * num_rows)
     count = max(
         1,
-        min(PROMPT, limits.prefill_chunk, limits.max_num_batched_tokens, limits.max_model_len - 1),
+        min(
+            PROMPT_LEN,
+            limits.prefill_chunk,
+            limits.max_num_batched_tokens,
+            limits.max_model_len - 1,
+        ),
     )
     for sampling in (
         TokenSampling(seed=0, max_tokens=1, temperature=0.0),

@@ -13,18 +13,18 @@ from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.registry import BACKENDS
 from moeserve.moe.experts.registry import EXPERT_KERNELS, check_kernels
 from moeserve.moe.placement.placement import Placement
-from moeserve.runner.base import ONE, ModelRunnerBase
+from moeserve.runner.base import SINGLE_RANK, ModelRunnerBase
 from moeserve.runner.devices import DEVICES, check_device
 from moeserve.speculation import PROPOSERS
 
-SPLIT = 512  # positions after which kernels/attention_plan.py splits long contexts
+SPLIT_LEN = 512  # positions after which kernels/attention_plan.py splits long contexts
 
 
 def make_runner(
     config: Config,
     spec: ModelSpec,
     model_dir: Path,
-    world: World = ONE,
+    world: World = SINGLE_RANK,
     placement: Placement | None = None,
     *,
     grouped: bool = False,
@@ -70,9 +70,10 @@ def make_runner(
         and (why := why_not(max(world.tp_size, world.ranks_on_host))) is not None
     ):
         raise ConfigError(f"tp={world.tp_size}: {why}; use fewer ranks, or --device cpu")
-    if on_cuda and config.device.kernels != "torch" and SPLIT % config.cache.block_size:
+    if on_cuda and config.device.kernels != "torch" and SPLIT_LEN % config.cache.block_size:
         raise ConfigError(
-            f"block_size={config.cache.block_size} must divide {SPLIT} on CUDA, e.g. 16, 32 or 64"
+            f"block_size={config.cache.block_size} must divide {SPLIT_LEN} on CUDA, e.g. 16, 32 "
+            "or 64"
         )
     runner = DEVICES["cuda" if on_cuda else "cpu"] if device == "auto" else DEVICES[device]
     return runner(config, spec, model_dir, world, placement, grouped=grouped)

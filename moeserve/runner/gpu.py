@@ -23,15 +23,15 @@ from moeserve.moe.streams import comm_stream
 from moeserve.ops.inputs import StepInputs
 from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.dummy import dummy_plan, every_way, largest_step
+from moeserve.runner.dummy import dummy_plan, kernel_variants, largest_step
 from moeserve.runner.graphs import MAX_RECORDED_TOKENS
 from moeserve.runner.limits import MemoryFacts, workspace_bytes
 from moeserve.runner.recorder import CudaRecorder
 from moeserve.runner.tables import HostRows, Tables
 
 logger = logging.getLogger(__name__)
-FP32 = 4
-MOST_TABLE_ENTRIES = 1 << 30
+FP32_BYTES = 4
+MAX_TABLE_ENTRIES = 1 << 30
 _ALIGN = 16  # bytes; alignment of the arrays in an upload, enough for any dtype
 UPLOADS_PER_STEP = 16  # more than needed, because the host would wait for a buffer in use
 
@@ -66,26 +66,26 @@ class GPUModelRunner(ModelRunnerBase):
         """Return the bytes that a step needs: the largest step (measured or estimated, whichever is
         more), the request tables, the workspace of attention, and the memory of the largest graph.
         """
-        estimated = super().profile_run()
-        step_bytes, table_bytes = self._measured()
-        logger.info("a step takes %d MiB, %d by estimate", step_bytes >> 20, estimated >> 20)
-        needed = max(estimated, step_bytes) + table_bytes
+        estimated_bytes = super().profile_run()
+        step_bytes, table_bytes = self._measure_step()
+        logger.info("a step takes %d MiB, %d by estimate", step_bytes >> 20, estimated_bytes >> 20)
+        needed_bytes = max(estimated_bytes, step_bytes) + table_bytes
         tokens = min(MAX_RECORDED_TOKENS, limits.step_tokens(self.config))
-        if self.by_triton:
+        if self.uses_triton:
             from moeserve.kernels.paged_attention import MOST_SPACE
 
-            needed += FP32 * MOST_SPACE * len(self.groups)
+            needed_bytes += FP32_BYTES * MOST_SPACE * len(self.groups)
         if self.graphs_unsupported is not None:
-            return needed
+            return needed_bytes
         scheduler = replace(self.config.scheduler, max_num_batched_tokens=tokens)
         inflow = self.inflow
         if inflow is not None:
             inflow = replace(inflow, rows=min(inflow.rows, self.peers.caps.recorded_rows), moving=0)
-        return needed + workspace_bytes(
+        return needed_bytes + workspace_bytes(
             self.spec, replace(self.config, scheduler=scheduler), self.dtype, inflow
         )
 
-    def _measured(self) -> tuple[int, int]:
+    def _measure_step(self) -> tuple[int, int]:
         """Run the largest step. Return its peak memory (without weights and tables), and the size
         of the tables.
         """
@@ -96,29 +96,29 @@ class GPUModelRunner(ModelRunnerBase):
             max_num_batched_tokens=limits.step_tokens(config),
             prefill_chunk=limits.chunk_tokens(config),
             # The final max_model_len may be less; tables for a huge one might not fit.
-            max_model_len=min(max_len, MOST_TABLE_ENTRIES // config.scheduler.max_num_seqs),
+            max_model_len=min(max_len, MAX_TABLE_ENTRIES // config.scheduler.max_num_seqs),
             block_size=config.cache.block_size,
             num_blocks=1,
         )
-        before = torch.cuda.memory_allocated(self.device)
+        bytes_before = torch.cuda.memory_allocated(self.device)
         self.initialize_kv_cache()
-        tables = torch.cuda.memory_allocated(self.device) - before
+        table_bytes = torch.cuda.memory_allocated(self.device) - bytes_before
         # A first step, for memory that is allocated once, such as workspaces of libraries.
         self.execute(dummy_plan(len(self.groups), 0, [1]))
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute(largest_step(len(self.groups), self.limits))
-        step = torch.cuda.max_memory_allocated(self.device) - before - tables
+        peak_bytes = torch.cuda.max_memory_allocated(self.device)
         # Delete everything that refers to the tables.
         del self.kv, self.tables, self.sampler, self.sampling, self.tasks, self.limits
         self.__dict__.pop("fixed_inputs", None)
         torch.cuda.empty_cache()
-        return step, tables
+        return peak_bytes - bytes_before - table_bytes, table_bytes
 
     def warm_up(self) -> None:
         """Run warm-up steps that compile all Triton kernels, so that no request waits for that."""
         super().warm_up()
-        if self.by_triton:
-            for plan in every_way(len(self.groups), self.limits):
+        if self.uses_triton:
+            for plan in kernel_variants(len(self.groups), self.limits):
                 self.execute(plan)
             self.kv.clear_null_block()
 
@@ -128,13 +128,13 @@ class GPUModelRunner(ModelRunnerBase):
         self.execute(dummy_plan(len(self.groups), 0, [1]))
 
     @property
-    def by_triton(self) -> bool:
+    def uses_triton(self) -> bool:
         """Whether Triton kernels are used."""
         return self.config.device.kernels != "torch" and find_spec("triton") is not None
 
     def make_tables(self) -> Tables:
         """Return empty request tables. With Triton, a kernel writes them."""
-        if not self.by_triton:
+        if not self.uses_triton:
             return super().make_tables()
         from moeserve.runner.triton_inputs import scatter  # slow to import
 
@@ -150,7 +150,7 @@ class GPUModelRunner(ModelRunnerBase):
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
         return (
             self.fixed_inputs.exact(plan, host)
-            if self.by_triton
+            if self.uses_triton
             else super().step_inputs(plan, host)
         )
 
@@ -202,16 +202,16 @@ class RingUpload:
         self.pinned = pinned
         self._buffers = [self._new_buffer(1 << 16) for _ in range(depth)]
         self._copied: list[torch.cuda.Event | None] = [None] * depth
-        self._next = 0
+        self._next_buffer = 0
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         """Return the arrays as tensors on the device. The copy runs on the current stream."""
-        entry = self._next
-        self._next = (self._next + 1) % len(self._buffers)
+        index = self._next_buffer
+        self._next_buffer = (index + 1) % len(self._buffers)
         *starts, size = accumulate(
             (-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0
         )
-        host = self._writable(entry, size)
+        host = self._writable(index, size)
         view = host.numpy()
         for array, start in zip(arrays, starts, strict=True):
             view[start : start + array.nbytes] = (
@@ -219,20 +219,20 @@ class RingUpload:
             )
         on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
         on_device.copy_(host[:size], non_blocking=self.pinned)
-        event = self._copied[entry]
+        event = self._copied[index]
         if event is not None:
             event.record()
         return tuple(_section(on_device, start, a) for a, start in zip(arrays, starts, strict=True))
 
-    def _writable(self, entry: int, size: int) -> Tensor:
-        event = self._copied[entry]
+    def _writable(self, index: int, size: int) -> Tensor:
+        event = self._copied[index]
         if event is not None:
             event.synchronize()
         elif self.pinned:
-            self._copied[entry] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        if len(self._buffers[entry]) < size:
-            self._buffers[entry] = self._new_buffer(2 * size)
-        return self._buffers[entry]
+            self._copied[index] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if len(self._buffers[index]) < size:
+            self._buffers[index] = self._new_buffer(2 * size)
+        return self._buffers[index]
 
     def _new_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)

@@ -291,7 +291,7 @@ def _mib(size: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StateRoom:
+class StateMemory:
     """The memory for states of recurrent layers, and the rest."""
 
     num_states: int  # blocks of states, the null block included
@@ -319,7 +319,7 @@ def check_block_size(config: Config, spec: ModelSpec) -> None:
         )
 
 
-def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> StateRoom:
+def state_memory(config: Config, state_bytes: int, budget: int, *, fill: bool) -> StateMemory:
     """Divide the budget between states and KV blocks. Reduce max_num_seqs if the states of so many
     requests do not fit.
 
@@ -329,7 +329,7 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
     Raises DoesNotFit if the states of one request do not fit.
     """
     if not state_bytes:
-        return StateRoom(num_states=0, num_stored=0, config=config, budget=budget)
+        return StateMemory(num_states=0, num_stored=0, config=config, budget=budget)
     kv_cache_bytes = config.cache.kv_cache_bytes
     total = budget if kv_cache_bytes is None else min(kv_cache_bytes, budget)
     states_budget = int(config.cache.state_share * total)
@@ -360,7 +360,7 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
         host_store_bytes=config.cache.host_store_bytes - num_stored * state_bytes,
     )
     scheduler = replace(config.scheduler, max_num_seqs=max_num_seqs)
-    return StateRoom(
+    return StateMemory(
         num_states=num_states,
         num_stored=num_stored,
         config=replace(config, scheduler=scheduler, cache=cache),

@@ -261,7 +261,7 @@ def group_inputs(
     """Return the inputs of one KV group.
 
     blocks: the group's block table.
-    max_len: the number of positions of the max_len row, with its context.
+    max_len: the number of positions of the longest row, with its context.
     slots: of the rows.
     rows_T: the row of each token; None: each row has one token.
     """

@@ -25,13 +25,13 @@ def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> Non
 
 
 class FixedInputs:
-    """Buffers for the inputs of steps with up to most_tokens tokens and one row per slot.
+    """Buffers for the inputs of steps with up to max_tokens tokens and one row per slot.
 
     Initially they are the inputs of a step without tokens.
     """
 
     def __init__(
-        self, tables: Tables, groups: Sequence[KVGroup], upload: Upload, most_tokens: int
+        self, tables: Tables, groups: Sequence[KVGroup], upload: Upload, max_tokens: int
     ) -> None:
         self._tables = tables
         self._groups = groups
@@ -39,8 +39,8 @@ class FixedInputs:
         self._blocks_GSB = tables.arena[tables.slots * tables.width :].view(
             len(groups), tables.slots, -1
         )
-        sizes = tables.slots, max(tables.slots, most_tokens), len(groups), self._blocks_GSB.shape[2]
-        self._arrays = StepArrays.empty(most_tokens, *sizes, tables.arena.device)
+        sizes = tables.slots, max(tables.slots, max_tokens), len(groups), self._blocks_GSB.shape[2]
+        self._arrays = StepArrays.empty(max_tokens, *sizes, tables.arena.device)
         for array in fields(StepArrays):
             getattr(self._arrays, array.name).zero_()
 
@@ -65,28 +65,28 @@ class FixedInputs:
 
     def fill(self, plan: StepPlan, host: HostRows, tokens: int, rows: int | None) -> StepInputs:
         """Return the inputs of `plan`, padded to so many tokens and rows (None: all slots)."""
-        longest = int((plan.starts_R + plan.counts_R).max())
-        assert longest < self._tables.width, (longest, self._tables.width)
+        max_len = int((plan.starts_R + plan.counts_R).max())
+        assert max_len < self._tables.width, (max_len, self._tables.width)
         step = StepWords.of(plan.slots_R, plan.starts_R, host.offsets_R1, host.sample_N)
         (words,) = self._upload(step.words)
         padded_rows = self._tables.slots if rows is None else rows
         size = self._groups[0].block_size
-        part = self._part(tokens, padded_rows)
+        views = self._views(tokens, padded_rows)
         # Blocks after those of the longest row are never read.
-        part = replace(part, blocks_GRB=part.blocks_GRB[:, :, : -(-longest // size)])
-        fill_step(self._tables.tokens, self._blocks_GSB, size, step, words, part)
+        views = replace(views, blocks_GRB=views.blocks_GRB[:, :, : -(-max_len // size)])
+        fill_step(self._tables.tokens, self._blocks_GSB, size, step, words, views)
         return self._inputs(tokens, padded_rows, host.offsets_R1, plan.starts_R, step.samples)
 
-    def _part(self, tokens: int, rows: int) -> StepArrays:
-        a = self._arrays
+    def _views(self, tokens: int, rows: int) -> StepArrays:
+        arrays = self._arrays
         return StepArrays(
-            ids_T=a.ids_T[:tokens],
-            positions_T=a.positions_T[:tokens],
-            slot_mapping_GT=a.slot_mapping_GT[:, :tokens],
-            blocks_GRB=a.blocks_GRB[:, :rows],
-            sample_N=a.sample_N,
-            offsets_R1=a.offsets_R1[: rows + 1],
-            starts_R=a.starts_R[:rows],
+            ids_T=arrays.ids_T[:tokens],
+            positions_T=arrays.positions_T[:tokens],
+            slot_mapping_GT=arrays.slot_mapping_GT[:, :tokens],
+            blocks_GRB=arrays.blocks_GRB[:, :rows],
+            sample_N=arrays.sample_N,
+            offsets_R1=arrays.offsets_R1[: rows + 1],
+            starts_R=arrays.starts_R[:rows],
         )
 
     def _inputs(
@@ -96,24 +96,24 @@ class FixedInputs:
 
         offsets_R1, starts_R: the rows for which attention metadata is computed.
         """
-        part = self._part(tokens, padded_rows)
+        views = self._views(tokens, padded_rows)
         rows = len(starts_R)
         return StepInputs(
-            ids_T=part.ids_T,
-            positions=Positions.of_text(part.positions_T),
+            ids_T=views.ids_T,
+            positions=Positions.of_text(views.positions_T),
             groups=tuple(
                 GroupInputs(
-                    part.slot_mapping_GT[i],
-                    part.blocks_GRB[i, :rows],
+                    views.slot_mapping_GT[i],
+                    views.blocks_GRB[i, :rows],
                     group.block_size,
                     group.rule.window,
                     group.rule.chunk,
                 )
                 for i, group in enumerate(self._groups)
             ),
-            sample_N=part.sample_N[:samples],
+            sample_N=views.sample_N[:samples],
             offsets_R1=offsets_R1,
             starts_R=starts_R,
-            rows_on_device=(part.starts_R[:rows], part.offsets_R1[: rows + 1]),
-            live=part.offsets_R1[padded_rows : padded_rows + 1],
+            rows_on_device=(views.starts_R[:rows], views.offsets_R1[: rows + 1]),
+            live=views.offsets_R1[padded_rows : padded_rows + 1],
         )

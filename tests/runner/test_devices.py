@@ -155,7 +155,7 @@ def test_what_cuda_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         {"kernels": "torch", "block_size": 192},
     ):
         assert type(make_runner(config_of(None, **settings), spec_of(), Path())) is GPUModelRunner
-    assert factory.SPLIT == SPLIT
+    assert factory.SPLIT_LEN == SPLIT
     with pytest.raises(ConfigError, match="tp=2: this build of torch has no NCCL"):
         make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
     with pytest.raises(ConfigError, match=r"compile with determinism=full: .* omit one of them"):

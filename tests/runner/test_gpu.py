@@ -104,7 +104,7 @@ def test_all_that_a_step_answers() -> None:
 def test_graphs_of_small_steps_by_nccl_are_in_the_memory_plan(
     dbo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GPUModelRunner, "_measured", lambda runner: (0, 0))
+    monkeypatch.setattr(GPUModelRunner, "_measure_step", lambda runner: (0, 0))
     config = config_of(None, dbo=dbo, dp=2, kernels="torch")
     runner = OnGPU(
         config, spec_of(**SPEC | {"hidden_size": 2048}), Path(), World(0, 2, ranks_on_host=2)

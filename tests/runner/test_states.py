@@ -16,7 +16,7 @@ from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.models.spec import ModelSpec
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.kv_transport import HostTransport
-from moeserve.runner.limits import StateRoom, check_block_size, state_room
+from moeserve.runner.limits import StateMemory, check_block_size, state_memory
 from moeserve.runner.tables import host_upload
 from tests.runner.harness import spec_of
 
@@ -41,14 +41,14 @@ def recurrent(*layers: bool) -> ModelSpec:
 
 def test_a_model_without_states_keeps_its_budget() -> None:
     asked = config()
-    assert state_room(asked, 0, 10**6, fill=True) == StateRoom(0, 0, asked, 10**6)
+    assert state_memory(asked, 0, 10**6, fill=True) == StateMemory(0, 0, asked, 10**6)
 
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_a_shared_host_keeps_what_requests_can_use_and_an_own_device_fills_its_share(
     fill: bool,
 ) -> None:
-    room = state_room(config(), STATE, 10**8, fill=fill)
+    room = state_memory(config(), STATE, 10**8, fill=fill)
     useful = 8 * (STATES_HELD + 4096 // 16) + 1
     assert room.num_states == (50_000 if fill else useful)
     assert room.budget == 10**8 - room.num_states * STATE
@@ -62,7 +62,7 @@ def test_a_shared_host_keeps_what_requests_can_use_and_an_own_device_fills_its_s
 def test_fewer_requests_run_where_the_states_of_all_do_not_fit(
     budget: int, running: int, states: int
 ) -> None:
-    room = state_room(config(), STATE, budget, fill=True)
+    room = state_memory(config(), STATE, budget, fill=True)
     assert (room.config.scheduler.max_num_seqs, room.num_states) == (running, states)
     assert room.num_states >= STATES_HELD * running + 1
     assert room.notes == (
@@ -77,11 +77,11 @@ def test_no_room_for_one_request_is_refused_with_what_to_raise(asked: dict[str, 
     with pytest.raises(
         DoesNotFit, match=r"needs 2 blocks of 1,000 bytes .* only 2,999 bytes .*--kv-cache-bytes"
     ):
-        state_room(config(**asked), STATE, 5_999 if not asked else 10**6, fill=False)
+        state_memory(config(**asked), STATE, 5_999 if not asked else 10**6, fill=False)
 
 
 def test_bytes_that_were_asked_for_are_shared_too() -> None:
-    room = state_room(
+    room = state_memory(
         config(kv_cache_bytes=100_000, host_store_bytes=10_999), STATE, 10**8, fill=False
     )
     assert room.num_states == 50

@@ -8,7 +8,9 @@ The state of a matcher is a function of grammar and tokens. So steps that are pr
 repeated have the same masks, with and without drafts.
 
 S: rows that sample. N: their positions, 1 + its drafts for each row. C: the positions of requests
-with a grammar.
+with a grammar. W: 32-bit words of a mask.
+
+Tickets are the scheduler's numbers of prepared grammars: see engine/preparing.py.
 """
 
 import itertools
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from moeserve.text.grammar import Matcher
 
 T = TypeVar("T")
-_numbers = itertools.count(1)  # for jobs without a ticket of the scheduler
+_own_tickets = itertools.count(1)  # for jobs without a ticket of the scheduler
 
 
 class Accepted(NamedTuple):
@@ -44,7 +46,7 @@ class Accepted(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Constrained:
+class ConstrainedRequest:
     """The request with a grammar in a slot."""
 
     slot: int
@@ -76,11 +78,11 @@ class Constraints:
         self._mask_words = -(-vocab_size // 32)
         self._compiler = GrammarCompiler(model_dir, vocab_size, end_ids)
         self._prepared: dict[int, Future[Matcher]] = {}  # by ticket, until `add` or `drop`
-        self._requests: dict[int, Constrained] = {}
+        self._requests: dict[int, ConstrainedRequest] = {}
         self._thread: JobThread | None = None  # fills masks; started with the first grammar
         # Notified when a matcher has advanced, or when masks are not needed any more.
-        self._moved = threading.Condition()
-        self._latest: StepMasks | None = None
+        self._condition = threading.Condition()
+        self._latest_step: StepMasks | None = None
 
     @property
     def active(self) -> bool:
@@ -114,18 +116,20 @@ class Constraints:
         If a step runs again, its requests are added again. If the grammar was not prepared, as in a
         test without a scheduler, the masks of the first step wait for it.
         """
-        before = self._requests.pop(request.slot, None)
+        previous = self._requests.pop(request.slot, None)
         grammar = request.sampling.grammar
         if grammar is None:
             return
         ticket = request.grammar_ticket
         matcher = self._prepared.pop(ticket, None)
-        if matcher is None and before is not None and ticket and before.ticket == ticket:
-            matcher = before.matcher
+        if matcher is None and previous is not None and ticket and previous.ticket == ticket:
+            matcher = previous.matcher
         if matcher is None:
             answer = request.tokens[request.num_prompt :].tolist()
-            matcher = self._compiler.start(GrammarJob(-next(_numbers), grammar, answer, -(2**31)))
-        self._requests[request.slot] = Constrained(
+            matcher = self._compiler.start(
+                GrammarJob(-next(_own_tickets), grammar, answer, -(2**31))
+            )
+        self._requests[request.slot] = ConstrainedRequest(
             request.slot, ticket, request.num_prompt, matcher
         )
 
@@ -153,18 +157,18 @@ class Constraints:
             first += 1 + len(drafts)
         if not rows:
             return None
-        with self._moved:
-            self._latest = step = StepMasks(rows, self._moved, self._latest)
-            self._moved.notify_all()
+        with self._condition:
+            self._latest_step = step = StepMasks(rows, self._condition, self._latest_step)
+            self._condition.notify_all()
         step.masks = self._submit(lambda: self._fill(step))
         return step
 
     def close(self) -> None:
         """End the threads."""
         self._compiler.close()
-        with self._moved:
-            self._latest = None
-            self._moved.notify_all()
+        with self._condition:
+            self._latest_step = None
+            self._condition.notify_all()
         if self._thread is not None:
             self._thread.stop()
 
@@ -189,27 +193,28 @@ class Constraints:
         bits_CW = np.full((len(rows_C), self._mask_words), -1, np.int32)
         filled: list[tuple[MaskedRow, Matcher, int]] = []
         first = 0
-        before = step.before
-        step.before = None
-        lost: BaseException | None = None
-        with self._moved:
+        previous = step.previous
+        step.previous = None
+        previous_error: BaseException | None = None
+        with self._condition:
             for row in step.rows:
                 with row.request.caught():
                     matcher = row.request.matcher.result()
-                    while self._latest is step and not row.is_due:
-                        if before is not None and (lost := before.lost) is not None:
+                    while self._latest_step is step and not row.is_due:
+                        if previous is not None and previous.error is not None:
+                            previous_error = previous.error
                             break
-                        self._moved.wait()
+                        self._condition.wait()
                     if (
-                        self._latest is step
+                        self._latest_step is step
                         and not row.request.failure
-                        and matcher.num_tokens >= row.known
+                        and matcher.num_tokens >= row.num_known
                     ):
                         row.rewind()
                         filled.append((row, matcher, first))
                 first += 1 + len(row.drafts)
-            if lost is not None:
-                raise lost
+            if previous_error is not None:
+                raise previous_error
             if filled:
                 jobs = [(matcher, first, row.drafts) for row, matcher, first in filled]
                 for i, error in self._compiler.grammars.fill_all(jobs, bits_CW).items():
@@ -222,8 +227,8 @@ class MaskedRow:
     """A row whose request has a grammar."""
 
     index: int  # among the rows that sample
-    request: Constrained
-    known: int  # the number of known tokens of its answer
+    request: ConstrainedRequest
+    num_known: int  # known tokens of its answer
     first: int  # index (of N) of its first position
     drafts: list[int]
 
@@ -233,15 +238,15 @@ class MaskedRow:
         return (
             bool(self.request.failure)
             or self.request.ended
-            or self.request.matcher.result().num_tokens >= self.known
+            or self.request.matcher.result().num_tokens >= self.num_known
         )
 
     def rewind(self) -> None:
         """Undo the tokens that the matcher has accepted in an earlier run of this step."""
         matcher = self.request.matcher.result()
-        assert matcher.num_tokens >= self.known, (matcher.num_tokens, self.known)
-        if matcher.num_tokens > self.known:
-            matcher.rewind(self.known)
+        assert matcher.num_tokens >= self.num_known, (matcher.num_tokens, self.num_known)
+        if matcher.num_tokens > self.num_known:
+            matcher.rewind(self.num_known)
 
     def accept(self, tokens: list[int]) -> int:
         """Advance the matcher by new tokens, up to the one that completes the text. Return the
@@ -260,13 +265,13 @@ class StepMasks:
     """The masks of one step, while they are filled. A step that runs again has new ones."""
 
     def __init__(
-        self, rows: list[MaskedRow], moved: threading.Condition, before: "StepMasks | None"
+        self, rows: list[MaskedRow], condition: threading.Condition, previous: "StepMasks | None"
     ) -> None:
         self.rows = rows
         self.masks: Future[Masks]
-        self.before = before  # the masks of the step before, until they are not needed any more
-        self.lost: BaseException | None = None  # why this step has no result
-        self._moved = moved
+        self.previous = previous  # the masks of the step before, until they are not needed
+        self.error: BaseException | None = None  # why this step has no result
+        self._condition = condition
 
     def result(self) -> Masks:
         """Wait for the masks, which includes waiting for `accept` of the step before."""
@@ -280,17 +285,18 @@ class StepMasks:
         """
         self.result()
         accepted = Accepted({}, {})
-        with self._moved:
+        with self._condition:
             for row in self.rows:
                 request = row.request
                 request.ended = request.ended or not len(tokens_S[row.index])
                 with request.caught():
-                    over = request.failure or request.ended
-                    if not over and (kept := row.accept(list(map(int, tokens_S[row.index])))):
-                        accepted.complete[request.slot] = kept
+                    is_over = request.failure or request.ended
+                    tokens = list(map(int, tokens_S[row.index]))
+                    if not is_over and (num_kept := row.accept(tokens)):
+                        accepted.complete[request.slot] = num_kept
                 if request.failure:
                     accepted.failed[request.slot] = request.failure
-            self._moved.notify_all()
+            self._condition.notify_all()
         return accepted
 
     @contextmanager
@@ -301,7 +307,7 @@ class StepMasks:
         try:
             yield
         except BaseException as error:
-            with self._moved:
-                self.lost = error
-                self._moved.notify_all()
+            with self._condition:
+                self.error = error
+                self._condition.notify_all()
             raise
