@@ -137,9 +137,9 @@ class Attention(Mixer):
             return ""
         return f"{kernels.capitalize()} attention does not support heads of width {self.head_dim}"
 
-    def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
+    def plan(self, plan: "WeightPlan", param_prefix: str, tensor_prefix: str) -> None:
         """Add qkv, out and gate with their biases, q_norm and k_norm, and sinks."""
-        block = plan.block(ours, theirs, "self_attn.")
+        block = plan.block(param_prefix, tensor_prefix, "self_attn.")
         dim = self.head_dim
         v_dim = self.value_dim
         width = plan.width

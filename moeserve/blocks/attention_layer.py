@@ -208,14 +208,14 @@ class AttentionLayer:
         all_TRHd = gathered.view(len(gathered), size, -1, dim)
         queries = all_TRHd[:, :, :heads]
         keys = all_TRHd[:, ::ranks_per_kv_head, heads:]  # each KV head once
-        mine = []
+        own_heads = []
         for part, weight, index in (
             (queries, weights[0], rank),
             (keys, weights[1], rank // ranks_per_kv_head),
         ):
             normed = self.ops.rms_norm(part.flatten(1).float(), weight, self.rule.eps)
-            mine.append(normed.view(part.shape)[:, index])
-        return torch.cat(mine, dim=1)
+            own_heads.append(normed.view(part.shape)[:, index])
+        return torch.cat(own_heads, dim=1)
 
     @staticmethod
     def workspace(

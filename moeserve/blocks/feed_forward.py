@@ -26,9 +26,11 @@ class Dense:
         """Return (outputs, inputs) of every product whose weights are read for each token."""
         return [(self.activation.parts * self.size, width), (width, self.size)]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str, *, sharded: bool = True) -> None:
+    def plan(
+        self, plan: WeightPlan, param_prefix: str, tensor_prefix: str, *, sharded: bool = True
+    ) -> None:
         """Add gate_up (without gates: up) and down, and their biases. See `Mixer.plan`."""
-        block = plan.block(ours, theirs, self.name + ".")
+        block = plan.block(param_prefix, tensor_prefix, self.name + ".")
         rows = plan.rows(self.size, sharded)
         halves = ("gate", "up")[-self.activation.parts :]
         block.stack(
@@ -71,12 +73,12 @@ class MoE:
         beside = self.beside.products(width) if self.beside else []
         return [(self.num_experts, width), *shared, *beside]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
         """Add the router, w13 and w2 of this rank's experts, and the shared expert.
 
         See `Mixer.plan` for the arguments.
         """
-        block = plan.block(ours, theirs)
+        block = plan.block(param_prefix, tensor_prefix)
         per_expert = (self.num_experts,)
         router_fp32 = self.router.fp32
         block.add("router", (*per_expert, plan.width), "mlp.gate.weight", fp32=router_fp32)
@@ -88,7 +90,7 @@ class MoE:
         if self.expert_scale:
             block.add("expert_scale", per_expert, "router.per_expert_scale", fp32=True)
         if self.beside:
-            self.beside.plan(plan, ours + "dense_", theirs)
+            self.beside.plan(plan, param_prefix + "dense_", tensor_prefix)
             norm_shape = (plan.width,)
             block.add("router_norm", norm_shape, "router.scale")
             block.add("experts_norm", norm_shape, "pre_feedforward_layernorm_2.weight")
@@ -96,40 +98,48 @@ class MoE:
             block.add("experts_post_norm", norm_shape, "post_feedforward_layernorm_2.weight")
         local = plan.placement.local(plan.num_moe, plan.world.expert_rank)
         plan.num_moe += 1
-        names = spelling(plan.names.experts, plan.present, theirs)
-        plan.extend(self.plan_experts(names, theirs, local, plan.width, ours))
+        names = spelling(plan.names.experts, plan.present, tensor_prefix)
+        plan.extend(self.plan_experts(names, tensor_prefix, local, plan.width, param_prefix))
         if not names.in_one:
             remote = set(range(self.num_experts)) - set(local)
             plan.elsewhere.update(
-                theirs + name.format(expert)
+                tensor_prefix + name.format(expert)
                 for expert in remote
                 for name in (names.gate, names.up, names.down)
                 if name
             )
         if self.shared:
-            self.shared.plan(plan, ours + "shared_", theirs, sharded=False)
+            self.shared.plan(plan, param_prefix + "shared_", tensor_prefix, sharded=False)
             if self.shared.gated:
                 block.add("shared_gate", (1, plan.width), f"{self.shared.name}_gate.weight")
 
     def plan_experts(
-        self, names: ExpertNames, theirs: str, experts: Sequence[int], width: int, ours: str = ""
+        self,
+        names: ExpertNames,
+        tensor_prefix: str,
+        experts: Sequence[int],
+        width: int,
+        param_prefix: str = "",
     ) -> LoadPlan:
         """Return the load plan of some experts, in this order: w13, w2, and their biases."""
         inner = self.size
         count = len(experts)
         parts = self.activation.parts
         params = [
-            Param(ours + "w13", (count, parts * inner, width)),
-            Param(ours + "w2", (count, width, inner)),
+            Param(param_prefix + "w13", (count, parts * inner, width)),
+            Param(param_prefix + "w2", (count, width, inner)),
         ]
         if self.bias:
             params += [
-                Param(ours + "w13_bias", (count, parts * inner)),
-                Param(ours + "w2_bias", (count, width)),
+                Param(param_prefix + "w13_bias", (count, parts * inner)),
+                Param(param_prefix + "w2_bias", (count, width)),
             ]
         pieces = [
             replace(
-                piece, source=theirs + piece.source, param=ours + piece.param, at=(local, *piece.at)
+                piece,
+                source=tensor_prefix + piece.source,
+                param=param_prefix + piece.param,
+                at=(local, *piece.at),
             )
             for local, expert in enumerate(experts)
             for piece in self._pieces(names, expert, width)
@@ -175,11 +185,11 @@ class MoE:
             yield Piece(names.down + "_bias", (*lead, width), "w2_bias", take=take)
 
 
-def spelling(experts: Sequence[ExpertNames], present: Any, theirs: str) -> ExpertNames:
+def spelling(experts: Sequence[ExpertNames], present: Any, tensor_prefix: str) -> ExpertNames:
     """Return the names of a layer's experts that are present, or the usual ones if none are."""
-    if theirs + SPLIT.up in present:
+    if tensor_prefix + SPLIT.up in present:
         return SPLIT
     for names in experts:
-        if theirs + names.down.format(0) in present:
+        if tensor_prefix + names.down.format(0) in present:
             return names
     return experts[0]  # `check_plan` will list the missing tensors

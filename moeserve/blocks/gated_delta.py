@@ -43,9 +43,9 @@ class GatedDelta(RecurrentMixer):
         _, _, qk, v = self.local(1)
         return [(qk + 2 * v, width), (2 * self.num_v_heads, width), (width, v)]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
         """Add in, gates, conv, decay, dt_bias, norm and out."""
-        block = plan.block(ours, theirs, "linear_attn.")
+        block = plan.block(param_prefix, tensor_prefix, "linear_attn.")
         qk = self.num_k_heads * self.k_dim
         v = self.num_v_heads * self.v_dim
         heads = self.num_v_heads

@@ -33,11 +33,11 @@ class Indexer:
             return []
         return [(self.num_heads * self.dim, q_rank), (self.dim, width), (self.num_heads, width)]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str, q_rank: int) -> None:
+    def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str, q_rank: int) -> None:
         """Add index_q, index_k, index_norm and its bias, and index_weights."""
         if self.shared:
             return
-        block = plan.block(ours + "index_", theirs, "self_attn.indexer.")
+        block = plan.block(param_prefix + "index_", tensor_prefix, "self_attn.indexer.")
         block.add("q", (self.num_heads * self.dim, q_rank), "wq_b.weight")
         block.add("k", (self.dim, plan.width), "wk.weight")
         block.add("norm", (self.dim,), "k_norm.weight")

@@ -43,9 +43,9 @@ class KimiDelta(RecurrentMixer):
             (width, self.size),
         ]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
         """Add in, narrow, conv, decays, gates, decay, dt_bias, norm and out."""
-        block = plan.block(ours, theirs, "self_attn.")
+        block = plan.block(param_prefix, tensor_prefix, "self_attn.")
         size = self.size
         d = self.head_dim
         heads = self.num_heads

@@ -101,9 +101,9 @@ class LatentAttention(Mixer):
             return ""
         return "latents (MLA) are cached in the dtype of activations only"
 
-    def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
+    def plan(self, plan: "WeightPlan", param_prefix: str, tensor_prefix: str) -> None:
         """Add q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b, out, and an indexer's parameters."""
-        block = plan.block(ours, theirs, "self_attn.")
+        block = plan.block(param_prefix, tensor_prefix, "self_attn.")
         heads = self.num_heads
         width = plan.width
         queries = heads * (self.nope_dim + self.rope_dim)
@@ -116,13 +116,15 @@ class LatentAttention(Mixer):
             if self.bias:
                 block.add("q_a_bias", (self.q_rank,), "q_a_proj.bias")
             if self.indexer:
-                self.indexer.plan(plan, ours, theirs, self.q_rank)
+                self.indexer.plan(plan, param_prefix, tensor_prefix, self.q_rank)
         block.add("kv_a", (self.entry, width), "kv_a_proj_with_mqa.weight")
         if self.bias:
             block.add("kv_a_bias", (self.entry,), "kv_a_proj_with_mqa.bias")
         block.add("kv_norm", (self.rank,), "kv_a_layernorm.weight")
-        if theirs + _KEYS_UP in plan.present:
-            plan.extend(self._split_kv_b(ours + "kv_b", theirs, self.heads(plan.world)))
+        if tensor_prefix + _KEYS_UP in plan.present:
+            plan.extend(
+                self._split_kv_b(param_prefix + "kv_b", tensor_prefix, self.heads(plan.world))
+            )
         else:
             up_and_down = block.share("kv_b_proj.weight", heads * (self.nope_dim + self.v_dim))
             block.stack("kv_b", [up_and_down], self.rank, widened=True)
@@ -130,7 +132,7 @@ class LatentAttention(Mixer):
         if self.bias:
             block.add("out_bias", (width,), "o_proj.bias", sharded=True)
 
-    def _split_kv_b(self, param: str, theirs: str, heads: slice) -> LoadPlan:
+    def _split_kv_b(self, param: str, tensor_prefix: str, heads: slice) -> LoadPlan:
         """Return the load plan of kv_b from GGUF's two tensors, [H, L, n] and [H, v, L]."""
         pieces = []
         per_head = self.nope_dim + self.v_dim
@@ -142,9 +144,16 @@ class LatentAttention(Mixer):
             v_rows = slice(start + self.nope_dim, start + per_head)
             pieces.append(
                 Piece(
-                    theirs + _KEYS_UP, k_shape, param, at=(k_rows,), take=(head,), transposed=True
+                    tensor_prefix + _KEYS_UP,
+                    k_shape,
+                    param,
+                    at=(k_rows,),
+                    take=(head,),
+                    transposed=True,
                 )
             )
-            pieces.append(Piece(theirs + _VALUES_UP, v_shape, param, at=(v_rows,), take=(head,)))
+            pieces.append(
+                Piece(tensor_prefix + _VALUES_UP, v_shape, param, at=(v_rows,), take=(head,))
+            )
         count = heads.stop - heads.start
         return LoadPlan((Param(param, (count * per_head, self.rank), widened=True),), tuple(pieces))

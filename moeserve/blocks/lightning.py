@@ -49,9 +49,9 @@ class Lightning(RecurrentMixer):
         size = self.num_heads * self.head_dim
         return [(3 * size, width), (size, width), (width, size)]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
         """Add qkv, gate, q_norm, k_norm, norm and out."""
-        block = plan.block(ours, theirs, "attention.")
+        block = plan.block(param_prefix, tensor_prefix, "attention.")
         size = self.num_heads * self.head_dim
         block.stack("qkv", [block.share("query_key_value.weight", size)] * 3, plan.width)
         block.add("gate", (size, plan.width), "g_proj.weight", sharded=True)

@@ -47,9 +47,9 @@ class Mamba1(RecurrentMixer):
             (width, channels),
         ]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
         """Add in, conv, select, dt, their biases, decay, skip, norms of dt, B and C, and out."""
-        block = plan.block(ours, theirs, "mamba.")
+        block = plan.block(param_prefix, tensor_prefix, "mamba.")
         channels = self.channels
         block.stack("in", [block.share("in_proj.weight", channels)] * 2, plan.width)
         block.add("conv", (channels, 1, self.conv), "conv1d.weight", sharded=True, fp32=True)

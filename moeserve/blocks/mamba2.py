@@ -41,9 +41,9 @@ class Mamba2(RecurrentMixer):
         _, heads, inner, shared = self.local(1)
         return [(2 * (inner + shared) + heads, width), (width, inner)]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
         """Add in, conv, conv_bias, decay, dt_bias, skip, norm and out."""
-        block = plan.block(ours, theirs, "mamba.")
+        block = plan.block(param_prefix, tensor_prefix, "mamba.")
         _, heads, inner, shared = self.local(1)
 
         def shares(name: str, *counts: int) -> list[tuple[str, int, slice]]:

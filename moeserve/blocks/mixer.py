@@ -123,10 +123,11 @@ class Mixer(ABC):
         return ""
 
     @abstractmethod
-    def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
+    def plan(self, plan: "WeightPlan", param_prefix: str, tensor_prefix: str) -> None:
         """Add the block's parameters to a plan.
 
-        ours: prefix of the parameters' names. theirs: prefix of tensors' names in the checkpoint.
+        param_prefix: of the parameters' names.
+        tensor_prefix: of the tensors' names in the checkpoint.
         """
 
 

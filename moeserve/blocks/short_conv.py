@@ -27,9 +27,9 @@ class ShortConv(RecurrentMixer):
     def products(self, width: int) -> list[tuple[int, int]]:
         return [(3 * self.channels, width), (width, self.channels)]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: WeightPlan, param_prefix: str, tensor_prefix: str) -> None:
         """Add in, conv and out with their biases."""
-        block = plan.block(ours, theirs, "conv.")
+        block = plan.block(param_prefix, tensor_prefix, "conv.")
         channels = self.channels
         block.stack("in", [block.share("in_proj.weight", channels)] * 3, plan.width)
         block.add("conv", (channels, 1, self.conv), "conv.weight", sharded=True, fp32=True)

@@ -119,9 +119,12 @@ class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
 
 def _overwrite(destination: Any, pack: Pack, ops: Ops, *values: Any) -> None:
     old, new = (memory_of(packed) for packed in (destination, pack(ops, *values)))
-    for mine, other in zip(old, new, strict=True):
-        assert (mine.shape, mine.dtype) == (other.shape, other.dtype), (mine.shape, other.shape)
-        mine.copy_(other)
+    for old_tensor, new_tensor in zip(old, new, strict=True):
+        assert (old_tensor.shape, old_tensor.dtype) == (new_tensor.shape, new_tensor.dtype), (
+            old_tensor.shape,
+            new_tensor.shape,
+        )
+        old_tensor.copy_(new_tensor)
 
 
 def memory_of(packed: Any) -> list[Tensor]:

@@ -117,13 +117,15 @@ class WeightPlan:
         self.pieces: list[Piece] = []
         self.elsewhere: set[str] = set()  # tensors that other ranks load
 
-    def spell(self, theirs: str, name: str) -> str:
+    def spell(self, tensor_prefix: str, name: str) -> str:
         """Return the checkpoint's name of a layer's tensor: the first present, or the usual one.
 
-        theirs: prefix of the layer. name: the name that blocks use, which GGUF tensors have, too
+        tensor_prefix: of the layer. name: the name that blocks use, which GGUF tensors have, too
         (loader/gguf_config.py).
         """
-        candidates = [theirs + spelling for spelling in (*self.names.spelled.get(name, ()), name)]
+        candidates = [
+            tensor_prefix + spelling for spelling in (*self.names.spelled.get(name, ()), name)
+        ]
         return next((found for found in candidates if found in self.present), candidates[0])
 
     def add(
@@ -172,13 +174,13 @@ class WeightPlan:
             offset = offset + count if is_one_tensor else 0
         self.params.append(Param(param, (start, *tail), widened, fp32))
 
-    def block(self, ours: str, theirs: str, module: str = "") -> "BlockPlan":
+    def block(self, param_prefix: str, tensor_prefix: str, module: str = "") -> "BlockPlan":
         """Return a plan for one block of a layer.
 
-        ours, theirs: prefixes of parameters and of tensors. module: prefix of the block's tensors
-        within the layer, such as "self_attn.".
+        param_prefix: of the parameters' names. tensor_prefix: of the tensors' names in the layer.
+        module: prefix of the block's tensors within the layer, such as "self_attn.".
         """
-        return BlockPlan(self, ours, theirs, module)
+        return BlockPlan(self, param_prefix, tensor_prefix, module)
 
     def extend(self, plan: LoadPlan) -> None:
         """Add the parameters and pieces of a plan."""
@@ -204,8 +206,8 @@ class BlockPlan(NamedTuple):
     """A view of a `WeightPlan` in which names are relative to one block; see `WeightPlan.block`."""
 
     plan: WeightPlan
-    ours: str
-    theirs: str
+    param_prefix: str
+    tensor_prefix: str
     module: str
 
     def add(
@@ -217,17 +219,17 @@ class BlockPlan(NamedTuple):
         sharded: bool = False,
         fp32: bool = False,
     ) -> None:
-        source = self.plan.spell(self.theirs, self.module + name)
-        self.plan.add(self.ours + param, shape, source, sharded=sharded, fp32=fp32)
+        source = self.plan.spell(self.tensor_prefix, self.module + name)
+        self.plan.add(self.param_prefix + param, shape, source, sharded=sharded, fp32=fp32)
 
     def stack(
         self, param: str, parts: Iterable[tuple[str, int, slice]], *tail: int, **options: bool
     ) -> None:
         sources = [
-            (self.plan.spell(self.theirs, self.module + name), rows, taken)
+            (self.plan.spell(self.tensor_prefix, self.module + name), rows, taken)
             for name, rows, taken in parts
         ]
-        self.plan.stack(self.ours + param, sources, *tail, **options)
+        self.plan.stack(self.param_prefix + param, sources, *tail, **options)
 
     def share(self, name: str, rows: int) -> tuple[str, int, slice]:
         """Return this rank's share of a tensor's rows, as a source for `stack`."""

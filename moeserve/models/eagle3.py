@@ -100,13 +100,13 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     eagle = Fields(config.path, config.section("eagle_config"), defaults, "eagle_config.")
     eagle.only(use_aux_hidden_state=True)
     width = config.optional_integer("target_hidden_size", 1, family.MAX_WIDTH) or model.hidden_size
-    for name, ours, theirs in (
+    for name, own, of_model in (
         ("vocab_size", model.vocab_size, target.vocab_size),
         ("hidden size of the target", width, target.hidden_size),
     ):
-        if ours != theirs:
+        if own != of_model:
             raise ConfigError(
-                f"{config.path}: {name} is {ours}, and the served model's is {theirs}: this "
+                f"{config.path}: {name} is {own}, and the served model's is {of_model}: this "
                 "EAGLE-3 head was trained for another model; choose one for the served model"
             )
     if any(layer.stored_as for layer in target.layers):
@@ -154,11 +154,13 @@ def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
     if "embed_tokens.weight" in present or width != spec.target_size:
         plan.add("embed", (spec.target_vocab, width), "embed_tokens.weight")
     for index, layer in enumerate(model.layers):
-        ours = theirs = f"layers.{index}."
+        param_prefix = tensor_prefix = f"layers.{index}."
         if index == 0:
-            theirs = theirs if theirs + "hidden_norm.weight" in present else "midlayer."
-            plan.add("hidden_norm", (width,), theirs + "hidden_norm.weight")
-        plan_layer(plan, model, layer, ours, theirs, theirs)
+            tensor_prefix = (
+                tensor_prefix if tensor_prefix + "hidden_norm.weight" in present else "midlayer."
+            )
+            plan.add("hidden_norm", (width,), tensor_prefix + "hidden_norm.weight")
+        plan_layer(plan, model, layer, param_prefix, tensor_prefix, tensor_prefix)
     return plan.finish(["d2t", "t2d"])
 
 

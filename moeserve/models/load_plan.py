@@ -55,8 +55,8 @@ def load_plan(
                 sharded=True,
             )
     for index, layer in enumerate(spec.layers):
-        begins = (f"{names.model}layers.{i}." for i in layer.stored_as or (index, index))
-        plan_layer(plan, spec, layer, f"layers.{index}.", *begins)
+        prefixes = (f"{names.model}layers.{i}." for i in layer.stored_as or (index, index))
+        plan_layer(plan, spec, layer, f"layers.{index}.", *prefixes)
     mtp_layers = tuple(
         f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers)
     )
@@ -65,22 +65,32 @@ def load_plan(
 
 
 def plan_layer(
-    plan: WeightPlan, spec: ModelSpec, layer: LayerSpec, ours: str, mixer: str, feed_forward: str
+    plan: WeightPlan,
+    spec: ModelSpec,
+    layer: LayerSpec,
+    param_prefix: str,
+    mixer_prefix: str,
+    feed_forward_prefix: str,
 ) -> None:
     """Add a layer's parameters to the plan.
 
-    ours: the prefix of their names. mixer, feed_forward: the prefixes of the tensors of each block.
+    param_prefix: of their names. mixer_prefix, feed_forward_prefix: of the names of each block's
+    tensors in the checkpoint.
     """
-    layer.mixer.plan(plan, ours, mixer)
+    layer.mixer.plan(plan, param_prefix, mixer_prefix)
     if layer.feed_forward is not None:
-        layer.feed_forward.plan(plan, ours, feed_forward)
-    for mine, name in layer.norms:
-        theirs = mixer if mine.startswith("attn") else feed_forward
-        plan.add(ours + mine, (plan.width,), plan.spell(theirs, name + ".weight"))
+        layer.feed_forward.plan(plan, param_prefix, feed_forward_prefix)
+    for norm, name in layer.norms:
+        tensor_prefix = mixer_prefix if norm.startswith("attn") else feed_forward_prefix
+        plan.add(param_prefix + norm, (plan.width,), plan.spell(tensor_prefix, name + ".weight"))
         if spec.norm.bias:
-            plan.add(ours + mine + "_bias", (plan.width,), plan.spell(theirs, name + ".bias"))
+            plan.add(
+                param_prefix + norm + "_bias",
+                (plan.width,),
+                plan.spell(tensor_prefix, name + ".bias"),
+            )
     if layer.scaled:
-        plan.add(ours + "scale", (1,), plan.spell(mixer, "layer_scalar"), fp32=True)
+        plan.add(param_prefix + "scale", (1,), plan.spell(mixer_prefix, "layer_scalar"), fp32=True)
 
 
 def expert_load_plan(
@@ -93,9 +103,9 @@ def expert_load_plan(
     names = FAMILIES[spec.architecture].names
     index = spec.moe_layers[moe_layer]
     layer = spec.layers[index]
-    theirs = f"{names.model}layers.{layer.stored_as[1] if layer.stored_as else index}."
+    tensor_prefix = f"{names.model}layers.{layer.stored_as[1] if layer.stored_as else index}."
     moe = layer.feed_forward
     assert isinstance(moe, MoE)
     return moe.plan_experts(
-        spelling(names.experts, present, theirs), theirs, experts, spec.hidden_size
+        spelling(names.experts, present, tensor_prefix), tensor_prefix, experts, spec.hidden_size
     )

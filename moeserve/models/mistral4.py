@@ -117,7 +117,8 @@ LARGE_3 = replace(
         embed="tok_embeddings.weight",
         experts=(per_expert("experts", gate="w1", up="w3", down="w2"),),
         spelled={
-            f"{name}.weight": (f"{theirs}.weight",) for name, theirs in _MISTRAL_NAMES.items()
+            f"{name}.weight": (f"{mistral_name}.weight",)
+            for name, mistral_name in _MISTRAL_NAMES.items()
         },
         foreign=(
             "vision_encoder.",

@@ -74,15 +74,15 @@ def mtp_load_plan(spec: ModelSpec, present: Collection[str], world: World) -> Lo
     width = spec.hidden_size
     plan = WeightPlan(width, names, present, replace(world, ep=False), _placement(spec))
     begin = names.mtp.begin.format(spec.num_layers)
-    theirs = names.mtp.layer.format(spec.num_layers)
-    for ours, name in (
+    tensor_prefix = names.mtp.layer.format(spec.num_layers)
+    for param, name in (
         ("embed_norm", names.mtp.embed_norm),
         ("hidden_norm", names.mtp.hidden_norm),
         ("norm", names.mtp.norm),
     ):
-        plan.add(ours, (width,), f"{begin}{name}.weight")
+        plan.add(param, (width,), f"{begin}{name}.weight")
     plan.add("merge", (width, 2 * width), f"{begin}{names.mtp.merge}.weight", sharded=True)
-    plan_layer(plan, spec, layer, "layer.", theirs, theirs)
+    plan_layer(plan, spec, layer, "layer.", tensor_prefix, tensor_prefix)
     return plan.finish(present)
 
 

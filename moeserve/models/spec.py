@@ -42,7 +42,7 @@ class LayerSpec:
             (has_mlp_norm, "mlp_norm", "post_attention_layernorm"),
             (self.mlp_post_norm, "mlp_post_norm", "mlp_post_norm"),
         )
-        return [(ours, theirs) for is_used, ours, theirs in norms if is_used]
+        return [(param, tensor) for is_used, param, tensor in norms if is_used]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
