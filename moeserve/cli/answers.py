@@ -63,7 +63,7 @@ class _BatchLine(msgspec.Struct):
 
 
 @dataclass
-class Shown:
+class ShownChoice:
     """One choice as a client received it."""
 
     is_chat: bool
@@ -90,31 +90,31 @@ class ReceiptInFile:
     """A receipt and its choice; None if the file has only the receipt."""
 
     receipt: Receipt
-    shown: Shown | None = None
+    shown: ShownChoice | None = None
 
 
 def read_answers(path: Path) -> list[ReceiptInFile]:
     """Return the receipts in a file. Raises OSError, msgspec.DecodeError, ConfigError."""
     content = path.read_bytes()
     if content.lstrip().startswith((b"data:", b"id:", b"event:", b":")):
-        return _found(path, [_merged(_events(content))])
+        return _with_receipts(path, [_merge_chunks(_read_events(content))])
     lines = content.splitlines()
     if len(lines) > 1 and lines[0].startswith(b"{") and b'"custom_id"' in lines[0]:
         batch = [msgspec.json.decode(line, type=_BatchLine) for line in lines if line]
-        return _found(path, [line.response.body for line in batch])
+        return _with_receipts(path, [line.response.body for line in batch])
     document = msgspec.json.decode(content)
     if isinstance(document, list):
         return [ReceiptInFile(receipt) for receipt in msgspec.convert(document, list[Receipt])]
     if isinstance(document, dict) and "custom_id" in document:
-        return _found(path, [msgspec.convert(document, _BatchLine).response.body])
+        return _with_receipts(path, [msgspec.convert(document, _BatchLine).response.body])
     if isinstance(document, dict) and "choices" in document:
-        return _found(path, [msgspec.convert(document, _Answer)])
+        return _with_receipts(path, [msgspec.convert(document, _Answer)])
     return [ReceiptInFile(msgspec.convert(document, Receipt))]
 
 
-def _found(path: Path, answers: list[_Answer]) -> list[ReceiptInFile]:
+def _with_receipts(path: Path, answers: list[_Answer]) -> list[ReceiptInFile]:
     found = [
-        ReceiptInFile(choice.receipt, _shown(choice))
+        ReceiptInFile(choice.receipt, _shown_choice(choice))
         for answer in answers
         for choice in answer.choices
         if choice.receipt is not None
@@ -126,31 +126,31 @@ def _found(path: Path, answers: list[_Answer]) -> list[ReceiptInFile]:
     )
 
 
-def _events(content: bytes) -> list[_Answer]:
+def _read_events(content: bytes) -> list[_Answer]:
     data = [line.removeprefix(b"data:").strip() for line in content.splitlines()
             if line.startswith(b"data:")]  # fmt: skip
     return [msgspec.json.decode(line, type=_Answer) for line in data if line != b"[DONE]"]
 
 
-def _merged(chunks: list[_Answer]) -> _Answer:
+def _merge_chunks(chunks: list[_Answer]) -> _Answer:
     """Merge a stream's chunks into a complete answer."""
     whole: dict[int, _Choice] = {}
     for chunk in chunks:
         for choice in chunk.choices:
-            found = whole.setdefault(choice.index, _Choice(choice.index))
-            found.finish_reason = choice.finish_reason or found.finish_reason
-            found.stop_reason = choice.stop_reason or found.stop_reason
-            found.receipt = choice.receipt or found.receipt
+            merged = whole.setdefault(choice.index, _Choice(choice.index))
+            merged.finish_reason = choice.finish_reason or merged.finish_reason
+            merged.stop_reason = choice.stop_reason or merged.stop_reason
+            merged.receipt = choice.receipt or merged.receipt
             if choice.text is not None:
-                found.text = (found.text or "") + choice.text
+                merged.text = (merged.text or "") + choice.text
             if choice.delta is not None:
-                found.message = found.message or _AnswerMessage()
-                _add_delta(found.message, choice.delta)
+                merged.message = merged.message or _AnswerMessage()
+                _add_delta(merged.message, choice.delta)
             if choice.token_ids is not None:
-                found.token_ids = (found.token_ids or []) + choice.token_ids
+                merged.token_ids = (merged.token_ids or []) + choice.token_ids
             for name, column in (choice.logprobs or {}).items():
-                found.logprobs = found.logprobs or {}
-                found.logprobs[name] = found.logprobs.get(name, []) + (column or [])
+                merged.logprobs = merged.logprobs or {}
+                merged.logprobs[name] = merged.logprobs.get(name, []) + (column or [])
     return _Answer(list(whole.values()))
 
 
@@ -167,12 +167,12 @@ def _add_delta(message: _AnswerMessage, delta: _AnswerMessage) -> None:
             calls[call.index].function.arguments += call.function.arguments
 
 
-def _shown(choice: _Choice) -> Shown | None:
+def _shown_choice(choice: _Choice) -> ShownChoice | None:
     message = choice.message
     if message is None and choice.text is None:
         return None
     columns = {name: column for name, column in (choice.logprobs or {}).items() if column}
-    shown = Shown(
+    shown = ShownChoice(
         is_chat=message is not None,
         content=choice.text or "",
         finish_reason=choice.finish_reason,
@@ -187,20 +187,22 @@ def _shown(choice: _Choice) -> Shown | None:
     return shown
 
 
-def answer_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: Computed) -> str:
+def answer_difference(
+    front: "FrontEnd", receipt: Receipt, shown: ShownChoice, computed: Computed
+) -> str:
     """Return the first difference between an answer and its tokens; "" if there is none.
 
-    found: the recomputed answer, which has the receipt's tokens.
+    computed: the recomputed answer, which has the receipt's tokens.
     """
     if shown.token_ids is not None and shown.token_ids != receipt.token_ids:
         return "token_ids: they differ from the receipt's"
-    wrong = (
-        _chat_difference(front, receipt, shown, found.text)
+    difference = (
+        _chat_difference(front, receipt, shown, computed.text)
         if shown.is_chat
-        else _text_difference(front, receipt, shown.content, found.text)
+        else _text_difference(front, receipt, shown.content, computed.text)
     )
-    if wrong:
-        return wrong
+    if difference:
+        return difference
     reasons = {receipt.finish_reason}
     if shown.calls and receipt.finish_reason == "stop":
         reasons.add("tool_calls")  # stays "stop" if tool_choice named the tool
@@ -211,7 +213,7 @@ def answer_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: 
         )
     if shown.stop_reason != receipt.stop_reason:
         return f"stop_reason: {shown.stop_reason!r} in the answer, {receipt.stop_reason!r} computed"
-    return _logprobs_difference(front, receipt, shown, found)
+    return _logprobs_difference(front, receipt, shown, computed)
 
 
 def _text_difference(front: "FrontEnd", receipt: Receipt, shown: str, text: str) -> str:
@@ -222,7 +224,7 @@ def _text_difference(front: "FrontEnd", receipt: Receipt, shown: str, text: str)
     return _first_difference("text", shown, text)
 
 
-def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, text: str) -> str:
+def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: ShownChoice, text: str) -> str:
     """Compare a message with its tokens' text, parsed in every way that the request allows.
 
     A receipt has neither the tools nor whether the answer continues a message, so both are tried,
@@ -235,17 +237,17 @@ def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, text: st
     assert front.tokenizer is not None
     prompt = front.tokenizer.decode(receipt.prompt_token_ids, skip_special_tokens=False)
     differences = []
-    for tools in ([], _tools(shown)):
+    for tools in ([], _matching_tools(shown)):
         for continued in (False, True):
             parser = front.answer_format.parser(tools, prompt=prompt, continued=continued)
-            wrong = _parts_difference(shown, parser.push(text, final=True))
-            if not wrong:
+            difference = _parts_difference(shown, parser.push(text, final=True))
+            if not difference:
                 return ""
-            differences.append(wrong)
+            differences.append(difference)
     return differences[2 if shown.calls else 0]
 
 
-def _tools(shown: Shown) -> list[dict[str, Any]]:
+def _matching_tools(shown: ShownChoice) -> list[dict[str, Any]]:
     """Return tools that match an answer's calls, with the types that tag-based formats need."""
     tools = []
     for call in shown.calls or [_Function("a_tool")]:
@@ -262,7 +264,7 @@ def _tools(shown: Shown) -> list[dict[str, Any]]:
     return tools
 
 
-def _parts_difference(shown: Shown, parts: "list[Part]") -> str:
+def _parts_difference(shown: ShownChoice, parts: "list[Part]") -> str:
     texts = {"content": "", "reasoning": ""}
     calls: list[_Function] = []
     for part in parts:
@@ -274,18 +276,20 @@ def _parts_difference(shown: Shown, parts: "list[Part]") -> str:
             texts[part.kind] += part.text
     # The answer has no reasoning if the request had include_reasoning: false.
     if shown.reasoning is not None and (
-        wrong := _first_difference("reasoning", shown.reasoning, texts["reasoning"])
+        difference := _first_difference("reasoning", shown.reasoning, texts["reasoning"])
     ):
-        return wrong
-    if wrong := _first_difference("content", shown.content, texts["content"]):
-        return wrong
+        return difference
+    if difference := _first_difference("content", shown.content, texts["content"]):
+        return difference
     if len(shown.calls) != len(calls):
         return f"tool_calls: {len(shown.calls)} in the answer, {len(calls)} computed"
-    for i, (said, computed) in enumerate(zip(shown.calls, calls, strict=True)):
+    for i, (shown_call, computed_call) in enumerate(zip(shown.calls, calls, strict=True)):
         for name in ("name", "arguments"):
             where = f"tool_calls[{i}].function.{name}"
-            if wrong := _first_difference(where, getattr(said, name), getattr(computed, name)):
-                return wrong
+            if difference := _first_difference(
+                where, getattr(shown_call, name), getattr(computed_call, name)
+            ):
+                return difference
     return ""
 
 
@@ -296,14 +300,16 @@ def _first_difference(name: str, shown: str, computed: str) -> str:
         (i for i, (a, b) in enumerate(zip(shown, computed, strict=False)) if a != b),
         min(len(shown), len(computed)),
     )
-    said = shown[at : at + 20]
+    shown_text = shown[at : at + 20]
     return (
-        f"{name}: from character {at} on {said!r} in the answer, {computed[at : at + 20]!r} "
+        f"{name}: from character {at} on {shown_text!r} in the answer, {computed[at : at + 20]!r} "
         "computed"
     )
 
 
-def _logprobs_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, found: Computed) -> str:
+def _logprobs_difference(
+    front: "FrontEnd", receipt: Receipt, shown: ShownChoice, computed: Computed
+) -> str:
     from moeserve.server.logprobs import LogprobFormat
 
     num_top = shown.num_logprobs
@@ -313,35 +319,35 @@ def _logprobs_difference(front: "FrontEnd", receipt: Receipt, shown: Shown, foun
     as_ids = "token_id:" in json.dumps(shown.logprobs)
     if shown.is_chat:
         logprob_format = LogprobFormat(front.tokenizer, num_top, as_ids=as_ids)
-        expected = msgspec.to_builtins(logprob_format.chat_logprobs(found.logprobs))["content"]
+        expected = msgspec.to_builtins(logprob_format.chat_logprobs(computed.logprobs))["content"]
         return _rows_difference(shown.logprobs["content"], expected, "logprobs.content")
     # The sampled token is an additional entry if it is not among the most likely ones.
     for top in (num_top, num_top - 1):
         logprob_format = LogprobFormat(front.tokenizer, max(top, 0), as_ids=as_ids)
-        columns, _ = logprob_format.completion_logprobs(receipt.token_ids, found.logprobs)
+        columns, _ = logprob_format.completion_logprobs(receipt.token_ids, computed.logprobs)
         expected = msgspec.to_builtins(columns)
-        wrong = next(
+        difference = next(
             (
-                wrong
+                difference
                 for name in ("tokens", "token_logprobs", "top_logprobs")
                 # With `echo` the entries of the prompt come first.
                 if (
-                    wrong := _rows_difference(
+                    difference := _rows_difference(
                         shown.logprobs.get(name, [])[-num:], expected[name], f"logprobs.{name}"
                     )
                 )
             ),
             "",
         )
-        if not wrong:
+        if not difference:
             return ""
-    return wrong
+    return difference
 
 
 def _rows_difference(shown: list[Any], computed: list[Any], name: str) -> str:
     if len(shown) != len(computed):
         return f"{name}: {len(shown)} entries in the answer, {len(computed)} computed"
-    for i, (said, found) in enumerate(zip(shown, computed, strict=True)):
-        if said != found:
-            return f"{name}[{i}]: {said!r:.80} in the answer, {found!r:.80} computed"
+    for i, (shown_row, computed_row) in enumerate(zip(shown, computed, strict=True)):
+        if shown_row != computed_row:
+            return f"{name}[{i}]: {shown_row!r:.80} in the answer, {computed_row!r:.80} computed"
     return ""

@@ -54,12 +54,12 @@ class Verify:
         what = f"cannot read {args.file}; expected {cls.about}"
         with ConfigError.instead_of((OSError, msgspec.DecodeError), what):
             found = cls.read(args.file, args.chosen)
-        faults = 0
+        num_faults = 0
         if cls.is_signed:
-            faults = sum(_signature_faults(one.receipt, args.chosen) for one in found)
-        faults += _faults(config, found)
-        print("not equal" if faults else "equal")
-        return 1 if faults else 0
+            num_faults = sum(_signature_faults(one.receipt, args.chosen) for one in found)
+        num_faults += _count_faults(config, found)
+        print("not equal" if num_faults else "equal")
+        return 1 if num_faults else 0
 
     @classmethod
     def read(cls, path: Path, chosen: str | None) -> list[ReceiptInFile]:
@@ -118,78 +118,78 @@ def _signature_faults(receipt: Receipt, key: str | None) -> int:
         ),
         (key in (None, receipt.public_key), f"key: {receipt.public_key or 'none'}, not {key}"),
     )
-    return sum(_print(receipt, wrong) for good, wrong in checks if not good)
+    return sum(_report(receipt, wrong) for good, wrong in checks if not good)
 
 
-def _faults(config: Config, found: list[ReceiptInFile]) -> int:
+def _count_faults(config: Config, entries: list[ReceiptInFile]) -> int:
     """Print and count differences. Recompute only answers of this model's weights."""
     from moeserve.loader.checkpoint import weights_digest
     from moeserve.loader.model_dir import resolve_model_dir
 
     weights, _ = weights_digest(resolve_model_dir(config.model.model))
-    faults = 0
-    sound = []
-    for one in found:
-        receipt = one.receipt
+    num_faults = 0
+    comparable = []
+    for entry in entries:
+        receipt = entry.receipt
         if receipt.links and receipt.links[0] != first_link(receipt):
-            faults += _print(
+            num_faults += _report(
                 receipt,
                 "link 0 does not match this request, weights and numerics: one was changed",
             )
         if not receipt.weights and not receipt.links:
-            _print(receipt, "weights: unknown when the request was logged, so not compared")
+            _report(receipt, "weights: unknown when the request was logged, so not compared")
         if receipt.weights != weights and (receipt.weights or receipt.links):
-            faults += _print(
+            num_faults += _report(
                 receipt,
                 f"weights: {receipt.weights or 'unknown'}, but {config.model.model} has {weights}",
             )
         elif wrong := check_form(receipt):
-            faults += _print(receipt, f"form: {wrong}")
+            num_faults += _report(receipt, f"form: {wrong}")
         else:
-            sound.append(one)
-    return faults + (asyncio.run(_compute(config, sound)) if sound else 0)
+            comparable.append(entry)
+    return num_faults + (asyncio.run(_recompute(config, comparable)) if comparable else 0)
 
 
-async def _compute(config: Config, found: list[ReceiptInFile]) -> int:
+async def _recompute(config: Config, entries: list[ReceiptInFile]) -> int:
     """Recompute answers one by one; print the results and count those that differ."""
     from moeserve.frontend.open import open_front_end
 
-    faults = 0
+    num_faults = 0
     async with open_front_end(config, child=False, signs=False) as front:
         ready = await front.wait_ready()
-        for one in found:
-            receipt = one.receipt
+        for entry in entries:
+            receipt = entry.receipt
             try:
-                wrong = await _difference(front, one)
+                wrong = await _entry_difference(front, entry)
             except RequestError as error:
                 wrong = f"this engine rejects the request: {error}"
             if others := dict(receipt.numerics.items() - ready.numerics.items()):
-                _print(
+                _report(
                     receipt,
                     f"the numerics differ, so bits may differ: {others}, here {ready.numerics}",
                 )
-            faults += _print(receipt, wrong or _equal(one)) * bool(wrong)
-    return faults
+            num_faults += _report(receipt, wrong or _equal_parts(entry)) * bool(wrong)
+    return num_faults
 
 
-async def _difference(front: "FrontEnd", one: ReceiptInFile) -> str:
+async def _entry_difference(front: "FrontEnd", entry: ReceiptInFile) -> str:
     """Return the first difference between receipt or answer and the computation; "" if none."""
-    num_logprobs = None if one.shown is None else one.shown.num_logprobs
-    computed = await compute_again(front, one.receipt, num_logprobs)
-    wrong = difference(one.receipt, computed)
-    if wrong or one.shown is None:
+    num_logprobs = None if entry.shown is None else entry.shown.num_logprobs
+    computed = await compute_again(front, entry.receipt, num_logprobs)
+    wrong = difference(entry.receipt, computed)
+    if wrong or entry.shown is None:
         return wrong
-    return answer_difference(front, one.receipt, one.shown, computed)
+    return answer_difference(front, entry.receipt, entry.shown, computed)
 
 
-def _equal(one: ReceiptInFile) -> str:
+def _equal_parts(entry: ReceiptInFile) -> str:
     """Return a line on what was found equal, and what was not compared."""
-    num_tokens = f"{len(one.receipt.token_ids)} tokens"
-    if not one.receipt.links:
+    num_tokens = f"{len(entry.receipt.token_ids)} tokens"
+    if not entry.receipt.links:
         return f"{num_tokens} are equal; logits were not compared: the request had no receipt"
-    if one.shown is None:
+    if entry.shown is None:
         return f"{num_tokens} and their logits are equal; the file has no text to compare"
-    omitted = one.shown.is_chat and one.receipt.marked and one.shown.reasoning is None
+    omitted = entry.shown.is_chat and entry.receipt.marked and entry.shown.reasoning is None
     note = "; the answer has no reasoning to compare" if omitted else ""
     return f"{num_tokens}, their logits and the answer are equal{note}"
 
@@ -202,19 +202,19 @@ async def compute_again(
     num_logprobs: alternatives per token to compute; None for no logprobs. Raises RequestError if
     the engine rejects the request.
     """
-    wanted = receipt.token_ids
+    expected_ids = receipt.token_ids
     params = receipt.sampling
-    least = min(params.min_tokens, len(wanted))
+    min_tokens = min(params.min_tokens, len(expected_ids))
     params = msgspec.structs.replace(
         params,
         n=1,
         seed=int(receipt.seed),
-        max_tokens=len(wanted),
-        min_tokens=least,
+        max_tokens=len(expected_ids),
+        min_tokens=min_tokens,
         receipt=True,
         logprobs=None if num_logprobs is None else min(num_logprobs, MAX_LOGPROBS),
     )
-    found: list[int] = []
+    token_ids: list[int] = []
     text = ""
     logprobs: list[Logprobs] = []
     prompt = receipt.prompt_token_ids
@@ -223,16 +223,16 @@ async def compute_again(
         prompt, params, marked=receipt.marked, grammar=grammar
     ) as generation:
         async for delta in generation:
-            found += delta.token_ids
+            token_ids += delta.token_ids
             text += delta.text
             logprobs += delta.logprobs
-            if found != wanted[: len(found)]:
+            if token_ids != expected_ids[: len(token_ids)]:
                 break
-        digests = generation.sequences[0].digests[: len(found)]
-    return Computed(found, digests, delta.finish_reason, delta.stop_reason, text, logprobs)
+        digests = generation.sequences[0].digests[: len(token_ids)]
+    return Computed(token_ids, digests, delta.finish_reason, delta.stop_reason, text, logprobs)
 
 
-def _print(receipt: Receipt, what: str) -> int:
+def _report(receipt: Receipt, what: str) -> int:
     """Print a line about a receipt; return 1, for counting."""
     print(f"{receipt.id or 'receipt'} {receipt.index}: {what}")
     return 1

@@ -55,22 +55,22 @@ class Conversation:
         self.prompt = prompt  # token ids
         self.params = params
         self.tools = tools
-        self.parsed = False  # whether answers may have parts besides content
+        self.is_parsed = False  # whether answers may have parts besides content
         self.running: RunningRequest
         self.num_earlier_calls = 0
         # A resumed stream keeps its ids.
-        self._key = uuid.uuid4().hex if terms.stream is None else terms.stream.id
-        self._ids: list[list[str]] = [[] for _ in range(params.n)]  # of each choice's calls
+        self._call_id_seed = uuid.uuid4().hex if terms.stream is None else terms.stream.id
+        self._call_ids: list[list[str]] = [[] for _ in range(params.n)]  # by choice
 
     def parts(self, delta: Delta) -> list[Part]:
         """Return the parts of a delta. Call it once for each delta, in order.
 
         When a choice with calls ends, its finish_reason becomes "tool_calls".
         """
-        if not self.parsed:
+        if not self.is_parsed:
             return [Part("content", delta.text)] if delta.text else []
         parts = delta.parts
-        ids = self._ids[delta.index]
+        ids = self._call_ids[delta.index]
         if len(parts) > 1:
             parts = joined(parts)
         for i, part in enumerate(parts):
@@ -84,7 +84,7 @@ class Conversation:
 
     def _call_id(self, name: str, choice: int, number: int) -> str:
         assert self.front.answer_format is not None
-        digest = hashlib.sha256(f"{self._key}.{choice}.{number}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._call_id_seed}.{choice}.{number}".encode()).hexdigest()
         return self.front.answer_format.call_id(name, self.num_earlier_calls + number, digest[:32])
 
 
@@ -105,12 +105,16 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
         )
         chat = Conversation(terms, front, prompt, params, tools)
         options: dict[str, Any] = {}
-        if (form := front.answer_format) is not None:
-            chat.parsed = True
+        if (answer_format := front.answer_format) is not None:
+            chat.is_parsed = True
             chat.num_earlier_calls = sum(len(one.tool_calls or ()) for one in request.messages)
             if not params.ignore_eos:
-                params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
-            options = await asyncio.to_thread(_generate_options, form, request, tools, text)
+                params = replace(
+                    params, stop_token_ids=[*params.stop_token_ids, *answer_format.stop_ids]
+                )
+            options = await asyncio.to_thread(
+                _generate_options, answer_format, request, tools, text
+            )
         elif tools.shown:
             raise InvalidRequest(
                 "tools: this model's format of tool calls is unknown; start the server with "
@@ -127,12 +131,12 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
 
 
 def _generate_options(
-    form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
+    answer_format: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
 ) -> dict[str, Any]:
     """Return the options of `FrontEnd.generate` about how answers are read and constrained."""
     continues = bool(request.continue_final_message)
     constraint = answer_constraint(
-        form,
+        answer_format,
         tools.callable,
         [tool["function"]["name"] for tool in request.tools or ()],
         forced=tools.forced,
@@ -142,7 +146,11 @@ def _generate_options(
     )
     found: dict[str, Any] = {
         "parser": partial(
-            form.parser, tools.shown, prompt=prompt, continued=continues, required=tools.forced
+            answer_format.parser,
+            tools.shown,
+            prompt=prompt,
+            continued=continues,
+            required=tools.forced,
         )
     }
     if constraint is not None:
@@ -193,33 +201,33 @@ async def render_chat(
             param="messages",
             code="no_chat_template",
         )
-    checked = chat_messages(messages)
-    offered = tools.shown or None
-    if offered and not template.takes_tools:
+    checked_messages = chat_messages(messages)
+    shown_tools = tools.shown or None
+    if shown_tools and not template.takes_tools:
         raise InvalidRequest(
             "tools: this model's chat template does not support tools; start the server with "
             "another --chat-template",
             param="tools",
             code="unsupported_parameter",
         )
-    for i, message in enumerate(checked):
+    for i, message in enumerate(checked_messages):
         if (message["role"] == "tool" or "tool_calls" in message) and not template.takes_calls:
             what = "this model's chat template does not support tool calls; write them as text"
             raise InvalidRequest(
                 f"messages[{i}]: {what}", param=f"messages[{i}]", code="unsupported_parameter"
             )
-    num_chars = sum(len(message.get("content") or "") for message in checked)
-    if offered:
-        num_chars += len(msgspec.json.encode(offered))
+    num_chars = sum(len(message.get("content") or "") for message in checked_messages)
+    if shown_tools:
+        num_chars += len(msgspec.json.encode(shown_tools))
     check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
     continues = bool(options.continue_final_message)
-    adds = options.add_generation_prompt
+    adds_prompt = options.add_generation_prompt
     rendered = await template.render_async(
         tokenizer,
-        checked,
+        checked_messages,
         owner,
-        tools=offered,
-        add_generation_prompt=not continues if adds is None else adds,
+        tools=shown_tools,
+        add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
         kwargs=_template_variables(options),
     )
@@ -230,11 +238,11 @@ def _template_variables(options: TemplateOptions) -> dict[str, Any]:
     given = options.chat_template_kwargs or {}
     if options.reasoning_effort is None:
         return given
-    thinks = options.reasoning_effort != "none"
+    enables_thinking = options.reasoning_effort != "none"
     # Templates have a switch under one of the last two names.
     effort = {
         "reasoning_effort": options.reasoning_effort,
-        "enable_thinking": thinks,
-        "thinking": thinks,
+        "enable_thinking": enables_thinking,
+        "thinking": enables_thinking,
     }
     return effort | given

@@ -60,21 +60,21 @@ class _Scrape:
     stats: FrontStats
     view: FleetView
 
-    def last(self, field: str) -> int:
+    def last_step_value(self, field: str) -> int:
         """Return a field of the newest step's record; 0 if there is no step."""
         return getattr(self.stats.last, field) if self.stats.last is not None else 0
 
     @property
     def num_states(self) -> int:
-        return self.last("num_states") - 1  # without the null block
+        return self.last_step_value("num_states") - 1  # without the null block
 
     @property
     def cache_usage(self) -> float:
         """The share of KV blocks in use."""
         if self.stats.last is None:
             return 0.0
-        usable = max(self.last("num_blocks") - 1, 1)  # without the null block
-        used = usable - self.last("num_free_blocks")
+        usable = max(self.last_step_value("num_blocks") - 1, 1)  # without the null block
+        used = usable - self.last_step_value("num_free_blocks")
         return min(max(used / usable, 0.0), 1.0)
 
 
@@ -90,140 +90,140 @@ class _Single(NamedTuple):
     value: Value
 
 
-def _stat(path: str) -> Value:
+def _from_stats(path: str) -> Value:
     get = attrgetter(path)
     return lambda scrape: get(scrape.stats)
 
 
-def _last(field: str) -> Value:
-    return lambda scrape: scrape.last(field)
+def _from_last_step(field: str) -> Value:
+    return lambda scrape: scrape.last_step_value(field)
 
 
-def _of(path: str) -> Value:
+def _from_scrape(path: str) -> Value:
     return attrgetter(path)
 
 
-ALWAYS = (
+BASE_METRICS = (
     _Single(
         Gauge,
         "num_requests_running",
         "sequences in the engine's batch",
-        _last("num_running"),
+        _from_last_step("num_running"),
     ),
     _Single(
         Gauge,
         "num_requests_waiting",
         "sequences waiting in the engine",
-        _last("num_waiting"),
+        _from_last_step("num_waiting"),
     ),
     _Single(
         Gauge,
         "num_requests_active",
         "sequences that clients are waiting for",
-        _stat("num_active"),
+        _from_stats("num_active"),
     ),
     _Single(
         Gauge,
         "overlap_efficiency",
         "1 - exposed / total communication time; 1: all is overlapped",
-        _stat("total.overlap_efficiency"),
+        _from_stats("total.overlap_efficiency"),
     ),
     _Single(
         Gauge,
         "kv_cache_usage_perc",
         "fraction of KV blocks in use",
-        _of("cache_usage"),
+        _from_scrape("cache_usage"),
     ),
     _Single(
         Counter,
         "prompt_tokens",
         "prompt tokens of started sequences, including cached tokens",
-        _stat("prompt_tokens"),
+        _from_stats("prompt_tokens"),
     ),
     _Single(
         Counter,
         "generation_tokens",
         "generated tokens",
-        _stat("generation_tokens"),
+        _from_stats("generation_tokens"),
     ),
     _Single(
         Counter,
         "prefix_cache_queries",
         "prompt tokens looked up in the prefix cache",
-        _stat("prompt_tokens"),
+        _from_stats("prompt_tokens"),
     ),
     _Single(
         Counter,
         "prefix_cache_hits",
         "prompt tokens found in the prefix cache",
-        _stat("cached_prompt_tokens"),
+        _from_stats("cached_prompt_tokens"),
     ),
     _Single(
         Counter,
         "num_preemptions",
         "preemptions of sequences for lack of KV blocks",
-        _stat("preemptions"),
+        _from_stats("preemptions"),
     ),
     _Single(
         Counter,
         "comm_seconds",
         "time of transfers between ranks, summed over transfers",
-        _stat("total.comm_s"),
+        _from_stats("total.comm_s"),
     ),
     _Single(
         Counter,
         "exposed_comm_seconds",
         "the part of comm_seconds in which the model waited",
-        _stat("total.exposed_comm_s"),
+        _from_stats("total.exposed_comm_s"),
     ),
     _Single(
         Counter,
         "requests_rejected",
         "requests refused because the queue was full",
-        _stat("rejected"),
+        _from_stats("rejected"),
     ),
 )
-WITH_EXPERTS = (
+EXPERT_METRICS = (
     _Single(
         Gauge,
         "expert_balance",
         "mean over maximum load of ranks, recently; 1 is even",
-        _of("view.experts.balance"),
+        _from_scrape("view.experts.balance"),
     ),
     _Single(
         Gauge,
         "expert_placement_version",
         "version of the active placement",
-        _of("view.experts.placement.version"),
+        _from_scrape("view.experts.placement.version"),
     ),
     _Single(
         Counter,
         "expert_moved_bytes",
         "bytes of expert weights that ranks loaded to move experts",
-        _of("view.experts.moved_bytes"),
+        _from_scrape("view.experts.moved_bytes"),
     ),
 )
-WITH_STATES = (
+STATE_METRICS = (
     _Single(
         Gauge,
         "num_states",
         "blocks of recurrent layers' states",
-        _of("num_states"),
+        _from_scrape("num_states"),
     ),
     _Single(
         Gauge,
         "num_states_running",
         "state blocks of running requests",
-        lambda scrape: scrape.num_states - scrape.last("num_free_states"),
+        lambda scrape: scrape.num_states - scrape.last_step_value("num_free_states"),
     ),
     _Single(
         Gauge,
         "num_states_cached",
         "state blocks that the prefix cache can find",
-        _last("num_cached_states"),
+        _from_last_step("num_cached_states"),
     ),
 )
-WITH_DRAFTS = (
+DRAFT_METRICS = (
     _Single(
         Counter,
         "spec_decode_num_drafts",
@@ -244,7 +244,7 @@ WITH_DRAFTS = (
     ),
 )
 # For each number in `FrontStats.expert_cache`: name, help, and the factor to the metric's unit.
-EXPERT_CACHE = (
+EXPERT_CACHE_METRICS = (
     ("expert_cache_hits", "experts that were in memory or being read when needed", 1),
     ("expert_cache_misses", "experts that had to be read from disk when needed", 1),
     ("expert_cache_stall_seconds", "time in which steps waited for experts", 1e-6),
@@ -328,11 +328,11 @@ class _Collector(Collector):
         metrics = _front_metrics(context.front)
         if context.config.metrics_names == "vllm":
             engine = "0" if context.front.fleet is None else "all"
-            metrics = map(partial(_as_vllms, engine=engine), metrics)
+            metrics = map(partial(_with_vllm_name, engine=engine), metrics)
         yield from metrics
 
 
-def _as_vllms(metric: Metric, engine: str) -> Metric:
+def _with_vllm_name(metric: Metric, engine: str) -> Metric:
     """Return a metric under vLLM's name and with its labels, if vLLM has it."""
     if metric.name.removeprefix(PREFIX).startswith(VLLM_NAMES):
         metric.name = metric.name.replace(PREFIX, VLLM_PREFIX, 1)
@@ -364,18 +364,18 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
     stats = front.stats
     name = front.model_name
     scrape = _Scrape(front, stats, front.monitor.view(front.state, front.ready))
-    singles: tuple[_Single, ...] = ALWAYS
+    singles: tuple[_Single, ...] = BASE_METRICS
     if scrape.view.experts is not None:
-        singles += WITH_EXPERTS
-    if scrape.last("num_states"):
-        singles += WITH_STATES
+        singles += EXPERT_METRICS
+    if scrape.last_step_value("num_states"):
+        singles += STATE_METRICS
     if stats.drafts:
-        singles += WITH_DRAFTS
+        singles += DRAFT_METRICS
     for single in singles:
         rows = [([name], single.value(scrape))]
         yield _family(single.kind, single.name, single.help, ["model_name"], rows)
     if stats.expert_cache:
-        for (suffix, help, unit), number in zip(EXPERT_CACHE, stats.expert_cache, strict=True):
+        for (suffix, help, unit), number in zip(EXPERT_CACHE_METRICS, stats.expert_cache, strict=True):
             yield _family(Counter, suffix, help, ["model_name"], [([name], unit * number)])
     if stats.drafts:
         yield _accepted_by_position(stats, name)

@@ -53,7 +53,7 @@ class ChatWriter(ChunkWriter):
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
         """Return the chunks of a delta: one for each part, if the answer is parsed."""
-        if not self._chat.parsed:
+        if not self._chat.is_parsed:
             return super().frames(prompt, delta)
         self.counts.add(delta)
         index = delta.index
