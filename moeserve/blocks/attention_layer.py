@@ -219,25 +219,28 @@ class AttentionLayer:
 
     @staticmethod
     def workspace(
-        spec: Attention, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        spec: Attention, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         shape = spec.head_shape(tp_size)
         d = spec.head_dim
         heads = shape.num_heads
         kv_heads = shape.num_kv_heads
-        both = (heads + kv_heads) * d
-        results = heads * shape.v_dim
-        rows = tokens * (
-            (both + kv_heads * shape.v_dim) * size
-            + both * (5 * FP32 + size)
-            + 2 * max(heads * d, results) * size
+        qk_width = (heads + kv_heads) * d
+        result_width = heads * shape.v_dim
+        num_bytes = tokens * (
+            (qk_width + kv_heads * shape.v_dim) * itemsize
+            + qk_width * (5 * FP32 + itemsize)
+            + 2 * max(heads * d, result_width) * itemsize
         )
-        rows += tokens * results * 3 * FP32 if spec.gate != "none" else 0
-        rows += gathered_bytes(tokens, spec.num_heads * shape.v_dim + width, size, tp_size)
+        num_bytes += tokens * result_width * 3 * FP32 if spec.gate != "none" else 0
+        num_bytes += gathered_bytes(tokens, spec.num_heads * shape.v_dim + width, itemsize, tp_size)
         if spec.qk_norm == "full" and tp_size > 1:
-            all_both = both * tp_size
-            rows += gathered_bytes(tokens, all_both, size, tp_size) + 4 * FP32 * tokens * all_both
-        return rows + item_bytes(shape, max_len, size)
+            all_qk_width = qk_width * tp_size
+            num_bytes += (
+                gathered_bytes(tokens, all_qk_width, itemsize, tp_size)
+                + 4 * FP32 * tokens * all_qk_width
+            )
+        return num_bytes + item_bytes(shape, max_len, itemsize)
 
 
 def _split_off_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
@@ -293,7 +296,7 @@ def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: li
         build.reorder(f"{name}{x}_norm", [head * dim + i for head in range(every) for i in order])
 
 
-def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:
+def item_bytes(shape: HeadShape, max_len: int, itemsize: int) -> int:
     """Return an upper bound of the bytes of one work item of attention.
 
     The smallest item has the queries of one KV head.
@@ -304,4 +307,4 @@ def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:
     # fp32, because with an int8 cache attention computes in fp32 for any dtype of activations.
     item = scores * FP32 * (5 + d // TILE)
     context = max(MAX_CONTEXT_ELEMENTS, shape.num_kv_heads * d * CUT)
-    return item + context * (size + FP32) + 2 * INT64 * shape.num_kv_heads * longest
+    return item + context * (itemsize + FP32) + 2 * INT64 * shape.num_kv_heads * longest

@@ -48,17 +48,17 @@ def build_feed_forward(spec: Dense | MoE, build: Builder, name: str) -> FeedForw
 
 
 def feed_forward_workspace(
-    spec: Dense | MoE, *, width: int, tokens: int, size: int, tp_size: int
+    spec: Dense | MoE, *, width: int, tokens: int, itemsize: int, tp_size: int
 ) -> int:
     """Return an upper bound of the bytes that a call needs in addition to the residual stream.
 
     width: of the model.
     tokens: of a step, including padding.
-    size: bytes of an element.
+    itemsize: bytes of an element.
     """
     if isinstance(spec, Dense):
-        return dense_workspace(spec.size, width, tokens, size, tp_size)
-    return moe_workspace(spec, width, tokens, size, tp_size)
+        return dense_workspace(spec.size, width, tokens, itemsize, tp_size)
+    return moe_workspace(spec, width, tokens, itemsize, tp_size)
 
 
 def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
@@ -152,25 +152,25 @@ def build_router(spec: MoE, build: Builder, name: str) -> Router:
     return Router(build.linear(name + "router"), spec.top_k, rule, build.ops, bias_E, scale_E)
 
 
-def dense_workspace(inner: int, width: int, tokens: int, size: int, tp_size: int) -> int:
+def dense_workspace(inner: int, width: int, tokens: int, itemsize: int, tp_size: int) -> int:
     """Return an upper bound of the bytes of a dense block; see `feed_forward_workspace`."""
-    return tokens * (4 * inner + 2 * width) * size + gathered_bytes(
-        tokens, inner + width, size, tp_size
+    return tokens * (4 * inner + 2 * width) * itemsize + gathered_bytes(
+        tokens, inner + width, itemsize, tp_size
     )
 
 
-def moe_workspace(spec: MoE, width: int, tokens: int, size: int, tp_size: int) -> int:
+def moe_workspace(spec: MoE, width: int, tokens: int, itemsize: int, tp_size: int) -> int:
     """Return an upper bound of the bytes of an MoE block; see `feed_forward_workspace`."""
     shared = max(block.size for block in (spec.shared, spec.beside, Dense(size=0)) if block)
-    dense = tokens * (4 * shared + 2 * width) * size
+    dense = tokens * (4 * shared + 2 * width) * itemsize
     own = padded_rows(-(-tokens // tp_size), LARGEST_PAD)  # tokens that this rank sends to experts
     pairs = own * spec.top_k
-    grouped = 2 * pairs * width * size + 4 * pairs * INT64
-    expert = own * (4 * spec.size + 2 * width) * size  # if all tokens choose the same expert
-    scores = tokens * spec.num_experts * (size + 2 * FP32 + 3 * INT64)
-    combine = TERMS * (size + 2 * FP32) + own * width * size
+    grouped = 2 * pairs * width * itemsize + 4 * pairs * INT64
+    expert = own * (4 * spec.size + 2 * width) * itemsize  # if all tokens choose the same expert
+    scores = tokens * spec.num_experts * (itemsize + 2 * FP32 + 3 * INT64)
+    combine = TERMS * (itemsize + 2 * FP32) + own * width * itemsize
     return (
         grouped
         + max(expert, combine, dense + combine, scores)
-        + gathered_bytes(tokens, width, size, tp_size)
+        + gathered_bytes(tokens, width, itemsize, tp_size)
     )

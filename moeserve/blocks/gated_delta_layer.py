@@ -86,13 +86,15 @@ class GatedDeltaLayer(RecurrentLayer):
 
     @staticmethod
     def workspace(
-        spec: GatedDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        spec: GatedDelta, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         _, values, qk, v = spec.local(tp_size)
-        rows = tokens * (
-            (qk + 2 * v) * size + (3 * (qk + v) + 5 * v + 8 * values) * FP32 + v * size
+        num_bytes = tokens * (
+            (qk + 2 * v) * itemsize + (3 * (qk + v) + 5 * v + 8 * values) * FP32 + v * itemsize
         )
-        return rows + gathered_bytes(tokens, spec.num_v_heads * spec.v_dim + width, size, tp_size)
+        return num_bytes + gathered_bytes(
+            tokens, spec.num_v_heads * spec.v_dim + width, itemsize, tp_size
+        )
 
 
 def by_part(sizes: list[int], heads: int) -> list[int]:

@@ -199,11 +199,15 @@ def build_indexer(
     )
 
 
-def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, size: int) -> int:
+def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, itemsize: int) -> int:
     """Return an upper bound of the bytes that selection adds to one call of MLA."""
     heads = spec.num_heads * spec.dim
-    rows = tokens * (heads * (2 * size + 4 * FP32) + width * (size + FP32) + 5 * spec.dim * FP32)
+    num_bytes = tokens * (
+        heads * (2 * itemsize + 4 * FP32) + width * (itemsize + FP32) + 5 * spec.dim * FP32
+    )
     tables = 6 * tokens * padded_context(spec.top_k) * INT64
     # Elements of keys or products that are in memory at once
     span = max(MAX_SCORES, spec.num_heads * SPAN, spec.dim * SPAN)
-    return rows + tables + 6 * span * FP32 + (QUERIES + 2) * padded_context(max_len) * 6 * INT64
+    return (
+        num_bytes + tables + 6 * span * FP32 + (QUERIES + 2) * padded_context(max_len) * 6 * INT64
+    )

@@ -68,9 +68,11 @@ class KimiDeltaLayer(RecurrentLayer):
 
     @staticmethod
     def workspace(
-        spec: KimiDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        spec: KimiDelta, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         part = spec.size // tp_size
         narrow = 2 * spec.head_dim + spec.num_heads
-        rows = tokens * (part * (6 * size + 15 * FP32) + narrow * (2 * size + 2 * FP32))
-        return rows + gathered_bytes(tokens, spec.size + width, size, tp_size)
+        num_bytes = tokens * (
+            part * (6 * itemsize + 15 * FP32) + narrow * (2 * itemsize + 2 * FP32)
+        )
+        return num_bytes + gathered_bytes(tokens, spec.size + width, itemsize, tp_size)

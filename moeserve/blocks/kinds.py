@@ -43,14 +43,14 @@ def build_mixer(spec: Mixer, build: Builder, name: str, group: int) -> MixerLaye
 
 
 def mixer_workspace(
-    spec: Mixer, *, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    spec: Mixer, *, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
 ) -> int:
     """Return an upper bound of the bytes that a call needs in addition to the residual stream.
 
     width: of the model.
     tokens: of a step, including padding.
     max_len: the longest context in tokens.
-    size: bytes of an element.
+    itemsize: bytes of an element.
     """
     layer = MIXERS[type(spec).__name__]
-    return layer.workspace(spec, width, tokens, max_len, size, tp_size)
+    return layer.workspace(spec, width, tokens, max_len, itemsize, tp_size)

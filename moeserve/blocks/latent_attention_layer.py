@@ -157,18 +157,22 @@ class LatentAttentionLayer:
 
     @staticmethod
     def workspace(
-        spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        spec: LatentAttention, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         shape = spec.head_shape(tp_size)
         queries = shape.num_heads * (spec.nope_dim + spec.rope_dim)
         absorbed = shape.num_heads * (2 * spec.entry + spec.rank + spec.v_dim)
-        rows = tokens * (
-            (queries + (spec.q_rank or 0) + spec.entry + absorbed) * size
+        num_bytes = tokens * (
+            (queries + (spec.q_rank or 0) + spec.entry + absorbed) * itemsize
             + (2 * queries + spec.entry) * FP32
         )
         return (
-            rows
-            + (indexer_workspace(spec.indexer, width, tokens, max_len, size) if spec.indexer else 0)
-            + gathered_bytes(tokens, spec.num_heads * spec.v_dim + width, size, tp_size)
-            + item_bytes(shape, max_len, size)
+            num_bytes
+            + (
+                indexer_workspace(spec.indexer, width, tokens, max_len, itemsize)
+                if spec.indexer
+                else 0
+            )
+            + gathered_bytes(tokens, spec.num_heads * spec.v_dim + width, itemsize, tp_size)
+            + item_bytes(shape, max_len, itemsize)
         )

@@ -107,10 +107,14 @@ class LightningLayer(RecurrentLayer):
 
     @staticmethod
     def workspace(
-        spec: Lightning, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        spec: Lightning, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         heads = spec.num_heads // tp_size
         dim = spec.head_dim
-        rows = tokens * heads * dim * (5 * size + 10 * FP32)
+        num_bytes = tokens * heads * dim * (5 * itemsize + 10 * FP32)
         states = 3 * heads * dim * dim * FP32  # inside of the recurrence
-        return rows + states + gathered_bytes(tokens, spec.num_heads * dim + width, size, tp_size)
+        return (
+            num_bytes
+            + states
+            + gathered_bytes(tokens, spec.num_heads * dim + width, itemsize, tp_size)
+        )

@@ -23,7 +23,7 @@ W = TypeVar("W", Tensor, Quantised)
 FP32 = 4  # bytes
 INT64 = 8  # bytes
 # Copies of gathered columns in memory: sent (kept for a while), received, and in order
-GATHERED = 3
+GATHERED_COPIES = 3
 
 
 def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
@@ -32,9 +32,9 @@ def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -
     return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
 
 
-def gathered_bytes(rows: int, columns: int, size: int, tp_size: int) -> int:
-    """Return the bytes that gathering columns needs. size: bytes of an element."""
-    return 0 if tp_size == 1 else GATHERED * rows * (columns + tp_size) * size
+def gathered_bytes(rows: int, columns: int, itemsize: int, tp_size: int) -> int:
+    """Return the bytes that gathering columns needs. itemsize: bytes of an element."""
+    return 0 if tp_size == 1 else GATHERED_COPIES * rows * (columns + tp_size) * itemsize
 
 
 def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:

@@ -59,14 +59,16 @@ class Mamba1Layer(RecurrentLayer):
 
     @staticmethod
     def workspace(
-        spec: Mamba1, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        spec: Mamba1, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         local = spec.channels // tp_size
         selected = spec.rank + 2 * spec.state
-        rows = tokens * (
-            local * (5 * size + 12 * FP32) + spec.channels * size + selected * 3 * (size + FP32)
+        num_bytes = tokens * (
+            local * (5 * itemsize + 12 * FP32)
+            + spec.channels * itemsize
+            + selected * 3 * (itemsize + FP32)
         )
         # Inside of the convolution and the scan
         states = (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32
-        gathered = gathered_bytes(tokens, 2 * spec.channels + width, size, tp_size)
-        return rows + states + gathered
+        gathered = gathered_bytes(tokens, 2 * spec.channels + width, itemsize, tp_size)
+        return num_bytes + states + gathered

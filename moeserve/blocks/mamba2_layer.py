@@ -80,15 +80,16 @@ class Mamba2Layer(RecurrentLayer):
 
     @staticmethod
     def workspace(
-        spec: Mamba2, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        spec: Mamba2, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         _, heads, inner, shared = spec.local(tp_size)
-        rows = tokens * (
-            (3 * inner + 2 * shared + heads) * size + (8 * inner + 4 * shared + 6 * heads) * FP32
+        num_bytes = tokens * (
+            (3 * inner + 2 * shared + heads) * itemsize
+            + (8 * inner + 4 * shared + 6 * heads) * FP32
         )
         states = 4 * heads * spec.state_dim * spec.head_dim * FP32
         return (
-            rows
+            num_bytes
             + states
-            + gathered_bytes(tokens, spec.num_heads * spec.head_dim + width, size, tp_size)
+            + gathered_bytes(tokens, spec.num_heads * spec.head_dim + width, itemsize, tp_size)
         )

@@ -37,8 +37,10 @@ class ShortConvLayer(RecurrentLayer):
 
     @staticmethod
     def workspace(
-        spec: ShortConv, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        spec: ShortConv, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         local = spec.channels // tp_size
-        rows = tokens * local * (4 * size + 6 * FP32) + 4 * (TILE + spec.conv) * local * FP32
-        return rows + gathered_bytes(tokens, spec.channels + width, size, tp_size)
+        num_bytes = (
+            tokens * local * (4 * itemsize + 6 * FP32) + 4 * (TILE + spec.conv) * local * FP32
+        )
+        return num_bytes + gathered_bytes(tokens, spec.channels + width, itemsize, tp_size)

@@ -48,11 +48,11 @@ def workspace_bytes(
     inflow: None without expert parallelism.
     """
     tokens = padded_rows(max_tokens, LARGEST_PAD)
-    size = dtype.itemsize
+    itemsize = dtype.itemsize
     # The residual stream, the normed stream, a block's output, and the norm's fp32 copies.
-    stream = tokens * spec.hidden_size * (3 * size + 3 * FP32)
+    stream = tokens * spec.hidden_size * (3 * itemsize + 3 * FP32)
     if spec.draft_layers:  # the model's hidden states, padded, and the inputs of the merge
-        stream += tokens * spec.hidden_size * (4 + 2 * len(spec.aux_hidden_layers)) * size
+        stream += tokens * spec.hidden_size * (4 + 2 * len(spec.aux_hidden_layers)) * itemsize
     block = max(
         max(
             mixer_workspace(
@@ -60,14 +60,14 @@ def workspace_bytes(
                 width=spec.hidden_size,
                 tokens=tokens,
                 max_len=max_len,
-                size=size,
+                itemsize=itemsize,
                 tp_size=ranks,
             ),
             feed_forward_workspace(
                 layer.feed_forward,
                 width=spec.hidden_size,
                 tokens=tokens,
-                size=size,
+                itemsize=itemsize,
                 tp_size=ranks,
             )
             if layer.feed_forward
@@ -78,9 +78,9 @@ def workspace_bytes(
             *((layer, 1) for layer in set(spec.draft_layers) if spec.draft_whole),
         ]
     )
-    logits = max_rows * (spec.vocab_size * (size + FP32) + spec.hidden_size * size)
-    logits += gathered_bytes(max_rows, spec.vocab_size, size, tp_size)
-    received = 0 if inflow is None else _received(spec, inflow, size)
+    logits = max_rows * (spec.vocab_size * (itemsize + FP32) + spec.hidden_size * itemsize)
+    logits += gathered_bytes(max_rows, spec.vocab_size, itemsize, tp_size)
+    received = 0 if inflow is None else _received(spec, inflow, itemsize)
     return stream + _metadata(spec, tokens, max_rows, max_len) + max(block, logits) + received
 
 
@@ -97,14 +97,14 @@ def _metadata(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
     )
 
 
-def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
+def _received(spec: ModelSpec, inflow: Inflow, itemsize: int) -> int:
     """Return the bytes of received rows and their results, which the transport keeps; of the
     activations of one expert; and of experts that are being moved to this rank.
 
     Only one micro-batch computes at a time. In the worst case, one expert gets every token.
     """
     width = spec.hidden_size
-    rows = inflow.ubatches * inflow.rows * (inflow.copies * width * size + 4 * INT64)
+    rows = inflow.ubatches * inflow.rows * (inflow.copies * width * itemsize + 4 * INT64)
     tokens = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
-    activations = tokens * (4 * spec.expert_size + 2 * width) * size
-    return rows + activations + inflow.moving * spec.expert_weights * size
+    activations = tokens * (4 * spec.expert_size + 2 * width) * itemsize
+    return rows + activations + inflow.moving * spec.expert_weights * itemsize

@@ -58,5 +58,5 @@ def test_a_package_adds_a_kind(install: Install) -> None:
     spec = echo_mixer.Echo(rope=None)
     build: object = object()
     assert build_mixer(spec, build, "layers.0.", 3).made_of == (spec, build, "layers.0.", 3)
-    sizes = {"width": 8, "tokens": 4, "max_len": 9, "size": 2, "tp_size": 1}
+    sizes = {"width": 8, "tokens": 4, "max_len": 9, "itemsize": 2, "tp_size": 1}
     assert mixer_workspace(spec, **sizes) == 64
