@@ -32,23 +32,23 @@ class Birth(msgspec.Struct, frozen=True):
     document: msgspec.Raw
 
 
-def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
+def adopt(on_document: Callable[[bytes], object] = lambda document: None) -> bytes:
     """Tie this process to its parent, and return the start document (JSON). To be called first.
 
     Exits with code 77 if the parent is gone already.
 
-    later: called in a thread with each further document (see `Child.hand_over`).
+    on_document: called in a thread with each further document (see `Child.hand_over`).
     """
     lines = _read_lines()
     line = next(lines, None)
     die_with_parent()
     if line is None:
-        _end("the parent ended before it sent a start document")
+        _end_with_parent("the parent ended before it sent a start document")
     birth = _decode(line)
     if os.getppid() != birth.parent_pid:  # it died before `die_with_parent`
-        _end("the parent ended during start-up")
+        _end_with_parent("the parent ended during start-up")
     threading.Thread(
-        target=_hold_lifeline, args=[lines, later], name="lifeline", daemon=True
+        target=_hold_lifeline, args=[lines, on_document], name="lifeline", daemon=True
     ).start()
     return bytes(birth.document)
 
@@ -77,19 +77,19 @@ _decode = msgspec.json.Decoder(Birth).decode
 
 
 def _read_lines() -> Iterator[bytes]:
-    rest = b""
-    while part := os.read(LIFELINE_FD, 65536):
-        *lines, rest = (rest + part).split(b"\n")
+    partial_line = b""
+    while data := os.read(LIFELINE_FD, 65536):
+        *lines, partial_line = (partial_line + data).split(b"\n")
         yield from lines
 
 
-def _hold_lifeline(lines: Iterator[bytes], later: Callable[[bytes], object]) -> None:
+def _hold_lifeline(lines: Iterator[bytes], on_document: Callable[[bytes], object]) -> None:
     for line in lines:
-        later(bytes(_decode(line).document))
-    _end("the parent is gone")
+        on_document(bytes(_decode(line).document))
+    _end_with_parent("the parent is gone")
 
 
-def _end(why: str) -> NoReturn:
+def _end_with_parent(why: str) -> NoReturn:
     # stderr may be gone together with the parent.
     with suppress(OSError):
         os.write(2, f"{os.path.basename(sys.argv[0])}: {why}; ending\n".encode())

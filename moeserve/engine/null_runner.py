@@ -11,14 +11,14 @@ from moeserve.messages import Join, PlacementResult, PlacementTable
 
 
 class NullHandle:
-    """A StepHandle whose result is ready at due_s, on the monotonic clock; 0: at once."""
+    """A StepHandle whose result is ready at due_at_s, on the monotonic clock; 0: at once."""
 
-    def __init__(self, result: StepResult, due_s: float = 0.0) -> None:
+    def __init__(self, result: StepResult, due_at_s: float = 0.0) -> None:
         self._result = result
-        self._due_s = due_s
+        self._due_at_s = due_at_s
 
     async def result(self) -> StepResult:
-        wait_s = self._due_s - time.monotonic() if self._due_s else 0.0
+        wait_s = self._due_at_s - time.monotonic() if self._due_at_s else 0.0
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         return self._result
@@ -38,14 +38,14 @@ class NullRunner:
     def __init__(self, vocab_size: int = 1000, step_s: float = 0.0) -> None:
         self._vocab_size = vocab_size
         self._step_s = step_s
-        self._due_s = 0.0
+        self._due_at_s = 0.0
 
     def start(self, plan: StepPlan) -> NullHandle:
         position = (plan.starts_R + plan.counts_R)[plan.samples_R]
         tokens = (position.astype(np.int64) * 48271 % 65537 % self._vocab_size).astype(np.int32)
         if self._step_s:
-            self._due_s = max(self._due_s, time.monotonic()) + self._step_s
-        return NullHandle(StepResult(plan.step, tokens), self._due_s)
+            self._due_at_s = max(self._due_at_s, time.monotonic()) + self._step_s
+        return NullHandle(StepResult(plan.step, tokens), self._due_at_s)
 
     def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
         on_done("")  # grammars are ignored

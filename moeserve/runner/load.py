@@ -52,7 +52,7 @@ from moeserve.runner.experts import BYTES_PER_S, CPU_SHARE, Pace
 from moeserve.runner.limits import MemoryFacts, check_weights_fit
 
 log = logging.getLogger(__name__)
-_DUMMY = "load_format=dummy is for one rank"
+_DUMMY_NEEDS_ONE_RANK = "load_format=dummy is for one rank"
 Progress = Callable[[str, int], None]  # description of the phase, percent of the whole
 # Percent of the start at which reading the weights begins and ends.
 READ_FROM = 5
@@ -97,26 +97,26 @@ def load_model(
 
     Raises ConfigError (CheckpointError, DoesNotFit).
     """
-    dummy = config.model.load_format == "dummy"
+    is_dummy = config.model.load_format == "dummy"
     expert_memory = config.model.expert_memory
-    if dummy and shard.world.size > 1:
-        raise ConfigError(_DUMMY)
-    checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
+    if is_dummy and shard.world.size > 1:
+        raise ConfigError(_DUMMY_NEEDS_ONE_RANK)
+    checkpoint = Checkpoint(model_dir, {}) if is_dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
-    ops = _with_attention(_ops(device, dtype, config, spec), config, spec)
+    ops = _with_attention(_pick_ops(device, dtype, config, spec), config, spec)
     ops = ops.compressing(config.model.lossless_compression)
     if config.device.compile:
         ops = traced(ops)
     checkpoint = _for_kernels(checkpoint, ops, config)
     described = checkpoint
-    if dummy:
+    if is_dummy:
         described = _for_kernels(imagined(model_dir, plan, spec.stored, quantize_to), ops, config)
     num_bytes = weight_bytes(described, plan, ops, quantize_to)
     check_weights_fit(
-        num_bytes - _on_disk(described, plan, ops, quantize_to, expert_memory), memory
+        num_bytes - _bytes_on_disk(described, plan, ops, quantize_to, expert_memory), memory
     )
-    folder = _folder(config, ops, num_bytes)
+    folder = _cache_folder(config, ops, num_bytes)
     _check_kernels(ops, described, plan, quantize_to, folder, expert_memory, ops.lossless)
     _log_activations(ops, spec, checkpoint, shard)
     files = ExpertFiles(
@@ -133,8 +133,8 @@ def load_model(
     # Only for the initial placement: no later start would use the file of another one.
     if folder and not (shard.placement and shard.placement.version):
         forms = f"{quantize_to} {checkpoint.activations} {ops.lossless}"
-        forms += f" {dict(_quantised(described, plan, quantize_to))}"
-        identity = f"{dummy} {files.identity()}"
+        forms += f" {dict(_quantized_params(described, plan, quantize_to))}"
+        identity = f"{is_dummy} {files.identity()}"
         cache = PackedCache(
             folder,
             key_of(identity, plan, shard.world, dtype, forms),
@@ -152,7 +152,7 @@ def load_model(
             cache.allocate, experts_on_disk.register if experts_on_disk else None
         )
     params_of: Callable[..., Params] = partial(CachedParams, cache) if cache else Params
-    reader = RandomReader if dummy else Reader
+    reader = RandomReader if is_dummy else Reader
     with params_of(
         described,
         plan,
@@ -200,7 +200,7 @@ def _log_activations(ops: Ops, spec: ModelSpec, checkpoint: Checkpoint, shard: S
     if quantised and not shard.world.rank:
         log.info(
             "the checkpoint quantizes activations, too: %s",
-            _activations(ops, spec, checkpoint.activations),
+            _describe_activations(ops, spec, checkpoint.activations),
         )
 
 
@@ -218,25 +218,25 @@ def draft_params(
 
     plan_of: returns the load plan for the names of its tensors.
     """
-    dummy = config.model.load_format == "dummy"
+    is_dummy = config.model.load_format == "dummy"
     device = model.ops.device
     dtype = model.ops.dtype
-    checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
+    checkpoint = Checkpoint(model_dir, {}) if is_dummy else open_checkpoint(model_dir, spec.stored)
     plan = plan_of(checkpoint.names)
     # The draft model is not packed into the target's file of packed weights.
     ops = model.ops.packing_into(allocate_new) if model.ops.native else model.ops
-    described = imagined(model_dir, plan, spec.stored, quantize_to) if dummy else checkpoint
+    described = imagined(model_dir, plan, spec.stored, quantize_to) if is_dummy else checkpoint
     described = _for_kernels(described, ops, config)
     check_weights_fit(weight_bytes(described, plan, ops, quantize_to), memory)
     _check_kernels(ops, described, plan, quantize_to)
-    reader = RandomReader if dummy else Reader
+    reader = RandomReader if is_dummy else Reader
     with Params(
         described, plan, dtype, device=device, quantize_to=quantize_to, reader=reader
     ) as params:
         yield params, ops
 
 
-def _ops(device: torch.device, dtype: torch.dtype, config: Config, spec: ModelSpec) -> Ops:
+def _pick_ops(device: torch.device, dtype: torch.dtype, config: Config, spec: ModelSpec) -> Ops:
     """Return the ops table for the setting `kernels`. A plugin for experts is used together with
     the best built-in kernels.
     """
@@ -283,7 +283,7 @@ def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint
     return replace(checkpoint, activations=rows, obstacle=obstacle)
 
 
-def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
+def _cache_folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
     """Return the folder for the file of packed weights; None if they are not cached."""
     packed_cache = config.model.packed_cache
     needed = config.model.expert_memory is not None
@@ -314,7 +314,7 @@ def _with_fresh_memory(
     )
 
 
-def _on_disk(
+def _bytes_on_disk(
     checkpoint: Checkpoint,
     plan: LoadPlan,
     ops: Ops,
@@ -343,32 +343,32 @@ def _check_kernels(
     lossless: the setting lossless_compression; "off" for a draft model, which need not have weights
     to compress.
     """
-    here = f"the kernels here are {ops.chosen} on {ops.device.type}"
+    our_kernels = f"the kernels here are {ops.chosen} on {ops.device.type}"
     native = "--device cpu with kernels: native"
     for name, value in (("expert_memory", expert_memory), ("packed_cache", packed_cache)):
         if value and not ops.native:
             raise ConfigError(
-                f"{name} needs the native kernels for CPUs, but {here}; omit {name}, or use "
+                f"{name} needs the native kernels for CPUs, but {our_kernels}; omit {name}, or use "
                 f"{native}"
             )
     if checkpoint.activations == "int8" and not ops.native:
         raise ConfigError(
-            f"activations=int8 needs the native kernels, but {here}; use activations=auto, or "
-            f"{native}"
+            f"activations=int8 needs the native kernels, but {our_kernels}; use activations=auto, "
+            f"or {native}"
         )
-    quantised = [param.name for param, _ in _quantised(checkpoint, plan, quantize_to)]
-    if lossless != "off" and not _compressed(ops, plan, quantised):
+    quantised = [param.name for param, _ in _quantized_params(checkpoint, plan, quantize_to)]
+    if lossless != "off" and not _compressed_names(ops, plan, quantised):
         which = "experts" if lossless == "experts" else "linear layers"
         raise ConfigError(
             f"lossless_compression={lossless}, but no {which} of this model have 16-bit weights "
             "and a multiple of 8 inputs; use lossless_compression=off"
         )
-    instead = "--quantization none" if quantize_to else "the float16 or bfloat16 checkpoint"
-    for param, form in _quantised(checkpoint, plan, quantize_to):
+    remedy = "--quantization none" if quantize_to else "the float16 or bfloat16 checkpoint"
+    for param, form in _quantized_params(checkpoint, plan, quantize_to):
         if ops.weight_obstacle is None:
             raise ConfigError(
                 "quantized weights need the native kernels for CPUs or Triton kernels for GPUs, "
-                f"but {here}; use {instead}, or {native}"
+                f"but {our_kernels}; use {remedy}, or {native}"
             )
         if (
             form.rows_as(checkpoint.activations) == "int8"
@@ -380,10 +380,10 @@ def _check_kernels(
             what = f"{param.name} has {param.shape[-1]}" + (
                 f", in groups of {form.group}" if form.group else ""
             )
-            raise ConfigError(f"{why}, and {what}, {here}; use {instead}, or {native}")
+            raise ConfigError(f"{why}, and {what}, {our_kernels}; use {remedy}, or {native}")
 
 
-def _quantised(
+def _quantized_params(
     checkpoint: Checkpoint, plan: LoadPlan, quantize_to: QuantizeTo | None
 ) -> Iterator[tuple[Param, StoredFormat]]:
     """Yield each parameter with 4 or 8 bits per weight, and its format."""
@@ -397,7 +397,7 @@ def _quantised(
             yield param, rounded_format(quantize_to, param.shape[-1])
 
 
-def _activations(ops: Ops, spec: ModelSpec, activations: Activations) -> str:
+def _describe_activations(ops: Ops, spec: ModelSpec, activations: Activations) -> str:
     """Return how quantized activations are computed here, for the log."""
     if ops.triton and spec.moe:
         from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import
@@ -419,16 +419,16 @@ def weight_bytes(
     """Return the approximate size in memory of the parameters that a rank loads."""
     narrow = {
         param.name: form.bytes_per_weight
-        for param, form in _quantised(checkpoint, plan, quantize_to)
+        for param, form in _quantized_params(checkpoint, plan, quantize_to)
     }
-    narrow |= dict.fromkeys(_compressed(ops, plan, narrow), BYTES_IN_12_BITS)
+    narrow |= dict.fromkeys(_compressed_names(ops, plan, narrow), BYTES_IN_12_BITS)
     return sum(
         int(math.prod(param.shape) * narrow.get(param.name, ops.dtype.itemsize))
         for param in plan.params
     )
 
 
-def _compressed(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> list[str]:
+def _compressed_names(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> list[str]:
     """Return the names of the parameters that are compressed to 12 bits per weight."""
     if ops.lossless == "off":
         return []

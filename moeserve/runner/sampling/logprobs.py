@@ -30,10 +30,10 @@ def logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
     """Return the log-softmax of raw logits at the chosen tokens (int64) and the n likeliest ones,
     computed in chunks of rows.
     """
-    step = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
+    chunk_rows = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
     chunks = [
-        _logprob_rows(logits_PV[i : i + step], chosen_P[i : i + step], n)
-        for i in range(0, len(chosen_P), step)
+        _logprob_rows(logits_PV[i : i + chunk_rows], chosen_P[i : i + chunk_rows], n)
+        for i in range(0, len(chosen_P), chunk_rows)
     ]
     return _concatenated(chunks)
 
@@ -116,7 +116,7 @@ class PromptRows(NamedTuple):
 
 
 def prompt_logprobs(
-    scored: I64,
+    scored_rows: I64,
     plan: StepPlan,
     host: HostRows,
     rows: SamplingRows,
@@ -128,12 +128,12 @@ def prompt_logprobs(
     """Return the logprobs of the prompt tokens that this step predicts. Position p predicts token
     p + 1, which is read from the token table, so that it may be in the next chunk.
 
-    scored: the plan's rows whose requests want prompt logprobs.
+    scored_rows: the plan's rows whose requests want prompt logprobs.
     """
     spans: list[PromptSpan] = []
     tokens_P: list[I64] = []
     targets_P: list[I64] = []
-    for row in scored.tolist():
+    for row in scored_rows.tolist():
         slot = int(plan.slots_R[row])
         start = int(plan.starts_R[row])
         end = min(start + int(plan.counts_R[row]), int(rows.num_prompt[slot]) - 1)
@@ -144,17 +144,17 @@ def prompt_logprobs(
         targets_P.append(tables.token_offsets(np.array([slot]), np.arange(start + 1, end + 1)))
     if not spans:
         return None
-    most = max(span.alternatives for span in spans)
+    max_alternatives = max(span.alternatives for span in spans)
     token_index, target_index = upload(np.concatenate(tokens_P), np.concatenate(targets_P))
     chosen = tables.arena.index_select(0, target_index).long()
-    at_once = max(1, PROMPT_ELEMENTS // rows.vocab_size)
+    chunk_rows = max(1, PROMPT_ELEMENTS // rows.vocab_size)
     chunks = [
         logprob_rows(
-            logits(hidden_TD.index_select(0, token_index[i : i + at_once])),
-            chosen[i : i + at_once],
-            most,
+            logits(hidden_TD.index_select(0, token_index[i : i + chunk_rows])),
+            chosen[i : i + chunk_rows],
+            max_alternatives,
         )
-        for i in range(0, len(chosen), at_once)
+        for i in range(0, len(chosen), chunk_rows)
     ]
     return PromptRows(_concatenated(chunks), spans)
 
@@ -168,13 +168,13 @@ def prompt_messages(
     """Return a message for each slot, and the slots whose logprobs are not finite."""
     counts = [span.alternatives for span in spans for _ in range(span.num_tokens)]
     rows = to_messages(counts, ids_PN, values_PN, rank_P)
-    sent: dict[int, PromptLogprobs] = {}
-    damaged: list[int] = []
+    messages: dict[int, PromptLogprobs] = {}
+    not_finite: list[int] = []
     begin = 0
     for slot, start, count, _ in spans:
         if np.isfinite(values_PN[begin : begin + count, 0]).all():
-            sent[slot] = PromptLogprobs(start, rows[begin : begin + count])
+            messages[slot] = PromptLogprobs(start, rows[begin : begin + count])
         else:
-            damaged.append(slot)
+            not_finite.append(slot)
         begin += count
-    return sent, damaged
+    return messages, not_finite

@@ -23,7 +23,8 @@ from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks of a narrowed row
 HEAD_TOKENS = 64  # tokens that are usually enough for top-p
-ELSEWHERE = Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P  # not in one native call
+# Traits that one native call for all rows does not support.
+UNSUPPORTED = Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P
 ROUNDING = 1e-4  # upper bound of rounding errors in sums of probabilities
 
 
@@ -52,7 +53,7 @@ class NativeSampler(ReferenceSampler):
             positions_S,
             columns,
             self.gumbel.token_hash,
-            ELSEWHERE,
+            UNSUPPORTED,
             Trait.RANDOM,
             masks,
         )

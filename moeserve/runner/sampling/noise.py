@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LANES = 64  # rows are padded to a multiple of this
-_SERIAL = 32_768  # torch runs elementwise kernels of up to this many elements in one thread
+_MAX_SERIAL = 32_768  # torch runs elementwise kernels of up to this many elements in one thread
 _MASK31 = 2**31 - 1
 # Maps the hash's 31 bits into (0, 1): from 2^-32 for the likely winners, where float32 is densest,
 # to just below 1.
@@ -76,13 +76,13 @@ def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return op(x)
     flat = x.view(-1)
     assert len(flat) % LANES == 0, x.shape
-    piece = _SERIAL << (torch.get_num_threads().bit_length() - 1)
+    piece_size = _MAX_SERIAL << (torch.get_num_threads().bit_length() - 1)
     start = 0
     while start < len(flat):
-        while piece > _SERIAL and piece > len(flat) - start:
-            piece //= 2
-        op(flat[start : start + piece])
-        start += piece
+        while piece_size > _MAX_SERIAL and piece_size > len(flat) - start:
+            piece_size //= 2
+        op(flat[start : start + piece_size])
+        start += piece_size
     return x
 
 

@@ -23,7 +23,7 @@ from moeserve.ops.inputs import LayerCache
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.native_rows import KV_TYPES, TYPES
-from moeserve.runner.sampling.native import ELSEWHERE, NativeSampler
+from moeserve.runner.sampling.native import UNSUPPORTED, NativeSampler
 from moeserve.runner.sampling.rows import Trait
 from moeserve.runner.sampling.sampler import Sampler
 from moeserve.runner.speculation.base import Verified
@@ -63,8 +63,8 @@ class NativeHead:
         rotary = mixer.prepare.rotary
         shape = mixer.prepare.shape
         rows = sampler.rows
-        full = next(i for i, group in enumerate(groups) if group.rule == FULL)
-        blocks = tables.blocks[full]
+        full_group = next(i for i, group in enumerate(groups) if group.rule == FULL)
+        blocks = tables.blocks[full_group]
         logits = head.head
         product = merge.product.part
         weights = module.HeadWeights(
@@ -76,10 +76,10 @@ class NativeHead:
             rotates=len(rotary.cos) > 1,
         )  # fmt: skip
         columns = rows.traits, rows.temperature, rows.seed
-        where = module.HeadTables(
+        head_tables = module.HeadTables(
             tokens=tables.arena.data_ptr(), width=tables.width, blocks=blocks.data_ptr(),
             max_blocks=blocks.shape[1],
-            block_size=groups[full].block_size, window=rule.window, section=rule.chunk,
+            block_size=groups[full_group].block_size, window=rule.window, section=rule.chunk,
             heads=list(astuple(shape)), k=k_cache.data_ptr(),
             v=v_cache.data_ptr(), kv_type=KV_TYPES[k_cache.dtype],
             columns=[column.ctypes.data for column in columns],
@@ -87,13 +87,13 @@ class NativeHead:
         )  # fmt: skip
         self._rows = rows
         self._slots = np.zeros(0, np.int64)
-        self._native = module.DraftHead(weights, where, keep=(head, cache, tables, sampler))
+        self._native = module.DraftHead(weights, head_tables, keep=(head, cache, tables, sampler))
 
     def start(self, step: Verified, num_drafts: int) -> bool:
         """Start to read a step and to draft tokens. Return False if a request needs more than the
         native call supports.
         """
-        if len(self._rows.having(ELSEWHERE, step.slots_S)):
+        if len(self._rows.having(UNSUPPORTED, step.slots_S)):
             return False
         plan = step.plan
         hidden = step.hidden_TD
