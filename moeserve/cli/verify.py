@@ -53,11 +53,11 @@ class Verify:
         config = replace(config, server=replace(config.server, receipt_key=None, request_log=None))
         what = f"cannot read {args.file}; expected {cls.about}"
         with ConfigError.instead_of((OSError, msgspec.DecodeError), what):
-            found = cls.read(args.file, args.chosen)
+            entries = cls.read(args.file, args.chosen)
         num_faults = 0
         if cls.is_signed:
-            num_faults = sum(_signature_faults(one.receipt, args.chosen) for one in found)
-        num_faults += _count_faults(config, found)
+            num_faults = sum(_signature_faults(entry.receipt, args.chosen) for entry in entries)
+        num_faults += _count_faults(config, entries)
         print("not equal" if num_faults else "equal")
         return 1 if num_faults else 0
 

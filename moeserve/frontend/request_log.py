@@ -33,7 +33,7 @@ class RequestLog:
         self._added_bytes = 0
         self._written_bytes = 0
         self._num_lost = 0
-        self._failed = False  # whether the last write failed
+        self._has_failed = False  # the last write
         self._closed: Future[None] = Future()
         threading.Thread(target=self._run, name="request log", daemon=True).start()
 
@@ -67,13 +67,13 @@ class RequestLog:
             self._closed.set_result(None)
 
     def _write(self, line: bytes) -> None:
-        rest = memoryview(line + b"\n")
+        unwritten = memoryview(line + b"\n")
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
-            if not self._failed:
+            if not self._has_failed:
                 log.error("request_log %s: %s; lines are lost", self._path, error)
-            self._failed = True
+            self._has_failed = True
         else:
-            self._failed = False
+            self._has_failed = False

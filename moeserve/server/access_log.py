@@ -19,8 +19,8 @@ from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 10_000  # queued lines, if the disk or the reader is slow
-CLOSE_S = 5.0  # time for the last lines to be written
+MAX_QUEUED_LINES = 10_000  # queued lines, if the disk or the reader is slow
+CLOSE_TIMEOUT_S = 5.0  # time for the last lines to be written
 
 
 class Answered(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -61,7 +61,7 @@ class AccessLog:
     def __init__(self, path: str) -> None:
         """Raise ConfigError if the file cannot be opened."""
         self.path = path
-        self._queue: queue.Queue[bytes | io.FileIO | None] = queue.Queue(MAX_WAITING)
+        self._queue: queue.Queue[bytes | io.FileIO | None] = queue.Queue(MAX_QUEUED_LINES)
         self._is_broken = False
         self._file = self.read()
         self._thread = threading.Thread(target=self._write_all, name="access-log", daemon=True)
@@ -82,16 +82,16 @@ class AccessLog:
         self._put(msgspec.json.encode(record) + b"\n")
 
     def close(self) -> None:
-        """Write the queued lines, and close the file. Waits CLOSE_S at most."""
+        """Write the queued lines, and close the file. Waits CLOSE_TIMEOUT_S at most."""
         with suppress(queue.Full):
-            self._queue.put(None, timeout=CLOSE_S)
-        self._thread.join(CLOSE_S)
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _put(self, item: bytes | io.FileIO) -> None:
         try:
             self._queue.put_nowait(item)
         except queue.Full:
-            self._lost(f"{MAX_WAITING} lines wait to be written")
+            self._report_loss(f"{MAX_QUEUED_LINES} lines wait to be written")
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -104,15 +104,15 @@ class AccessLog:
 
     def _write(self, line: bytes) -> None:
         try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            unwritten = memoryview(line)
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
-            self._lost(error.strerror or str(error))
+            self._report_loss(error.strerror or str(error))
         else:
             self._is_broken = False
 
-    def _lost(self, why: str) -> None:
+    def _report_loss(self, why: str) -> None:
         if not self._is_broken:
             log.error("access_log %s: %s; lines are lost", self.path, why)
         self._is_broken = True

@@ -36,13 +36,15 @@ class App:
     def __init__(self, context: Context, routes: Sequence[Route]) -> None:
         self.context = context
         self._hosts = Hosts(context.config)
-        self._prefixes = [
+        self._prefix_routes = [
             route for route in routes if route.path.endswith("/") and route.path != "/"
         ]
         # If no route needs a key, unknown paths need none either.
-        self._open = all(route.probe for route in routes)
-        self._exact = {
-            (route.method, route.path): route for route in routes if route not in self._prefixes
+        self._is_keyless = all(route.probe for route in routes)
+        self._exact_routes = {
+            (route.method, route.path): route
+            for route in routes
+            if route not in self._prefix_routes
         }
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -51,28 +53,30 @@ class App:
         route: Route | None = None
         try:
             check_headers(request)
-            keyless = self._open or not self.context.auth.required
-            self._hosts.check(request, keyless=keyless)
+            is_keyless = self._is_keyless or not self.context.auth.required
+            self._hosts.check(request, keyless=is_keyless)
             if request.method == "OPTIONS" and request.raw_path == "*":  # about the whole server
                 return web.Response(status=204, headers=call.headers() | {"Allow": METHODS})
             cors = self.context.cors
             if cors is not None and (preflight := cors.preflight(request)) is not None:
                 return preflight
             route, call.tail = self._match(request)
-            if self.context.auth.has_keys and not (self._open if route is None else route.probe):
+            if self.context.auth.has_keys and not (
+                self._is_keyless if route is None else route.probe
+            ):
                 call.caller = self.context.auth.check(request.headers)
             if route is None:
                 raise self._no_route(request)
             response = await route.handler(call)
         except (ConnectionError, asyncio.CancelledError):
-            self._count(route, CLIENT_GONE, call)
+            self._record_answer(route, CLIENT_GONE, call)
             raise
         except Exception as error:
             shown = as_request_error(error, call.id)
             call.error = shown.code or shown.type
             response = error_response(shown, call.id, anthropic=call.is_anthropic)
             response.headers.update(call.headers())
-        self._count(route, response.status, call)
+        self._record_answer(route, response.status, call)
         return response
 
     async def answer(self, call: HttpCall) -> web.StreamResponse:
@@ -85,10 +89,10 @@ class App:
     def _match(self, request: web.BaseRequest) -> tuple[Route | None, str]:
         path = path_of(request)
         method = "GET" if request.method == "HEAD" else request.method
-        route = self._exact.get((method, path))
+        route = self._exact_routes.get((method, path))
         if route is not None:
             return route, ""
-        for route in self._prefixes:
+        for route in self._prefix_routes:
             if (
                 route.method == method
                 and path.startswith(route.path)
@@ -101,20 +105,22 @@ class App:
 
     def _no_route(self, request: web.BaseRequest) -> RequestError:
         path = path_of(request)
-        methods = [method for method, known in self._exact if known == path]
+        methods = [method for method, known in self._exact_routes if known == path]
         if not methods:
-            fits = [
-                r for r in self._prefixes if path.startswith(r.path) and path.endswith(r.suffix)
+            matching = [
+                r
+                for r in self._prefix_routes
+                if path.startswith(r.path) and path.endswith(r.suffix)
             ]
-            nearest = max((len(r.path + r.suffix) for r in fits), default=0)
-            methods = [r.method for r in fits if len(r.path + r.suffix) == nearest]
+            nearest = max((len(r.path + r.suffix) for r in matching), default=0)
+            methods = [r.method for r in matching if len(r.path + r.suffix) == nearest]
         if not methods:
             return NotFound(f"unknown path {shorten(path)}; GET /openapi.json lists the routes")
         return HttpError(
             405, "method_not_allowed", f"this path supports only {', '.join(methods)}", methods
         )
 
-    def _count(self, route: Route | None, status: int, call: HttpCall) -> None:
+    def _record_answer(self, route: Route | None, status: int, call: HttpCall) -> None:
         path = (
             "other"
             if route is None
@@ -129,15 +135,15 @@ class App:
             )
             log.debug("request %s: %s", call.id, shorten_line(", ".join(call.unknown)))
         if self.context.observers and (route is None or not route.probe):
-            record = _answered(call, path, status)
+            record = _make_record(call, path, status)
             for observer in self.context.observers:
                 observer(record, call.request)
 
 
-def _answered(call: HttpCall, route: str, status: int) -> Answered:
+def _make_record(call: HttpCall, route: str, status: int) -> Answered:
     """Return the record of a request that has just ended."""
     took_s = time.monotonic() - call.began_at_s
-    found = Answered(
+    record = Answered(
         time=datetime.fromtimestamp(time.time() - took_s, UTC),
         request_id=call.id,
         method=call.request.method,
@@ -149,9 +155,9 @@ def _answered(call: HttpCall, route: str, status: int) -> Answered:
         error=call.error,
     )
     if (counts := call.counts) is not None:
-        found.prompt_tokens = counts.prompt_tokens
-        found.completion_tokens = counts.completion_tokens
-        found.cached_tokens = counts.cached_tokens
+        record.prompt_tokens = counts.prompt_tokens
+        record.completion_tokens = counts.completion_tokens
+        record.cached_tokens = counts.cached_tokens
     if call.first_token_at_s is not None:
-        found.ttft_ms = round(1e3 * (call.first_token_at_s - call.began_at_s), 2)
-    return found
+        record.ttft_ms = round(1e3 * (call.first_token_at_s - call.began_at_s), 2)
+    return record

@@ -15,9 +15,9 @@ import msgspec
 from moeserve.errors import ConfigError
 
 ID_PREFIX = "batch_req_"
-_BEGINNING = b'{"id":"' + ID_PREFIX.encode()  # of each result line
+_RESULT_PREFIX = b'{"id":"' + ID_PREFIX.encode()  # of each result line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors and shells begin a file with it
-_EXPECTED = '{"custom_id": "...", "method": "POST", "url": ..., "body": {...}}'
+_EXPECTED_LINE = '{"custom_id": "...", "method": "POST", "url": ..., "body": {...}}'
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 URLS = get_args(Url)
 Key = tuple[str, str | None]  # id and custom_id of a result line
@@ -99,11 +99,11 @@ def _parse(text: bytes, number: int) -> BatchLine:
     try:
         raw = msgspec.json.decode(text, type=_Line)
     except msgspec.ValidationError:
-        return BatchLine(None, number, fault=f"expected {_EXPECTED}")
+        return BatchLine(None, number, fault=f"expected {_EXPECTED_LINE}")
     except msgspec.MsgspecError as error:
         return BatchLine(None, number, fault=f"not JSON: {error}")
     if not isinstance(raw.custom_id, str) or not raw.custom_id:
-        return BatchLine(None, number, fault=f"expected {_EXPECTED}")
+        return BatchLine(None, number, fault=f"expected {_EXPECTED_LINE}")
     if raw.method != "POST":
         fault = f"method must be POST, got {raw.method!r:.64}"
     elif raw.url not in URLS:
@@ -140,32 +140,32 @@ class ResultFile:
         self.num_lines = 0  # those of earlier runs included
         self.size = 0  # bytes
         self._fd: int | None = None
-        self._torn = False  # the last append failed in the middle
+        self._has_partial_line = False  # the last append failed in the middle
 
     def read(self) -> set[Key]:
         """Return the keys of the results of earlier runs. Cut off an unfinished last line.
 
         Raise OSError, and ConfigError if the file has other lines than results.
         """
-        done: set[Key] = set()
+        done_keys: set[Key] = set()
         size = 0
         if self.path.exists():
             for number, text in enumerate(_text_lines(self.path), 1):
                 key = self._key_of(text, number)
                 if key is None:
                     break
-                done.add(key)
+                done_keys.add(key)
                 size += len(text)
             os.truncate(self.path, size)
-        self.num_lines = len(done)
+        self.num_lines = len(done_keys)
         self.size = size
-        return done
+        return done_keys
 
     def _key_of(self, text: bytes, number: int) -> Key | None:
         """Return the key of a result line, None for one that an earlier run left unfinished."""
         what = f"{self.path}:{number} is no result line; is this the right output file?"
         if not text.endswith(b"\n"):
-            if text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
+            if text[: len(_RESULT_PREFIX)] != _RESULT_PREFIX[: len(text)]:
                 raise ConfigError(what)
             return None
         try:
@@ -183,13 +183,13 @@ class ResultFile:
         """Add a line, all of it or nothing. Raise OSError."""
         self.open()
         assert self._fd is not None
-        if self._torn:
+        if self._has_partial_line:
             os.ftruncate(self._fd, self.size)
-        rest = memoryview(line)
-        self._torn = True
-        while rest:
-            rest = rest[os.write(self._fd, rest) :]
-        self._torn = False
+        unwritten = memoryview(line)
+        self._has_partial_line = True
+        while unwritten:
+            unwritten = unwritten[os.write(self._fd, unwritten) :]
+        self._has_partial_line = False
         self.size += len(line)
         self.num_lines += 1
 
@@ -199,7 +199,7 @@ class ResultFile:
             fd = self._fd
             self._fd = None
             try:
-                if self._torn:
+                if self._has_partial_line:
                     os.ftruncate(fd, self.size)
             finally:
                 os.close(fd)
@@ -220,10 +220,10 @@ async def answer_lines(lines: Sequence[BatchLine], handle: Handle, max_concurren
 
     The first error cancels the others and is raised.
     """
-    waiting = iter(lines)
+    remaining = iter(lines)
 
     async def worker() -> None:
-        for line in waiting:  # shared: each worker takes the next line that no other has
+        for line in remaining:  # shared: each worker takes the next line that no other has
             await handle(line)
 
     try:

@@ -375,7 +375,9 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
         rows = [([name], single.value(scrape))]
         yield _family(single.kind, single.name, single.help, ["model_name"], rows)
     if stats.expert_cache:
-        for (suffix, help, unit), number in zip(EXPERT_CACHE_METRICS, stats.expert_cache, strict=True):
+        for (suffix, help, unit), number in zip(
+            EXPERT_CACHE_METRICS, stats.expert_cache, strict=True
+        ):
             yield _family(Counter, suffix, help, ["model_name"], [([name], unit * number)])
     if stats.drafts:
         yield _accepted_by_position(stats, name)

@@ -270,7 +270,7 @@ async def test_a_slow_reader_of_the_access_log_holds_nobody_up(launch, monkeypat
     """Standard output is a full pipe that is not read."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    monkeypatch.setattr(access_log, "MAX_WAITING", 20)
+    monkeypatch.setattr(access_log, "MAX_QUEUED_LINES", 20)
     log = AccessLog(f"/proc/self/fd/{writing}")
     async with launch(observers=[log]) as live:
         for _ in range(80):
