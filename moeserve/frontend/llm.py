@@ -22,7 +22,7 @@ from moeserve.sampling import SamplingParams
 
 T = TypeVar("T")
 
-IN_FLIGHT = 2048  # the most sequences submitted at once; the rest of a larger batch waits here
+MAX_SUBMITTED = 2048  # sequences at once; the rest of a larger batch waits here
 BAR_DELAY_S = 2.0  # shorter batches have no progress bar
 
 
@@ -84,7 +84,7 @@ class LLM:
         this call.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = _one_each(sampling_params, len(batch), self.ready.vocab_size)
+        params = _params_of_each(sampling_params, len(batch), self.ready.vocab_size)
         priorities = list(priority) if priority is not None else [0] * len(batch)
         if len(priorities) != len(batch):
             raise ValueError(f"{len(priorities)} priorities for {len(batch)} prompts")
@@ -98,12 +98,13 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Like `generate`, for one or several conversations, with the model's chat template."""
-        several = (
+        has_several = (
             isinstance(messages, Sequence) and messages and isinstance(messages[0], list | tuple)
         )
-        conversations: Any = messages if several else [messages]
+        conversations: Any = messages if has_several else [messages]
         prompts = [
-            {"prompt_token_ids": async_engine.render_chat(self._front, c)} for c in conversations
+            {"prompt_token_ids": async_engine.render_chat(self._front, conversation)}
+            for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -115,7 +116,9 @@ class LLM:
         priorities: list[int],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        room = asyncio.Semaphore(max(1, IN_FLIGHT // max((p.n for p in params), default=1)))
+        submission_slots = asyncio.Semaphore(
+            max(1, MAX_SUBMITTED // max((given.n for given in params), default=1))
+        )
         bar = tqdm(
             total=len(batch),
             unit="req",
@@ -125,7 +128,7 @@ class LLM:
         )
 
         async def answer(i: int) -> RequestOutput:
-            async with room:
+            async with submission_slots:
                 text, tokens = await async_engine.read_prompt(front, batch[i])
                 async with await front.generate(
                     tokens, params[i], priority=priorities[i]
@@ -164,7 +167,7 @@ class LLM:
         self.close()
 
 
-def _one_each(
+def _params_of_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, vocab_size: int
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
@@ -173,8 +176,8 @@ def _one_each(
         each = [async_engine.checked(p) for p in params]
         if len(each) != count:
             raise ValueError(f"{len(each)} sampling params for {count} prompts")
-    for one in each:
-        one.check(vocab_size)
+    for given in each:
+        given.check(vocab_size)
     return each if len(each) == count else each * count
 
 

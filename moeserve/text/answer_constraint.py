@@ -38,7 +38,7 @@ class AnswerConstraint(NamedTuple):
 
 
 def answer_constraint(
-    form: AnswerFormat,
+    answer_format: AnswerFormat,
     tools: Sequence[Tool],
     names: Sequence[str],
     *,
@@ -50,7 +50,7 @@ def answer_constraint(
     """Return the constraint on an answer; None if any answer is allowed. Raise InvalidRequest.
 
     Args:
-        form: The format of the model's answers.
+        answer_format: The format of the model's answers.
         tools: The tools that the model may call.
         names: The names of the request's tools, in the request's order.
         forced: At least one tool has to be called. Such answers have no content to constrain.
@@ -64,10 +64,12 @@ def answer_constraint(
     param = "tools"
     try:
         if tools:
-            grammar = form.constraint(tools, required=required, parallel=parallel, prompt=prompt)
+            grammar = answer_format.constraint(
+                tools, required=required, parallel=parallel, prompt=prompt
+            )
         if content is not None and not forced:
             spec, param = grammar_of(*content), content[1]
-            after = form.after_reasoning(spec, prompt=prompt)
+            after = answer_format.after_reasoning(spec, prompt=prompt)
             grammar = after if grammar is None else either(grammar, after)
     except ToolFault as fault:
         raise fault.as_request_error(_field(names, fault.tool, fault.field)) from fault

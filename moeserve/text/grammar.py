@@ -60,14 +60,14 @@ class Grammars:
         Raise InvalidRequest if it does not compile, and as `Matcher.accept` does.
         """
         with self._lock:
-            first = self._cached.pop(spec, None)
-        if first is None:
-            first = self.compile(spec)  # outside the lock: other grammars need not wait
+            initial = self._cached.pop(spec, None)
+        if initial is None:
+            initial = self.compile(spec)  # outside the lock: other grammars need not wait
         with self._lock:
-            self._cached[spec] = first  # the latest is the last
+            self._cached[spec] = initial  # the latest is the last
             if len(self._cached) > MAX_CACHED:
                 del self._cached[next(iter(self._cached))]
-        matcher = Matcher(self, spec, first)
+        matcher = Matcher(self, spec, initial)
         matcher.accept(tokens)
         return matcher
 
@@ -146,15 +146,15 @@ class Matcher:
     others.
     """
 
-    __slots__ = ("_alone", "_first", "_grammars", "_spec", "_tokens", "state")
+    __slots__ = ("_grammars", "_has_own_lexer", "_initial", "_spec", "_tokens", "state")
 
-    def __init__(self, grammars: Grammars, spec: GrammarSpec, first: LLMatcher) -> None:
+    def __init__(self, grammars: Grammars, spec: GrammarSpec, initial: LLMatcher) -> None:
         self._grammars = grammars
         self._spec = spec
-        self._first = first  # in the initial state; never advanced
-        self.state = first.deep_copy()  # llguidance's matcher
+        self._initial = initial  # in the initial state; never advanced
+        self.state = initial.deep_copy()  # llguidance's matcher
         self._tokens: list[int] = []
-        self._alone = False
+        self._has_own_lexer = False
 
     @property
     def num_tokens(self) -> int:
@@ -171,9 +171,9 @@ class Matcher:
 
         Raise RequestFailed if the grammar does not allow a token, or costs too much.
         """
-        if not self._advance(tokens):
-            self._start_alone()
-            if not self._advance(tokens):
+        if not self._consume(tokens):
+            self._restart_with_own_lexer()
+            if not self._consume(tokens):
                 reason = (
                     self.state.get_error()
                     or f"the grammar does not allow one of the tokens {list(tokens)[:8]}"
@@ -186,7 +186,7 @@ class Matcher:
     def rewind(self, num_tokens: int) -> None:
         """Go back to the state after `num_tokens` tokens. Raise as `accept` does."""
         tokens = self._tokens[:num_tokens]
-        self.state = self._first.deep_copy()
+        self.state = self._initial.deep_copy()
         self._tokens = []
         self.accept(tokens)
 
@@ -205,22 +205,22 @@ class Matcher:
         """
         if not self.state.is_error():
             return False
-        if self._alone:
+        if self._has_own_lexer:
             raise RequestFailed(
                 f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: "
                 f"{self.state.get_error()[:300]}"
             )
-        self._start_alone()
+        self._restart_with_own_lexer()
         return True
 
-    def _start_alone(self) -> None:
+    def _restart_with_own_lexer(self) -> None:
         self._grammars.forget(self._spec)
-        self._first = self._grammars.compile(self._spec)
-        self.state = self._first.deep_copy()
-        self._alone = True
-        self._advance(self._tokens)
+        self._initial = self._grammars.compile(self._spec)
+        self.state = self._initial.deep_copy()
+        self._has_own_lexer = True
+        self._consume(self._tokens)
 
-    def _advance(self, tokens: Sequence[int]) -> bool:
+    def _consume(self, tokens: Sequence[int]) -> bool:
         for token in tokens:
             if self.is_done:
                 break

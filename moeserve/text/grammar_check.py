@@ -19,10 +19,10 @@ from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_VERDICTS = 4096  # cached results of checks, of less than 2 kB each
-SEARCH_S = 0.2  # time to locate an error in a schema
+SEARCH_TIMEOUT_S = 0.2  # time to locate an error in a schema
 NUM_PROCESSES = 2
 # Parts of llguidance's messages to replace
-_NOISE = (
+_NOISE_PATTERNS = (
     (re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))"), ""),
     (re.compile(r"(invalid regex) .*( \(in regex\))", re.DOTALL), r"\1"),
     (re.compile(r"(regex parse error:\n).*\nerror: ", re.DOTALL), r"\1"),
@@ -36,7 +36,7 @@ _NOISE = (
 # A schema inside Lark: answer formats write Lark around a request's own schemas.
 _EMBEDDED = re.compile(r"%json\s+(?=\{)")
 # Prefix of llguidance's message -> message for the sender of a schema
-_MEANING = {
+_PLAIN_MESSAGES = {
     "NoExtension": "no text matches it",
     "Resource '": "only references inside the schema (#...) are followed",
     "Unimplemented keys": "keywords that cannot be enforced",
@@ -73,7 +73,9 @@ class GrammarChecker:
         param: the field of the request with the grammar.
         """
         if not self.recall(spec, param):
-            _accept(self._sandboxes.submit(partial(self._judge, spec)).result(), param)
+            _raise_if_fault(
+                self._sandboxes.submit(partial(self._check_uncached, spec)).result(), param
+            )
 
     async def check_async(self, spec: GrammarSpec, param: str, owner: str = "") -> None:
         """Run `check` without blocking the event loop, fairly among owners.
@@ -81,7 +83,9 @@ class GrammarChecker:
         Raise Overloaded if no process is free in time.
         """
         if not self.recall(spec, param):
-            _accept(await self._sandboxes.run(partial(self._judge, spec), owner), param)
+            _raise_if_fault(
+                await self._sandboxes.run(partial(self._check_uncached, spec), owner), param
+            )
 
     def recall(self, spec: GrammarSpec, param: str) -> bool:
         """Return whether the cache has accepted a grammar. Raise as `check` if it was rejected."""
@@ -90,14 +94,14 @@ class GrammarChecker:
             if key not in self._verdicts:
                 return False
             fault = self._verdicts[key]
-        _accept(fault, param)
+        _raise_if_fault(fault, param)
         return True
 
     def close(self) -> None:
         """End the processes. It blocks."""
         self._sandboxes.close()
 
-    def _judge(self, spec: GrammarSpec, sandbox: SandboxProcess) -> GrammarFault | None:
+    def _check_uncached(self, spec: GrammarSpec, sandbox: SandboxProcess) -> GrammarFault | None:
         key = digest(spec)
         with self._lock:
             if key in self._verdicts:  # another request sent the same grammar meanwhile
@@ -118,22 +122,24 @@ class GrammarChecker:
             return fault
         if not error:
             return None
-        return GrammarFault(error, self._place(self._schema(spec, error, sandbox), error, sandbox))
+        return GrammarFault(
+            error, self._locate(self._faulty_schema(spec, error, sandbox), error, sandbox)
+        )
 
-    def _schema(self, spec: GrammarSpec, error: str, sandbox: SandboxProcess) -> Any:
+    def _faulty_schema(self, spec: GrammarSpec, error: str, sandbox: SandboxProcess) -> Any:
         """Return the schema with the error: the grammar itself, or one inside of it; {} if none."""
         if spec.kind == "json_schema":
             return parse_json(spec.text)
-        until = monotonic() + SEARCH_S
+        deadline_s = monotonic() + SEARCH_TIMEOUT_S
         for match in _EMBEDDED.finditer(spec.text):
             # These occur for literals that look like a schema, and schemas with another fault.
             with suppress(ValueError, RecursionError, GrammarFault):
                 schema, _ = json.JSONDecoder().raw_decode(spec.text, match.end())
-                if monotonic() < until and self._error_of(schema, sandbox) == error:
+                if monotonic() < deadline_s and self._error_of(schema, sandbox) == error:
                     return schema
         return {}
 
-    def _place(self, root: Any, error: str, sandbox: SandboxProcess) -> str:
+    def _locate(self, root: Any, error: str, sandbox: SandboxProcess) -> str:
         """Return the pointer to the innermost schema that has the error by itself.
 
         Definitions are added to each schema that is tried.
@@ -143,11 +149,11 @@ class GrammarChecker:
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         where = ""
         schema = root
-        until = monotonic() + SEARCH_S
+        deadline_s = monotonic() + SEARCH_TIMEOUT_S
         with suppress(GrammarFault):  # a part by itself may have another fault
             while True:
                 for step, inner in subschemas(schema):
-                    if monotonic() > until:
+                    if monotonic() > deadline_s:
                         return where
                     if self._error_of(inner | shared, sandbox) == error:
                         where += step
@@ -168,20 +174,20 @@ class GrammarChecker:
             if death.too_long:
                 raise GrammarFault("it takes too long to compile; make it smaller") from None
             raise GrammarFault("it is too large or nested too deeply to compile") from None
-        return _plain(json.loads(answer))
+        return _plain_message(json.loads(answer))
 
 
-def _accept(fault: GrammarFault | None, param: str) -> None:
+def _raise_if_fault(fault: GrammarFault | None, param: str) -> None:
     if fault is not None:
         raise fault.as_request_error(param)
 
 
-def _plain(error: str) -> str:
+def _plain_message(error: str) -> str:
     """Return llguidance's error on one line, without positions in generated sources."""
-    for pattern, by in _NOISE:
-        error = pattern.sub(by, error)
+    for pattern, replacement in _NOISE_PATTERNS:
+        error = pattern.sub(replacement, error)
     error = " ".join(error.split())
-    for begin, meaning in _MEANING.items():
+    for begin, meaning in _PLAIN_MESSAGES.items():
         if error.startswith(begin):
             keys = error.partition(": ")[2] if begin == "Unimplemented keys" else ""
             return f"{meaning}: {keys}" if keys else meaning

@@ -24,32 +24,37 @@ def is_valid(value: Any, schema: Any, root: Any) -> bool:
 class _Validator:
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._count = 0
+        self._num_checked = 0
 
     def check(self, value: Any, schema: Any) -> bool:
         """Return whether a value certainly satisfies a schema."""
-        self._count += 1
-        if self._count > MAX_VALUES:
+        self._num_checked += 1
+        if self._num_checked > MAX_VALUES:
             return False
-        return any(self._fits(value, one) for one in alternatives(schema, self._root))
+        return any(
+            self._fits(value, alternative) for alternative in alternatives(schema, self._root)
+        )
 
-    def _fits(self, value: Any, one: Alternative) -> bool:
+    def _fits(self, value: Any, alternative: Alternative) -> bool:
         kind = kind_of(value)
-        if one.kind not in ("any", kind) and (one.kind, kind) != ("number", "integer"):
+        if alternative.kind not in ("any", kind) and (alternative.kind, kind) != (
+            "number",
+            "integer",
+        ):
             return False
-        for key, limit in one.schema.items():
-            if (simple := _SIMPLE.get(key)) is not None:
-                if not simple(value, limit):
+        for key, limit in alternative.schema.items():
+            if (condition := _CONDITIONS.get(key)) is not None:
+                if not condition(value, limit):
                     return False
-            elif (parts := _PARTS.get(key)) is not None:
-                if not all(self.check(*part) for part in parts(value, one.schema)):
+            elif (parts_of := _VALUE_PARTS.get(key)) is not None:
+                if not all(self.check(*part) for part in parts_of(value, alternative.schema)):
                     return False
             else:
                 return False
         return True
 
 
-_SIMPLE: dict[str, Callable[[Any, Any], bool]] = {
+_CONDITIONS: dict[str, Callable[[Any, Any], bool]] = {
     "enum": is_listed,
     "minimum": lambda value, limit: value >= limit,
     "maximum": lambda value, limit: value <= limit,
@@ -87,7 +92,7 @@ def _first_items(value: Any, schema: Mapping[str, Any]) -> list[tuple[Any, Any]]
 
 # Keyword -> function that returns the parts of a value, each with its schema. `patternProperties`
 # is missing, so a schema with it is never certain.
-_PARTS: dict[str, Callable[[Any, Mapping[str, Any]], list[tuple[Any, Any]]]] = {
+_VALUE_PARTS: dict[str, Callable[[Any, Mapping[str, Any]], list[tuple[Any, Any]]]] = {
     "properties": _members,
     "additionalProperties": _others,
     "items": _items,
