@@ -101,5 +101,5 @@ async def test_a_full_actor_refuses_at_once() -> None:
     counter = Counter(limit=2)
     counter.tell(Add(1))
     counter.tell(Add(1))
-    with pytest.raises(Overloaded, match="counter: 2 messages"):
+    with pytest.raises(Overloaded, match="counter: the inbox is full, with 2 messages"):
         counter.tell(Add(1))

@@ -100,7 +100,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o600)
     assert read_secret(str(path)) == SECRET
     path.write_bytes(b"short")
-    with pytest.raises(ConfigError, match="needs 16"):
+    with pytest.raises(ConfigError, match="needs at least 16"):
         read_secret(str(path))
     with pytest.raises(ConfigError, match="cannot read"):
         read_secret(str(tmp_path / "none"))

@@ -192,14 +192,14 @@ def test_a_factory_may_fail(llm: LLM, asked: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (["forbit"], "no 'forbit' here; known: .*cycle, forbid"),
+        (["forbit"], "'forbit' is unknown; known: .*cycle, forbid"),
         (["halves"] * 9, "length <= 8"),
         ("halves", "array"),
         ([5], r"logits_processors\[0\]"),
         ([""], r"logits_processors\[0\]"),
         ([{"nme": "halves"}], r"logits_processors\[0\]"),
         ([{"name": "halves", "args": []}], r"logits_processors\[0\].args"),
-        ([LogitsProcessorSpec(5)], "there is no 5 here"),  # type: ignore[arg-type]
+        ([LogitsProcessorSpec(5)], "5 is unknown; known:"),  # type: ignore[arg-type]
         ([LogitsProcessorSpec("halves", {"x": object()})], "object"),
         ([{"name": "halves", "args": {"x": "x" * processors.MAX_ARGS}}], "bytes"),
         ([forbid], "logits_processors"),

@@ -215,7 +215,7 @@ def test_params_json_is_read_where_it_is_alone(make_checkpoint: Any, tmp_path: P
     (tmp_path / "params.json").write_text(
         json.dumps(params | {"quantization": {"qformat_weight": "fp8_e4m3"}})
     )
-    with pytest.raises(CheckpointError, match=r"params.json: quantization .* is not read"):
+    with pytest.raises(CheckpointError, match=r"params.json: quantization is .* not supported"):
         read_model_spec(tmp_path)
 
 

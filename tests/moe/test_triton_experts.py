@@ -296,5 +296,5 @@ def test_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "capability 8.9" in obstacle(torch.device("cuda"), "fp8", 128, 128)
     assert not obstacle(torch.device("cuda"), "int8", 128, 128)
     mixed = ExpertWeights(weight("plain", E, 2 * I, D), weight("int8", E, D, I))
-    with pytest.raises(ConfigError, match=r"gate and up are torch\.float32 and down is int8"):
+    with pytest.raises(ConfigError, match=r"gate and up in torch\.float32, but down in int8"):
         TritonExperts().pack(mixed)

@@ -36,14 +36,14 @@ def mutation(name: str, why: str) -> Callable[[Patch], Patch]:
 def streams(
     module: Any, patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    original = module._overlapping
+    original = module._after
 
     def changed(event: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = original(event)
         change(arguments)
         return arguments
 
-    patch.setattr(module, "_overlapping", changed)
+    patch.setattr(module, "_after", changed)
 
 
 @mutation("deepep_ll", "topk_idx must be int64")
@@ -164,7 +164,7 @@ def too_few_queue_pairs(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_v2", "sends a dummy")
 def no_row_of_a_rank_without_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(v2, "_something", lambda *rows: rows)
+    patch.setattr(v2, "_at_least_one_row", lambda *rows: rows)
 
 
 def opened_with(adapter: Any, patch: pytest.MonkeyPatch, **facts: Any) -> None:
