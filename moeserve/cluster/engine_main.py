@@ -41,26 +41,26 @@ from moeserve.messages import AbortAll, Drain, EngineIn, EngineOut, Ping, Pong, 
 
 log = logging.getLogger("moeserve.cluster.engine_main")
 
-CONNECT_S = 10.0
-LINGER_S = 2.0  # for the last messages to be sent
-MARK = -1  # number of the ping that follows the last message of a lost front end
+CONNECT_TIMEOUT_S = 10.0  # for the wire to a front end
+LINGER_TIMEOUT_S = 2.0  # for the last messages to be sent
+LAST_PING = -1  # number of the ping that follows the last message of a lost front end
 
 
 def main() -> None:
     """Run an engine until it stops or fails, and end the process."""
     # Ctrl-C reaches all processes of the terminal, but the front end decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    later: SimpleQueue[bytes] = SimpleQueue()  # orders of further front ends
+    next_orders: SimpleQueue[bytes] = SimpleQueue()  # of further front ends (--standby)
     if "ahead" in sys.argv[1:]:
         threading.Thread(target=import_ahead, name="imports", daemon=True).start()
-    order = msgspec.json.decode(guard.adopt(later.put), type=EngineOrder)
+    order = msgspec.json.decode(guard.adopt(next_orders.put), type=EngineOrder)
     set_up_logging(order.config.server.log_level, order.config.server.log_format)
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_live_and_end(order, later))
+        asyncio.run(_serve_and_end_process(order, next_orders))
     else:
-        uvloop.run(_live_and_end(order, later))
+        uvloop.run(_serve_and_end_process(order, next_orders))
 
 
 def import_ahead() -> None:
@@ -82,12 +82,13 @@ def import_ahead() -> None:
     gc.enable()
 
 
-async def _live_and_end(order: EngineOrder, later: SimpleQueue[bytes]) -> None:
+async def _serve_and_end_process(order: EngineOrder, next_orders: SimpleQueue[bytes]) -> None:
     # End the process without cleaning up, because a task may wait for a rank that is gone.
-    guard.end_process(await _serve(order, later))
+    guard.end_process(await _serve(order, next_orders))
 
 
-async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
+async def _serve(order: EngineOrder, next_orders: SimpleQueue[bytes]) -> int:
+    """Serve until the engine stops or fails, and return the exit code."""
     inbox: Inbox[EngineIn] = Inbox("engine")
 
     def drain() -> None:
@@ -99,10 +100,10 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
     send: Callable[[EngineOut], object] = link.wire.send
     if order.config.parallel.standby:
         send = link.send
-        link.start_following(later)
+        link.start_following(next_orders)
     try:
-        await link.wire.connected(CONNECT_S)
-        return await _live(order, inbox, send)
+        await link.wire.connected(CONNECT_TIMEOUT_S)
+        return await _run_engine(order, inbox, send)
     except ActorStopped as exc:  # rejected by the front end, which logs why
         log.error("%s", exc)
         return 1
@@ -114,8 +115,8 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
         link.send(Stopped(f"{type(exc).__name__}: {exc}"))
         return 1
     finally:
-        link.wire.close(LINGER_S)
-        await flush_closed(LINGER_S)
+        link.wire.close(LINGER_TIMEOUT_S)
+        await flush_closed(LINGER_TIMEOUT_S)
 
 
 class FrontEndLink:
@@ -125,7 +126,7 @@ class FrontEndLink:
         self._following: asyncio.Task[None] | None = None
         self._inbox = inbox
         self._ready: Ready | None = None  # the engine's facts, once it is built
-        self._emptied = asyncio.Event()
+        self._requests_dropped = asyncio.Event()  # the engine has dropped a lost front end's
         self.wire = self._connect(order)
 
     def _connect(self, order: EngineOrder) -> ZmqWire[EngineOut, EngineIn]:
@@ -143,50 +144,50 @@ class FrontEndLink:
     def send(self, msg: EngineOut) -> None:
         """Send the front end a message, or drop it if there is no front end."""
         match msg:
-            case Pong(seq=seq) if seq == MARK:
-                self._emptied.set()
+            case Pong(seq=seq) if seq == LAST_PING:
+                self._requests_dropped.set()
                 return
             case Ready():
                 self._ready = msg
         self.wire.send(msg)
 
-    def start_following(self, later: SimpleQueue[bytes]) -> None:
+    def start_following(self, next_orders: SimpleQueue[bytes]) -> None:
         """Serve the front end of each further order. An error in this task ends the process.
 
         Otherwise this engine would never answer the next front end. So that one starts another.
         """
         self._following = spawn(
-            self.follow(later), name="next front end", on_error=_following_failed
+            self.follow(next_orders), name="next front end", on_error=_on_following_failed
         )
 
-    async def follow(self, later: SimpleQueue[bytes]) -> None:
+    async def follow(self, next_orders: SimpleQueue[bytes]) -> None:
         """Serve the front end of each further order in place of the previous one; never return."""
         orders: asyncio.Queue[bytes] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def pass_on_orders() -> None:
             while True:
-                loop.call_soon_threadsafe(orders.put_nowait, later.get())
+                loop.call_soon_threadsafe(orders.put_nowait, next_orders.get())
 
         threading.Thread(target=pass_on_orders, name="orders", daemon=True).start()
         while True:
             order = msgspec.json.decode(await orders.get(), type=EngineOrder)
             self.wire.close()
             if self._ready is not None:  # otherwise there are no requests yet
-                self._emptied.clear()
+                self._requests_dropped.clear()
                 # The next front end uses the same request ids for other requests, so wait until the
                 # engine has dropped the old ones.
                 self._inbox.put(AbortAll(), force=True)
-                self._inbox.put(Ping(MARK), force=True)
-                await self._emptied.wait()
+                self._inbox.put(Ping(LAST_PING), force=True)
+                await self._requests_dropped.wait()
             self.wire = self._connect(order)
             with suppress(ActorStopped, TimeoutError):  # this front end is gone, too
-                await self.wire.connected(CONNECT_S)
+                await self.wire.connected(CONNECT_TIMEOUT_S)
                 if self._ready is not None:
                     self.wire.send(self._ready)
 
 
-def _following_failed(_name: str, error: Exception) -> None:
+def _on_following_failed(_name: str, error: Exception) -> None:
     log.error("the engine cannot follow its front ends", exc_info=error)
     guard.end_process(1)
 
@@ -194,19 +195,19 @@ def _following_failed(_name: str, error: Exception) -> None:
 def _keys(order: EngineOrder) -> Keys | None:
     """Return the cluster's keys if the front end is on another machine."""
     key_file = order.config.parallel.cluster_key_file
-    return (
-        keys_of(read_secret(key_file)) if key_file and order.address.startswith("tcp://") else None
-    )
+    is_remote = order.address.startswith("tcp://")
+    return keys_of(read_secret(key_file)) if key_file and is_remote else None
 
 
-async def _live(
+async def _run_engine(
     order: EngineOrder, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], object]
 ) -> int:
+    """Build the engine and run it to its end. Return the exit code."""
     loop = asyncio.get_running_loop()
     building = loop.create_task(
         assemble(order.config, order.builder, order.role, inbox, emit, order.born_s)
     )
-    stopping = loop.create_task(_order_to_stop(inbox))
+    stopping = loop.create_task(_wait_for_drain(inbox))
     await asyncio.wait({building, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not building.done():
         building.cancel()
@@ -219,18 +220,18 @@ async def _live(
     gc.freeze()  # all objects that exist now are permanent, so no collection needs to scan them
     emit(ready)
     running = loop.create_task(core.run())  # emits Stopped at its end, even if it fails
-    dying: asyncio.Future[Exception] = loop.create_future()
+    rank_death: asyncio.Future[Exception] = loop.create_future()
     if isinstance(core.runner, SeveralRanks):
-        dying = loop.create_task(core.runner.died())
-    either: tuple[asyncio.Future[Any], ...] = running, dying
+        rank_death = loop.create_task(core.runner.died())
+    either: tuple[asyncio.Future[Any], ...] = running, rank_death
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         # Retrieve the exception, so that asyncio does not log it: the cause is known already.
         running.add_done_callback(lambda task: task.cancelled() or task.exception())
-        log.error("%s", dying.result())
-        emit(Stopped(str(dying.result())))
+        log.error("%s", rank_death.result())
+        emit(Stopped(str(rank_death.result())))
         return 1
-    dying.cancel()
+    rank_death.cancel()
     if (error := running.exception()) is not None:
         # The traceback of an EngineDied shows only where the loss of a rank was noticed.
         log.error(
@@ -243,14 +244,14 @@ async def _live(
     return 0
 
 
-async def _order_to_stop(inbox: Inbox[EngineIn]) -> None:
+async def _wait_for_drain(inbox: Inbox[EngineIn]) -> None:
     """Return at the first Drain. Keep all messages for the engine that is being built."""
-    early: list[EngineIn] = []
+    messages: list[EngineIn] = []
     try:
-        while not any(isinstance(msg, Drain) for msg in early):
-            early += await inbox.drain(wait=True)
+        while not any(isinstance(msg, Drain) for msg in messages):
+            messages += await inbox.drain(wait=True)
     finally:
-        for msg in early:
+        for msg in messages:
             inbox.put(msg, force=True)
 
 

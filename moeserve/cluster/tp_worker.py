@@ -33,8 +33,8 @@ log = logging.getLogger("moeserve.cluster.tp_worker")
 
 WORKER = "moeserve.cluster.tp_worker"
 
-AGAIN_S = 0.1  # between two attempts to interrupt a step
-POLL_S = 0.02  # between two checks of a placement that is being prepared
+INTERRUPT_INTERVAL_S = 0.1  # between two attempts to interrupt a step
+POLL_INTERVAL_S = 0.02  # between two checks of a placement that is being prepared
 
 
 _forked: list[Forked] = []  # forked workers that wait for their start document
@@ -111,9 +111,9 @@ class Worker:
                 command.seq, lost=str(exc) or "a rank is gone", missing=exc.missing
             )
         except ConfigError as exc:
-            self._fail(str(exc), exc.exit_code)
+            self._end_process(str(exc), exc.exit_code)
         except BaseException as exc:
-            self._fail_with(exc)
+            self._end_process_by(exc)
         else:
             if self._runner is not None:
                 done = msgspec.structs.replace(done, prepared=self._runner.peers.prepared)
@@ -124,17 +124,18 @@ class Worker:
     def _propose(self) -> None:
         """Propose draft tokens, as the leader does after a step."""
         try:
-            self._here.propose()
+            self._built_runner.propose()
         except PeerLost as exc:
             self._lost = exc
         except BaseException as exc:
-            self._fail_with(exc)
+            self._end_process_by(exc)
 
-    def _fail_with(self, exc: BaseException) -> None:
+    def _end_process_by(self, exc: BaseException) -> None:
         log.error("the tensor-parallel worker failed", exc_info=exc)
-        self._fail(f"{type(exc).__name__}: {exc}", 1)
+        self._end_process(f"{type(exc).__name__}: {exc}", 1)
 
-    def _fail(self, cause: str, exit_code: int) -> None:
+    def _end_process(self, cause: str, exit_code: int) -> None:
+        """Report a failure to the leader, and end this process."""
         self._stream.send(commands.Failed(cause, exit_code))
         guard.end_process(exit_code)
 
@@ -143,16 +144,16 @@ class Worker:
             case commands.Build():
                 return commands.CommandDone(command.seq, value=self._build(command.what))
             case commands.Allocate(limits=limits):
-                self._here.allocate(limits, self._progress)
+                self._built_runner.allocate(limits, self._progress)
             case commands.Run(plan=plan):
                 return self._run(command.seq, plan)
             case Join() as join:
                 from moeserve.comm.members import Members
 
                 self._lost = None
-                self._here.join(Members.of(join, self._tp_rank), join.placement)
+                self._built_runner.join(Members.of(join, self._tp_rank), join.placement)
             case commands.Prepare(placement=placement):
-                self._here.peers.prepare(placement)
+                self._built_runner.peers.prepare(placement)
                 threading.Thread(
                     target=self._report_placement, name="prepared", daemon=True
                 ).start()
@@ -161,7 +162,7 @@ class Worker:
         return commands.CommandDone(command.seq)
 
     @property
-    def _here(self) -> "ModelRunnerBase":
+    def _built_runner(self) -> "ModelRunnerBase":
         assert self._runner is not None, "Build comes first"
         return self._runner
 
@@ -169,10 +170,10 @@ class Worker:
         self._stream.send(commands.LoadProgress(name, percent))
 
     def _build(self, build: commands.Build) -> int:
-        rank, host_rank = (
-            start + self._tp_rank for start in (build.world.rank, build.world.host_rank)
+        leader = build.world
+        world = replace(
+            leader, rank=leader.rank + self._tp_rank, host_rank=leader.host_rank + self._tp_rank
         )
-        world = replace(build.world, rank=rank, host_rank=host_rank)
         runner = make_rank(build.config, world, build.placement, grouped=True)
         runner.enter_thread()
         budget = runner.load(self._progress)
@@ -185,14 +186,14 @@ class Worker:
 
         if self._lost is not None:
             raise self._lost
-        result = self._here.launch(decode_plan(data))()
+        result = self._built_runner.launch(decode_plan(data))()
         return commands.CommandDone(
             seq, value=checksum(result), events=result.events, kv_lost=result.kv_lost
         )
 
     def _act_on_grammars(self, command: commands.WorkerCommand) -> None:
         """Prepare or drop grammars, in the thread that reads commands."""
-        constraints = self._here.constraints
+        constraints = self._built_runner.constraints
 
         def report(error: str = "") -> None:
             self._stream.send(commands.CommandDone(command.seq, error=error))
@@ -215,7 +216,7 @@ class Worker:
         while not idle.is_set():
             if self._runner is not None:
                 self._runner.leave()
-            idle.wait(AGAIN_S)
+            idle.wait(INTERRUPT_INTERVAL_S)
         if self._runner is not None:
             # Again, because a `join` may have completed just before the thread was idle.
             self._runner.leave()
@@ -225,13 +226,13 @@ class Worker:
 
         Steps report it, too, but there may be none meanwhile.
         """
-        last: int | None = None
-        peers = self._here.peers
+        last_reported: int | None = None
+        peers = self._built_runner.peers
         while peers.moving:
-            if (now := peers.prepared) != last:
-                self._stream.send(commands.Prepared(now))
-                last = now
-            time.sleep(POLL_S)
+            if (prepared := peers.prepared) != last_reported:
+                self._stream.send(commands.Prepared(prepared))
+                last_reported = prepared
+            time.sleep(POLL_INTERVAL_S)
         self._stream.send(commands.Prepared(peers.prepared))
 
 

@@ -94,7 +94,7 @@ class RandomReader(Reader):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(Checkpoint(checkpoint.model_dir, {}))
-        self._imagined = checkpoint
+        self._dummy_checkpoint = checkpoint
 
     def memory(
         self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
@@ -104,22 +104,29 @@ class RandomReader(Reader):
         On CPUs the experts of a layer share the memory of one (stride 0), which is filled once.
         """
         if device.type == "cuda" or kind_of(param.name).removesuffix("_bias") not in ("w13", "w2"):
-            return empty_weight(self._imagined, param, pieces, dtype, device)
-        one = empty_weight(
-            self._imagined, replace(param, shape=(1, *param.shape[1:])), pieces, dtype, device
+            return empty_weight(self._dummy_checkpoint, param, pieces, dtype, device)
+        one_expert = empty_weight(
+            self._dummy_checkpoint,
+            replace(param, shape=(1, *param.shape[1:])),
+            pieces,
+            dtype,
+            device,
         )
 
-        def copies(part: Tensor) -> Tensor:
+        def expanded(part: Tensor) -> Tensor:
             return part.expand(param.shape[0], *part.shape[1:])
 
-        return one.each(copies) if isinstance(one, Quantised) else copies(one)
+        if isinstance(one_expert, Quantised):
+            return one_expert.each(expanded)
+        return expanded(one_expert)
 
     def jobs(
-        self, piece: Piece, param: Any, limit: int | None = None
+        self, piece: Piece, param: Any, max_bytes: int | None = None
     ) -> Iterator[Callable[[], int]]:
         """Yield a job that fills a piece; none for an expert that shares the first one's memory."""
         values = param.values if isinstance(param, Quantised) else param
-        if values.stride(0) or piece.at[0] == 0:
+        shares_memory = values.stride(0) == 0
+        if not shares_memory or piece.at[0] == 0:
             yield partial(_fill, zlib.crc32(piece.source.encode()), param[piece.at])
 
 
@@ -171,8 +178,9 @@ def _repeat(page: Tensor, seed: int, into: Tensor) -> None:
         flat = into.view(-1)
     else:
         flat = torch.empty_like(into, memory_format=torch.contiguous_format).view(-1)
-    whole = len(flat) // PAGE
-    flat[: whole * PAGE].view(whole, PAGE).copy_(page)
-    flat[whole * PAGE :].copy_(page[: len(flat) - whole * PAGE])
+    num_pages = len(flat) // PAGE
+    paged_size = num_pages * PAGE
+    flat[:paged_size].view(num_pages, PAGE).copy_(page)
+    flat[paged_size:].copy_(page[: len(flat) - paged_size])
     if not into.is_contiguous():
         into.copy_(flat.view(into.shape))

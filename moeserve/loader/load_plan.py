@@ -16,8 +16,8 @@ from moeserve.loader.stored import CACHE_SCALES
 
 Index = tuple[int | slice, ...]
 SUPPORTED = ("F32", "BF16", "F16")
-_MAX_SHOWN = 5
-_MAX_NAME = 200  # characters of a tensor's name in messages; names in files may be of any length
+_MAX_SHOWN = 5  # problems that an error lists
+_MAX_NAME_CHARS = 200  # of a tensor's name in errors; names in files may be of any length
 _MIXERS = {
     "in",
     "narrow",
@@ -122,11 +122,11 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     (the first 5 problems).
     """
     _check_coverage(plan)
-    wanted = {piece.source: (piece.shape, piece.transposed) for piece in plan.pieces}
+    sources = {piece.source: (piece.shape, piece.transposed) for piece in plan.pieces}
     tensors = checkpoint.tensors
     stored = checkpoint.stored
     problems = []
-    for name, (shape, transposed) in wanted.items():
+    for name, (shape, transposed) in sources.items():
         if name in stored:
             problems.append(stored[name].mismatch(shape, transposed))
         elif name in tensors:
@@ -135,18 +135,16 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
             file = checkpoint.absent.get(name)
             where = f" from {file}, where the index has it" if file else ""
             problems.append(f"tensor {name!r} {list(shape)} is missing{where}")
-    owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
+    weight_of = {part.name: name for name, weight in stored.items() for part in weight.parts}
     for name, tensor in tensors.items():
-        unused = plan.ignore if not stored or not name.endswith(CACHE_SCALES) else {name}
-        if (
-            name not in wanted
-            and (owner := owners.get(name, name)) not in wanted
-            and owner not in unused
-        ):
+        weight = weight_of.get(name, name)
+        is_cache_scale = bool(stored) and name.endswith(CACHE_SCALES)
+        is_ignored = weight == name if is_cache_scale else weight in plan.ignore
+        if name not in sources and weight not in sources and not is_ignored:
             problems.append(
-                f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} is not part of this model"
+                f"tensor {name[:_MAX_NAME_CHARS]!r} in {tensor.path.name} is not part of this model"
             )
-    problems += _half_quantised(checkpoint, plan) if stored else ()
+    problems += _mixed_formats(checkpoint, plan) if stored else ()
     if problems := list(filter(None, problems)):
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_MAX_SHOWN])
@@ -164,35 +162,37 @@ def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
     return ""
 
 
-def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
+def _mixed_formats(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
     """Yield a problem for each parameter whose sources have different formats.
 
     A parameter is one operand of one product, so its parts must be quantized alike or not at all.
     """
-    kinds: dict[str, dict[str, str]] = defaultdict(dict)
+    # name of a parameter -> description of a format -> a source with this format
+    formats_of: dict[str, dict[str, str]] = defaultdict(dict)
     for piece in plan.pieces:
         stored = checkpoint.stored.get(piece.source)
-        kinds[piece.param][stored.form.described if stored else "not quantized"] = piece.source
+        description = stored.form.described if stored else "not quantized"
+        formats_of[piece.param][description] = piece.source
     for param in plan.params:
-        sources = kinds[param.name]
+        source_of = formats_of[param.name]
         if any(
-            name in checkpoint.stored and checkpoint.stored[name].form.layout == "ggml"
-            for name in sources.values()
+            source in checkpoint.stored and checkpoint.stored[source].form.layout == "ggml"
+            for source in source_of.values()
         ):
             continue  # `common_format` finds a format that holds all parts
-        if len(sources) > 1 and not param.widened:
-            (one, first), (other, second) = list(sources.items())[:2]
+        if len(source_of) > 1 and not param.widened:
+            (first_format, first), (second_format, second) = list(source_of.items())[:2]
             yield (
-                f"tensor {first!r} is {one} and {second!r} is {other}; they must have the same "
-                "format, because they are computed as one matrix"
+                f"tensor {first!r} is {first_format} and {second!r} is {second_format}; they must "
+                "have the same format, because they are computed as one matrix"
             )
         elif (
-            sources
-            and "not quantized" not in sources
+            source_of
+            and "not quantized" not in source_of
             and not (param.widened or is_packed(param.name))
         ):
             yield (
-                f"tensor {next(iter(sources.values()))!r} is quantized, which is supported for "
+                f"tensor {next(iter(source_of.values()))!r} is quantized, which is supported for "
                 "linear layers only"
             )
 
@@ -201,24 +201,24 @@ def _check_coverage(plan: LoadPlan) -> None:
     """Assert that the pieces fill each parameter: a gap would be uninitialized memory."""
     shapes = {param.name: param.shape for param in plan.params}
     assert len(shapes) == len(plan.params), "two parameters of one name"
-    written: Counter[str] = Counter()
+    num_written: Counter[str] = Counter()  # elements of each parameter
     for piece in plan.pieces:
         target = part_shape(shapes[piece.param], piece.at)
         assert piece.taken == target, (piece, piece.taken, target)
-        written[piece.param] += math.prod(target)
-    wrong = [name for name, shape in shapes.items() if written[name] != math.prod(shape)]
-    assert not wrong, f"pieces do not cover {wrong[:_MAX_SHOWN]}"
+        num_written[piece.param] += math.prod(target)
+    uncovered = [name for name, shape in shapes.items() if num_written[name] != math.prod(shape)]
+    assert not uncovered, f"pieces do not cover {uncovered[:_MAX_SHOWN]}"
 
 
 def part_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     """Return the shape of `x[index]` for an x of `shape`: [6, 4] with (slice(0, 2),) -> (2, 4)."""
     assert len(index) <= len(shape), (index, shape)
-    left = [
+    sliced = [
         len(range(size)[part])
         for part, size in zip(index, shape, strict=False)
         if isinstance(part, slice)
     ]
-    return (*left, *shape[len(index) :])
+    return (*sliced, *shape[len(index) :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,30 +236,37 @@ class Block:
         return part_shape(self.shape, self.index) == self.shape
 
 
-def blocks_of(shape: tuple[int, ...], take: Index, most: int) -> Iterator[Block]:
-    """Split a read of `x[take]`, for an x of `shape`, into blocks of about `most` elements.
+def blocks_of(shape: tuple[int, ...], take: Index, max_elements: int) -> Iterator[Block]:
+    """Split a read of `x[take]`, for an x of `shape`, into blocks of about `max_elements`.
 
     [6, 4], (slice(0, 6, 2), 1), 16 -> rows 0 to 3 for the first two elements of the target, row 4
     for the last one.
     """
-    if not shape or (math.prod(shape) <= most and not take):
+    if not shape or (math.prod(shape) <= max_elements and not take):
         yield Block(0, shape, (), ())
         return
-    row = math.prod(shape[1:])
-    rest = take[1:]
-    part = range(shape[0])[take[0] if take else slice(None)]
-    if isinstance(part, int):
-        for block in blocks_of(shape[1:], rest, most):
-            yield replace(block, first=part * row + block.first)
-    elif row > most:
-        for i, at in enumerate(part):
-            for block in blocks_of(shape[1:], rest, most):
-                yield replace(block, first=at * row + block.first, at=(i, *block.at))
+    row_size = math.prod(shape[1:])  # elements of a row
+    take_in_row = take[1:]
+    rows = range(shape[0])[take[0] if take else slice(None)]
+    if isinstance(rows, int):
+        for block in blocks_of(shape[1:], take_in_row, max_elements):
+            yield replace(block, first=rows * row_size + block.first)
+    elif row_size > max_elements:
+        for i, row in enumerate(rows):
+            for block in blocks_of(shape[1:], take_in_row, max_elements):
+                yield replace(block, first=row * row_size + block.first, at=(i, *block.at))
     else:
-        assert part.step > 0, take
-        count = max(1, most // (max(1, row) * part.step))
-        for i in range(0, len(part), count):
-            rows = part[i : i + count]
-            span = rows[-1] - rows[0] + 1
-            index = (slice(None, None, part.step), *rest) if rest or part.step > 1 else ()
-            yield Block(rows[0] * row, (span, *shape[1:]), index, (slice(i, i + len(rows)),))
+        assert rows.step > 0, take
+        num_rows = max(1, max_elements // (max(1, row_size) * rows.step))
+        for i in range(0, len(rows), num_rows):
+            part = rows[i : i + num_rows]
+            yield Block(
+                first=part[0] * row_size,
+                shape=(part[-1] - part[0] + 1, *shape[1:]),
+                index=(
+                    (slice(None, None, rows.step), *take_in_row)
+                    if take_in_row or rows.step > 1
+                    else ()
+                ),
+                at=(slice(i, i + len(part)),),
+            )

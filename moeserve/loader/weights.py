@@ -54,8 +54,8 @@ DTYPES = {  # name in the files -> dtype of the bytes as they are read
     "U8": torch.uint8,
     "I32": torch.int32,
 }
-# Bytes. The same alignment as torch's own tensors: libraries choose code paths by it.
-ALIGNED = 64
+# The same alignment as torch's own tensors: libraries choose code paths by it.
+ALIGNMENT_BYTES = 64
 # Bytes per read: large enough that the calls cost nothing, small enough to keep all threads busy.
 READ_BYTES = 8 * 2**20
 
@@ -70,7 +70,8 @@ def empty_weight(
     """Return an uninitialized parameter: quantized if `format_of` has a format for it."""
     form = format_of(checkpoint, param, pieces)
     if form is None:
-        return torch.empty(param.shape, dtype=torch.float32 if param.fp32 else dtype, device=device)
+        dtype = torch.float32 if param.fp32 else dtype
+        return torch.empty(param.shape, dtype=dtype, device=device)
     empty = _empty_stored(form, param.shape, dtype, device)
     return replace(empty, activations=form.rows_as(checkpoint.activations))
 
@@ -82,13 +83,11 @@ def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> Stor
     stored = [checkpoint.stored.get(piece.source) for piece in pieces]
     forms = [weight.form if weight else None for weight in stored]
     form = common_format(forms, is_packed(param.name), checkpoint.activations)
-    if (
-        form
-        and form.layout == "ggml"
-        and checkpoint.obstacle(form.kind, form.group, param.shape[-1])
-    ):
-        return None
-    return form
+    if form is None or form.layout != "ggml":
+        return form
+    num_inputs = param.shape[-1]
+    is_unsupported = bool(checkpoint.obstacle(form.kind, form.group, num_inputs))
+    return None if is_unsupported else form
 
 
 def _empty_stored(
@@ -100,16 +99,20 @@ def _empty_stored(
     empty = Quantised.empty(form.kind, group, form.zeros, dtype, shape, device)
     mins = torch.empty_like(empty.scales) if form.mins else None
     supers = None
-    if form.supers:
-        d = torch.empty(*shape[:-1], shape[-1] // 256, device=device)
-        supers = d, torch.empty_like(d) if form.mins else None
-    scales = DTYPES[form.scales]
+    if form.supers:  # of scales, and of mins
+        super_scales = torch.empty(*shape[:-1], shape[-1] // 256, device=device)
+        supers = super_scales, torch.empty_like(super_scales) if form.mins else None
     return replace(
-        empty, rows=form.rows, mins=mins, supers=supers, scale_dtype=scales, bits=form.bits
+        empty,
+        rows=form.rows,
+        mins=mins,
+        supers=supers,
+        scale_dtype=DTYPES[form.scales],
+        bits=form.bits,
     )
 
 
-def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
+def _stored_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
     """Return about how many bytes of the files a piece covers, for progress."""
     num_bytes = checkpoint.parts(piece.source)[0].num_bytes
     return math.prod(piece.taken) * num_bytes // (math.prod(piece.shape) or 1)
@@ -120,17 +123,18 @@ def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
 
     Yields each new piece with its index in the target; index: that of `piece`.
     """
-    lead = len(piece.shape) - 2
-    rows = range(piece.shape[lead])[piece.take[lead] if len(piece.take) > lead else slice(None)]
+    row_dim = len(piece.shape) - 2
+    taken_rows = piece.take[row_dim] if len(piece.take) > row_dim else slice(None)
+    rows = range(piece.shape[row_dim])[taken_rows]
     if isinstance(rows, int):
         yield piece, index
         return
     # At most 1 MiB of values each: decoding such a piece takes about 25 torch calls.
-    count = max(1, 4 * PART // piece.shape[-1])
-    for i in range(0, len(rows), count):
-        part = rows[i : i + count]
-        take = (*piece.take[:lead], slice(part.start, part.stop, part.step))
-        yield replace(piece, take=take), (*index, slice(i, i + len(part)))
+    max_rows = max(1, 4 * PART // piece.shape[-1])
+    for start in range(0, len(rows), max_rows):
+        part = rows[start : start + max_rows]
+        take = (*piece.take[:row_dim], slice(part.start, part.stop, part.step))
+        yield replace(piece, take=take), (*index, slice(start, start + len(part)))
 
 
 def _split_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
@@ -161,15 +165,15 @@ class ReusedMemory:
 
         A buffer is free when no view of its last tensor is alive.
         """
-        size = tensor.nbytes
+        num_bytes = tensor.nbytes
         free = [
             buffer
-            for buffer, user in self._buffers
-            if user() is None and size <= len(buffer) - ALIGNED <= 2 * size
+            for buffer, view_of in self._buffers
+            if view_of() is None and num_bytes <= len(buffer) - ALIGNMENT_BYTES <= 2 * num_bytes
         ]
-        buffer = min(free, key=len) if free else np.empty(size + ALIGNED, np.uint8)
-        begin = -buffer.ctypes.data % ALIGNED
-        used = buffer[begin : begin + size]
+        buffer = min(free, key=len) if free else np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
+        begin = -buffer.ctypes.data % ALIGNMENT_BYTES
+        used = buffer[begin : begin + num_bytes]
         self._buffers = [other for other in self._buffers if other[0] is not buffer]
         self._buffers.append((buffer, weakref.ref(used)))
         return torch.from_numpy(used).view(tensor.dtype).view(tensor.shape)
@@ -209,41 +213,46 @@ class Reader:
         return weight
 
     def jobs(
-        self, piece: Piece, param: Weight, limit: int | None = None
+        self, piece: Piece, param: Weight, max_bytes: int | None = None
     ) -> Iterator[Callable[[], int]]:
         """Yield jobs that copy a piece into `param`, for any threads in any order.
 
-        Each job returns the number of bytes that it read. limit: bytes per read (default:
-        READ_BYTES). A quantized weight, or each expert of it, is one job, because its values and
-        scales are decoded together; GGUF's blocks have their own scales and are split by rows.
+        Each job returns the number of bytes that it read. A quantized weight, or each expert of it,
+        is one job, because its values and scales are decoded together; GGUF's blocks have their own
+        scales and are split by rows.
+
+        max_bytes: bytes per read (default: READ_BYTES).
         """
-        limit = limit or READ_BYTES
+        max_bytes = max_bytes or READ_BYTES
+        target = param[piece.at]
         if piece.source in self._checkpoint.stored:
-            into = param[piece.at]
             parts = _split_experts(piece)
             if self._checkpoint.stored[piece.source].form.layout == "ggml" and not piece.transposed:
-                parts = (small for part, index in parts for small in _split_rows(part, index))
+                parts = (few_rows for part, index in parts for few_rows in _split_rows(part, index))
             for part, index in parts:
-                yield partial(self._read_quantised, part, into[index], limit)
+                yield partial(self._read_quantised, part, target[index], max_bytes)
         else:
-            assert isinstance(param, Tensor)
-            target = param[piece.at].mT if piece.transposed else param[piece.at]
-            yield from self._reads(
-                self._checkpoint.tensors[piece.source], piece.take, target, limit
+            assert isinstance(target, Tensor)
+            yield from self._read_jobs(
+                self._checkpoint.tensors[piece.source],
+                piece.take,
+                target.mT if piece.transposed else target,
+                max_bytes,
             )
 
-    def _reads(
-        self, tensor: TensorInfo, take: Index, into: Tensor, limit: int
+    def _read_jobs(
+        self, tensor: TensorInfo, take: Index, into: Tensor, max_bytes: int
     ) -> Iterator[Callable[[], int]]:
-        """Yield reads of at most `limit` bytes each that fill `into` from a part of a tensor."""
-        for block in blocks_of(tensor.shape, take, max(1, limit // DTYPES[tensor.dtype].itemsize)):
+        """Yield reads of at most `max_bytes` each that fill `into` from a part of a tensor."""
+        max_elements = max(1, max_bytes // DTYPES[tensor.dtype].itemsize)
+        for block in blocks_of(tensor.shape, take, max_elements):
             yield partial(self.read, tensor, block, into[block.at])
 
     @torch.inference_mode()
-    def _read_quantised(self, piece: Piece, into: Weight, limit: int) -> int:
+    def _read_quantised(self, piece: Piece, into: Weight, max_bytes: int) -> int:
         def read(tensor: TensorInfo, take: Index) -> Tensor:
             raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
-            for job in self._reads(tensor, take, raw, limit):
+            for job in self._read_jobs(tensor, take, raw, max_bytes):
                 job()
             return raw
 
@@ -262,7 +271,7 @@ class Reader:
             unpack(stored, piece, quantised, read)
             into.copy_(dequantised(quantised))
             _check_fits(into, stored.values)
-        return _num_bytes(piece, self._checkpoint)
+        return _stored_bytes(piece, self._checkpoint)
 
     def check_zero(self, bias: TensorInfo) -> int:
         """Raise CheckpointError unless a bias is zero, for a bias that the model does not have.
@@ -270,7 +279,7 @@ class Reader:
         Returns 0, the bytes read for progress, like the jobs of `jobs`.
         """
         raw = torch.empty(bias.shape, dtype=DTYPES[bias.dtype])
-        for job in self._reads(bias, (), raw, READ_BYTES):
+        for job in self._read_jobs(bias, (), raw, READ_BYTES):
             job()
         if raw.any():
             raise CheckpointError(
@@ -303,11 +312,11 @@ class Reader:
         return into.numel() * dtype.itemsize
 
     def _buffer(self, num_bytes: int, pinned: bool) -> Tensor:
-        have: Tensor | None = getattr(self._local, "buffer", None)
-        if have is None or have.numel() < num_bytes:
-            have = torch.empty(max(num_bytes, READ_BYTES), dtype=torch.uint8, pin_memory=pinned)
-            self._local.buffer = have
-        return have[:num_bytes]
+        buffer: Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = torch.empty(max(num_bytes, READ_BYTES), dtype=torch.uint8, pin_memory=pinned)
+            self._local.buffer = buffer
+        return buffer[:num_bytes]
 
     def stat(self, path: Path) -> os.stat_result:
         """Return the status of the opened file, even if its path now leads to another file."""
@@ -318,17 +327,17 @@ class Reader:
         memory: memoryview = (
             target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
         )
-        left = len(memory)
+        num_left = len(memory)
         with CheckpointError.instead_of(OSError, f"{tensor.path}: tensor {tensor.name!r}"):
-            while left:
-                count = os.preadv(self._files[tensor.path], [memory[-left:]], offset)
-                if count == 0:
+            while num_left:
+                num_read = os.preadv(self._files[tensor.path], [memory[-num_left:]], offset)
+                if num_read == 0:
                     raise CheckpointError(
                         f"{tensor.path} ended inside tensor {tensor.name!r}: the file was changed "
                         "while it was read; start again when it is complete"
                     )
-                offset = offset + count
-                left = left - count
+                offset = offset + num_read
+                num_left = num_left - num_read
 
 
 def _check_fits(into: Tensor, tensor: TensorInfo) -> None:
@@ -377,15 +386,15 @@ class Params(UserDict[str, Any]):
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._sources = {piece.source for piece in plan.pieces}
 
-        def position(piece: Piece) -> tuple[Path, int]:
+        def file_position(piece: Piece) -> tuple[Path, int]:
             values = checkpoint.parts(piece.source)[0]
             return values.path, values.offset
 
-        for piece in sorted(plan.pieces, key=position):  # read in the order of the files
+        for piece in sorted(plan.pieces, key=file_position):  # read in the order of the files
             self._pieces[piece.param].append(piece)
         self._progress = progress
-        self._done = 0
-        self._total = sum(_num_bytes(piece, checkpoint) for piece in plan.pieces)
+        self._read_bytes = 0
+        self._total_bytes = sum(_stored_bytes(piece, checkpoint) for piece in plan.pieces)
         self._threads = threads or max(2, min(16, os.cpu_count() or 1))
         self._reader_type = reader
 
@@ -407,7 +416,7 @@ class Params(UserDict[str, Any]):
         weight = self._reader.memory(param, pieces, self._dtype, self._device)
         is_meta = self._device.type == "meta"
         if not is_meta:
-            self._run_reads(list(self._read_jobs(pieces, weight)))
+            self._run_jobs(list(self._jobs(pieces, weight)))
         if (
             self._quantize_to is None
             or isinstance(weight, Quantised)
@@ -422,7 +431,7 @@ class Params(UserDict[str, Any]):
                 pass
         return quantised
 
-    def _read_jobs(self, pieces: list[Piece], weight: Weight) -> Iterator[Callable[[], int]]:
+    def _jobs(self, pieces: list[Piece], weight: Weight) -> Iterator[Callable[[], int]]:
         for piece in pieces:
             yield from self._reader.jobs(piece, weight)
         for piece in pieces:
@@ -430,7 +439,7 @@ class Params(UserDict[str, Any]):
             if stored and stored.bias and stored.bias.name not in self._sources:
                 yield partial(self._reader.check_zero, stored.bias)
 
-    def _run_reads(self, jobs: list[Callable[[], int]]) -> None:
+    def _run_jobs(self, jobs: list[Callable[[], int]]) -> None:
         for num_bytes in self._pool.map(lambda job: job(), jobs):
-            self._done += num_bytes
-            self._progress(self._done, self._total)
+            self._read_bytes += num_bytes
+            self._progress(self._read_bytes, self._total_bytes)

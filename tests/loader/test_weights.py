@@ -91,7 +91,7 @@ def test_memory_is_used_again_once_nothing_is_left_of_what_was_packed(tmp_path: 
         for name, tensor in tensors.items():
             weight = params.pop(name)
             assert torch.equal(weight, tensor)
-            assert weight.data_ptr() % weights.ALIGNED == 0 or not weight.numel()
+            assert weight.data_ptr() % weights.ALIGNMENT_BYTES == 0 or not weight.numel()
             addresses[name] = weight.data_ptr()
             del weight
         assert addresses["1.qkv"] == addresses["0.qkv"]
