@@ -18,7 +18,7 @@ from moeserve.actor.guard import prctl
 from moeserve.actor.process import Child, Forked, end_now
 from moeserve.actor.tasks import spawn
 
-POSSIBLE = sys.platform == "linux"
+IS_SUPPORTED = sys.platform == "linux"
 IMPORTS_TIMEOUT_S = 120.0  # for the server
 FORK_TIMEOUT_S = 5.0  # a fork takes about 20 ms
 _PR_SET_CHILD_SUBREAPER = 36
@@ -45,10 +45,10 @@ class ForkServer:
             raise
         finally:
             theirs.close()
-        self._warm = spawn(
+        self._imports = spawn(
             self._receive(), name="fork server imports", on_error=self._imports_failed
         )
-        self._exchange = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def _imports_failed(self, _name: str, error: Exception) -> None:
         self.child.kill(f"did not do its imports: {error}")  # nothing if it is dead already
@@ -56,11 +56,15 @@ class ForkServer:
     @property
     def warm(self) -> bool:
         """Whether the server has imported everything."""
-        return self._warm.done() and not self._warm.cancelled() and self._warm.exception() is None
+        return (
+            self._imports.done()
+            and not self._imports.cancelled()
+            and self._imports.exception() is None
+        )
 
     async def until_warm(self) -> None:
         """Wait until the server has imported everything. Raises OSError if it is gone."""
-        await asyncio.shield(self._warm)
+        await asyncio.shield(self._imports)
 
     async def fork(self, argument: int) -> Forked:
         """Return a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if the
@@ -80,12 +84,12 @@ class ForkServer:
         """End the server, but not the forks."""
         self.child.kill("is not needed any more")
         await self.child.death()
-        self._warm.cancel()
-        async with self._exchange:
+        self._imports.cancel()
+        async with self._lock:
             self._sock.close()
 
     async def _fork(self, argument: int) -> Forked:
-        async with self._exchange:
+        async with self._lock:
             ours, theirs = _pipes()
             try:
                 with _adopting():

@@ -72,19 +72,19 @@ class Forked:
         self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb", buffering=0)
         self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb", buffering=0)
         self._lock = threading.Lock()
-        self._reaped = False  # after that, the pid may belong to another process
+        self._is_reaped = False  # after that, the pid may belong to another process
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process was reaped."""
         with self._lock:
-            if not self._reaped:
+            if not self._is_reaped:
                 os.kill(self.pid, number)
 
     def wait(self) -> int:
         """Block until the process ends. Return its exit code, as in `subprocess`."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
-            self._reaped = True
+            self._is_reaped = True
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -157,7 +157,7 @@ class Child(Process):
         self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None]
     ) -> None:
         super().__init__(name, process.pid)
-        self._reason = ""  # of the first `kill`
+        self._kill_reason = ""  # of the first `kill`
         self._process = process
         self._born_at_s = time.monotonic()
         self._log = _LogLines(forward)
@@ -229,7 +229,7 @@ class Child(Process):
         return not self._exit.done()
 
     def kill(self, reason: str) -> None:
-        self._reason = self._reason or reason
+        self._kill_reason = self._kill_reason or reason
         self._process.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
@@ -268,7 +268,7 @@ class Child(Process):
                 transport.close()
         finally:
             process.stdin.close()  # the lifeline, so that a child without a watcher ends, too
-        return Death(self.name, self.pid, code, lived_s, tuple(self._log.tail), self._reason)
+        return Death(self.name, self.pid, code, lived_s, tuple(self._log.tail), self._kill_reason)
 
 
 def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name: str) -> None:
@@ -300,18 +300,18 @@ class _LogLines(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
-            self._keep(line)
+            self._add_line(line)
         if len(self._partial_line) > MAX_LINE_BYTES:
-            self._keep(self._partial_line)
+            self._add_line(self._partial_line)
             self._partial_line = b""
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._partial_line:
-            self._keep(self._partial_line)
+            self._add_line(self._partial_line)
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def _keep(self, line: bytes) -> None:
+    def _add_line(self, line: bytes) -> None:
         text = one_line(line[:MAX_LINE_BYTES].decode(errors="backslashreplace"))
         self.tail.append(text)
         self._forward(text)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from moeserve.actor.forking import POSSIBLE, ForkServer
+from moeserve.actor.forking import IS_SUPPORTED, ForkServer
 from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Child, to_stderr
 from moeserve.actor.tasks import cancel, log_error, spawn
@@ -56,7 +56,12 @@ class LocalHost:
         """Run a fork server from now on, if the settings allow it and it is of use."""
         self._tp_size = config.parallel.tp
         is_wanted = config.parallel.fork_server == "on" and not config.device.null_runner
-        if self._server_task is None and POSSIBLE and is_wanted and config.parallel.num_ranks > 1:
+        if (
+            self._server_task is None
+            and IS_SUPPORTED
+            and is_wanted
+            and config.parallel.num_ranks > 1
+        ):
             # Engines can start without the fork server, so its failure is only logged.
             self._server_task = spawn(
                 self._run_fork_server(), name="fork server", on_error=log_error

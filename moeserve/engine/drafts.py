@@ -35,15 +35,16 @@ def settle_drafts(
         kv_manager.release_rejected(slots, end, kept)
         batch.scheduled[slots] = kept
         policy.update(slots, num_drafts, counts - 1)
-        some = num_drafts > 0
-        new = (
+        has_drafts = num_drafts > 0
+        num_appended = (
             batch.known[slots]
             - (plan.starts_R + plan.counts_R)[live_R & plan.samples_R]
             + num_drafts
         )
-        accepted = np.minimum(counts - 1, new)  # drafts after the end of the answer do not count
-        both = zip(num_drafts[some].tolist(), accepted[some].tolist(), strict=True)
-        verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
+        # Drafts after the end of the answer do not count.
+        accepted = np.minimum(counts - 1, num_appended)
+        pairs = zip(num_drafts[has_drafts].tolist(), accepted[has_drafts].tolist(), strict=True)
+        verified = dict(zip(batch.rid[slots[has_drafts]].tolist(), pairs, strict=True))
     if result.drafts_S is not None:
         batch.drafts[slots] = policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
     return verified

@@ -46,7 +46,7 @@ from moeserve.engine.store import HostStore
 T = TypeVar("T", bound=np.generic)
 IN_STORE = -1  # in `Hit.blocks`: a block that the connector can load
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
-_NONE: dict[int, I32] = {}
+_NO_UNEVEN: dict[int, I32] = {}
 _NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
 
 
@@ -102,12 +102,12 @@ class Fetch:
 class Growth(NamedTuple):
     """The number of new block-table entries of each row, by group."""
 
-    plain: I32  # in every group with one KV entry per position
-    others: dict[int, I32]  # in other groups, by number
+    even: I32  # in every group with one KV entry per position
+    uneven: dict[int, I32]  # in the other groups, by number
 
     def of(self, group: int) -> I32:
         """Return the number of new entries of each row in one group."""
-        return self.others.get(group, self.plain) if self.others else self.plain
+        return self.uneven.get(group, self.even) if self.uneven else self.even
 
 
 class KVCacheManager:
@@ -131,9 +131,9 @@ class KVCacheManager:
         self.groups = groups
         self.num_kv_groups = sum(not group.has_states for group in groups)
         assert self.num_kv_groups >= max(1, len(groups) - 1), groups  # at most one has states
-        self._plain = KVGroup(FULL, limits.block_size, ())
-        self._others = [g for g, group in enumerate(groups) if not group.rule.counts_positions]
-        self._num_plain = self.num_kv_groups - len(self._others)
+        self._even_group = KVGroup(FULL, limits.block_size, ())
+        self._uneven = [g for g, group in enumerate(groups) if not group.rule.counts_positions]
+        self._num_even = self.num_kv_groups - len(self._uneven)
         sizes = [(limits.num_blocks, limits.num_store_blocks)]
         if self.num_kv_groups < len(groups):
             sizes.append((limits.num_states, limits.num_store_states))
@@ -274,7 +274,7 @@ class KVCacheManager:
             self._extend(request, batch.tokens[slot], end)
             for g, table in enumerate(batch.tables):
                 last = end
-                if g in self._others:
+                if g in self._uneven:
                     last = min(end, int(self.groups[g].num_blocks(end * self._block_size)))
                 for i, block in enumerate(table[slot, first:last].tolist(), first):
                     if block:  # the window has not passed it
@@ -375,31 +375,31 @@ class KVCacheManager:
     def growth(self, start: I32, end: I32) -> Growth:
         """Return the table entries that rows need to advance from position start[i] to end[i]."""
         size = self._block_size
-        plain: I32 = (end + (size - 1)) // size - (start + (size - 1)) // size
-        if not self._others:
-            return Growth(plain, _NONE)
-        others = {
+        even: I32 = (end + (size - 1)) // size - (start + (size - 1)) // size
+        if not self._uneven:
+            return Growth(even, _NO_UNEVEN)
+        uneven = {
             g: self.groups[g].num_blocks(end) - self.groups[g].num_blocks(start)
-            for g in self._others
+            for g in self._uneven
         }
-        return Growth(plain, others)
+        return Growth(even, uneven)
 
     def num_new_blocks(self, growth: Growth) -> int:
         """Return how many blocks of the pool these entries need."""
-        needed = int(growth.plain.sum()) * self._num_plain
-        for new in growth.others.values():
+        needed = int(growth.even.sum()) * self._num_even
+        for new in growth.uneven.values():
             needed += int(new.sum())
         return needed
 
     def grow(self, slots: Slots, start: I32, growth: Growth) -> None:
         """Append blocks to the tables of slots[i], which have blocks up to position start[i]."""
-        plain = self._entries_of(self._plain, slots, start, growth.plain)
-        if plain is None and not growth.others:
+        even = self._entries_of(self._even_group, slots, start, growth.even)
+        if even is None and not growth.uneven:
             return
         for g, table in enumerate(self.batch.tables):
-            new = plain
-            if g in growth.others:
-                new = self._entries_of(self.groups[g], slots, start, growth.others[g])
+            new = even
+            if g in growth.uneven:
+                new = self._entries_of(self.groups[g], slots, start, growth.uneven[g])
             if new is None:
                 continue
             slots_N, slots_i32_N, indices_N, count = new
@@ -529,7 +529,7 @@ class KVCacheManager:
             self.pool.num_exclusive(blocks) for group, blocks in held if not group.has_states
         )
 
-    def cost(self, request: Request, hit: Hit) -> int:
+    def num_needed(self, request: Request, hit: Hit) -> int:
         """Return the blocks that a waiting request needs until all its known tokens are computed,
         without those of its hit that other requests hold.
         """
@@ -541,7 +541,7 @@ class KVCacheManager:
         found = [block for blocks in tables for block in blocks if block > 0]
         return self.peak_blocks(len(request.tokens)) - self.pool.num_shared(found)
 
-    def promised(self, slots: Slots) -> int:
+    def num_promised(self, slots: Slots) -> int:
         """Return the free blocks that running requests still need until all their known tokens are
         computed.
         """

@@ -47,7 +47,7 @@ def append_tokens(
     batch.tokens[slots, known - 1] = tokens
     finish = np.zeros(len(slots), np.uint8)
     finish[known > batch.max_scheduled[slots]] = FinishReason.LENGTH
-    stop_ids = _stop(batch, slots, tokens, known, finish, end_ids)
+    stop_ids = _apply_stop_ids(batch, slots, tokens, known, finish, end_ids)
     for slot in result.complete:
         finish[np.flatnonzero(slots == slot)[-1:]] = FinishReason.STOP
     if index is not None and finish.any():  # drop the tokens after the end of a request
@@ -61,7 +61,7 @@ def append_tokens(
     return slots, tokens, finish, stop_ids
 
 
-def _stop(
+def _apply_stop_ids(
     batch: InputBatch,
     slots: Slots,
     tokens: I32,

@@ -279,7 +279,7 @@ class Scheduler:
             itertools.takewhile(lambda s: batch.request(s).priority > head.priority, lowest_first)
         )
         gained_blocks = [
-            kv_manager.num_exclusive(slot) + kv_manager.promised(np.array([slot], np.intp))
+            kv_manager.num_exclusive(slot) + kv_manager.num_promised(np.array([slot], np.intp))
             for slot in candidates
         ]
         num_available = self._available_blocks(order)
@@ -287,7 +287,7 @@ class Scheduler:
         no_room = self._no_room_preempting
         if no_room and no_room.head is head and max_available <= no_room.num_blocks:
             return
-        num_lacking = kv_manager.cost(head, kv_manager.match(head)) - num_available
+        num_lacking = kv_manager.num_needed(head, kv_manager.match(head)) - num_available
         num_victims = 0
         while num_lacking > 0 or batch.num_free + num_victims == 0:  # no blocks, or no slot
             if num_victims == len(candidates):
@@ -393,7 +393,7 @@ class Scheduler:
         if no_room and no_room.head is head and num_available <= no_room.num_blocks:
             return None
         hit = self.kv_manager.match(head)
-        if self.kv_manager.cost(head, hit) > num_available:
+        if self.kv_manager.num_needed(head, hit) > num_available:
             self._no_room = NoRoom(head, num_available)
             return None
         return hit
@@ -405,7 +405,7 @@ class Scheduler:
         """
         return (
             self.kv_manager.pool.num_free
-            - self.kv_manager.promised(order)
+            - self.kv_manager.num_promised(order)
             - self.limits.watermark_blocks
         )
 

@@ -116,7 +116,7 @@ class OverlapPolicy:
         self._step += 1
         if self._mode != "auto" or plan is None or not len(plan.slots_R):
             return self._mode != "off"
-        bucket = self._buckets.get(_key(plan))
+        bucket = self._buckets.get(_bucket_key(plan))
         if bucket is None:
             return False
         if is_trial and bucket.is_worth_a_trial and self._lost_us <= MAX_LOSS * self._total_us:
@@ -129,7 +129,7 @@ class OverlapPolicy:
         if self._mode != "auto" or plan.decision is None or not len(plan.slots_R):
             return
         ubatches = plan.decision.ubatches
-        bucket = self._buckets.setdefault(_key(plan), _Bucket())
+        bucket = self._buckets.setdefault(_bucket_key(plan), _Bucket())
         # The step took as long as on the engine with most tokens.
         num_tokens = max(sum(plan.decision.most_tokens), plan.num_tokens)
         self._total_us += result.device_us
@@ -150,7 +150,7 @@ class OverlapPolicy:
         bucket.has_run_two |= ubatches == 2
 
 
-def _key(plan: StepPlan) -> tuple[bool, int]:
+def _bucket_key(plan: StepPlan) -> tuple[bool, int]:
     """Return a key for steps with similar times per token: whether all rows decode, and the number
     of tokens in steps of a factor of 1.4.
     """

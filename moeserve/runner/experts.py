@@ -128,9 +128,9 @@ class ExpertStore:
         self._newest_version = placement.version  # that this rank has received
         # Versions that were abandoned before this rank received them.
         self._abandoned_versions: set[int] = set()
-        self._waiting: deque[PlacementTable] = deque()  # to be prepared, after `_move`
+        self._queued: deque[PlacementTable] = deque()  # to be prepared, after `_move`
         self._move: _Move | None = None
-        self._busy = False  # whether the thread works on `_move`
+        self._is_working = False  # whether the thread works on `_move`
         self._closed = False
         self._condition = threading.Condition()
         num_threads = torch.get_num_threads()
@@ -169,7 +169,7 @@ class ExpertStore:
             abandoned = table.version in self._abandoned_versions
             self._abandoned_versions.discard(table.version)
             if not abandoned and table.version > newest:
-                self._waiting.append(table)
+                self._queued.append(table)
                 self._condition.notify_all()
                 return
         error = (
@@ -268,16 +268,16 @@ class ExpertStore:
         if move is not None and move.version == version:
             move.error = move.error or _ABANDONED_ELSEWHERE
             return self._finish(move)
-        waiting = [table for table in self._waiting if table.version == version]
-        if not waiting and version <= self._newest_version:
+        queued = [table for table in self._queued if table.version == version]
+        if not queued and version <= self._newest_version:
             # The placement has ended already, or was dropped by `load_all` when this rank joined a
             # group.
             return None
         self._placement = replace(self._placement, version=version)
-        if not waiting:
+        if not queued:
             self._abandoned_versions.add(version)
             return None
-        self._waiting.remove(waiting[0])
+        self._queued.remove(queued[0])
         return PlacementResult(version=version, error=_ABANDONED_ELSEWHERE)
 
     def _finish(self, move: _Move) -> PlacementResult:
@@ -314,12 +314,12 @@ class ExpertStore:
     def _drop_all(self) -> None:
         """Drop all placements that are being prepared, and wait until the thread is idle."""
         with self._condition:
-            self._waiting.clear()
+            self._queued.clear()
             if self._move is not None:
                 self._move.cancelled.set()
                 self._move = None
             self._condition.notify_all()
-            self._condition.wait_for(lambda: not self._busy)
+            self._condition.wait_for(lambda: not self._is_working)
 
     def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
         """Change one layer to a placement. Return the bytes read from the checkpoint."""
@@ -403,13 +403,13 @@ class ExpertStore:
     def _next(self) -> tuple[_Move, PlacementTable] | None:
         """Wait for the next placement. Return None to end the thread."""
         with self._condition:
-            self._busy = False
+            self._is_working = False
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._closed or (self._waiting and self._move is None))
+            self._condition.wait_for(lambda: self._closed or (self._queued and self._move is None))
             if self._closed:
                 return None
-            self._busy = True
-            table = self._waiting.popleft()
+            self._is_working = True
+            table = self._queued.popleft()
             self._move = _Move(table.version)
             return self._move, table
 

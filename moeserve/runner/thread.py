@@ -57,7 +57,7 @@ class ThreadedRunner:
 
     def __init__(self, runner: ModelRunnerBase) -> None:
         self.runner = runner
-        self._cause: str | None = None
+        self._end_cause: str | None = None
         self._launcher = JobThread("model runner", runner.enter_thread)
         self._collector = (
             JobThread("step results", runner.enter_thread) if runner.device_is_async else None
@@ -67,7 +67,7 @@ class ThreadedRunner:
         """Queue a step without waiting for it. To be called on the loop that awaits the result."""
         handle: StepFuture[StepResult] = StepFuture()
         if not self._launcher.do(lambda: self._launch(plan, handle)):
-            handle.fail(self._gone())
+            handle.fail(self._ended_error())
         return handle
 
     def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
@@ -87,7 +87,7 @@ class ThreadedRunner:
                 handle.fail(exc)
 
         if not self._launcher.do(job):
-            raise self._gone()
+            raise self._ended_error()
         return await handle.result()
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class ThreadedRunner:
         This frees the model's memory. If a thread freed it while the interpreter ends, the process
         would abort.
         """
-        self._cause = self._cause or "the model runner was closed"
+        self._end_cause = self._end_cause or "the model runner was closed"
         for thread in (self._launcher, self._collector):
             if thread is not None:
                 thread.stop()
@@ -142,16 +142,16 @@ class ThreadedRunner:
 
     def _refusal(self) -> Exception | None:
         """Return the error of all further steps; None as long as steps may run."""
-        return None if self._cause is None else EngineDied(self._cause)
+        return None if self._end_cause is None else EngineDied(self._end_cause)
 
-    def _gone(self) -> EngineDied:
-        return EngineDied(self._cause or "the model runner's thread is gone")
+    def _ended_error(self) -> EngineDied:
+        return EngineDied(self._end_cause or "the model runner's thread is gone")
 
     def _fail(
         self, plan: StepPlan, handle: StepFuture[StepResult] | None, exc: BaseException
     ) -> None:
         """Fail all later steps, and also this one unless it has its result (handle is None)."""
-        if self._cause is None:
-            self._cause = f"step {plan.step} failed before: {type(exc).__name__}: {exc}"
+        if self._end_cause is None:
+            self._end_cause = f"step {plan.step} failed before: {type(exc).__name__}: {exc}"
         if handle is not None:
             handle.fail(exc)

@@ -18,7 +18,7 @@ from moeserve.runner.dbo import run_in_turns, split
 from moeserve.runner.job_thread import JobThread
 
 T = TypeVar("T")
-ALONE = StepDecision(step=0)
+ONE_UBATCH = StepDecision(step=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class UBatchRunner:
         If there are two micro-batches, the first `split_at` tokens are the first one. An error in
         one of them ends both, and the first error is raised. The next step may run after that.
         """
-        decision = decision or ALONE
+        decision = decision or ONE_UBATCH
         if decision.ubatches == 1:
             return self._run(decision, [lambda ubatch: model.forward(step, kv, ubatch)])[0]
 
