@@ -24,8 +24,8 @@ from moeserve.ops.elementwise import rotary
 from moeserve.ops.inputs import GroupInputs, LayerCache, Positions, RowContext, StepInputs
 from moeserve.ops.linear import LinearMethod
 from moeserve.ops.selected import (
-    QUERIES,
-    SPAN,
+    MAX_QUERIES,
+    MIN_KEYS,
     Selection,
     chosen_as_requests,
     plan_selection,
@@ -207,7 +207,10 @@ def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, item
     )
     tables = 6 * tokens * padded_context(spec.top_k) * INT64
     # Elements of keys or products that are in memory at once
-    span = max(MAX_SCORES, spec.num_heads * SPAN, spec.dim * SPAN)
+    num_elements = max(MAX_SCORES, spec.num_heads * MIN_KEYS, spec.dim * MIN_KEYS)
     return (
-        num_bytes + tables + 6 * span * FP32 + (QUERIES + 2) * padded_context(max_len) * 6 * INT64
+        num_bytes
+        + tables
+        + 6 * num_elements * FP32
+        + (MAX_QUERIES + 2) * padded_context(max_len) * 6 * INT64
     )

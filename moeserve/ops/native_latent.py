@@ -14,7 +14,7 @@ from moeserve.ops.latent import LatentRule, PackHeads
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeAttentionMetadata, NativeHeads, NativeLinear
 from moeserve.ops.native_rows import TYPES
-from moeserve.ops.selected import QUERIES, Selection
+from moeserve.ops.selected import MAX_QUERIES, Selection
 
 _native: Any = native()
 _empty = torch.empty
@@ -107,7 +107,7 @@ def index_select(
         slots_L = request.slots_L
         assert slots_L.is_contiguous(), slots_L.stride()
         assert len(slots_L) == request.first + count, (slots_L.shape, request)
-        scores_ML = torch.empty((min(QUERIES, count), len(slots_L)))
+        scores_ML = torch.empty((min(MAX_QUERIES, count), len(slots_L)))
         _native.index_select(
             TYPES[cache.dtype], cache.data_ptr(), dim, slots_L.data_ptr(), request.first, count,
             heads,

@@ -46,11 +46,18 @@ class Tile:
     """The tokens of a step in one tile of one request."""
 
     tokens: range  # their rows in the step
-    first: int  # index of the first of them in the tile
+    first_index: int  # of the first of them in the tile
     block: int  # the block with the tile's cache
-    place: int  # index of the tile in its block
-    before: tuple[int, int] | None  # (block, place) of the tile before; None: first of a request
-    carried: bool  # the tile before is the previous one in the plan
+    index_in_block: int  # of the tile
+    # (block, index in the block) of the previous tile; None: this is the first one of a request
+    previous: tuple[int, int] | None
+    follows_previous: bool  # in the plan, so the state of the previous tile is at hand
+
+    @property
+    def slots(self) -> slice:
+        """The slots of the tile in its block."""
+        start = self.index_in_block * TILE
+        return slice(start, start + TILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +78,29 @@ def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
         token = int(step.offsets_R1[row])
         end = int(step.offsets_R1[row + 1])
         position = start
-        carried = False
+        follows_previous = False
         while token < end:
-            tile, first = divmod(position, TILE)
-            count = min(TILE - first, end - token)
-            block, place = blocks[row][tile // per_block], tile % per_block
-            before = None
+            tile, first_index = divmod(position, TILE)
+            count = min(TILE - first_index, end - token)
+            block = blocks[row][tile // per_block]
+            index_in_block = tile % per_block
+            previous = None
             if tile:
-                before = blocks[row][(tile - 1) // per_block], (tile - 1) % per_block
+                previous = blocks[row][(tile - 1) // per_block], (tile - 1) % per_block
             tokens = range(token, token + count)
-            tiles.append(Tile(tokens, first, block, place, before, carried))
+            tiles.append(
+                Tile(
+                    tokens=tokens,
+                    first_index=first_index,
+                    block=block,
+                    index_in_block=index_in_block,
+                    previous=previous,
+                    follows_previous=follows_previous,
+                )
+            )
             token = token + count
             position = position + count
-            carried = True
+            follows_previous = True
     return TilePlan(tuple(tiles), int(step.offsets_R1[-1]))
 
 
@@ -108,27 +125,29 @@ def causal_conv(
     out_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
     inputs_nC = x_TC.new_empty((0, x_TC.shape[1]), dtype=torch.float32)
     for tile in plan.tiles:
-        cached = rows[tile.block, tile.place * TILE : tile.place * TILE + TILE, 0]
-        if tile.first:
-            inputs_nC = torch.cat((borders[tile.block, tile.place], cached[: tile.first]))
+        cached = rows[tile.block, tile.slots, 0]
+        if tile.first_index:
+            inputs_nC = torch.cat(
+                (borders[tile.block, tile.index_in_block], cached[: tile.first_index])
+            )
         else:
-            if tile.before is None:
+            if tile.previous is None:
                 before = torch.zeros_like(borders[0, 0])
-            elif tile.carried:
+            elif tile.follows_previous:
                 before = inputs_nC[-num_before:].clone()
             else:
-                block, place = tile.before
+                block, place = tile.previous
                 before = rows[
                     block, (place + 1) * TILE - num_before : (place + 1) * TILE, 0
                 ].clone()
             if tile.block:
-                borders[tile.block, tile.place] = before
+                borders[tile.block, tile.index_in_block] = before
             inputs_nC = before
         new = x_TC[tile.tokens.start : tile.tokens.stop].float()
         if tile.block:
-            cached[tile.first : tile.first + len(new)] = new
+            cached[tile.first_index : tile.first_index + len(new)] = new
         inputs_nC = torch.cat((inputs_nC, new))
-        for i, token in enumerate(tile.tokens, tile.first):
+        for i, token in enumerate(tile.tokens, tile.first_index):
             y_C = torch.zeros_like(new[0])
             for j in range(num_before + 1):
                 y_C = y_C + weight_CK[:, j] * inputs_nC[i + j]
@@ -155,39 +174,37 @@ def recurrence(
     widths = (q_TGd.shape[2], v_THv.shape[2])
     out_THv = torch.zeros_like(v_THv)
     state_Hdv = v_THv.new_zeros((heads, *widths))
-    rows = _Rows()
+    rows = _TokenRows()
     for tile in plan.tiles:
-        places = [
-            cache[tile.block, tile.place * TILE : tile.place * TILE + TILE] for cache in row_caches
-        ]
-        if tile.first:
-            state_Hdv = states[tile.block, tile.place].view(heads, *widths)
-            rows = _Rows.of(places, tile.first)
+        places = [cache[tile.block, tile.slots] for cache in row_caches]
+        if tile.first_index:
+            state_Hdv = states[tile.block, tile.index_in_block].view(heads, *widths)
+            rows = _TokenRows.of(places, tile.first_index)
         else:
-            if tile.before is None:
+            if tile.previous is None:
                 state_Hdv = torch.zeros_like(state_Hdv)
-            elif tile.carried:
+            elif tile.follows_previous:
                 state_Hdv = _next_state(state_Hdv, rows)
             else:
-                block, place = tile.before
+                block, place = tile.previous
                 before = [cache[block, place * TILE : place * TILE + TILE] for cache in row_caches]
                 state_Hdv = _next_state(
-                    states[block, place].view(heads, *widths), _Rows.of(before, TILE)
+                    states[block, place].view(heads, *widths), _TokenRows.of(before, TILE)
                 )
             if tile.block:
-                states[tile.block, tile.place] = state_Hdv.flatten(1)
-            rows = _Rows()
-        for i, token in enumerate(tile.tokens, tile.first):
+                states[tile.block, tile.index_in_block] = state_Hdv.flatten(1)
+            rows = _TokenRows()
+        for i, token in enumerate(tile.tokens, tile.first_index):
             beta_H = None if beta_TH is None else beta_TH[token]
             inputs = q_TGd[token], k_TGd[token], v_THv[token], log_decay_THD[token], beta_H
-            out_THv[token] = _one_token(*inputs, state_Hdv, rows)
+            out_THv[token] = _compute_token(*inputs, state_Hdv, rows)
             if tile.block:
                 for cache, value in zip(places, rows.last, strict=True):
                     cache[i] = value
     return out_THv
 
 
-class _Rows:
+class _TokenRows:
     """The lists of k [G, d], u [H, v] and s [H, D] of a tile's tokens so far."""
 
     def __init__(self) -> None:
@@ -196,7 +213,7 @@ class _Rows:
         self.s: list[Tensor] = []
 
     @classmethod
-    def of(cls, places: list[Tensor], count: int) -> "_Rows":
+    def of(cls, places: list[Tensor], count: int) -> "_TokenRows":
         rows = cls()
         rows.k, rows.u, rows.s = (list(place[:count].clone()) for place in places)
         return rows
@@ -206,14 +223,14 @@ class _Rows:
         return self.k[-1], self.u[-1], self.s[-1]
 
 
-def _one_token(
+def _compute_token(
     q_Gd: Tensor,
     k_Gd: Tensor,
     v_Hv: Tensor,
     decay_HD: Tensor,
     beta_H: Tensor | None,
     state_Hdv: Tensor,
-    rows: _Rows,
+    rows: _TokenRows,
 ) -> Tensor:
     """Return o [H, v] of a tile's next token, and append the token to `rows`.
 
@@ -223,13 +240,13 @@ def _one_token(
     s_HD = rows.s[-1] + decay_HD if rows.s else decay_HD.clone()
     q_Hd = q_Gd.repeat_interleave(repeats, 0)
     k_Hd = k_Gd.repeat_interleave(repeats, 0)
-    grown = elementwise.exp(torch.stack([s_HD, *(s_HD - earlier for earlier in rows.s)]))
+    decays = elementwise.exp(torch.stack([s_HD, *(s_HD - earlier for earlier in rows.s)]))
     u_Hv = v_Hv
-    o_Hv = ((q_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
+    o_Hv = ((q_Hd * decays[0])[:, :, None] * state_Hdv).sum(1)
     if beta_H is not None:
-        u_Hv = u_Hv - ((k_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
+        u_Hv = u_Hv - ((k_Hd * decays[0])[:, :, None] * state_Hdv).sum(1)
     for i, (earlier_Gd, earlier_u) in enumerate(zip(rows.k, rows.u, strict=True), 1):
-        weights_Hd = grown[i] * earlier_Gd.repeat_interleave(repeats, 0)
+        weights_Hd = decays[i] * earlier_Gd.repeat_interleave(repeats, 0)
         if beta_H is not None:
             u_Hv = u_Hv - (k_Hd * weights_Hd).sum(1, keepdim=True) * earlier_u
         o_Hv = o_Hv + (q_Hd * weights_Hd).sum(1, keepdim=True) * earlier_u
@@ -241,13 +258,13 @@ def _one_token(
     return o_Hv + (q_Hd * k_Hd).sum(1, keepdim=True) * u_Hv
 
 
-def _next_state(state_Hdv: Tensor, rows: _Rows) -> Tensor:
+def _next_state(state_Hdv: Tensor, rows: _TokenRows) -> Tensor:
     """Return the state after all tokens of a full tile."""
     last = rows.s[-1]
-    grown = elementwise.exp(torch.stack([last, *(last - s_HD for s_HD in rows.s)]))
-    state_Hdv = state_Hdv * grown[0, :, :, None]
+    decays = elementwise.exp(torch.stack([last, *(last - s_HD for s_HD in rows.s)]))
+    state_Hdv = state_Hdv * decays[0, :, :, None]
     for i, (k_Gd, u_Hv) in enumerate(zip(rows.k, rows.u, strict=True), 1):
-        k_Hd = k_Gd.repeat_interleave(u_Hv.shape[0] // k_Gd.shape[0], 0) * grown[i]
+        k_Hd = k_Gd.repeat_interleave(u_Hv.shape[0] // k_Gd.shape[0], 0) * decays[i]
         state_Hdv = state_Hdv + k_Hd[:, :, None] * u_Hv[:, None]
     return state_Hdv
 

@@ -31,8 +31,8 @@ from moeserve.ops.attention import MAX_SCORES, TILE
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.latent import PackHeads
 
-QUERIES = 16  # the most queries to score at once
-SPAN = 1024  # the least keys to score at once, if there are as many
+MAX_QUERIES = 16  # to score at once
+MIN_KEYS = 1024  # to score at once, if there are as many
 POSITION_BITS = 31
 
 
@@ -74,44 +74,50 @@ def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selectio
     assert group.chunk is None, group
     offsets = step.offsets_R1.astype(np.int64)
     blocks_RN = group.blocks_RN
-    counts = np.diff(offsets)
-    plain = np.clip(top_k - step.starts_R, 0, counts)  # queries of each row that do not select
-    if (plain == counts).all():
+    counts_R = np.diff(offsets)
+    num_plain_R = np.clip(top_k - step.starts_R, 0, counts_R)  # queries that do not select
+    if (num_plain_R == counts_R).all():
         return None
     selecting = []
     requests = list[SelectingRequest]()
-    count = 0
-    for row in np.flatnonzero(plain < counts):
-        tokens = np.arange(offsets[row] + plain[row], offsets[row + 1])
-        rows = range(count, count + len(tokens))
-        first = int(step.starts_R[row] + plain[row])
+    num_selecting = 0
+    for row in np.flatnonzero(num_plain_R < counts_R):
+        tokens = np.arange(offsets[row] + num_plain_R[row], offsets[row + 1])
+        rows = range(num_selecting, num_selecting + len(tokens))
+        first = int(step.starts_R[row] + num_plain_R[row])
         requests.append(SelectingRequest(rows, first, blocks_RN[int(row)], group.block_size))
         selecting.append(tokens)
-        count += len(tokens)
+        num_selecting += len(tokens)
     tokens_S = np.concatenate(selecting)
-    rows_S = np.repeat(np.arange(len(counts)), counts - plain)
+    rows_S = np.repeat(np.arange(len(counts_R)), counts_R - num_plain_R)
     positions_S = tokens_S + (step.starts_R - offsets[:-1])[rows_S]
-    kept = np.flatnonzero(plain)
+    kept_rows = np.flatnonzero(num_plain_R)
     others_N = np.concatenate(
-        [np.arange(offsets[row], offsets[row] + plain[row]) for row in kept] or [plain[:0]]
+        [np.arange(offsets[row], offsets[row] + num_plain_R[row]) for row in kept_rows]
+        or [num_plain_R[:0]]
     )
     others = None
-    if len(kept):
-        blocks = blocks_RN.index_select(0, _to(kept, blocks_RN.device))
-        starts_R = step.starts_R[kept]
-        offsets_R1 = np.concatenate(([0], np.cumsum(plain[kept]))).astype(np.int32)
-        rows_on_device = _to(starts_R, blocks_RN.device), _to(offsets_R1, blocks_RN.device)
+    if len(kept_rows):
+        blocks = blocks_RN.index_select(0, _to_device(kept_rows, blocks_RN.device))
+        starts_R = step.starts_R[kept_rows]
+        offsets_R1 = np.concatenate(([0], np.cumsum(num_plain_R[kept_rows]))).astype(np.int32)
+        rows_on_device = (
+            _to_device(starts_R, blocks_RN.device),
+            _to_device(offsets_R1, blocks_RN.device),
+        )
         rest = replace(
             step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=rows_on_device
         )
         others = replace(group, blocks_RN=blocks), rest
-    on_device = [_to(x, blocks_RN.device) for x in (tokens_S, rows_S, positions_S, others_N)]
+    on_device = [
+        _to_device(array, blocks_RN.device) for array in (tokens_S, rows_S, positions_S, others_N)
+    ]
     return Selection(
         top_k, blocks_RN, tuple(requests), others, int(positions_S.max()) + 1, *on_device
     )
 
 
-def _to(array: NDArray[Any], device: torch.device) -> Tensor:
+def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to the device without a sync."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -168,13 +174,13 @@ def index_select(
     out_SK = torch.empty((len(q_SJd), selection.top_k), dtype=torch.int64, device=q_SJd.device)
     for request in selection.requests:
         rows = request.rows
-        step = max(1, min(QUERIES, MAX_SCORES // (q_SJd.shape[1] * SPAN)))
+        step = max(1, min(MAX_QUERIES, MAX_SCORES // (q_SJd.shape[1] * MIN_KEYS)))
         for start in range(rows.start, rows.stop, step):
             part = slice(start, min(start + step, rows.stop))
             first = request.first + start - rows.start
             slots_L = request.slots_L[: first + part.stop - part.start]
             scores_ML = index_scores(q_SJd[part], weights_SJ[part], k_rows, slots_L, pack_heads)
-            out_SK[part] = slots_L[_best(scores_ML, first, selection.top_k)]
+            out_SK[part] = slots_L[_best_positions(scores_ML, first, selection.top_k)]
     return out_SK
 
 
@@ -189,7 +195,7 @@ def index_scores(
     count, heads, dim = q_MJd.shape
     by_queries = pack_heads(q_MJd.reshape(1, -1, dim).float())
     by_weights = pack_heads(weights_MJ[:, None].contiguous())
-    span = max(SPAN, MAX_SCORES // max(dim, count * heads) // TILE * TILE)
+    span = max(MIN_KEYS, MAX_SCORES // max(dim, count * heads) // TILE * TILE)
     index_L = torch.nn.functional.pad(slots_L, (0, -len(slots_L) % TILE))
     parts = []
     for index_l in torch.split(index_L, span):
@@ -200,7 +206,7 @@ def index_scores(
     return torch.cat(parts)[: len(slots_L)].T.contiguous()
 
 
-def _best(scores_ML: Tensor, first: int, top_k: int) -> Tensor:
+def _best_positions(scores_ML: Tensor, first: int, top_k: int) -> Tensor:
     """Return the positions of each query's top_k largest scores, ascending.
 
     first: position of the first query. A query sees no later position than its own. Scores are

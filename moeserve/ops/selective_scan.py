@@ -40,24 +40,21 @@ def selective_scan(
     out_TC = torch.zeros_like(x_TC)
     state_NC = torch.zeros_like(a_NC)
     for tile in plan.tiles:
-        places = [
-            cache[tile.block, tile.place * TILE : tile.place * TILE + TILE, 0]
-            for cache in row_caches
-        ]
-        if tile.first:
-            rows = [place[: tile.first] for place in places]
-            state_NC = _states(states[tile.block, tile.place], rows, a_NC)[-1]
+        places = [cache[tile.block, tile.slots, 0] for cache in row_caches]
+        if tile.first_index:
+            rows = [place[: tile.first_index] for place in places]
+            state_NC = _states(states[tile.block, tile.index_in_block], rows, a_NC)[-1]
         else:
-            if tile.before is None:
+            if tile.previous is None:
                 state_NC = torch.zeros_like(a_NC)
-            elif not tile.carried:
-                block, number = tile.before
+            elif not tile.follows_previous:
+                block, number = tile.previous
                 rows = [
                     cache[block, number * TILE : number * TILE + TILE, 0] for cache in row_caches
                 ]
                 state_NC = _states(states[block, number], rows, a_NC)[-1]
             if tile.block:
-                states[tile.block, tile.place] = state_NC
+                states[tile.block, tile.index_in_block] = state_NC
         tokens = slice(tile.tokens.start, tile.tokens.stop)
         rows = [x_TC[tokens], dt_TC[tokens], b_TN[tokens]]
         states_tNC = _states(state_NC, rows, a_NC)
@@ -68,7 +65,7 @@ def selective_scan(
         state_NC = states_tNC[-1]
         if tile.block:
             for cached, values in zip(places, rows, strict=True):
-                cached[tile.first : tile.first + len(values)] = values
+                cached[tile.first_index : tile.first_index + len(values)] = values
     return out_TC
 
 

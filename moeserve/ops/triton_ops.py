@@ -38,7 +38,7 @@ from moeserve.ops.latent import HeadsLinear, PackHeads, PlainHeads
 from moeserve.ops.linear import LinearMethod, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import TILE
-from moeserve.ops.selected import QUERIES, Selection
+from moeserve.ops.selected import MAX_QUERIES, Selection
 from moeserve.ops.table import Ops
 from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle, parts_of
 
@@ -224,9 +224,9 @@ def index_select(
 ) -> Tensor:
     """See ops/selected.py."""
     queries = selection.rows_S, selection.positions_S, selection.blocks_RN
-    most = max(QUERIES, MAX_SCORES // selection.context // QUERIES * QUERIES)
+    max_queries = max(MAX_QUERIES, MAX_SCORES // selection.context // MAX_QUERIES * MAX_QUERIES)
     return index_select_kernel(
-        q_SJd, weights_SJ, cache, *queries, selection.context, selection.top_k, most
+        q_SJd, weights_SJ, cache, *queries, selection.context, selection.top_k, max_queries
     )
 
 
