@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 # Parameters of glibc's mallopt
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-LARGEST_IN_HEAP = 32 << 20  # bytes; glibc's maximum
-KEPT_FREE = 256 << 20  # bytes
-ON_TRITON = ("triton", "deep_gemm", "flashinfer")  # settings that need the Triton table
+MAX_HEAP_BYTES = 32 << 20  # of a tensor in the heap; glibc's maximum
+MAX_FREE_BYTES = 256 << 20  # that the heap keeps
+NEEDS_TRITON = ("triton", "deep_gemm", "flashinfer")  # values of `kernels`
 
 
 def pick_ops(
@@ -63,17 +63,19 @@ def pick_ops(
     threads = torch.get_num_threads()
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
-    if device.type != "cpu" or kernels in ON_TRITON:
-        ops = _on_device(device, dtype, kernels, obstacle("triton"), exact)
+    if device.type != "cpu" or kernels in NEEDS_TRITON:
+        ops = _table_on_device(device, dtype, kernels, obstacle("triton"), exact)
     else:
         keep_freed_memory()
-        why_not = "" if kernels == "torch" else obstacle("native") or _native_obstacle(dtype)
-        if why_not and kernels == "native":
-            raise ConfigError(f"{why_not}; choose kernels: auto")
+        native_obstacle = (
+            "" if kernels == "torch" else obstacle("native") or _native_obstacle(dtype)
+        )
+        if native_obstacle and kernels == "native":
+            raise ConfigError(f"{native_obstacle}; choose kernels: auto")
         ops = (
-            _torch(device, dtype, why_not)
-            if why_not or kernels == "torch"
-            else _native(device, dtype)
+            _torch_table(device, dtype, native_obstacle)
+            if native_obstacle or kernels == "torch"
+            else _native_table(device, dtype)
         )
     log.debug("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.chosen)
     return ops
@@ -88,11 +90,11 @@ def keep_freed_memory() -> None:
     if sys.platform.startswith("linux") and (
         mallopt := getattr(ctypes.CDLL(None), "mallopt", None)
     ):
-        mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)
-        mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
+        mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BYTES)
+        mallopt(M_TRIM_THRESHOLD, MAX_FREE_BYTES)
 
 
-def _on_device(
+def _table_on_device(
     device: torch.device, dtype: torch.dtype, kernels: Choice, obstacle: str, exact: bool
 ) -> Ops:
     if kernels == "native":
@@ -106,7 +108,7 @@ def _on_device(
         from moeserve.ops.triton_ops import triton_table  # slow to import: only if it is used
 
         return replace(triton_table(device, dtype, exact), asked=kernels)
-    if kernels in ON_TRITON:
+    if kernels in NEEDS_TRITON:
         raise ConfigError(f"{obstacle}; choose kernels: auto")
     if exact:
         raise ConfigError(
@@ -115,7 +117,7 @@ def _on_device(
         )
     if kernels != "torch":
         log.warning("%s; torch's kernels are used, which are slower", obstacle)
-    return _table(device, dtype, 1, f"torch on {device.type}", 1, exact=False)
+    return _build_torch_table(device, dtype, 1, f"torch on {device.type}", 1, exact=False)
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
@@ -141,15 +143,17 @@ def _native_obstacle(dtype: torch.dtype) -> str:
         return "there are no native kernels for this machine"
     for isa in reversed(module.supported_isas()):
         module.use_isa(isa)
-        if not (wrong := probe_native(dtype)):
+        if not (mismatch := probe_native(dtype)):
             return ""
         log.warning(
-            "the native kernels for %s are not used: %s; please report this processor", isa, wrong
+            "the native kernels for %s are not used: %s; please report this processor",
+            isa,
+            mismatch,
         )
     return "no native kernels compute correctly on this machine"
 
 
-def _native(device: torch.device, dtype: torch.dtype) -> Ops:
+def _native_table(device: torch.device, dtype: torch.dtype) -> Ops:
     module: Any = native()
     module.set_threads([-1] * torch.get_num_threads())
     torch.set_num_threads(1)
@@ -186,11 +190,11 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
     )
 
 
-def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
+def _torch_table(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
     """Return torch's kernels, with the least padding of rows that passes the probe."""
     if obstacle:
         log.info("torch's kernels are used, which are slower: %s", obstacle)
-    how = f"torch ({obstacle})" if obstacle else "torch"
+    linear = f"torch ({obstacle})" if obstacle else "torch"
     threads = torch.get_num_threads()
     pads = (pad for pad in (1, 8, 16, 32) if probe_linear(partial(PlainLinear, pad=pad), dtype))
     if not (exact := bool(pad := next(pads, 0)) and probe_attention(dtype)):
@@ -200,18 +204,23 @@ def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
             "attention" if pad else "products",
             dtype,
         )
-    how += f", rows in {pad}s" if pad else ", not batch-invariant"
-    return _table(device, dtype, pad or 32, how, threads, exact)
+    linear += f", rows in {pad}s" if pad else ", not batch-invariant"
+    return _build_torch_table(device, dtype, pad or 32, linear, threads, exact)
 
 
-def _table(
-    device: torch.device, dtype: torch.dtype, pad: int, how: str, threads: int, exact: bool = True
+def _build_torch_table(
+    device: torch.device,
+    dtype: torch.dtype,
+    pad: int,
+    linear: str,
+    threads: int,
+    exact: bool = True,
 ) -> Ops:
     pack_linear = partial(PlainLinear, pad=pad)
     return Ops(
         device=device,
         dtype=dtype,
-        chosen=f"linear: {how}, attention: torch, tiles of 64, others: torch",
+        chosen=f"linear: {linear}, attention: torch, tiles of 64, others: torch",
         exact=exact,
         pad_rows=lambda rows: padded_rows(rows, pad),
         pack_linear=pack_linear,
