@@ -29,27 +29,29 @@ from moeserve.cluster.launch.targets import (
 )
 from moeserve.errors import ConfigError
 
-_SSH = ("hosts", "hostfile")
-_FILES = ("kubernetes", "print")
-_STARTED = (*_SSH, "slurm", "ray", "local")  # the launcher itself starts these machines
-_WHERE = (*_STARTED, *_FILES)
-_ONLY_FOR = {  # flag -> the targets for which it has an effect
-    "ssh_option": _SSH,
-    "python": _SSH,
-    "env": _STARTED,
-    "max_restarts": _STARTED,
-    "nodes": (*_FILES, "ray"),
+_SSH_TARGETS = ("hosts", "hostfile")
+_FILE_TARGETS = ("kubernetes", "print")
+# The launcher itself starts these machines.
+_STARTED_TARGETS = (*_SSH_TARGETS, "slurm", "ray", "local")
+_TARGET_FLAGS = (*_STARTED_TARGETS, *_FILE_TARGETS)
+_TARGETS_OF_FLAG = {  # flag -> the targets for which it has an effect
+    "ssh_option": _SSH_TARGETS,
+    "python": _SSH_TARGETS,
+    "env": _STARTED_TARGETS,
+    "max_restarts": _STARTED_TARGETS,
+    "nodes": (*_FILE_TARGETS, "ray"),
     "ray_address": ("ray",),
     "ray_placement": ("ray",),
     "gpus_per_node": ("ray",),
     "namespace": ("kubernetes",),
     "image": ("kubernetes", "print lws", "print compose"),
 }
-_OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that the launcher sets
+# Settings of serve that the launcher sets
+_LAUNCHER_SETTINGS = ("nnodes", "node_rank", "cluster_key_file")
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServeCommand:
     """The command `serve ...` for every machine."""
 
     words: list[str]
@@ -160,35 +162,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until machine 0 ends, and return its exit code. Raises ConfigError."""
-    if not any(getattr(args, name) for name in _WHERE):
-        raise ConfigError(f"choose where to start: one of {', '.join(map(_flag, _WHERE))}")
+    if not any(getattr(args, name) for name in _TARGET_FLAGS):
+        raise ConfigError(f"choose where to start: one of {', '.join(map(_flag, _TARGET_FLAGS))}")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
-    served = _served(words)
+    command = _parse_command(words)
     _check_flags(args)
     if args.print:
-        sys.stdout.write(KINDS[args.print](_deployment(args, served)))
+        sys.stdout.write(KINDS[args.print](_deployment(args, command)))
         return 0
     if args.kubernetes:
-        return asyncio.run(run_on_kubernetes(_deployment(args, served), args.namespace))
+        return asyncio.run(run_on_kubernetes(_deployment(args, command), args.namespace))
     env = _environment(args.env)
-    targets, slots = _targets(args)
-    served = _with_engines(served, len(targets), slots)
+    targets, slots_per_machine = _targets(args)
+    command = _with_engines(command, len(targets), slots_per_machine)
     key = secrets.token_urlsafe(32) if len(targets) > 1 else ""
 
-    def order(rank: int, zero: PartHello) -> Order:
+    def order(rank: int, machine_0: PartHello) -> Order:
         own = {
             protocol.NNODES: str(len(targets)),
             protocol.NODE_RANK: str(rank),
-            protocol.ADDRESS: str(zero.address),
-            protocol.PORT: str(zero.port),
+            protocol.ADDRESS: str(machine_0.address),
+            protocol.PORT: str(machine_0.port),
         }
-        return Order(served.words, env | own, os.getcwd(), key)
+        return Order(command.words, env | own, os.getcwd(), key)
 
     launch = Launch(targets, order, _number(args.max_restarts or "10", "--max-restarts", 0, 10**6))
     return asyncio.run(launch.run())
 
 
-def _served(words: Sequence[str]) -> Served:
+def _parse_command(words: Sequence[str]) -> ServeCommand:
     """Parse the command for all machines. Raises ConfigError; an unknown flag ends the process."""
     from moeserve.cli.main import build_parser, parse
 
@@ -198,24 +200,24 @@ def _served(words: Sequence[str]) -> Served:
             f"{' '.join(words)!r:.100}"
         )
     flags = parse(build_parser("serve"), list(words[1:]))
-    for name in _OURS:
+    for name in _LAUNCHER_SETTINGS:
         origin = _flag(name) if getattr(flags, name) is not None else f"MOESERVE_{name.upper()}"
         if origin.startswith("--") or os.environ.get(origin):
             raise ConfigError(
                 f"{origin}: omit it, because the launcher numbers the machines and gives them a "
                 "common key"
             )
-    return Served(list(words), flags)
+    return ServeCommand(list(words), flags)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for flags without effect, and for missing required flags."""
-    where = next(name for name in _WHERE if getattr(args, name))
+    where = next(name for name in _TARGET_FLAGS if getattr(args, name))
     named = where if where != "print" else f"print {args.print}"
-    for name, ways in _ONLY_FOR.items():
+    for name, ways in _TARGETS_OF_FLAG.items():
         if getattr(args, name) and not {where, named} & set(ways):
             raise ConfigError(f"{_flag(name)} is only for {', '.join(map(_flag, ways))}")
-    if where in _FILES and not args.nodes:
+    if where in _FILE_TARGETS and not args.nodes:
         raise ConfigError(f"--{named} needs --nodes N, the number of machines")
     if args.kubernetes and not args.image:
         raise ConfigError("--kubernetes needs --image IMAGE, which the nodes can pull")
@@ -235,30 +237,34 @@ def _targets(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
     return over_ssh(hosts, args.python, args.ssh_option), common_slots(hosts)
 
 
-def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
+def _with_engines(
+    command: ServeCommand, num_machines: int, slots_per_machine: int | None
+) -> ServeCommand:
     """Return the command with a number of engines: --dp if given, otherwise as many as the
     machines' slots hold, or one per machine. Raises ConfigError if slots and flags contradict each
     other.
     """
-    tp = served.number("tp", int(os.environ.get("MOESERVE_TP") or 1))
-    if slots is not None and slots % tp:
-        raise ConfigError(f"slots={slots} cannot be shared by engines of --tp {tp} processes")
-    default = machines * (slots or tp) // tp
-    if served.flags.dp is None and (served.flags.config or os.environ.get("MOESERVE_DP")):
-        return served
-    dp = served.number("dp", default)
-    if slots is not None and dp != default:
+    tp = command.number("tp", int(os.environ.get("MOESERVE_TP") or 1))
+    if slots_per_machine is not None and slots_per_machine % tp:
         raise ConfigError(
-            f"--dp {dp} contradicts slots={slots}: {machines} machines have {default} engines of "
-            f"--tp {tp}"
+            f"slots={slots_per_machine} cannot be shared by engines of --tp {tp} processes"
         )
-    if dp < machines:
+    num_engines = num_machines * (slots_per_machine or tp) // tp
+    if command.flags.dp is None and (command.flags.config or os.environ.get("MOESERVE_DP")):
+        return command
+    dp = command.number("dp", num_engines)
+    if slots_per_machine is not None and dp != num_engines:
         raise ConfigError(
-            f"--dp {dp}: each of the {machines} machines needs an engine; use --dp {machines} or "
-            "more"
+            f"--dp {dp} contradicts slots={slots_per_machine}: {num_machines} machines have "
+            f"{num_engines} engines of --tp {tp}"
         )
-    words = served.words if served.flags.dp is not None else [*served.words, "--dp", str(dp)]
-    return Served(words, served.flags)
+    if dp < num_machines:
+        raise ConfigError(
+            f"--dp {dp}: each of the {num_machines} machines needs an engine; use "
+            f"--dp {num_machines} or more"
+        )
+    words = command.words if command.flags.dp is not None else [*command.words, "--dp", str(dp)]
+    return ServeCommand(words, command.flags)
 
 
 def _environment(given: Sequence[str]) -> dict[str, str]:
@@ -286,27 +292,27 @@ def _number(text: str, flag: str, low: int, high: int) -> int:
     return int(text)
 
 
-def _deployment(args: argparse.Namespace, served: Served) -> Deployment:
+def _deployment(args: argparse.Namespace, command: ServeCommand) -> Deployment:
     nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS)
-    model = Path(served.flags.model or "/")
-    served = _with_engines(served, nodes, None)
+    model = Path(command.flags.model or "/")
+    command = _with_engines(command, nodes, None)
     if args.print not in ("slurm", "systemd") and not model.is_absolute() and model.exists():
         raise ConfigError(
             f"MODEL {model}: containers need an absolute path; use {model.absolute()}"
         )
     return Deployment(
-        words=served.words[1:],
+        words=command.words[1:],
         nodes=nodes,
-        model=Path(served.flags.model) if served.flags.model else None,
-        rendezvous=served.flags.rendezvous,
-        host_given=served.flags.host is not None,
-        https=served.flags.ssl_certfile is not None,
+        model=Path(command.flags.model) if command.flags.model else None,
+        rendezvous=command.flags.rendezvous,
+        host_given=command.flags.host is not None,
+        https=command.flags.ssl_certfile is not None,
         port=_number(
-            str(served.number("port", 8000)),
+            str(command.number("port", 8000)),
             "--port",
             {"slurm": 0, "systemd": 0}.get(args.print, 1),
             65535,
         ),
-        drain_s=served.number("shutdown_timeout", 30),
+        drain_s=command.number("shutdown_timeout", 30),
         image=args.image or "moeserve",
     )

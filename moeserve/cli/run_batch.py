@@ -86,15 +86,15 @@ async def _run(args: argparse.Namespace) -> int:
         lines = read_input(path)
     output = ResultFile(args.output_file)
     with ConfigError.instead_of(OSError, f"cannot read {output.path}"):
-        done = output.read()
+        done_keys = output.read()
     if not output.path.parent.is_dir():
         folder = output.path.parent
         raise ConfigError(f"cannot write {output.path}: there is no directory {folder}")
-    todo = [line for line in lines if line.key not in done]
-    if done:
-        num_done = len(lines) - len(todo)
+    remaining = [line for line in lines if line.key not in done_keys]
+    if done_keys:
+        num_done = len(lines) - len(remaining)
         print(f"{num_done} of {len(lines)} lines are answered already", file=sys.stderr)
-    if not todo:
+    if not remaining:
         return 0
     async with AsyncExitStack() as stack:
         if args.base_url:
@@ -102,8 +102,10 @@ async def _run(args: argparse.Namespace) -> int:
             client = await stack.enter_async_context(client_of(args.base_url, key))
         else:
             client = await stack.enter_async_context(local_server(resolve(args).config))
-        failed = await answer(client, todo, output, args.max_concurrency, quiet=args.disable_tqdm)
-    print(f"{len(todo)} lines answered, {failed} of them with an error", file=sys.stderr)
+        num_failed = await answer(
+            client, remaining, output, args.max_concurrency, quiet=args.disable_tqdm
+        )
+    print(f"{len(remaining)} lines answered, {num_failed} of them with an error", file=sys.stderr)
     return 0
 
 
@@ -146,8 +148,8 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
         block = asyncio.current_task()
         death = spawn(front.died(), name="death of the engine", on_error=log_error)
         assert block is not None
-        left: list[bool] = []  # not empty once the block has ended and must not be cancelled
-        death.add_done_callback(lambda task: task.cancelled() or left or block.cancel())
+        has_left = False  # the block has ended and must not be cancelled
+        death.add_done_callback(lambda task: task.cancelled() or has_left or block.cancel())
         try:
             yield client
         except asyncio.CancelledError:
@@ -155,7 +157,7 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
                 raise death.result() from None
             raise
         finally:
-            left.append(True)
+            has_left = True
             death.cancel()
 
 
@@ -174,30 +176,30 @@ async def answer(
     """
     from tqdm import tqdm
 
-    failed = 0
+    num_failed = 0
     loop = asyncio.get_running_loop()
 
-    async def on_disk(work: Callable[..., None], *args: bytes) -> None:
+    async def run_in_writer(work: Callable[..., None], *args: bytes) -> None:
         with ConfigError.instead_of(OSError, f"cannot write {output.path}"):
             await loop.run_in_executor(writer, work, *args)
 
     async def handle(line: BatchLine) -> None:
-        nonlocal failed
-        good, result = await _send(client, line)
-        await on_disk(output.append, result)
-        failed += not good
+        nonlocal num_failed
+        is_ok, result = await _send(client, line)
+        await run_in_writer(output.append, result)
+        num_failed += not is_ok
         bar.update()
 
     with (
         ThreadPoolExecutor(1, "results") as writer,  # a server may share this loop
         tqdm(total=len(lines), unit="line", disable=quiet, dynamic_ncols=True) as bar,
     ):
-        await on_disk(output.open)
+        await run_in_writer(output.open)
         try:
             await answer_lines(lines, handle, max_concurrency)
         finally:
-            await on_disk(output.close)
-    return failed
+            await run_in_writer(output.close)
+    return num_failed
 
 
 async def _send(client: AsyncClient, line: BatchLine) -> tuple[bool, bytes]:
@@ -209,12 +211,12 @@ async def _send(client: AsyncClient, line: BatchLine) -> tuple[bool, bytes]:
     except Unreachable:
         raise
     except RequestError as error:
-        inside = {
+        fault = {
             "message": error.message,
             "type": error.type,
             "param": error.param,
             "code": error.code,
         }
-        encoded = msgspec.json.encode({"error": inside})
+        encoded = msgspec.json.encode({"error": fault})
         return False, line.result(error.http_status, error.request_id, encoded)
     return True, line.result(200, headers.get("x-request-id"), body)
