@@ -39,10 +39,10 @@ def append_tokens(
         slots = np.repeat(slots, counts)
         index = ranges(np.zeros_like(counts), counts)
         if result.complete:
-            kept = index < [result.complete.get(slot, len(tokens)) for slot in slots.tolist()]
-            slots = slots[kept]
-            tokens = tokens[kept]
-            index = index[kept]
+            is_kept = index < [result.complete.get(slot, len(tokens)) for slot in slots.tolist()]
+            slots = slots[is_kept]
+            tokens = tokens[is_kept]
+            index = index[is_kept]
         known = batch.known[slots] + (index + 1).astype(np.int32)
     batch.tokens[slots, known - 1] = tokens
     finish = np.zeros(len(slots), np.uint8)
@@ -51,12 +51,12 @@ def append_tokens(
     for slot in result.complete:
         finish[np.flatnonzero(slots == slot)[-1:]] = FinishReason.STOP
     if index is not None and finish.any():  # drop the tokens after the end of a request
-        endings: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
-        kept = endings == endings[np.arange(len(slots)) - index]
-        slots = slots[kept]
-        tokens = tokens[kept]
-        known = known[kept]
-        finish = finish[kept]
+        num_ends: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
+        is_kept = num_ends == num_ends[np.arange(len(slots)) - index]
+        slots = slots[is_kept]
+        tokens = tokens[is_kept]
+        known = known[is_kept]
+        finish = finish[is_kept]
     batch.known[slots] = known  # if a slot is repeated, its last value remains, the largest
     return slots, tokens, finish, stop_ids
 

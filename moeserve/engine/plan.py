@@ -19,8 +19,9 @@ I32 = NDArray[np.int32]
 Slots = NDArray[np.intp]
 # The most by which two micro-batches may differ in size, as a share of all tokens. If no split
 # between two requests is even enough, a request is split.
-UNEVEN = 0.15
-UNEVEN_WHOLE = 0.5  # the same if requests cannot be split; beyond it, there is one micro-batch
+MAX_UNEVENNESS = 0.15
+# The same if requests cannot be split. Beyond it, there is one micro-batch.
+MAX_UNEVENNESS_WHOLE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ def best_split(counts_R: I32, *, whole: bool = False) -> int:
     ends = np.cumsum(counts_R)[:-1]
     if len(ends):
         best = int(ends[np.abs(2 * ends - total).argmin()])
-        if abs(2 * best - total) <= (UNEVEN_WHOLE if whole else UNEVEN) * total:
+        if abs(2 * best - total) <= (MAX_UNEVENNESS_WHOLE if whole else MAX_UNEVENNESS) * total:
             return best
     return 0 if whole else total // 2
 

@@ -201,9 +201,9 @@ class InputBatch:
         self.requests[slot] = request
         self.slot_of[request.rid] = slot
         entry = (*request.order, slot)
-        at = bisect_left(self._by_priority, entry)
-        self._by_priority.insert(at, entry)
-        self.order = np.concatenate((self.order[:at], [slot], self.order[at:]))
+        place = bisect_left(self._by_priority, entry)
+        self._by_priority.insert(place, entry)
+        self.order = np.concatenate((self.order[:place], [slot], self.order[place:]))
         known = len(request.tokens)
         self.tokens[slot, :known] = request.tokens
         self.rid[slot] = request.rid
@@ -228,9 +228,9 @@ class InputBatch:
         self.drafts[slot] = 0
         self.stops.remove(slot)
         self._free.append(slot)
-        at = bisect_left(self._by_priority, (*request.order, slot))
-        del self._by_priority[at]
-        self.order = np.concatenate((self.order[:at], self.order[at + 1 :]))
+        place = bisect_left(self._by_priority, (*request.order, slot))
+        del self._by_priority[place]
+        self.order = np.concatenate((self.order[:place], self.order[place + 1 :]))
         return request
 
     def held(self, slot: int) -> list[I32]:
@@ -250,21 +250,23 @@ class InputBatch:
         running = [
             (slot, request) for slot, request in enumerate(self.requests) if request is not None
         ]
-        busy = [slot for slot, _ in running]
-        assert sorted([*busy, *self._free]) == list(range(len(self.requests))), (
+        used_slots = [slot for slot, _ in running]
+        assert sorted([*used_slots, *self._free]) == list(range(len(self.requests))), (
             "slots do not add up"
         )
-        assert self.slot_of == {int(self.rid[slot]): slot for slot in busy}, (
+        assert self.slot_of == {int(self.rid[slot]): slot for slot in used_slots}, (
             "slots and request ids disagree"
         )
         by_priority = sorted((*request.order, slot) for slot, request in running)
         assert by_priority == self._by_priority, "the priorities are wrong"
         assert self.order.tolist() == [entry[-1] for entry in by_priority], "the order is wrong"
-        max_scheduled = self.max_scheduled[busy]
-        assert (self.scheduled[busy] <= max_scheduled).all(), "scheduled beyond the last position"
-        assert (self.known[busy] <= max_scheduled).all(), "a complete request still runs"
+        max_scheduled = self.max_scheduled[used_slots]
+        assert (self.scheduled[used_slots] <= max_scheduled).all(), (
+            "scheduled beyond the last position"
+        )
+        assert (self.known[used_slots] <= max_scheduled).all(), "a complete request still runs"
         counts = [np.zeros(number, np.int32) for number in num_blocks]
-        for slot in busy:
+        for slot in used_slots:
             for group, blocks in zip(self._groups, self.held(slot), strict=True):
                 np.add.at(counts[group.pool], blocks, 1)
         return counts
@@ -317,11 +319,11 @@ def fit_to_budget(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Sl
 
     counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
     """
-    single: NDArray[np.bool_] = count == 1
-    single &= np.cumsum(single) <= budget
-    left = budget - int(np.count_nonzero(single))
-    several = np.where(count > 1, count, 0)
-    several = np.clip(left - (np.cumsum(several) - several), 0, several)
-    count = np.where(single, 1, several).astype(np.int32)
-    keep = np.flatnonzero(count)
-    return slots[keep], start[keep], count[keep]
+    is_single: NDArray[np.bool_] = count == 1
+    is_single &= np.cumsum(is_single) <= budget
+    remaining = budget - int(np.count_nonzero(is_single))
+    long_count = np.where(count > 1, count, 0)
+    long_count = np.clip(remaining - (np.cumsum(long_count) - long_count), 0, long_count)
+    count = np.where(is_single, 1, long_count).astype(np.int32)
+    kept = np.flatnonzero(count)
+    return slots[kept], start[kept], count[kept]

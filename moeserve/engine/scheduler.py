@@ -92,8 +92,8 @@ class Scheduler:
         )
         self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
         self._speculates = limits.num_drafts > 0
-        self._drafting = False  # whether any row may have drafts
-        self._proposed = False  # whether a draft model ran after the last processed step
+        self._may_have_drafts = False  # in any row
+        self._drafted = False  # whether a draft model ran after the last processed step
         self._in_flight: deque[InFlightStep] = deque()
         self._num_arrivals = 0
         self._tickets = itertools.count(1)  # of grammars and fetches: see engine/preparing.py
@@ -133,7 +133,7 @@ class Scheduler:
 
         With drafts it does, because the result says how many were accepted.
         """
-        return self._drafting and bool(self._in_flight)
+        return self._may_have_drafts and bool(self._in_flight)
 
     # ---- requests
 
@@ -231,7 +231,7 @@ class Scheduler:
             starts_R=starts,
             counts_R=counts,
             samples_R=batch.scheduled[slots] >= batch.known[slots],
-            num_drafts_R=self._num_drafts_of(slots) if self._drafting else None,
+            num_drafts_R=self._num_drafts_of(slots) if self._may_have_drafts else None,
             propose=self._speculates and (self.policy.propose or not self.limits.draft_model),
             diffs=diffs,
             new_requests=tuple(builder.new_requests),
@@ -313,12 +313,12 @@ class Scheduler:
             start = batch.scheduled[slots]
             # At least 1: the position of a token that is still in flight.
             count = np.maximum(batch.known[slots] - start, 1)
-            if self._drafting:
+            if self._may_have_drafts:
                 count += batch.drafts[slots]
             np.minimum(count, batch.max_scheduled[slots] - start, out=count)
             np.minimum(count, kv_manager.chunk, out=count)
-            if self._drafting and not self._fits(start, count, builder.budget):
-                self._drafting = False
+            if self._may_have_drafts and not self._all_fit(start, count, builder.budget):
+                self._may_have_drafts = False
                 batch.drafts[:] = 0
                 continue
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
@@ -334,11 +334,11 @@ class Scheduler:
             enough_blocks = False
         return enough_blocks
 
-    def _fits(self, start: I32, count: I32, budget: int) -> bool:
+    def _all_fit(self, start: I32, count: I32, budget: int) -> bool:
         """Whether all rows with their drafts fit into the budget and the free blocks."""
         kv_manager = self.kv_manager
-        needed = kv_manager.num_new_blocks(kv_manager.growth(start, start + count))
-        return int(count.sum()) <= budget and needed <= kv_manager.pool.num_free
+        num_needed = kv_manager.num_new_blocks(kv_manager.growth(start, start + count))
+        return int(count.sum()) <= budget and num_needed <= kv_manager.pool.num_free
 
     def _num_drafts_of(self, slots: Slots) -> I32:
         """Return how many of the scheduled tokens of each row are drafts."""
@@ -582,10 +582,10 @@ class Scheduler:
         plan = in_flight.plan
         verified = settle_drafts(self.kv_manager, self.policy, in_flight, live_R, result)
         batch = self.kv_manager.batch
-        self._drafting = bool(batch.drafts[batch.order].any())
+        self._may_have_drafts = bool(batch.drafts[batch.order].any())
         total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
-        self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.took_us, self._proposed)
-        self._proposed = plan.propose and self.limits.draft_model
+        self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.took_us, self._drafted)
+        self._drafted = plan.propose and self.limits.draft_model
         return verified
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:

@@ -67,16 +67,18 @@ class Peers:
         self._all2all = self._layers[0].all2all if self._layers else None  # shared by all layers
         # Why graphs cannot record the MoE layers of several ranks; None if they can.
         self.not_recorded = self._layers[0].not_recorded if self._layers else None
-        self._alone: LocalAll2All | None = None  # replaces it as long as there are no other ranks
+        self._local_all2all: LocalAll2All | None = (
+            None  # replaces it as long as there are no other ranks
+        )
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
         self._newest_version = 0  # the newest version that was passed to `prepare`
         self._num_joins = 0
         self._store: ExpertStore | None = None
         if placement is not None and not isinstance(self._all2all, LocalAll2All):
-            self._alone = OwnExpertsOnly(placement.experts_per_rank, wire)
+            self._local_all2all = OwnExpertsOnly(placement.experts_per_rank, wire)
             if read is not None:
                 self._store = ExpertStore(layers, read, rank, placement, on_placement_result)
-        self._use(self._alone or self._all2all)
+        self._use(self._local_all2all or self._all2all)
 
     def _use(self, all2all: All2All | None) -> None:
         if all2all is not None:
@@ -99,7 +101,9 @@ class Peers:
             self._newest_version = 0
         if self._all2all is not None:
             backend = (
-                self._alone if self._alone is not None and members.size == 1 else self._all2all
+                self._local_all2all
+                if self._local_all2all is not None and members.size == 1
+                else self._all2all
             )
             backend.join(members, self._experts_per_rank, self._num_ubatches)
             self._use(backend)

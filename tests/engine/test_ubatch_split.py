@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moeserve.engine.blocks import KVGroup
-from moeserve.engine.plan import UNEVEN, StepPlan, best_split
+from moeserve.engine.plan import MAX_UNEVENNESS, StepPlan, best_split
 from tests.engine.fake_model import VOCAB
 from tests.engine.harness import FULL, HYBRID, WINDOWS, Harness, limits_of, submit_of
 
@@ -67,7 +67,7 @@ def test_halves_are_even_and_requests_whole_where_that_allows() -> None:
             assert abs(2 * split_at - total) == min(unevenness)
         else:
             assert split_at == total // 2
-            assert not unevenness or min(unevenness) > UNEVEN * total
+            assert not unevenness or min(unevenness) > MAX_UNEVENNESS * total
 
 
 class Watching(Harness):
