@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from contextlib import suppress
 from functools import cached_property
 from html import unescape
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 from moeserve.text.answer_format import Part
 from moeserve.text.answer_syntax import Reading
 from moeserve.text.answer_text import AnswerText, Emit, Malformed, Unfinished, Wait, plain
-from moeserve.text.answer_values import JSON, PYTHON, as_json, readable, typed, value
+from moeserve.text.answer_values import JSON, PYTHON, as_json, is_readable, read_value, typed
 from moeserve.text.schema_alternatives import members_of
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -43,13 +43,13 @@ class ToolSchema:
 
 
 class CallSink:
-    """Collects the calls in a body. known: reject calls of tools that were not offered."""
+    """Collects the calls in a body. only_offered: reject calls of other tools."""
 
-    def __init__(self, schemas: Mapping[str, ToolSchema], *, known: bool) -> None:
+    def __init__(self, schemas: Mapping[str, ToolSchema], *, only_offered: bool) -> None:
         self._schemas = schemas
-        self._known = known
+        self._only_offered = only_offered
         self.parts: list[Part] = []  # of each call its name, then its arguments
-        self.count = 0
+        self.num_calls = 0
         self.schema = ToolSchema(True)  # of the latest call
 
     def begin(self, name: str) -> None:
@@ -57,21 +57,21 @@ class CallSink:
         if (
             not name
             or len(name) > _MAX_NAME
-            or (self._known and self._schemas and name not in self._schemas)
+            or (self._only_offered and self._schemas and name not in self._schemas)
         ):
             raise Malformed
         self.schema = self._schemas.get(name) or ToolSchema(True)
         self.parts.append(Part("call", name))
-        self.count += 1
+        self.num_calls += 1
 
     def add(self, arguments: str) -> None:
         """Add the arguments of the call. Raise Malformed if they are not readable JSON."""
-        if not readable(arguments):
+        if not is_readable(arguments):
             raise Malformed
         self.parts.append(Part("arguments", arguments))
 
 
-def _close(text: AnswerText, reading: Reading) -> Wait[None]:
+def _read_end(text: AnswerText, reading: Reading) -> Wait[None]:
     """Consume the closing mark, which may be missing or incomplete at the end of the answer."""
     if reading.call_end:
         yield from text.read_space()
@@ -94,7 +94,7 @@ def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
     # Other values are not calls, and a string could be the whole rest of the answer.
     if (char := (yield from text.peek())) not in ("{", "["):
         raise Malformed if char else Unfinished
-    whole = yield from value(text, JSON)
+    whole = yield from read_value(text, JSON)
     try:
         found = msgspec.json.decode(whole, type=list[_Call] | _Call)
         for call in found if isinstance(found, list) else [found]:
@@ -107,9 +107,9 @@ def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
             calls.add(_arguments(bytes(call.arguments or call.parameters or b"{}").decode()))
     except (ValueError, RecursionError):
         raise Malformed from None
-    if not calls.count:
+    if not calls.num_calls:
         raise Malformed
-    yield from _close(text, reading)
+    yield from _read_end(text, reading)
 
 
 def _arguments(given: str) -> str:
@@ -127,16 +127,16 @@ def _arguments(given: str) -> str:
 
 def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
     """Read a name and an object."""
-    yield from _header(text, reading, calls)
+    yield from _read_call_header(text, reading, calls)
     yield from text.read_space()
     if (yield from text.peek()) != "{":
         yield from text.read_exactly(1)
         raise Malformed
-    calls.add((yield from value(text, reading.dialect)))
-    yield from _close(text, reading)
+    calls.add((yield from read_value(text, reading.dialect)))
+    yield from _read_end(text, reading)
 
 
-def _header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
+def _read_call_header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
     """Read a header, which has the name. Return whether it marks a call without arguments."""
     header = yield from text.read_header(reading.header_end)
     found = reading.header_pattern.fullmatch(header.strip())
@@ -172,7 +172,7 @@ def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
             if (yield from text.read_exactly(1)) != "=" or not key:
                 raise Malformed
             yield from text.read_space()
-            argument = yield from value(text, PYTHON)
+            argument = yield from read_value(text, PYTHON)
             members.setdefault(key, argument)
             yield from text.read_space()
             if (yield from text.peek()) != ")" and (yield from text.read_exactly(1)) != ",":
@@ -188,7 +188,7 @@ def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
 
 def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
     """Read a name and parameters between tags."""
-    if (yield from _header(text, reading, calls)):
+    if (yield from _read_call_header(text, reading, calls)):
         calls.add("{}")
         return
     yield from text.read_space()
@@ -200,13 +200,13 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
                 raise Unfinished
             yield from text.read_exactly(1)  # raises Unfinished at the end
             raise Malformed
-        found = yield from _key(text, reading)
-        if found is None:
+        opening = yield from _read_opening(text, reading)
+        if opening is None:
             raise Malformed
-        while found is not None:
-            key, is_text = found
+        while opening is not None:
+            key, is_text = opening
             pieces: list[str] = []
-            stop, found = yield from _tagged_value(
+            stop, opening = yield from _read_tagged_value(
                 text, reading, pieces.append, calls.schema.keys - {*members, key}
             )
             raw = plain("".join(pieces))
@@ -227,13 +227,19 @@ def _object(members: Mapping[str, str]) -> str:
     return f"{{{inside}}}"
 
 
-def _key(
+class _Opening(NamedTuple):
+    """The opening of a parameter."""
+
+    key: str
+    is_text: bool | None  # whether the value is a string; None: not marked
+
+
+def _read_opening(
     text: AnswerText, reading: Reading, keys: Set[str] | None = None
-) -> Wait[tuple[str, bool | None] | None]:
+) -> Wait[_Opening | None]:
     """Read the rest of a parameter's opening.
 
-    Return its key, and whether its value is a string (None: not marked). If it is not an opening,
-    or the key is not in `keys`, return None and consume nothing.
+    If it is not an opening, or the key is not in `keys`, return None and consume nothing.
     """
     header = yield from text.read_header(reading.key_guard, consume=False)
     found = reading.key_pattern.fullmatch(header.strip())
@@ -244,13 +250,13 @@ def _key(
         return None
     yield from text.read_header(reading.key_end)
     yield from text.read_stop(reading.key_end)
-    said = found.groupdict().get("text")
-    return key, None if said is None else said in ("true", "string")
+    mark = found.groupdict().get("text")
+    return _Opening(key, None if mark is None else mark in ("true", "string"))
 
 
-def _tagged_value(
+def _read_tagged_value(
     text: AnswerText, reading: Reading, emit: Emit, keys: Set[str]
-) -> Wait[tuple[str, tuple[str, bool | None] | None]]:
+) -> Wait[tuple[str, _Opening | None]]:
     """Read a value and its closing mark, and return the mark and the next parameter's opening.
 
     Without a closing mark, the value ends at the opening of a parameter in `keys`, which have no
@@ -262,9 +268,9 @@ def _tagged_value(
             raise Unfinished
         if stop == reading.parameter.open:
             with suppress(Malformed):
-                found = yield from _key(text, reading, keys)
-                if found is not None:
-                    return "", found
+                opening = yield from _read_opening(text, reading, keys)
+                if opening is not None:
+                    return "", opening
         else:
             space = yield from text.read_space()
             after = reading.in_tags if stop == reading.parameter.close else reading.in_section

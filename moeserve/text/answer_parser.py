@@ -164,7 +164,7 @@ class DataParser:
         text = self._text
         reading = self._reading
         text.consumed = raw = [before + opener]
-        sink = CallSink(self._schemas, known=not opener)
+        sink = CallSink(self._schemas, only_offered=not opener)
         try:
             yield from BODIES[reading.calls.content](text, reading, sink)
         except Unfinished:
@@ -175,7 +175,7 @@ class DataParser:
             shown = True
         else:
             self._parts += sink.parts
-            self._num_calls += sink.count
+            self._num_calls += sink.num_calls
             return True
         finally:
             text.consumed = None

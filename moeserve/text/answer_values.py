@@ -13,69 +13,69 @@ from moeserve.text.answer_text import AnswerText, Malformed, Stops, Unfinished, 
 from moeserve.text.schema_alternatives import kind_of, kinds_of
 from moeserve.text.schema_values import is_valid
 
-_MAX_SCALAR = 400
+_MAX_SCALAR_LENGTH = 400
 _SCALAR = re.compile(r"[\w.+-]+")
 _BARE = re.compile(r"[^,\[\]{}]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
 # Escapes: pairs of surrogates (12 characters), unpaired surrogates (6), and all others
-_ESCAPES = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u[dD][89a-fA-F]..|\\.", re.DOTALL)
+_ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u[dD][89a-fA-F]..|\\.", re.DOTALL)
 _KEY_END = Stops([":"])
-_ENDS = {quote: Stops([quote, "\\"]) for quote in "\"'"}
+_STRING_ENDS = {quote: Stops([quote, "\\"]) for quote in "\"'"}
 _CLOSERS = {"{": "}", "[": "]"}
-_WORDS = {"true": "true", "false": "false", "null": "null"}
-_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Python's, and their JSON
+_JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, and their JSON
 
 
 class Dialect(NamedTuple):
     """A notation of values similar to JSON."""
 
     quotes: str = '"'
-    constants: Mapping[str, str] = _WORDS  # word -> JSON
+    constants: Mapping[str, str] = _JSON_WORDS  # word -> JSON
     delimiter: Stops | None = None  # quotation mark of strings without escapes
     bare: bool = False  # keys and words need no quotes
 
 
 JSON = Dialect()
-PYTHON = Dialect("\"'", _WORDS | _CONSTANTS)
+PYTHON = Dialect("\"'", _JSON_WORDS | _PYTHON_WORDS)
 
 
-def value(text: AnswerText, dialect: Dialect) -> Wait[str]:
+def read_value(text: AnswerText, dialect: Dialect) -> Wait[str]:
     """Read one value, and return it as JSON. Raise Malformed."""
     pieces = list[str]()
     closers = list[str]()
-    want = "value"  # or "first" of an array, "key", "first key" of an object, "next"
+    expected = "value"  # or "first" of an array, "key", "first key" of an object, "next"
     while True:
         pieces.append((yield from text.read_space()))
         char = yield from text.peek()
         if not char:
             raise Unfinished
-        if want == "next" or (want.startswith("first") and char == closers[-1]):
+        if expected == "next" or (expected.startswith("first") and char == closers[-1]):
             if char not in (closers[-1], ","):
                 raise Malformed
             pieces.append((yield from text.read_exactly(1)))
             if char == ",":
-                want = "key" if closers[-1] == "}" else "value"
+                expected = "key" if closers[-1] == "}" else "value"
                 continue
             closers.pop()
-        elif "key" in want:
-            pieces.append((yield from _key(text, dialect)))
-            want = "value"
+        elif "key" in expected:
+            pieces.append((yield from _read_key(text, dialect)))
+            expected = "value"
             continue
         elif char in _CLOSERS:
             pieces.append((yield from text.read_exactly(1)))
             closers.append(_CLOSERS[char])
-            want = "first key" if char == "{" else "first"
+            expected = "first key" if char == "{" else "first"
             continue
         else:
-            pieces.append((yield from _scalar(text, dialect)))
+            pieces.append((yield from _read_scalar(text, dialect)))
         if not closers:
             return "".join(pieces)
-        want = "next"
+        expected = "next"
 
 
-def _key(text: AnswerText, dialect: Dialect) -> Wait[str]:
-    key = yield from _text(text, dialect)
+def _read_key(text: AnswerText, dialect: Dialect) -> Wait[str]:
+    key = yield from _read_string(text, dialect)
     if not key and not dialect.bare:
         raise Malformed
     key = key or json.dumps((yield from text.read_header(_KEY_END)).strip(), ensure_ascii=False)
@@ -85,20 +85,22 @@ def _key(text: AnswerText, dialect: Dialect) -> Wait[str]:
     return f"{key}{space}:"
 
 
-def _scalar(text: AnswerText, dialect: Dialect) -> Wait[str]:
-    if found := (yield from _text(text, dialect)):
+def _read_scalar(text: AnswerText, dialect: Dialect) -> Wait[str]:
+    if found := (yield from _read_string(text, dialect)):
         return found
-    word = (yield from text.read_match(_BARE if dialect.bare else _SCALAR, _MAX_SCALAR)).strip()
+    word = (
+        yield from text.read_match(_BARE if dialect.bare else _SCALAR, _MAX_SCALAR_LENGTH)
+    ).strip()
     if word in dialect.constants:
         return dialect.constants[word]
     if _NUMBER.fullmatch(word):
-        return _number(word)
+        return _json_number(word)
     if dialect.bare and word:
         return json.dumps(plain(word), ensure_ascii=False)
     raise Unfinished if text.ended and not (yield from text.peek()) else Malformed
 
 
-def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
+def _read_string(text: AnswerText, dialect: Dialect) -> Wait[str]:
     """Read a string in quotes or between delimiters. Return its JSON, "" if there is none.
 
     Control characters become escapes, and unknown escapes become ordinary text.
@@ -112,23 +114,23 @@ def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
         if not (yield from text.read_until(dialect.delimiter, add)):
             raise Unfinished
     elif (yield from text.peek()) in tuple(dialect.quotes):
-        ends = _ENDS[(yield from text.read_exactly(1))]
+        ends = _STRING_ENDS[(yield from text.read_exactly(1))]
         while (stop := (yield from text.read_until(ends, add))) == "\\":
-            pieces.append((yield from _escape(text)))
+            pieces.append((yield from _read_escape(text)))
         if not stop:
             raise Unfinished
     else:
         return ""
     body = "".join(pieces)
     # Unpaired surrogates become U+FFFD.
-    return f'"{_ESCAPES.sub(_whole_pair, body)}"' if "\\u" in body else f'"{body}"'
+    return f'"{_ESCAPE.sub(_replace_unpaired, body)}"' if "\\u" in body else f'"{body}"'
 
 
-def _whole_pair(found: re.Match[str]) -> str:
+def _replace_unpaired(found: re.Match[str]) -> str:
     return "\\ufffd" if len(found[0]) == 6 else found[0]
 
 
-def _number(word: str) -> str:
+def _json_number(word: str) -> str:
     """Return a number as JSON.
 
     A number beyond the range of doubles, such as 1e400, becomes the largest double: JSON allows
@@ -139,7 +141,7 @@ def _number(word: str) -> str:
     return repr(math.copysign(sys.float_info.max, float(word)))
 
 
-def _escape(text: AnswerText) -> Wait[str]:
+def _read_escape(text: AnswerText) -> Wait[str]:
     char = yield from text.read_exactly(1)
     if char == "u":
         digits = yield from text.read_exactly(4)
@@ -151,7 +153,7 @@ def _escape(text: AnswerText) -> Wait[str]:
     return char if char == "'" else json.dumps("\\" + char, ensure_ascii=False)[1:-1]
 
 
-def readable(word: str) -> bool:
+def is_readable(word: str) -> bool:
     """Return whether JSON parsers accept a text."""
     try:
         msgspec.json.decode(word)
@@ -166,18 +168,18 @@ def as_json(word: str) -> str:
     Values that JSON allows but parsers reject are changed: numbers beyond the range of doubles, and
     unpaired surrogates.
     """
-    return word if readable(word) else _whole(word, JSON)
+    return word if is_readable(word) else _parse_whole(word, JSON)
 
 
-def _whole(word: str, dialect: Dialect) -> str:
+def _parse_whole(word: str, dialect: Dialect) -> str:
     """Return the JSON of a text with one value, "" if it has none."""
     text = AnswerText()
     text.feed(word, final=True)
     try:
-        next(value(text, dialect))  # yields only if it needs more text
+        next(read_value(text, dialect))  # yields only if it needs more text
     except StopIteration as end:
         found = str(end.value)
-        return found if text.is_empty and readable(found) else ""
+        return found if text.is_empty and is_readable(found) else ""
     except Malformed:
         pass
     return ""
@@ -200,13 +202,13 @@ def typed(raw: str, schema: Any, root: Any, text: bool | None) -> str:
         return json.dumps(raw, ensure_ascii=False)
     word = raw.strip()
     has_text = "string" in kinds
-    if not has_text and (constant := _CONSTANTS.get(word)):
+    if not has_text and (constant := _PYTHON_WORDS.get(word)):
         return constant
-    found = as_json(word) or (_whole(word, PYTHON) if kinds & {"object", "array"} else "")
+    found = as_json(word) or (_parse_whole(word, PYTHON) if kinds & {"object", "array"} else "")
     if not found:
         return json.dumps(raw, ensure_ascii=False)
     parsed = msgspec.json.decode(found)
-    if "integer" in kinds and "number" not in kinds and _is_whole(parsed):
+    if "integer" in kinds and "number" not in kinds and _is_integral(parsed):
         return str(int(parsed))
     if text is None and has_text and not is_valid(parsed, schema, root):
         kind = kind_of(parsed)
@@ -216,5 +218,5 @@ def typed(raw: str, schema: Any, root: Any, text: bool | None) -> str:
     return found
 
 
-def _is_whole(parsed: Any) -> bool:
+def _is_integral(parsed: Any) -> bool:
     return isinstance(parsed, float) and parsed.is_integer()

@@ -22,14 +22,14 @@ from moeserve.text.lark import exactly
 from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-_ENDS = HARMONY[-3:]
-_MAX_NAME = 63  # characters of a control token
+_END_TOKENS = HARMONY[-3:]
+_MAX_CONTROL_LENGTH = 63  # characters of a control token
 _CONTROL = re.compile(
-    f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}){CONTROL_END}"
+    f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_CONTROL_LENGTH}}}){CONTROL_END}"
 )
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_NAME = re.compile(r"[^\s<]+")  # of a tool
+_TOOL_NAME = re.compile(r"[^\s<]+")  # of a tool
 
 
 class HarmonyParser:
@@ -42,69 +42,73 @@ class HarmonyParser:
 
     def __init__(self, *, in_message: bool = False) -> None:
         """in_message: the answer continues a message of the prompt."""
-        self._call: list[str] | None = None  # name and pieces of arguments of an incomplete call
+        self._call_name: str | None = None  # of an incomplete call
+        self._call_arguments: list[str] = []  # in pieces
         self._held = ""  # possibly the beginning of a control token
         self._header: str | None = None if in_message else ""  # None within a message
         self._kind: Literal["content", "reasoning"] = "content"
-        self._formatted = in_message  # a control token has occurred
+        self._has_control = in_message  # a control token has occurred
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
         *pieces, rest = _CONTROL.split(self._held + text)
         parts: list[Part] = []
         for before, name in zip(pieces[::2], pieces[1::2], strict=True):
             self._add(before, parts)
-            self._control(name, parts)
+            self._handle_control(name, parts)
         begin = rest.rfind(CONTROL_BEGIN)
-        keep = (
-            begin if begin >= 0 and len(rest) - begin - 1 <= _MAX_NAME and not final else len(rest)
+        num_decided = (
+            begin
+            if begin >= 0 and len(rest) - begin - 1 <= _MAX_CONTROL_LENGTH and not final
+            else len(rest)
         )
-        self._held = rest[keep:]
-        self._add(rest.removesuffix(CONTROL_BEGIN) if final else rest[:keep], parts)
-        if final and self._header and not self._formatted:  # no harmony at all
+        self._held = rest[num_decided:]
+        self._add(rest.removesuffix(CONTROL_BEGIN) if final else rest[:num_decided], parts)
+        if final and self._header and not self._has_control:  # no harmony at all
             parts.append(Part("content", self._header))
         if final:
-            self._end_call(parts, cut=True)
+            self._end_call(parts, is_cut=True)
         return parts
 
     def _add(self, text: str, parts: list[Part]) -> None:
         if self._header is not None:
             self._header += text
-        elif self._call is not None:
-            self._call.append(text)
+        elif self._call_name is not None:
+            self._call_arguments.append(text)
         elif text:
             parts.append(Part(self._kind, text))
 
-    def _end_call(self, parts: list[Part], *, cut: bool) -> None:
-        """Add the call to the parts if it is complete. cut: otherwise drop it."""
-        if self._call is None:
+    def _end_call(self, parts: list[Part], *, is_cut: bool) -> None:
+        """Add the call to the parts if it is complete. is_cut: otherwise drop it."""
+        name = self._call_name
+        if name is None:
             return
-        name, *pieces = self._call
-        self._call = None
-        written = "".join(pieces).strip()
-        if not written and not cut:
-            written = "{}"
-        arguments = as_json(written)
+        self._call_name = None
+        arguments_text = "".join(self._call_arguments).strip()
+        if not arguments_text and not is_cut:
+            arguments_text = "{}"
+        arguments = as_json(arguments_text)
         if arguments.startswith("{"):
             parts += [Part("call", name), Part("arguments", arguments)]
-        elif not cut:
-            parts.append(Part("content", written))
+        elif not is_cut:
+            parts.append(Part("content", arguments_text))
 
-    def _control(self, name: str, parts: list[Part]) -> None:
+    def _handle_control(self, name: str, parts: list[Part]) -> None:
         if name not in HARMONY and name != "<|constrain|>":
             return
-        self._formatted = True
+        self._has_control = True
         if self._header is None and name != "<|constrain|>":
-            self._end_call(parts, cut=False)
+            self._end_call(parts, is_cut=False)
         if name == "<|message|>" and self._header is not None:
             channel = _CHANNEL.search(self._header)
             recipient = _RECIPIENT.search(self._header)
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
             if recipient and recipient[1].startswith("functions."):
-                self._call = [recipient[1].removeprefix("functions.")]
+                self._call_name = recipient[1].removeprefix("functions.")
+                self._call_arguments = []
             elif recipient:  # a built-in tool of gpt-oss, which the request did not offer
                 self._kind = "reasoning"
             self._header = None
-        elif name == "<|start|>" or name in _ENDS:
+        elif name == "<|start|>" or name in _END_TOKENS:
             self._header = ""
         elif name == "<|channel|>" or self._header is not None:
             self._header = (self._header or "") + name
@@ -114,10 +118,10 @@ _GRAMMAR = """start: (message <|end|> <|start|> "assistant"){0,4} last
 message: <|channel|> CHANNELS <|message|> TEXT
 TEXT: /(.|\\n)*/
 """
-_FINAL = '<|channel|> "final" <|message|>'
-_CALL = "<|channel|>"
-_JSON = '<|constrain|> "json" <|message|>'
-_TOKEN = re.compile(r"<\|\w+\|>")
+_FINAL_MESSAGE = '<|channel|> "final" <|message|>'
+_CALL_BEGIN = "<|channel|>"
+_JSON_MESSAGE = '<|constrain|> "json" <|message|>'
+_CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 
 
 class HarmonyFormat:
@@ -149,22 +153,21 @@ class HarmonyFormat:
     ) -> GrammarSpec | None:
         schemas = [arguments_schema(tool, strict=required) for tool in tools]
         for tool in tools:
-            if not _NAME.fullmatch(tool_name(tool)):
+            if not _TOOL_NAME.fullmatch(tool_name(tool)):
                 raise ToolFault(tool, "name", "this model's format of calls cannot write it")
         if is_free(tools, required=required, parallel=True):
             return None
         calls = []
         for tool, schema in zip(tools, schemas, strict=True):
             header = f"/{exactly(f'commentary to=functions.{tool_name(tool)} ')}/"
-            calls.append(
-                f"{self._marked(_CALL)} {header} {self._marked(_JSON)} {json_rule(schema)}"
-            )
-        last = calls if required else [f"{self._marked(_FINAL)} TEXT", *calls]
+            begin = f"{self._marked(_CALL_BEGIN)} {header} {self._marked(_JSON_MESSAGE)}"
+            calls.append(f"{begin} {json_rule(schema)}")
+        last = calls if required else [f"{self._marked(_FINAL_MESSAGE)} TEXT", *calls]
         return self._spec(" | ".join(last))
 
     def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
         content = f"%lark {{\n{lark_of(grammar, self._special)}\n}}"
-        return self._spec(f"{self._marked(_FINAL)} {content}", channels='"analysis"')
+        return self._spec(f"{self._marked(_FINAL_MESSAGE)} {content}", channels='"analysis"')
 
     def call_id(self, name: str, index: int, random: str) -> str:
         return f"call_{random[:24]}"
@@ -175,4 +178,4 @@ class HarmonyFormat:
 
     def _marked(self, lark: str) -> str:
         """Return Lark with the ids of its control tokens."""
-        return _TOKEN.sub(lambda found: f"<[{self._special[found[0]]}]>", lark)
+        return _CONTROL_TOKEN.sub(lambda found: f"<[{self._special[found[0]]}]>", lark)
