@@ -16,7 +16,6 @@ from moeserve.moe.experts.base import Experts, Fusible
 from moeserve.moe.layer import FusedMoELayer, MoELayer, SharedExpert, why_not_recorded
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
-from moeserve.ops.linear import can_fuse
 from moeserve.ops.rules import Activation
 
 
@@ -59,7 +58,8 @@ class MoEPlan:
         tp: TensorParallel = ALONE,
     ) -> MoELayer:
         """Return a layer with this backend and kernel. packed: its weights from `experts.pack`."""
-        kind = FusedMoELayer if self.fused and can_fuse(router.gate) else MoELayer
+        fused = self.fused and isinstance(self.experts, Fusible) and self.experts.can_fuse(router)
+        kind = FusedMoELayer if fused else MoELayer
         return kind(
             router,
             self.all2all,

@@ -137,5 +137,8 @@ FusedExperts = Callable[[Tensor, Any, int | Tensor], tuple[Tensor, Load]]
 class Fusible(Experts, Protocol):
     """A kernel that also has a fused form."""
 
+    def can_fuse(self, router: Router) -> bool:
+        """Return whether the fused form can compute this router."""
+
     def fuse(self, router: Router) -> FusedExperts:
         """Return the fused form for a layer with this router. It computes the same bits."""

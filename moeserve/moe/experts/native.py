@@ -220,6 +220,9 @@ class NativeExperts(StackedExperts):
             x_PD.stride(0), out.data_ptr(), out.stride(0), weights.cached,
         )  # fmt: skip
 
+    def can_fuse(self, router: Router) -> bool:
+        return isinstance(router.gate, NativeLinear)
+
     def fuse(self, router: Router) -> ExpertsBlock:
         assert isinstance(router.gate, NativeLinear)
         return ExpertsBlock(

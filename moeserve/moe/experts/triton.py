@@ -157,6 +157,9 @@ class TritonExperts(StackedExperts):
             act=act_of(self._activation),
         )
 
+    def can_fuse(self, router: Router) -> bool:
+        return True  # the fused form calls the router as it is
+
     def fuse(self, router: Router) -> FusedExperts:
         return partial(_run_fused, router, act_of(self._activation))
 
