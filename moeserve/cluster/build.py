@@ -53,7 +53,7 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
         dtype=str(runner.dtype).removeprefix("torch."),
         device=runner.properties.name,
         notes=tuple(runner.notes),
-        step_s=runner.step_s,
+        step_s=runner.max_step_s,
         checkpoint=runner.fingerprint,
         numerics=runner.numerics,
     )

@@ -42,9 +42,7 @@ class KVConnector(ABC):
     """The index of blocks outside the device. No method waits."""
 
     may_wait = False  # whether `lookup` ever returns LATER or ASK_AGAIN
-    wait_s = (
-        2.0  # timeout: the longest that a request waits, from its first lookup to its last block
-    )
+    wait_s = 2.0  # timeout of a request's wait, from its first lookup to its last block
     lease_s = 30.0  # how long fetched blocks are kept for a request in the waiting queue
 
     @abstractmethod

@@ -431,12 +431,12 @@ class GroupCore(EngineCore):
         that is awaited then fails.
         """
         while self._clock() < self._leave_deadline_s:
-            due_s = (
+            next_deadline_s = (
                 self._drain_deadline_s
                 if self._clock() < self._drain_deadline_s
                 else self._leave_deadline_s
             )
-            await self._handle_until(None, min(due_s, self._leave_deadline_s))
+            await self._handle_until(None, min(next_deadline_s, self._leave_deadline_s))
             self._abort_when_late()
         if self._coordinator is not None:
             self._coordinator.close(_OTHERS_TOO_SLOW)

@@ -97,7 +97,7 @@ class ModelRunnerBase(StepExecutor, ABC):
     device_is_async = False  # whether `launch` returns before the step is done
     properties: DeviceProperties
     limits: Limits
-    step_s = 0.0  # upper estimate of the time of the longest step
+    max_step_s = 0.0  # upper estimate of the time of the longest step
     mapped_bytes = 0  # weights in memory-mapped files
     drafter: Drafter | None = None  # the draft model, if there is one
     constraints: Constraints
@@ -483,7 +483,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         """Run a prefill and a decode of one request, so that every kernel has run. Their K and V
         are written to the null block.
 
-        Set `step_s` from the time of the prefill. That time is an upper estimate, because caches
+        Set `max_step_s` from the time of the prefill. That time is an upper estimate, because caches
         are cold, so that steps on a slow machine are not mistaken for a hang.
         """
         length = max(
@@ -491,11 +491,11 @@ class ModelRunnerBase(StepExecutor, ABC):
         )
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
         tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
-        began_s = time.perf_counter()
+        began_at_s = time.perf_counter()
         self.execute(
             dummy_plan(len(self.groups), 0, [length], (NewRequest(0, tokens, length, sampling),))
         )
-        self.step_s = (time.perf_counter() - began_s) * -(
+        self.max_step_s = (time.perf_counter() - began_at_s) * -(
             -self.limits.max_num_batched_tokens // length
         )
         if length < self.limits.max_model_len:

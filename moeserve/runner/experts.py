@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from moeserve.errors import ConfigError, MoeserveError
-from moeserve.loader.experts import Work
+from moeserve.loader.experts import OnProgress
 from moeserve.messages import PlacementResult, PlacementTable
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
@@ -42,7 +42,7 @@ CPU_SHARE = 0.1  # of the time of one core, for background work
 BYTES_PER_S = 256e6  # memory traffic of background work that does not slow steps
 
 # (layer, expert, on_progress) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
-Read = Callable[[int, int, Work], tuple[Any, ...]]
+Read = Callable[[int, int, OnProgress], tuple[Any, ...]]
 
 
 class Cancelled(Exception):
@@ -63,17 +63,17 @@ class Pace:
         self._cancelled = cancelled
         self._share = share
         self._bytes_per_s = bytes_per_s
-        self._last_call_s = time.thread_time()  # CPU time of the thread
+        self._cpu_s_at_last_call = time.thread_time()
 
     def __call__(self, num_bytes: int) -> None:
         """Sleep as long as needed. Raises Cancelled as soon as `cancelled` is set.
 
         num_bytes: bytes read or written since the last call.
         """
-        used_s = time.thread_time() - self._last_call_s
+        used_s = time.thread_time() - self._cpu_s_at_last_call
         if self._cancelled.wait(max(used_s / self._share - used_s, num_bytes / self._bytes_per_s)):
             raise Cancelled
-        self._last_call_s = time.thread_time()
+        self._cpu_s_at_last_call = time.thread_time()
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class ExpertStore:
         self._drop_all()
         self._rank = self._rank if rank is None else rank
         assert 0 <= self._rank < target.num_ranks, (self._rank, target.num_ranks)
-        began_s = time.monotonic()
+        began_at_s = time.monotonic()
         num_bytes = 0
         for index, layer in enumerate(self._layers):
             num_bytes += self._load_layer(index, layer, target)
@@ -217,7 +217,7 @@ class ExpertStore:
             self._newest_version = max(self._newest_version, target.version)
             self._abandoned_versions.clear()
         if num_bytes:
-            took_s = time.monotonic() - began_s
+            took_s = time.monotonic() - began_at_s
             logger.info(
                 "placement %d: %.1f MB read in %.1f s", target.version, num_bytes / 1e6, took_s
             )
@@ -356,7 +356,7 @@ class ExpertStore:
         return placement
 
     def _packed_experts(
-        self, index: int, wanted: list[int], on_progress: Work
+        self, index: int, wanted: list[int], on_progress: OnProgress
     ) -> tuple[list[tuple[int, Any]], int]:
         """Return (local index, packed expert) for each local expert that changes, and the bytes
         read for them from the checkpoint.
