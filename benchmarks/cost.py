@@ -201,7 +201,7 @@ def compile_peer(kernel_file: Path, config: tuple[int, ...]) -> Facts | None:
         return next(
             cost.compiled_by(lambda: kernel[(1,)](**values, num_warps=warps, num_stages=stages), 1)
         )
-    except tuning.IMPOSSIBLE:
+    except tuning.CANNOT_RUN:
         return None
 
 

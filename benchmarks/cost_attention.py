@@ -97,7 +97,7 @@ def compile_kernels(of: AttentionShape, stages: int) -> dict[Kernel, Facts]:
             attend, _ = cost.compiled_by(
                 partial(job.run, {**job.default, "num_stages": stages}), 2
             )  # the other merges
-        except tuning.IMPOSSIBLE:
+        except tuning.CANNOT_RUN:
             continue
         found[job.size, stages] = attend
     return found
@@ -127,8 +127,8 @@ def seconds(
     mean = float(steps.mean()) / splits
     longest = SPLIT / positions if cut else float(steps.max())
     position = (of.dim + (0 if of.latent else of.v_dim)) * 2
-    loaded = positions * position / cost.L2_BYTES
-    wait = cost.LATENCY / max(1, config["num_stages"] // 2)
+    loaded = positions * position / cost.L2_BYTES_PER_CYCLE
+    wait = cost.LOAD_LATENCY_CYCLES / max(1, config["num_stages"] // 2)
     each = items / card.multiprocessors
     beside = min(resident, math.ceil(each))
     cycles = max(
@@ -142,7 +142,7 @@ def seconds(
         + sums
     )
     took_s = cost.launch_s(cycles, num_bytes, card)
-    return took_s + cost.launch_s(cost.PROLOGUE, sums, card) if cut else took_s
+    return took_s + cost.launch_s(cost.PROLOGUE_CYCLES, sums, card) if cut else took_s
 
 
 def predicted(of: AttentionShape, step: Step, block_m: int, card: Card) -> dict[int, float]:

@@ -11,8 +11,8 @@ For each step of the innermost loop, `parse_facts` reads from the machine code:
 
 `seconds` predicts a launch:
 
-1. A program alone takes `steps * max(chain, latency / loads in flight) + PROLOGUE` cycles, where
-   `chain` is its own sequence of instructions.
+1. A program alone takes `steps * max(chain, latency / loads in flight) + PROLOGUE_CYCLES` cycles,
+   where `chain` is its own sequence of instructions.
 2. Programs that are resident on one multiprocessor (limited by registers, shared memory and
    threads) share its tensor cores, issue slots and L2 bandwidth. A wave of programs takes the
    longer of 1. and 2. The last wave has only the programs that are left.
@@ -22,8 +22,8 @@ For each step of the innermost loop, `parse_facts` reads from the machine code:
 Sources: peaks and limits are from NVIDIA's data sheets and the CUDA programming guide (compute
 capability 9.0), products from shared memory from Luo et al. (arXiv 2402.13499). DRAM_SHARE and
 TENSOR_SHARE are from large copies and products measured on an H200 (4.3 of 4.8 TB/s, 790 of 989
-TFLOP/s). LATENCY, PROLOGUE, MMA_SHARE and SPILL are guesses. L2_BYTES was fitted to measurements of
-large products.
+TFLOP/s). LOAD_LATENCY_CYCLES, PROLOGUE_CYCLES, MMA_SHARE and SPILL_CYCLES are guesses.
+L2_BYTES_PER_CYCLE was fitted to measurements of large products.
 """
 
 import math
@@ -40,22 +40,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 # Limits of one multiprocessor.
-REGISTERS = 65_536
-SHARED = 233_472  # bytes of shared memory
-WARPS = 64
-PROGRAMS = 32
-# Shared memory of one program, in bytes.
-MOST_SHARED = 232_448
-RESERVED = 1024  # used by the system
-LATENCY = 1200.0  # cycles of a load
-PROLOGUE = 3000.0  # cycles of a program outside of its loop
-L2_BYTES = 32.0  # L2 bandwidth per multiprocessor, bytes per cycle
+MAX_REGISTERS = 65_536
+MAX_SHARED_BYTES = 233_472
+MAX_WARPS = 64
+MAX_PROGRAMS = 32
+# Limits of one program
+MAX_PROGRAM_SHARED_BYTES = 232_448
+RESERVED_SHARED_BYTES = 1024  # that the system uses
+LOAD_LATENCY_CYCLES = 1200.0
+PROLOGUE_CYCLES = 3000.0  # of a program, outside of its loop
+L2_BYTES_PER_CYCLE = 32.0  # bandwidth per multiprocessor
 LAUNCH_S = 2e-6
 # Shares of the peak that kernels reach.
 DRAM_SHARE = 0.9
 TENSOR_SHARE = 0.8
 MMA_SHARE = 0.6  # with mma.sync, the older tensor-core instruction (HMMA)
-SPILL = 4.0  # cycles to issue a spill or reload; the tensor cores wait meanwhile
+SPILL_CYCLES = 4.0  # to issue a spill or reload; the tensor cores wait meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ class Facts:
     stack_bytes: int  # spilled registers per thread
     shared_bytes: int
     warps: int
-    tensor: float  # tensor-core cycles that one program uses on its multiprocessor
-    issue: float  # issue cycles that one program uses on its multiprocessor
-    chain: float  # cycles that one program takes when it is alone
+    tensor_cycles: float  # of the tensor cores, which one program uses on its multiprocessor
+    issue_cycles: float  # which one program uses on its multiprocessor
+    chain_cycles: float  # which one program takes when it is alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +134,31 @@ def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
         target = re.search(r"0x([0-9a-f]+)", words) if name.startswith("BRA") else None
         if target and places.get(int(target[1], 16), index) < index:
             loops.append(list(range(places[int(target[1], 16)], index + 1)))
-    tensor = [_tensor_cycles(name, words) for _, name, words in code]
-    loop = max(loops[1:] or loops, key=lambda body: (sum(tensor[i] > 0 for i in body), -len(body)))
+    tensor_cycles = [_tensor_cycles(name, words) for _, name, words in code]
+    loop = max(
+        loops[1:] or loops, key=lambda body: (sum(tensor_cycles[i] > 0 for i in body), -len(body))
+    )
     names = [code[i][1] for i in loop]
-    memory = sum(name.startswith(("LD", "ST", "RED", "ATOM")) for name in names)
-    spills = sum(name.startswith(("LDL", "STL")) for name in names)
-    functions = sum(name.startswith("MUFU") for name in names)
-    issue = warps * max((len(names) - memory) / 4 + memory + (SPILL - 1) * spills, 2 * functions)
-    own = warps / 4 * sum(tensor[i] for i in loop) + (issue if spills else 0)
+    num_memory = sum(name.startswith(("LD", "ST", "RED", "ATOM")) for name in names)
+    num_spills = sum(name.startswith(("LDL", "STL")) for name in names)
+    num_functions = sum(name.startswith("MUFU") for name in names)
+    issue_cycles = warps * max(
+        (len(names) - num_memory) / 4 + num_memory + (SPILL_CYCLES - 1) * num_spills,
+        2 * num_functions,
+    )
+    own_cycles = warps / 4 * sum(tensor_cycles[i] for i in loop) + (
+        issue_cycles if num_spills else 0
+    )
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text[:400]
     return Facts(
-        int(found[1]), int(found[2]), shared_bytes, warps, own, issue, 2 * len(names) + own
+        registers=int(found[1]),
+        stack_bytes=int(found[2]),
+        shared_bytes=shared_bytes,
+        warps=warps,
+        tensor_cycles=own_cycles,
+        issue_cycles=issue_cycles,
+        chain_cycles=2 * len(names) + own_cycles,
     )
 
 
@@ -165,13 +178,13 @@ def occupancy(facts: Facts) -> int:
     128 registers, 4 warps, 60,000 bytes -> 3
     """
     registers = math.ceil(facts.registers * 32 / 256) * 256 * facts.warps
-    if facts.shared_bytes > MOST_SHARED or registers > REGISTERS:
+    if facts.shared_bytes > MAX_PROGRAM_SHARED_BYTES or registers > MAX_REGISTERS:
         return 0
     return min(
-        REGISTERS // registers,
-        SHARED // (facts.shared_bytes + RESERVED),
-        WARPS // facts.warps,
-        PROGRAMS,
+        MAX_REGISTERS // registers,
+        MAX_SHARED_BYTES // (facts.shared_bytes + RESERVED_SHARED_BYTES),
+        MAX_WARPS // facts.warps,
+        MAX_PROGRAMS,
     )
 
 
@@ -188,15 +201,18 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
     tiles = product.tiles(block_m)
     blocks = math.ceil(product.width / block_n)
     steps = math.ceil(product.inner / product.depth)
-    weights = product.matrices * block_n * product.depth * product.weight_bytes
-    loaded = (weights + min(block_m, product.rows) * product.depth * product.row_bytes) / L2_BYTES
-    wait = LATENCY / max(1, config["stages"] - 1)
-    each = tiles * blocks / card.multiprocessors  # programs of one multiprocessor
-    waves, rest = divmod(each, resident)
-    cycles = waves * wave_cycles(facts, resident, steps, loaded, wait)
+    weight_bytes = product.matrices * block_n * product.depth * product.weight_bytes
+    load_cycles = (
+        weight_bytes + min(block_m, product.rows) * product.depth * product.row_bytes
+    ) / L2_BYTES_PER_CYCLE
+    wait_cycles = LOAD_LATENCY_CYCLES / max(1, config["stages"] - 1)
+    programs_each = tiles * blocks / card.multiprocessors  # of one multiprocessor
+    waves, rest = divmod(programs_each, resident)
+    cycles = waves * wave_cycles(facts, resident, steps, load_cycles, wait_cycles)
     if rest:
-        cycles += wave_cycles(facts, math.ceil(rest), steps, loaded, wait)
-    together = card.multiprocessors * min(resident, math.ceil(each))  # programs at the same time
+        cycles += wave_cycles(facts, math.ceil(rest), steps, load_cycles, wait_cycles)
+    # Programs that run at the same time
+    together = card.multiprocessors * min(resident, math.ceil(programs_each))
     # DRAM traffic: an expert's weights are read once for all of its tiles that run at the same
     # time, and rows once for all blocks. If L2 keeps them, both are read only once.
     experts = product.busy
@@ -217,16 +233,19 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
     return launch_s(cycles, num_bytes, card)
 
 
-def wave_cycles(facts: Facts, number: int, steps: float, loaded: float, wait: float) -> float:
+def wave_cycles(
+    facts: Facts, number: int, steps: float, load_cycles: float, wait_cycles: float
+) -> float:
     """Return the cycles of one wave with `number` programs on each multiprocessor.
 
     steps: of each program.
-    loaded: cycles of L2 bandwidth that a step uses.
-    wait: cycles that a program alone waits for the loads of a step.
+    load_cycles: of L2 bandwidth that a step uses.
+    wait_cycles: that a program alone waits for the loads of a step.
     """
     return max(
-        steps * max(facts.chain, wait) + PROLOGUE,
-        number * steps * max(facts.tensor, facts.issue, loaded) + PROLOGUE / number,
+        steps * max(facts.chain_cycles, wait_cycles) + PROLOGUE_CYCLES,
+        number * steps * max(facts.tensor_cycles, facts.issue_cycles, load_cycles)
+        + PROLOGUE_CYCLES / number,
     )
 
 

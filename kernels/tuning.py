@@ -42,12 +42,13 @@ from moeserve.kernels.paged_attention import AttentionShape
 
 Choices = Mapping[str, Sequence[int]]
 Timer = Callable[[Callable[[], object]], float]  # returns the milliseconds of a call
-Key = tuple[str, int, int, int, int]  # a product, block_m, and the parameters of KERNEL
-KERNEL = ("block_n", "warps", "stages")  # parameters of each product that need a compilation
+# Parameters of each product that need a compilation
+COMPILED_PARAMETERS = ("block_n", "warps", "stages")
+Key = tuple[str, int, int, int, int]  # a product, block_m, and its COMPILED_PARAMETERS
 
-PASSES = 2  # over all parameters, because the best value of one may depend on a later one
-TRIES = 10  # configs to measure among those that are predicted to be fastest
-TIE = 0.005  # share that is added to a predicted time for each parameter that is not the default
+NUM_PASSES = 2  # over all parameters, because the best value of one may depend on a later one
+NUM_TRIES = 10  # configs to measure, among those that are predicted to be fastest
+TIE_SHARE = 0.005  # added to a predicted time for each parameter that is not the default
 BLOCKS = (64, 128, 256)
 WARPS = (4, 8)
 STAGES = (2, 3, 4, 5, 6)
@@ -69,11 +70,11 @@ ATTENTION: Choices = {
     "programs": (4, 8, 32),
 }
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
-CONTEXT = 4096  # of attention
-ROWS = 64  # of decode
-PREFILL = 2048  # tokens
+CONTEXT_LENGTH = 4096  # tokens, of attention
+DECODE_ROWS = 64
+PREFILL_TOKENS = 2048
 # Raised for configs that cannot run. RuntimeError: a pass of the compiler failed.
-IMPOSSIBLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)
+CANNOT_RUN = (OutOfResources, PTXASError, CompilationError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,18 @@ class Found:
     config: Config
     default_ms: float
     best_ms: float
-    tried: int
-    wrong: Sequence[Config]  # configs that gave other bits than the defaults
+    num_tried: int
+    wrong_configs: Sequence[Config]  # that gave other bits than the defaults
 
 
-def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = PASSES) -> Found:
+def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = NUM_PASSES) -> Found:
     """Search the fastest config by coordinate descent.
 
     The descent begins at the fastest of the defaults and `first`.
     """
-    wanted = job.run(job.default).clone()
+    expected = job.run(job.default).clone()
     times: dict[tuple[int, ...], float] = {}
-    wrong: list[Config] = []
+    wrong_configs: list[Config] = []
 
     def measured(config: Config) -> float:
         # Infinity if the config cannot run or gives other bits.
@@ -121,11 +122,11 @@ def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = P
         if key not in times:
             times[key] = math.inf
             try:
-                if torch.equal(job.run(config), wanted):
+                if torch.equal(job.run(config), expected):
                     times[key] = timer(lambda: job.run(config))
                 else:
-                    wrong.append(config)
-            except IMPOSSIBLE:
+                    wrong_configs.append(config)
+            except CANNOT_RUN:
                 pass  # too much shared memory or too many registers
         return times[key]
 
@@ -137,15 +138,15 @@ def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = P
     best_ms = measured(best)
     if job.rival is not None:
         other = {**best, **job.rival}
-        with suppress(*IMPOSSIBLE):
+        with suppress(*CANNOT_RUN):
             best, best_ms = min(
                 (best, best_ms), (other, timer(lambda: job.run(other))), key=itemgetter(1)
             )
-    return Found(best, default_ms, best_ms, len(times), wrong)
+    return Found(best, default_ms, best_ms, len(times), wrong_configs)
 
 
 def _key(name: str, config: Config) -> Key:
-    block_n, warps, stages = (config[f"{name}{part}"] for part in KERNEL)
+    block_n, warps, stages = (config[f"{name}{part}"] for part in COMPILED_PARAMETERS)
     return name, config["block_m"], block_n, warps, stages
 
 
@@ -156,7 +157,7 @@ def variants(job: Job) -> list[Config]:
         wanted = {
             f"{name}{part}": v
             for name in job.products
-            for part, v in zip(KERNEL, values, strict=True)
+            for part, v in zip(COMPILED_PARAMETERS, values, strict=True)
         }
         possible = {name: value for name, value in wanted.items() if value in job.choices[name]}
         config = {**job.default, "block_m": block_m, **possible}
@@ -173,12 +174,12 @@ def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
     try:
         found = cost.compiled_by(lambda: job.run(config), len(job.products))
         return {_key(name, config): facts for name, facts in zip(job.products, found, strict=True)}
-    except IMPOSSIBLE:
+    except CANNOT_RUN:
         return {}
 
 
 def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[Config]:
-    """Return up to TRIES configs that are predicted to be fastest.
+    """Return up to NUM_TRIES configs that are predicted to be fastest.
 
     Any two differ in more than one parameter, because others take nearly the same time.
     """
@@ -188,7 +189,7 @@ def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[C
     predict = predictor(job, facts, card)
     found: list[Config] = []
     for predicted_s, config in sorted(((predict(c), c) for c in every), key=lambda pair: pair[0]):
-        if len(found) == TRIES or math.isinf(predicted_s):
+        if len(found) == NUM_TRIES or math.isinf(predicted_s):
             break
         if all(sum(config[name] != other[name] for name in names) > 1 for other in found):
             found.append(config)
@@ -200,14 +201,18 @@ def predictor(
 ) -> Callable[[Config], float]:
     """Return a function that predicts the seconds of a config.
 
-    Each parameter that is not the default adds TIE, to break ties. Kernels without facts take
+    Each parameter that is not the default adds TIE_SHARE, to break ties. Kernels without facts take
     infinitely long.
     """
 
     @cache
     def seconds(key: Key, group: int) -> float:
         block_m, *values = key[1:]
-        config = {"block_m": block_m, "group": group, **dict(zip(KERNEL, values, strict=True))}
+        config = {
+            "block_m": block_m,
+            "group": group,
+            **dict(zip(COMPILED_PARAMETERS, values, strict=True)),
+        }
         return (
             cost.seconds(facts[key], job.products[key[0]], card, config)
             if key in facts
@@ -216,7 +221,9 @@ def predictor(
 
     def predict(config: Config) -> float:
         total = sum(seconds(_key(name, config), config["group"]) for name in job.products)
-        return total * (1 + TIE * sum(config[name] != job.default[name] for name in job.choices))
+        return total * (
+            1 + TIE_SHARE * sum(config[name] != job.default[name] for name in job.choices)
+        )
 
     return predict
 
@@ -235,7 +242,9 @@ def grouped_jobs(
     kind: the format of the weights: plain, fp8 (block scales, activations in e4m3), int8 (one scale
         per output), int4 (one scale per 128 inputs) or fp4 (MXFP4, one scale per 32 inputs).
     """
-    make = {"plain": _plain, "fp8": _fp8}.get(kind, partial(_narrow, kind))
+    make = {"plain": _plain_products, "fp8": _fp8_products}.get(
+        kind, partial(_weight_only_products, kind)
+    )
     products = make(experts, width, dim, dtype, device)
     for tokens in TOKENS:
         x = random(tokens, dim, dtype=dtype, device=device)
@@ -252,7 +261,7 @@ def grouped_jobs(
             return products.run(x, align(ids, experts, config["block_m"]), config, top_k)
 
         size = tokens * top_k
-        default = products.launch(size, *products.about, facts_of(device).name)
+        default = products.launch(size, *products.launch_args, facts_of(device).name)
         up = replace(products.up, rows=size)
         both = {"up_": up, "down_": replace(up, width=dim, inner=width, matrices=1)}
         rival = (
@@ -276,8 +285,9 @@ class _Products:
     """Both products of an MoE layer in one weight format."""
 
     family: str
-    launch: Callable[..., Config]  # default config; called with rows, *about, name of the device
-    about: Sequence[Any]
+    # Returns the default config. Called with rows, *launch_args, name of the device
+    launch: Callable[..., Config]
+    launch_args: Sequence[Any]
     shape: str
     choices: Choices
     run: Callable[[Tensor, Alignment, Config, int], Tensor]  # called with the last one as top_k
@@ -285,14 +295,14 @@ class _Products:
     weights: tuple[Tensor, ...] = ()  # for FlashInfer, whose order of gate and up does not matter
 
 
-def _plain(
+def _plain_products(
     experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> _Products:
     w13, w2 = (
         random(experts, *size, dtype=dtype, device=device)
         for size in ((2 * width, dim), (dim, width))
     )
-    about = experts, width, dim, dtype
+    launch_args = experts, width, dim, dtype
 
     def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
@@ -303,8 +313,8 @@ def _plain(
     return _Products(
         "grouped_gemm",
         grouped_gemm.launch_of,
-        about,
-        grouped_gemm.shape_of(*about),
+        launch_args,
+        grouped_gemm.shape_of(*launch_args),
         GROUPED,
         _run,
         up,
@@ -312,7 +322,9 @@ def _plain(
     )
 
 
-def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
+def _fp8_products(
+    experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> _Products:
     def _weights(rows: int, columns: int) -> grouped_fp8.Scaled:
         values = random(experts, rows, columns, dtype=dtype, device=device).to(E4M3)
         return grouped_fp8.Scaled(
@@ -326,14 +338,20 @@ def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.d
         hidden = deep_gemm.gate_up(grouped_fp8.Scaled(*quantise(x)), w13, to, config, top_k)
         return deep_gemm.down(hidden, w2, to, config, x.new_zeros((len(x) * top_k, dim)))
 
-    about = experts, width, dim
+    launch_args = experts, width, dim
     up = cost.Product(0, experts, width, dim, BLOCK, 2, 1, 1)
     return _Products(
-        "grouped_fp8", grouped_fp8.launch_fp8_of, about, grouped_fp8.shape_of(*about), FP8, _run, up
+        "grouped_fp8",
+        grouped_fp8.launch_fp8_of,
+        launch_args,
+        grouped_fp8.shape_of(*launch_args),
+        FP8,
+        _run,
+        up,
     )
 
 
-def _narrow(
+def _weight_only_products(
     kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> _Products:
     def _weights(rows: int, columns: int) -> narrow.Narrow:
@@ -351,13 +369,13 @@ def _narrow(
         hidden = narrow.gate_up_narrow(x, w13, to, config, top_k)
         return narrow.down_narrow(hidden, w2, to, config, x.new_zeros((len(hidden), dim)))
 
-    about = experts, width, dim, kind, w2.group, dtype
-    shape = narrow.shape_of(*about)
+    launch_args = experts, width, dim, kind, w2.group, dtype
+    shape = narrow.shape_of(*launch_args)
     depth = w2.half * (1 + w2.in_pairs)
     weight_bytes = (w2.values.nbytes + w2.scales.nbytes) / math.prod(w2.shape)
     up = cost.Product(0, experts, width, dim, depth, 2, weight_bytes, dtype.itemsize)
     return _Products(
-        "grouped_weight_only", narrow.launch_narrow_of, about, shape, GROUPED, _run, up
+        "grouped_weight_only", narrow.launch_narrow_of, launch_args, shape, GROUPED, _run, up
     )
 
 
@@ -387,9 +405,9 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
 
 def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]:
     """Yield a job for each program size of decode and prefill."""
-    per_row = -(-CONTEXT // shape.block_size)
+    per_row = -(-CONTEXT_LENGTH // shape.block_size)
     seen = set()
-    cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads)
+    cache = (DECODE_ROWS * per_row + 1, shape.block_size, shape.kv_heads)
     k = random(*cache, shape.dim, dtype=shape.dtype, device=device)
     v = (
         k[..., : shape.v_dim]
@@ -399,33 +417,47 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
     misfit = flash_attention.misfit(
         shape.dim, shape.v_dim, latent=shape.latent
     ) or flash_attention.unsupported_reason(device)
-    fast = [] if misfit else paged_attention.tile_rows(shape, invariant=False)
-    blocks = (torch.randperm(ROWS * per_row, device=device).int() + 1).view(ROWS, per_row)
+    flash_sizes = [] if misfit else paged_attention.tile_rows(shape, invariant=False)
+    blocks = (torch.randperm(DECODE_ROWS * per_row, device=device).int() + 1).view(
+        DECODE_ROWS, per_row
+    )
     for rows, new, invariant in (
-        (ROWS, 1, True),
-        (ROWS, 1, False),
-        (1, PREFILL, True),
-        (1, PREFILL, False),
+        (DECODE_ROWS, 1, True),
+        (DECODE_ROWS, 1, False),
+        (1, PREFILL_TOKENS, True),
+        (1, PREFILL_TOKENS, False),
     ):
-        starts = torch.full((rows,), CONTEXT - new, dtype=torch.int32, device=device)
+        starts = torch.full((rows,), CONTEXT_LENGTH - new, dtype=torch.int32, device=device)
         offsets = torch.arange(rows + 1, dtype=torch.int32, device=device) * new
-        inputs = blocks[:rows], starts, offsets, shape, Bounds(rows, rows * new, new, CONTEXT)
+        inputs = (
+            blocks[:rows],
+            starts,
+            offsets,
+            shape,
+            Bounds(rows, rows * new, new, CONTEXT_LENGTH),
+        )
         plan = paged_attention.plan_attention(*inputs, invariant=invariant)
         q = random(rows * new, shape.heads, shape.dim, dtype=shape.dtype, device=device)
         block_m = plan.passes[0 if new == 1 else -1].block_m
         if block_m in seen:
             continue
         seen.add(block_m)
-        theirs = flash_attention.plan_attention(*inputs, tokens=len(q)) if block_m in fast else None
+        flash_plan = (
+            flash_attention.plan_attention(*inputs, tokens=len(q))
+            if block_m in flash_sizes
+            else None
+        )
 
-        def _run(config: Config, q: Tensor = q, plan: Any = plan, theirs: Any = theirs) -> Tensor:
+        def _run(
+            config: Config, q: Tensor = q, plan: Any = plan, flash_plan: Any = flash_plan
+        ) -> Tensor:
             if config.get("fa3"):
-                return flash_attention.attention(q, k, v, theirs)
+                return flash_attention.attention(q, k, v, flash_plan)
             return paged_attention.attention(q, k, v, plan, config=config)
 
         default = paged_attention.launch_of(shape, k.dtype, block_m, facts_of(device).name)
         name = paged_attention.shape_of(shape, k.dtype)
-        rival = flash_attention.WINS if theirs else None
+        rival = flash_attention.WINS if flash_plan else None
         yield Job("paged_attention", name, block_m, default, ATTENTION, _run, rival=rival)
 
 

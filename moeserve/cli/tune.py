@@ -238,7 +238,7 @@ def tune(
 
     from moeserve.kernels.configs import facts_of, keep, table
     from moeserve.kernels.cost import CARDS
-    from moeserve.kernels.tuning import PASSES, ranked, search
+    from moeserve.kernels.tuning import NUM_PASSES, ranked, search
 
     name = facts_of(device).name
     by = f"moeserve {__version__}, triton {triton.__version__}"
@@ -273,16 +273,18 @@ def tune(
             if facts is None:
                 facts = compile_ahead(make, job) if card else {}
             first = ranked(job, facts, card) if card and facts else []
-            found = search(job, timer, first, PASSES if not first else 1 if minutes is None else 0)
+            found = search(
+                job, timer, first, NUM_PASSES if not first else 1 if minutes is None else 0
+            )
             paths.add(keep(job.family, name, job.shape, {job.size: found.config}, folder, by))
             gain = found.default_ms / found.best_ms
             print(
                 f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> "
                 f"{found.best_ms:.4f} ms "
-                f"({gain:.2f} x), {found.tried} tried",
+                f"({gain:.2f} x), {found.num_tried} tried",
                 flush=True,
             )
-            for config in found.wrong:
+            for config in found.wrong_configs:
                 print(f"  dropped, because its bits differ: {dict(config)}", flush=True)
     if not number:
         raise ConfigError("nothing to tune: the shape has no kernel of that family")

@@ -30,9 +30,9 @@ FACTS = Facts(
     stack_bytes=0,
     shared_bytes=60_000,
     warps=4,
-    tensor=100.0,
-    issue=60.0,
-    chain=300.0,
+    tensor_cycles=100.0,
+    issue_cycles=60.0,
+    chain_cycles=300.0,
 )
 FEW = Product(
     rows=512, experts=128, width=768, inner=2048, depth=64, matrices=2, weight_bytes=2, row_bytes=2
@@ -65,18 +65,20 @@ def test_facts_are_read_from_the_loop_with_most_products() -> None:
         50_000,
         8,
     )
-    assert facts.tensor == pytest.approx(2 * (40 + 80))
-    assert facts.issue == pytest.approx(8 * (5 / 4 + 1))
-    assert facts.chain == pytest.approx(2 * 6 + 240)
+    assert facts.tensor_cycles == pytest.approx(2 * (40 + 80))
+    assert facts.issue_cycles == pytest.approx(8 * (5 / 4 + 1))
+    assert facts.chain_cycles == pytest.approx(2 * 6 + 240)
     spilt = parse_facts(SASS.replace("IADD3 R4, R4, 0x1, RZ", "STL [R1], R4"), 50_000, 8)
-    assert spilt.issue == pytest.approx(8 * (4 / 4 + 5))
-    assert spilt.tensor == pytest.approx(240 + spilt.issue)
+    assert spilt.issue_cycles == pytest.approx(8 * (4 / 4 + 5))
+    assert spilt.tensor_cycles == pytest.approx(240 + spilt.issue_cycles)
     functions = SASS.replace("IADD3 R4, R4, 0x1, RZ", "MUFU.EX2 R4, R4").replace(
         "UTMALDG.2D", "MUFU.RCP"
     )
-    assert parse_facts(functions, 50_000, 8).issue == pytest.approx(8 * 2 * 2)
+    assert parse_facts(functions, 50_000, 8).issue_cycles == pytest.approx(8 * 2 * 2)
     narrow = parse_facts(SASS.replace("64x64x", "64x8x"), 50_000, 4)
-    assert narrow.tensor == pytest.approx(18 + 80)  # the weights' 16 cycles are more than 8 / 2
+    assert narrow.tensor_cycles == pytest.approx(
+        18 + 80
+    )  # the weights' 16 cycles are more than 8 / 2
 
 
 @pytest.mark.parametrize(
@@ -107,10 +109,10 @@ def test_more_of_anything_takes_longer() -> None:
             seconds(FACTS, replace(product, row_bytes=4), H200, CONFIG),
             seconds(FACTS, replace(product, inner=4096), H200, CONFIG),
             seconds(FACTS, replace(product, rows=2 * product.rows), H200, CONFIG),
-            seconds(replace(FACTS, chain=9000.0), product, H200, CONFIG),
+            seconds(replace(FACTS, chain_cycles=9000.0), product, H200, CONFIG),
         ):
             assert longer > base
-    for name in ("tensor", "issue"):
+    for name in ("tensor_cycles", "issue_cycles"):
         assert seconds(replace(FACTS, **{name: 9000.0}), MANY, H200, CONFIG) > seconds(
             FACTS, MANY, H200, CONFIG
         )  # type: ignore[arg-type]
@@ -124,9 +126,14 @@ def test_times_by_hand() -> None:
     dram_s = (128 * 2048 * 2 + 2048 * 2 + 128 * 2) / 4.8e12 / 0.9
     for chain, step in ((300.0, 129 * 64 * 2 / 32), (700.0, 700)):
         expected = (32 * step + 3000) / 1.83e9 + 0.1 * dram_s + 2e-6
-        assert seconds(replace(FACTS, chain=chain), one, H200, config) == pytest.approx(expected)
+        assert seconds(replace(FACTS, chain_cycles=chain), one, H200, config) == pytest.approx(
+            expected
+        )
     bound = seconds(
-        replace(FACTS, tensor=1, issue=1, chain=1), replace(FEW, rows=2048), H200, CONFIG
+        replace(FACTS, tensor_cycles=1, issue_cycles=1, chain_cycles=1),
+        replace(FEW, rows=2048),
+        H200,
+        CONFIG,
     )
     assert bound == pytest.approx(128 * 2 * 768 * 2048 * 2 / 4.8e12 / 0.9, rel=0.15)
 
@@ -172,7 +179,7 @@ def facts_by_key() -> dict[tuning.Key, Facts]:
     keys = itertools.product(*(CHOICES[name] for name in ("block_m", "block_n", "warps", "stages")))
     return {
         ("", m, n, w, s): replace(
-            FACTS, tensor=20 + m * n / 40, warps=w, shared_bytes=(m + n) * 128 * s * 5
+            FACTS, tensor_cycles=20 + m * n / 40, warps=w, shared_bytes=(m + n) * 128 * s * 5
         )
         for m, n, w, s in keys
     }
@@ -204,17 +211,17 @@ def test_the_search_finds_the_best_of_a_card_that_is_like_the_model() -> None:
     )
     predict = tuning.predictor(job, facts, H200)
     first = ranked(job, facts, H200)
-    assert 1 < len(first) <= tuning.TRIES
+    assert 1 < len(first) <= tuning.NUM_TRIES
     assert len({tuple(config.items()) for config in first}) == len(first)
     found = search(job, timer, first, 0)
-    assert found.tried <= tuning.TRIES + 1
+    assert found.num_tried <= tuning.NUM_TRIES + 1
     possible = [
         c
         for n in itertools.product(*CHOICES.values())
         if (c := {**DEFAULT, **dict(zip(CHOICES, n, strict=True))})["warps"] == 4
     ]
     assert predict(found.config) <= 1.1 * min(map(predict, possible)) < predict(DEFAULT) / 1.5
-    assert all(config["warps"] == 8 for config in found.wrong)
+    assert all(config["warps"] == 8 for config in found.wrong_configs)
     assert found.config["warps"] == 4
 
 
@@ -242,7 +249,9 @@ def test_real_kernels_are_ranked_as_they_must_be(monkeypatch: pytest.MonkeyPatch
         for found in pool.map(partial(tuning.compile_variant, make), (small, padded, wide, good)):
             facts |= found
     assert len(facts) >= 6
-    assert all(f.tensor > 0 and f.shared_bytes > 0 and f.registers >= 30 for f in facts.values())
+    assert all(
+        f.tensor_cycles > 0 and f.shared_bytes > 0 and f.registers >= 30 for f in facts.values()
+    )
     few = tuning.predictor(job, facts, H200)
     assert few(small) < few(padded)
     many = replace(

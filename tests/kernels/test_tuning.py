@@ -66,8 +66,8 @@ def test_search_finds_the_best_and_drops_other_bits_and_what_does_not_fit() -> N
     )
     assert found.config == {"block": 64, "warps": 8, "stages": 4, "fixed": 7}
     assert (found.default_ms, found.best_ms) == (50.0, 1.0)
-    assert {config["warps"] for config in found.wrong} == {16}
-    assert card.timed < found.tried <= 30
+    assert {config["warps"] for config in found.wrong_configs} == {16}
+    assert card.timed < found.num_tried <= 30
 
 
 def test_search_keeps_the_defaults_where_nothing_is_faster() -> None:
@@ -109,9 +109,9 @@ def test_the_kernels_give_the_same_bits_for_all_their_parameters(
     for name in ("GROUPED", "FP8", "LINEAR", "ATTENTION"):
         monkeypatch.setattr(tuning, name, least_of(getattr(tuning, name)))
     monkeypatch.setattr(tuning, "TOKENS", (3,))
-    monkeypatch.setattr(tuning, "CONTEXT", 48)
-    monkeypatch.setattr(tuning, "PREFILL", 20)
-    monkeypatch.setattr(tuning, "ROWS", 2)
+    monkeypatch.setattr(tuning, "CONTEXT_LENGTH", 48)
+    monkeypatch.setattr(tuning, "PREFILL_TOKENS", 20)
+    monkeypatch.setattr(tuning, "DECODE_ROWS", 2)
 
     def ones(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.randint(0, 2, shape, device=device).to(dtype)
@@ -142,8 +142,8 @@ def test_the_kernels_give_the_same_bits_for_all_their_parameters(
         assert set(job.choices) <= set(job.default)
         with ordered_dots():
             found = search(job, lambda call: 1.0)
-        assert (found.wrong, found.best_ms, found.config) == ([], 1.0, job.default)
-        assert found.tried >= 2
+        assert (found.wrong_configs, found.best_ms, found.config) == ([], 1.0, job.default)
+        assert found.num_tried >= 2
 
 
 def test_no_parameter_is_the_depth_of_a_step() -> None:

@@ -385,9 +385,9 @@ def test_it_runs_where_it_was_measured_to_be_faster(as_on_hopper: None, tmp_path
 
 def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(tuning, "CONTEXT", 64)
-    monkeypatch.setattr(tuning, "ROWS", 2)
-    monkeypatch.setattr(tuning, "PREFILL", 40)
+    monkeypatch.setattr(tuning, "CONTEXT_LENGTH", 64)
+    monkeypatch.setattr(tuning, "DECODE_ROWS", 2)
+    monkeypatch.setattr(tuning, "PREFILL_TOKENS", 40)
     shape = AttentionShape(4, 2, 64, 64, 16, torch.float16)
     assert {job.rival for job in tuning.attention_jobs(shape, DEVICE)} == {None}
     monkeypatch.setattr(flash_attention, "unsupported_reason", lambda device: None)
