@@ -279,26 +279,26 @@ class ShmTensor(TensorParallel):
         self._gathers = [gather(channel, GATHER_PART_BYTES) for channel, _ in channels]
         self._deadline_s = members.deadline_s
 
-    def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
+    def _gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
         rows, columns = x_TN.shape
         x_TN = x_TN.contiguous()
         out_TN = x_TN.new_empty((rows, self.size * columns))
         row_bytes = columns * x_TN.element_size()
-        self._gather(channel).columns(
+        self._gather_of(channel).columns(
             x_TN.data_ptr(), rows, row_bytes, out_TN.data_ptr(), self._deadline_s
         )
         return out_TN
 
-    def _rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
+    def _gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
         x_TD = x_TD.contiguous()
         out_TD = x_TD.new_empty((sum(counts), x_TD.shape[1]))
         row_bytes = x_TD.shape[1] * x_TD.element_size()
-        self._gather(channel).rows(
+        self._gather_of(channel).rows(
             x_TD.data_ptr(), list(counts), row_bytes, out_TD.data_ptr(), self._deadline_s
         )
         return out_TD
 
-    def _gather(self, channel: int) -> "Gather":
+    def _gather_of(self, channel: int) -> "Gather":
         gathers = self._gathers
         if not gathers:
             raise PeerLost("this rank left its engine's group")

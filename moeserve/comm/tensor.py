@@ -2,7 +2,8 @@
 
 There are no partial sums and no all-reduce, so results have the same bits as on one rank.
 
-T: rows. N: columns of one rank. D: model width.
+Suffixes of tensors are their dimensions. R: ranks of the engine. T: rows. N: columns of one rank.
+D: model width.
 """
 
 import os
@@ -34,7 +35,7 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self._num_channels = num_channels
-        self._joined_once = False
+        self._has_joined = False  # at least once
 
     @property
     def not_recorded(self) -> str | None:
@@ -45,7 +46,7 @@ class TensorParallel:
         """Connect to the engine's other ranks. Blocks. Raises PeerLost if they do not connect."""
         assert (members.tp_rank, members.tp_size) == (self.rank, self.size), members
         self.leave()
-        self._joined_once = True
+        self._has_joined = True
         self._connect(members)
 
     def leave(self) -> None:
@@ -61,9 +62,9 @@ class TensorParallel:
         """
         if self.size == 1:
             return x_TN
-        if not self._joined_once or not x_TN.numel():
+        if not self._has_joined or not x_TN.numel():
             return x_TN.repeat(1, self.size)
-        return self._columns(x_TN, channel)
+        return self._gather_columns(x_TN, channel)
 
     def gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
         """Return all ranks' rows in rank order, [sum(counts), D]. Raises PeerLost.
@@ -73,17 +74,17 @@ class TensorParallel:
         assert counts[self.rank] == x_TD.shape[0], (counts, x_TD.shape)
         if self.size == 1:
             return x_TD
-        if not self._joined_once or not sum(counts):
+        if not self._has_joined or not sum(counts):
             return x_TD.new_zeros((sum(counts), x_TD.shape[1]))
-        return self._rows(x_TD, counts, channel)
+        return self._gather_rows(x_TD, counts, channel)
 
     def _connect(self, members: Members) -> None:
         """Connect to the other ranks; here, there are none."""
 
-    def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
+    def _gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
         raise NotImplementedError
 
-    def _rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
+    def _gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
         raise NotImplementedError
 
 
@@ -99,35 +100,35 @@ def side_by_side(parts_RTN: Tensor) -> Tensor:
 class GlooTensor(TensorParallel):
     """`TensorParallel` over torch's Gloo. Every rank sends its part to every other rank."""
 
-    _new_mesh: Callable[..., Mesh] = Mesh
+    _mesh_class: Callable[..., Mesh] = Mesh
     _mesh: Mesh | None = None
     _first_rank = 0  # the lowest rank of the engine
 
     def _connect(self, members: Members) -> None:
-        self._first_rank = members.tp_ranks[0]
-        first = members.tp_ranks[0]
-        last = members.tp_ranks[-1]
-        hosts = members.host_of[first : last + 1]
+        first_rank = members.tp_ranks[0]
+        last_rank = members.tp_ranks[-1]
+        self._first_rank = first_rank
+        hosts = members.host_of[first_rank : last_rank + 1]
         store = os.path.join(members.directory, f"tensor-{members.dp_rank}")
         engine = replace(members, rank=members.tp_rank, host_of=hosts, store=store)
-        self._mesh = self._new_mesh(
+        self._mesh = self._mesh_class(
             engine, self._num_channels, "tensor", f"{self._num_channels} channels"
         )
         try:
             self._mesh.connect()
         except PeerLost as error:
-            raise self._of_group(error) from None
+            raise self._with_group_ranks(error) from None
 
     def leave(self) -> None:
         if self._mesh is not None:
             self._mesh.leave()
 
-    def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
+    def _gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
         parts_RTN = x_TN.new_empty((self.size, *x_TN.shape))
         self._exchange(x_TN, parts_RTN.unbind(), channel)
         return side_by_side(parts_RTN)
 
-    def _rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
+    def _gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
         out_TD = x_TD.new_empty((sum(counts), x_TD.shape[1]))
         self._exchange(x_TD, torch.split(out_TD, list(counts)), channel)
         return out_TD
@@ -138,16 +139,14 @@ class GlooTensor(TensorParallel):
         others = [rank for rank in range(self.size) if rank != self.rank]
         parts[self.rank].copy_(mine)
         receive = {rank: _bytes(parts[rank]) for rank in others if parts[rank].numel()}
-        sent = _bytes(mine.contiguous()) if mine.numel() else None
+        send = dict.fromkeys(others, _bytes(mine.contiguous())) if mine.numel() else {}
         try:
-            exchange = self._mesh.channel(channel).post(
-                receive, {} if sent is None else dict.fromkeys(others, sent)
-            )
+            exchange = self._mesh.channel(channel).post(receive, send)
             exchange.wait()
         except PeerLost as error:
-            raise self._of_group(error) from None
+            raise self._with_group_ranks(error) from None
 
-    def _of_group(self, error: PeerLost) -> PeerLost:
+    def _with_group_ranks(self, error: PeerLost) -> PeerLost:
         """Return the error with the ranks' numbers in the whole group instead of the engine."""
         return PeerLost(
             f"tensor parallelism: {error}", tuple(self._first_rank + rank for rank in error.missing)
@@ -160,7 +159,7 @@ class DeviceTensor(GlooTensor):
     Gathers run on the compute stream, and the host does not wait for them.
     """
 
-    _new_mesh = DeviceMesh
+    _mesh_class = DeviceMesh
     not_recorded = None
 
     def check(self) -> None:
@@ -173,15 +172,15 @@ class DeviceTensor(GlooTensor):
         and receivers drop the padding.
         """
         assert isinstance(self._mesh, DeviceMesh)
-        most = max(len(part) for part in parts)
-        all_RTN = mine.new_empty((self.size, most, mine.shape[1]))
-        sent_TN = torch.nn.functional.pad(mine, (0, 0, 0, most - len(mine))).contiguous()
+        max_rows = max(len(part) for part in parts)
+        all_RTN = mine.new_empty((self.size, max_rows, mine.shape[1]))
+        sent_TN = torch.nn.functional.pad(mine, (0, 0, 0, max_rows - len(mine))).contiguous()
         try:
             self._mesh.all_gather(_bytes(all_RTN), _bytes(sent_TN))()
         except PeerLost as error:
-            raise self._of_group(error) from None
-        for part, found_TN in zip(parts, all_RTN, strict=True):
-            part.copy_(found_TN[: len(part)])
+            raise self._with_group_ranks(error) from None
+        for part, received_TN in zip(parts, all_RTN, strict=True):
+            part.copy_(received_TN[: len(part)])
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ from moeserve.ops.quantised import Quantised, QuantizeTo, Weight, quantisation_o
 
 CPU = torch.device("cpu")
 READ_BYTES = 2**20  # small, so that this background work yields to the model often
-# Called after each small piece of work with the number of bytes read; may sleep, or raise
-Work = Callable[[int], None]
+# Called after each small piece of work with the number of bytes read; may sleep, or raise to end it
+OnProgress = Callable[[int], None]
 
 
 @dataclass(eq=False, repr=False)
@@ -52,22 +52,25 @@ class ExpertFiles:
     def __post_init__(self) -> None:
         self._reader = Reader(self.checkpoint)
         self._paths = {tensor.path for tensor in self.checkpoint.tensors.values()}
-        self._marks = {path: self._mark(path) for path in self._paths}
-        self._crcs: dict[tuple[int, int], int] = {}
+        # path -> (size, modification time) at the start
+        self._versions = {path: self._version_of(path) for path in self._paths}
+        self._crcs: dict[tuple[int, int], int] = {}  # (layer, expert) -> CRC-32
 
     def check(self) -> None:
         """Raise CheckpointError if a file has been changed or replaced since the constructor."""
-        self._check_marks(self._paths)
+        self._check_unchanged(self._paths)
         for path in self._paths:
             with CheckpointError.instead_of(OSError, path, f"; {_CHANGED}"):
-                now = path.stat()
-            if not os.path.samestat(now, self._reader.stat(path)):
+                status = path.stat()
+            if not os.path.samestat(status, self._reader.stat(path)):
                 raise CheckpointError(
                     f"{path} was replaced while the model was loaded; start again"
                 )
 
     @torch.inference_mode()
-    def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Any, ...]:
+    def read(
+        self, layer: int, expert: int, on_progress: OnProgress = lambda num_bytes: None
+    ) -> tuple[Any, ...]:
         """Return an expert's w13 [2I, D], w2 [D, I] and biases if any, in the model's format.
 
         Not thread-safe. Raises CheckpointError if a file cannot be read or has changed.
@@ -75,22 +78,26 @@ class ExpertFiles:
         plan = self.plan(layer, expert)
         name = f"expert {expert} of MoE layer {layer}"
         paths = {part.path for piece in plan.pieces for part in self.checkpoint.parts(piece.source)}
-        self._check_marks(paths)
-        first = self._fill(plan, work)
-        second = self._fill(plan, work)
-        self._check_marks(paths)
+        self._check_unchanged(paths)
+        first_read = self._read_weights(plan, on_progress)
+        second_read = self._read_weights(plan, on_progress)
+        self._check_unchanged(paths)
         crc = 0
-        for a, b in zip(first, second, strict=True):
-            for left, right in zip(_chunks(a), _chunks(b), strict=True):
-                if not torch.equal(left, right):
+        for first, second in zip(first_read, second_read, strict=True):
+            for chunk, same_chunk in zip(_chunks(first), _chunks(second), strict=True):
+                if not torch.equal(chunk, same_chunk):
                     raise CheckpointError(f"two reads of {name} differ; {_CHANGED}")
-                crc = zlib.crc32(right.cpu().numpy().data, crc)
-                work(0)
+                crc = zlib.crc32(same_chunk.cpu().numpy().data, crc)
+                on_progress(0)
         if self._crcs.setdefault((layer, expert), crc) != crc:
-            known = self._crcs[layer, expert]
-            raise CheckpointError(f"{name} has CRC-32 {crc:08x}, earlier {known:08x}; {_CHANGED}")
-        params = zip(plan.params, first, strict=True)
-        return tuple(self._quantised(param, weight, name, work)[0] for param, weight in params)
+            earlier_crc = self._crcs[layer, expert]
+            raise CheckpointError(
+                f"{name} has CRC-32 {crc:08x}, earlier {earlier_crc:08x}; {_CHANGED}"
+            )
+        return tuple(
+            self._quantise(param, weight, name, on_progress)[0]
+            for param, weight in zip(plan.params, first_read, strict=True)
+        )
 
     def fingerprint(self) -> str:
         """Return the checkpoint's fingerprint. Call `check` before. Raises CheckpointError."""
@@ -98,24 +105,25 @@ class ExpertFiles:
 
     def identity(self) -> str:
         """Return the fingerprint, with size and modification time of each opened file."""
-        marks = sorted((path.name, *mark) for path, mark in self._marks.items())
-        return repr((self.fingerprint(), marks))
+        versions = sorted((path.name, *version) for path, version in self._versions.items())
+        return repr((self.fingerprint(), versions))
 
     def close(self) -> None:
         """Close the files."""
         self._reader.close()
 
-    def _fill(self, plan: LoadPlan, work: Work) -> list[Weight]:
+    def _read_weights(self, plan: LoadPlan, on_progress: OnProgress) -> list[Weight]:
         weights = []
         for param in plan.params:
             pieces = [piece for piece in plan.pieces if piece.param == param.name]
             weights.append(empty_weight(self.checkpoint, param, pieces, self.dtype, self.device))
             for piece in pieces:
                 for job in self._reader.jobs(piece, weights[-1], READ_BYTES):
-                    work(job())
+                    on_progress(job())
         return weights
 
-    def _quantised(self, param: Param, weight: Weight, name: str, work: Work) -> Weight:
+    def _quantise(self, param: Param, weight: Weight, name: str, on_progress: OnProgress) -> Weight:
+        """Return the weight, quantized if the setting `--quantization` applies to it."""
         if self.quantize_to is None or isinstance(weight, Quantised) or not param.quantised_on_load:
             return weight
         quantised, jobs = quantisation_of(
@@ -123,17 +131,17 @@ class ExpertFiles:
         )
         for job in jobs:
             job()
-            work(0)
+            on_progress(0)
         return quantised
 
-    def _mark(self, path: Path) -> tuple[int, int]:
+    def _version_of(self, path: Path) -> tuple[int, int]:
         """Return size and modification time of a file, to detect changes."""
         status = self._reader.stat(path)
         return status.st_size, status.st_mtime_ns
 
-    def _check_marks(self, paths: set[Path]) -> None:
+    def _check_unchanged(self, paths: set[Path]) -> None:
         for path in paths:
-            if self._mark(path) != self._marks[path]:
+            if self._version_of(path) != self._versions[path]:
                 raise CheckpointError(
                     f"{path} has changed since the start (size or modification time); {_CHANGED}"
                 )

@@ -15,27 +15,36 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import has_gguf_name, model_file
 from moeserve.loader.safetensors_file import TensorInfo
 
-TYPES = {  # number of a tensor type -> its name, elements per block, bytes per block
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    30: ("BF16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    20: ("IQ4_NL", 32, 18),
-    23: ("IQ4_XS", 256, 136),
-    39: ("MXFP4", 32, 17),
+
+class TensorType(NamedTuple):
+    """A type of tensors, whose elements are stored in blocks."""
+
+    name: str
+    block_size: int  # elements
+    block_bytes: int
+
+
+TYPES = {  # by the number in the file
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    30: TensorType("BF16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    20: TensorType("IQ4_NL", 32, 18),
+    23: TensorType("IQ4_XS", 256, 136),
+    39: TensorType("MXFP4", 32, 17),
 }
 _UNSUPPORTED_TYPES = {  # for error messages
     10: "Q2_K",
@@ -66,7 +75,7 @@ _NUMBERS = {  # number of a metadata type -> format of `struct`
 }
 _STRING = 8
 _ARRAY = 9
-_MAX_HEADER = 2**28  # bytes; the vocabulary and merges of a large model have about 2**24
+_MAX_HEADER_BYTES = 2**28  # the vocabulary and merges of a large model have about 2**24
 _MAX_ITEMS = 2**23  # items of an array
 _MAX_DIMS = 4  # dimensions of a tensor
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
@@ -141,9 +150,9 @@ def read_gguf(path: Path) -> GGUFHeader:
 
 
 @lru_cache(maxsize=64)  # the config, tokenizer and weights of a model are read separately
-def _read(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
+def _read(path: Path, file_bytes: int, mtime_ns: int) -> GGUFHeader:
     with path.open("rb", buffering=2**20) as file:
-        cursor = _Cursor(path, file, min(size, _MAX_HEADER))
+        cursor = _Cursor(path, file, min(file_bytes, _MAX_HEADER_BYTES))
         magic = cursor.raw(4, "the magic number")
         version = cursor.number("I", "the version")
         if magic != b"GGUF":
@@ -172,9 +181,12 @@ def _read(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
             raise _error(
                 path, f"general.alignment is {alignment!r}, not a power of two up to 2**20"
             )
-        infos = [_tensor(cursor) for _ in range(num_tensors)]
-    start = -(-cursor.position // alignment) * alignment
-    return GGUFHeader(path, metadata, tuple(_check_tensors(path, infos, start, alignment, size)))
+        entries = [_read_entry(cursor) for _ in range(num_tensors)]
+    data_start = -(-cursor.position // alignment) * alignment
+    tensors = _check_tensors(
+        path, entries, data_start=data_start, alignment=alignment, file_bytes=file_bytes
+    )
+    return GGUFHeader(path, metadata, tuple(tensors))
 
 
 class _Cursor:
@@ -194,7 +206,7 @@ class _Cursor:
         if count > self._end - self.position:
             left = (
                 f"{self._end - self.position} bytes are left"
-                + " of the largest header that is read" * (self._end == _MAX_HEADER)
+                + " of the largest header that is read" * (self._end == _MAX_HEADER_BYTES)
             )
             raise _error(self.path, f"{what[:80]!r} needs {count} bytes, but {left}")
         self.position += count
@@ -245,8 +257,16 @@ def _number_type(path: Path, kind: int, what: str) -> str:
     return _NUMBERS[kind]
 
 
-def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Read a tensor's name, dimensions, number of its type, and offset."""
+class _TensorEntry(NamedTuple):
+    """A tensor in the header of a file, unchecked."""
+
+    name: str
+    dims: tuple[int, ...]  # from the innermost one on
+    kind: int  # number of its type
+    offset: int  # within the data
+
+
+def _read_entry(cursor: _Cursor) -> _TensorEntry:
     name = cursor.text("a tensor's name")
     num_dims = cursor.number("I", name)
     if not 1 <= num_dims <= _MAX_DIMS:
@@ -254,47 +274,48 @@ def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
             cursor.path, f"tensor {name[:80]!r} has {num_dims} dimensions, not 1 to {_MAX_DIMS}"
         )
     *dims, kind, offset = struct.unpack(f"<{num_dims}QIQ", cursor.raw(num_dims * 8 + 12, name))
-    return name, tuple(dims), kind, offset
+    return _TensorEntry(name, tuple(dims), kind, offset)
 
 
 def _check_tensors(
-    path: Path,
-    infos: list[tuple[str, tuple[int, ...], int, int]],
-    start: int,
-    alignment: int,
-    size: int,
+    path: Path, entries: list[_TensorEntry], *, data_start: int, alignment: int, file_bytes: int
 ) -> list[TensorInfo]:
     """Return the tensors in the order of the file.
 
     Raises CheckpointError for duplicate names, unsupported types, tensors beyond the end of the
-    file, and overlaps. start: offset of the data in the file; size: of the file.
+    file, and overlaps. data_start: offset of the data in the file.
     """
     tensors = []
     names = set()
-    for name, dims, kind, offset in infos:
+    for name, dims, kind, offset in entries:
         what = f"tensor {name[:80]!r}"
         if name in names:
             raise _error(path, f"{what} occurs twice")
         names.add(name)
         if kind not in TYPES:
-            known = ", ".join(known for known, _, _ in TYPES.values())
+            known = ", ".join(known_type.name for known_type in TYPES.values())
             raise CheckpointError(
                 f"{path}: {what} is of type {_UNSUPPORTED_TYPES.get(kind, kind)}; supported: "
                 f"{known}. Download another quantization of the model"
             )
-        dtype, elements, num_bytes = TYPES[kind]
-        if dims[0] % elements:
-            raise _error(
-                path, f"{what} has rows of {dims[0]}, but {dtype} has blocks of {elements}"
-            )
-        length = math.prod(dims) // elements * num_bytes
-        if offset % alignment or length > size - start - offset:
+        tensor_type = TYPES[kind]
+        if dims[0] % tensor_type.block_size:
             raise _error(
                 path,
-                f"{what} has {length} bytes at offset {offset} of the data, which has "
-                f"{max(0, size - start)} bytes in all and an alignment of {alignment}",
+                f"{what} has rows of {dims[0]}, but {tensor_type.name} has blocks of "
+                f"{tensor_type.block_size}",
             )
-        tensors.append(TensorInfo(name, path, dtype, dims[::-1], start + offset, length))
+        num_bytes = math.prod(dims) // tensor_type.block_size * tensor_type.block_bytes
+        data_bytes = max(0, file_bytes - data_start)
+        if offset % alignment or num_bytes > file_bytes - data_start - offset:
+            raise _error(
+                path,
+                f"{what} has {num_bytes} bytes at offset {offset} of the data, which has "
+                f"{data_bytes} bytes in all and an alignment of {alignment}",
+            )
+        tensors.append(
+            TensorInfo(name, path, tensor_type.name, dims[::-1], data_start + offset, num_bytes)
+        )
     tensors.sort(key=lambda tensor: tensor.offset)
     for before, after in pairwise(tensors):
         if before.offset + before.num_bytes > after.offset:

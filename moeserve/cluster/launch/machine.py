@@ -11,9 +11,9 @@ from moeserve.cluster.launch.connection import PartConnection, PartNotStarted
 from moeserve.cluster.launch.protocol import ENDED, MARK, PING, PING_S, PONG, Order, PartHello
 from moeserve.cluster.launch.targets import LaunchTarget
 
-HELLO_S = 30.0  # timeout of a part's start; ssh has a shorter one
-UNANSWERED = 6  # unanswered pings after which a machine counts as lost
-UNANSWERED_BY_FIRST = 30  # the same for machine 0, whose loss ends all requests
+HELLO_TIMEOUT_S = 30.0  # for a part to start; ssh has a shorter one
+MAX_UNANSWERED = 6  # unanswered pings after which a machine counts as lost
+MAX_UNANSWERED_BY_FIRST = 30  # the same for machine 0, whose loss ends all requests
 
 
 class Machine:
@@ -30,8 +30,8 @@ class Machine:
         self._title = f"{target.name} (machine {rank} of {num_machines})"
         self._target = target
         self._connection: PartConnection | None = None
-        self._code: int | None = None  # the part's exit code, once it has reported one
-        self._unanswered = 0
+        self._exit_code: int | None = None  # of the part, once it has reported one
+        self._num_unanswered = 0  # pings since the last line from the part
         self.last_line = ""  # of the log
 
     def watch(self, on_state: Callable[[str], None]) -> None:
@@ -53,36 +53,38 @@ class Machine:
         """
         self.last_line = "no output"
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
                 self._connection = await self._target.connect()
                 while (line := await self._line()) is not None:
                     if line.startswith(MARK):
                         return msgspec.json.decode(line[len(MARK) :], type=PartHello)
                     self.last_line = one_line(line)
-            why = self.last_line
+            cause = self.last_line
         except TimeoutError:
-            why = f"no answer within {HELLO_S:g} s ({self.last_line})"
+            cause = f"no answer within {HELLO_TIMEOUT_S:g} s ({self.last_line})"
         await self.end()
-        raise PartNotStarted(why)
+        raise PartNotStarted(cause)
 
     async def live(self, order: Order) -> int | None:
         """Send the part its order, and wait for its end.
 
         Return the exit code, None if the part was lost.
         """
-        self._code = None
+        self._exit_code = None
         self.alive = True
         self.send(msgspec.json.encode(order) + b"\n")
-        pinging = spawn(self._ping(), name=f"pings of {self.name}", on_error=self._pinging_failed)
+        pinging = spawn(
+            self._ping(), name=f"pings of {self.name}", on_error=self._on_pinging_failed
+        )
         try:
             await self._read()
-            return self._code
+            return self._exit_code
         finally:
             self.alive = False
             await cancel(pinging)
             await self.end()
 
-    def _pinging_failed(self, name: str, error: Exception) -> None:
+    def _on_pinging_failed(self, name: str, error: Exception) -> None:
         """Kill the part, because nobody would notice its loss any more."""
         log_error(name, error)
         if self._connection is not None:
@@ -105,24 +107,24 @@ class Machine:
 
         The number of unanswered pings counts, not the time, because Ctrl-Z may stop this process.
         """
-        most = UNANSWERED if self.rank else UNANSWERED_BY_FIRST
-        self._unanswered = 0
-        while self._unanswered < most:
-            self._unanswered += 1
+        max_unanswered = MAX_UNANSWERED if self.rank else MAX_UNANSWERED_BY_FIRST
+        self._num_unanswered = 0
+        while self._num_unanswered < max_unanswered:
+            self._num_unanswered += 1
             self.send(PING)
             await asyncio.sleep(PING_S)
-        self.last_line = f"no answer within {most * PING_S:g} s"
+        self.last_line = f"no answer within {max_unanswered * PING_S:g} s"
         if self._connection is not None:
             self._connection.kill()
 
     async def _read(self) -> None:
         """Print the part's log and follow its state until its output ends."""
         while (line := await self._line()) is not None:
-            self._unanswered = 0
+            self._num_unanswered = 0
             if line == MARK + PONG:
                 continue
             if line.startswith(MARK + ENDED):
-                self._code = int(line.removeprefix(MARK + ENDED))
+                self._exit_code = int(line.removeprefix(MARK + ENDED))
             elif line.startswith(MARK):
                 self.enter(line[len(MARK) :])
             else:
