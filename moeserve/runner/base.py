@@ -318,14 +318,14 @@ class ModelRunnerBase(StepExecutor, ABC):
 
         An engine with several ranks passes the smallest of their budgets.
         """
-        per_block, per_state = (
+        bytes_per_block, bytes_per_state = (
             block_bytes(self.groups, self.spec, self.kv_dtype, self.world.tp_size, pool=pool)
             for pool in (0, 1)
         )
         fill = self.properties.exclusive
-        states = state_memory(self.config, per_state, budget, fill=fill)
+        states = state_memory(self.config, bytes_per_state, budget, fill=fill)
         limits, notes = limits_of.resolve(
-            states.config, self.spec, self.groups, per_block, states.budget, fill=fill
+            states.config, self.spec, self.groups, bytes_per_block, states.budget, fill=fill
         )
         limits = replace(limits, num_states=states.num_states, num_store_states=states.num_stored)
         if self.speculation is not None:
@@ -483,8 +483,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         """Run a prefill and a decode of one request, so that every kernel has run. Their K and V
         are written to the null block.
 
-        Set `max_step_s` from the time of the prefill. That time is an upper estimate, because caches
-        are cold, so that steps on a slow machine are not mistaken for a hang.
+        Set `max_step_s` from the time of the prefill. That time is an upper estimate, because
+        caches are cold, so that steps on a slow machine are not mistaken for a hang.
         """
         length = max(
             1, min(self.warm_up_tokens, self.limits.prefill_chunk, self.limits.max_model_len - 1)

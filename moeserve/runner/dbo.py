@@ -40,7 +40,7 @@ T = TypeVar("T")
 MIN_SAMPLES = 3  # samples of the current way before the other one is tried
 TRIAL_PERIOD = 8  # steps of the group from the begin of one trial to that of the next
 TRIAL_STEPS = 3  # steps per trial
-MAX_LOSS = 0.01  # share of the total time that trials may lose
+MAX_LOSS_SHARE = 0.01  # share of the total time that trials may lose
 # Least tokens of a step that is tried without knowing its waiting time. The halves of a smaller
 # step would each read all weights that the whole step reads.
 MIN_UNMEASURED_TOKENS = 32
@@ -96,7 +96,7 @@ class OverlapPolicy:
     def __init__(self, mode: Literal["auto", "on", "off"]) -> None:
         self._mode = mode
         self._buckets: dict[tuple[bool, int], _Bucket] = {}
-        self._step = 0
+        self._num_steps = 0
         self._total_us = 0.0
         self._lost_us = 0.0  # by trials
         self._trials: dict[int, int] = {}  # number of micro-batches to try, by step
@@ -104,7 +104,7 @@ class OverlapPolicy:
 
     def restart(self, num_ranks: int) -> None:
         """Restart the count of steps. Measurements are kept."""
-        self._step = 0
+        self._num_steps = 0
         self._is_alone = num_ranks == 1
         self._trials.clear()
 
@@ -112,14 +112,18 @@ class OverlapPolicy:
         """Return whether this engine agrees to two micro-batches for its next step. Without tokens
         (None) it does, unless the mode is "off".
         """
-        is_trial = self._step % TRIAL_PERIOD >= TRIAL_PERIOD - TRIAL_STEPS
-        self._step += 1
+        is_trial = self._num_steps % TRIAL_PERIOD >= TRIAL_PERIOD - TRIAL_STEPS
+        self._num_steps += 1
         if self._mode != "auto" or plan is None or not len(plan.slots_R):
             return self._mode != "off"
         bucket = self._buckets.get(_bucket_key(plan))
         if bucket is None:
             return False
-        if is_trial and bucket.is_worth_a_trial and self._lost_us <= MAX_LOSS * self._total_us:
+        if (
+            is_trial
+            and bucket.is_worth_a_trial
+            and self._lost_us <= MAX_LOSS_SHARE * self._total_us
+        ):
             self._trials[plan.step] = 1 if bucket.two_are_faster else 2
             return not bucket.two_are_faster
         return bucket.two_are_faster

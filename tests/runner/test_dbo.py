@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moeserve.engine.plan import StepDecision, StepPlan, StepResult
-from moeserve.runner.dbo import MAX_LOSS, TRIAL_STEPS, OverlapPolicy
+from moeserve.runner.dbo import MAX_LOSS_SHARE, TRIAL_STEPS, OverlapPolicy
 
 
 def plan_of(step: int, counts: list[int]) -> StepPlan:
@@ -140,7 +140,7 @@ def test_it_loses_little_in_recorded_steps(overhead: float, noise: float) -> Non
     sim = Sim(0, overhead, noise=noise, recording=30)
     sim.run(3, [1] * 32)
     trial = (30 + TRIAL_STEPS) * (1 + overhead) / 2000
-    assert sim.run(2000, [1] * 32) < 1 + MAX_LOSS + trial
+    assert sim.run(2000, [1] * 32) < 1 + MAX_LOSS_SHARE + trial
     assert sim.ubatches.count(2) > 0
 
 
@@ -204,7 +204,9 @@ def test_trials_stay_in_their_budget() -> None:
     two = 300
     lost = sim.ubatches.count(2) * (two - one)
     assert (
-        TRIAL_STEPS * (two - one) <= lost <= MAX_LOSS * 2000 * one + (TRIAL_STEPS + 2) * (two - one)
+        TRIAL_STEPS * (two - one)
+        <= lost
+        <= MAX_LOSS_SHARE * 2000 * one + (TRIAL_STEPS + 2) * (two - one)
     )
 
 
