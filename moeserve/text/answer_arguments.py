@@ -175,10 +175,10 @@ class Arguments:
         before, after = write.split("{value}")
         name = _ANY_KEY_REGEX
         if key is not None:
-            name = self._rules.plain(escape(key) if parameter.escaped else key)
+            name = self._rules.plain_literal(escape(key) if parameter.escaped else key)
         head = self._rules.fill(before, key=name, type=f"/{kind}/")
         if body is None:
-            return f"{head} {self._rules.until(after)}"
+            return f"{head} {self._rules.text_until(after)}"
         return f"{head} ({body}) {self._rules.literal(after)}"
 
     def _string_choices(self, alternative: Alternative) -> list[str] | None:
@@ -203,7 +203,7 @@ class Arguments:
                     alternative.where,
                 )
             if len(alternative.schema) == 1 or is_valid(text, alternative.schema, self._root):
-                found.append(self._rules.plain(text))
+                found.append(self._rules.plain_literal(text))
         return found
 
     def _json_value(self, alternative: Alternative) -> str:
@@ -216,7 +216,7 @@ class Arguments:
         if not shape.members:
             if shape.other_schema is False:
                 return '""'
-            item = self._rules.rule(
+            item = self._rules.add_rule(
                 f"{_ANY_WORD_REGEX} {self._python_keyword('', shape.other_schema, '')}"
             )
             return f"({item} ({comma} {item})*)?"
@@ -231,11 +231,11 @@ class Arguments:
     def _comma_separated(self, written: Sequence[_WrittenMember], comma: str) -> str:
         """Return the Lark of a comma-separated list: required members in order, then the others."""
         rules = self._rules
-        first = [rules.rule(text) for text, required in written if required]
+        first = [rules.add_rule(text) for text, required in written if required]
         following = starts = ""
-        for text in reversed([rules.rule(text) for text, required in written if not required]):
-            starts = rules.rule(f"{text} {following}" + (f" | {starts}" if starts else ""))
-            following = rules.rule(f"({comma} {text})? {following}")
+        for text in reversed([rules.add_rule(text) for text, required in written if not required]):
+            starts = rules.add_rule(f"{text} {following}" + (f" | {starts}" if starts else ""))
+            following = rules.add_rule(f"({comma} {text})? {following}")
         if first:
             return f" {comma} ".join(first) + f" {following}"
         return f"({starts})?" if starts else '""'
@@ -248,7 +248,7 @@ class Arguments:
         if key in self._bare_rules:
             return self._bare_rules[key]
         # The name is reserved first, because schemas may be recursive.
-        name = self._rules.reserve()
+        name = self._rules.reserve_name()
         self._bare_rules[key] = name
         found = []
         for alternative in alternatives(schema, self._root, where):
@@ -257,7 +257,7 @@ class Arguments:
         if not found:
             del self._bare_rules[key]
             return None
-        self._rules.named(name, " | ".join(found))
+        self._rules.add_named(name, " | ".join(found))
         return name
 
     def _bare_alternative(self, alternative: Alternative) -> str | None:
@@ -268,7 +268,7 @@ class Arguments:
                 quote = self._rules.literal(self._calls.quote)
                 texts = self._string_choices(alternative)
                 if texts is None:
-                    return f"{quote} {self._rules.until(self._calls.quote)}"
+                    return f"{quote} {self._rules.text_until(self._calls.quote)}"
                 return f"{quote} ({' | '.join(texts)}) {quote}" if texts else None
             case "array":
                 return self._bare_array(alternative)
@@ -308,25 +308,25 @@ class Arguments:
             )
             if value is None:
                 return '"{" "}"'
-            member = self._rules.rule(f'{_ANY_BARE_KEY_REGEX} ":" {value}')
+            member = self._rules.add_rule(f'{_ANY_BARE_KEY_REGEX} ":" {value}')
             return f'"{{" ({member} ("," {member})*)? "}}"'
 
         def write(key: str, schema: Any, where: str) -> str | None:
             value = self._bare_value(schema, where)
-            return None if value is None else f"{self._rules.plain(key + ':')} {value}"
+            return None if value is None else f"{self._rules.plain_literal(key + ':')} {value}"
 
         written = self._write_members(shape, write)
         return None if written is None else f'"{{" {self._comma_separated(written, _COMMA)} "}}"'
 
     def _bare_anything(self) -> str:
         if "anything" not in self._bare_rules:
-            self._bare_rules["anything"] = name = self._rules.reserve()
+            self._bare_rules["anything"] = name = self._rules.reserve_name()
             quote = self._rules.literal(self._calls.quote)
             member = f'{_ANY_BARE_KEY_REGEX} ":" {name}'
-            self._rules.named(
+            self._rules.add_named(
                 name,
                 f'"{{" ({member} ("," {member})*)? "}}" | "[" ({name} ("," {name})*)? "]" | '
-                f"{quote} {self._rules.until(self._calls.quote)} | "
+                f"{quote} {self._rules.text_until(self._calls.quote)} | "
                 f"{json_rule({'type': ['number', 'boolean', 'null']})}",
             )
         return self._bare_rules["anything"]

@@ -101,7 +101,7 @@ class AnswerGrammar:
     def around(self, grammar: GrammarSpec) -> GrammarSpec:
         """Return the grammar of an answer whose content matches `grammar`. Raise GrammarFault."""
         content = f"%lark {{\n{lark_of(grammar, self._special)}\n}}"
-        return self._rules.spec(f"{self._reasoning} {content}")
+        return self._rules.grammar_spec(f"{self._reasoning} {content}")
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> GrammarSpec:
         """Return the grammar of answers that call tools. Raise GrammarFault or ToolFault."""
@@ -118,36 +118,36 @@ class AnswerGrammar:
 
         whole = f"{literal(calls.before)} call {more} {after}"
         if required or calls.bare:
-            self._rules.named("call", one_of(calls.write))
+            self._rules.add_named("call", one_of(calls.write))
         if required:
-            return self._rules.spec(f"{self._reasoning} {_SPACE} {whole}")
+            return self._rules.grammar_spec(f"{self._reasoning} {_SPACE} {whole}")
         if calls.bare:
             free = f"/[^ \\n{''.join(map(exactly, calls.bare))}](.|\\n)*/"
-            return self._rules.spec(f"{self._reasoning} {_SPACE} ({whole} | {free})?")
+            return self._rules.grammar_spec(f"{self._reasoning} {_SPACE} ({whole} | {free})?")
         begin = calls.before or calls.write
         section = self._syntax.section
         marks = [section.open, *calls.open] if section else calls.open
         mark = next(mark for mark in marks if begin.startswith(mark))
         rest = begin.removeprefix(mark)
-        until = self._rules.until(mark)
+        until = self._rules.text_until(mark)
         if calls.before:
-            self._rules.named("call", one_of(calls.write))
+            self._rules.add_named("call", one_of(calls.write))
             group = f"{until} {literal(rest)} call {more} {after}"
         else:
-            self._rules.named("call", one_of(rest))
+            self._rules.add_named("call", one_of(rest))
             group = f"{until} call"
         answers = f"({group})* TEXT" if parallel else f"TEXT | {group}"
-        return self._rules.spec(f"{self._reasoning} ({answers})")
+        return self._rules.grammar_spec(f"{self._reasoning} ({answers})")
 
     def _before_content(self, *, opened: bool) -> str:
         span = self._syntax.reasoning
         if span is None or not span.open:
             return ""
-        rest = f"{self._rules.until(span.close)} {_SPACE}"
+        rest = f"{self._rules.text_until(span.close)} {_SPACE}"
         return rest if opened else f"({_SPACE} {self._rules.literal(span.open)} {rest})?"
 
     def _name(self, tool: Tool) -> str:
-        return self._rules.plain(written_name(self._syntax, tool_name(tool)))
+        return self._rules.plain_literal(written_name(self._syntax, tool_name(tool)))
 
     def _body(self, tool: Tool, *, strict: bool) -> str:
         schema = arguments_schema(tool, strict=strict)

@@ -115,12 +115,12 @@ def names() -> tuple[str, ...]:
     return tuple(sorted((*_FILES, *ANSWER_FORMATS)))
 
 
-_NO_SPAN = Span("", "")
-_NO_PARAMETER = Parameter("", "", "", "", "")
+_NO_SPAN = Span(open="", close="")
+_NO_PARAMETER = Parameter(open="", header="", end="", close="", write="")
 
 
 class Reading:
-    """A `Syntax` prepared for parsers: the marks to search for in each context.
+    """A `Syntax` prepared for parsers: the marks (`Stops`) to search for in each context.
 
     Parts that the syntax lacks are empty. special: names of the tokenizer's control tokens.
     """
@@ -138,13 +138,17 @@ class Reading:
         marks = [*calls.open, calls.close, calls.arguments, calls.quote, *syntax.dropped]
         marks += [mark for part in (think, section, parameter) for mark in (part.open, part.close)]
         marks.append(parameter.end)
+        # The control tokens that occur in marks
         self.special = [name for name in special if any(name in mark for mark in marks)]
+        # Then the mark cannot be ordinary text, and begins reasoning anywhere in an answer.
         self.think_has_special = any(name in think.open for name in self.special)
         self.think_start = self._stops(think.open)
         self.section_end = self._stops(section.close)
-        outer = [section.open, *calls.open, *syntax.dropped]
-        self.in_content = self._stops(think.open, *outer)
-        self.in_reasoning = self._stops(think.close, *(outer if syntax.call_ends_reasoning else []))
+        answer_marks = [section.open, *calls.open, *syntax.dropped]
+        self.in_content = self._stops(think.open, *answer_marks)
+        self.in_reasoning = self._stops(
+            think.close, *(answer_marks if syntax.call_ends_reasoning else [])
+        )
         self.in_section = self._stops(*calls.open, section.close)
         self.call_end = self._stops(calls.close) if calls.close else None
         self.dialect = (
@@ -152,8 +156,10 @@ class Reading:
         )
         self.header_pattern = re.compile(calls.header, re.DOTALL)
         self.key_pattern = re.compile(parameter.header, re.DOTALL)
+        # The mark after the header belongs to the body, so it is not consumed with the header.
         self.header_end_is_body = calls.arguments in ("", "{")
         self.key_end = self._stops(parameter.end)
+        # The key must come before any of these.
         self.key_guard = self._stops(parameter.end, parameter.close, parameter.open, calls.close)
         self.in_tags = self._stops(parameter.open, calls.close)
         self.in_value = self._stops(parameter.open, parameter.close, calls.close)

@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 
@@ -23,10 +23,11 @@ from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.tokenizer import Tokenizer
 
-_CONTINUE = "\ufdd3"  # marks the end of the message to continue, during rendering
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first one in a message is used
-_CLOCK = "strftime_now"  # the template's function for the date, which a request may set
-_RESERVED = frozenset({
+_CONTINUE_MARK = "\ufdd3"  # marks the end of the message to continue, during rendering
+# The first one in a message is used.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_CLOCK_NAME = "strftime_now"  # the template's function for the date, which a request may set
+_RESERVED_NAMES = frozenset({
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
     "chat_template", "conversation", "tokenize", "return_dict", "return_tensors", "padding",
     "truncation", "max_length",
@@ -50,6 +51,11 @@ SANDBOXES = SandboxPool(
     "moeserve.text.template_sandbox", str(MAX_SECONDS), purpose="chat templates"
 )
 atexit.register(SANDBOXES.close)
+
+
+class _Rendering(NamedTuple):
+    outcome: str  # "text", or what failed; see `template_sandbox`
+    text: str  # the prompt, or the reason
 
 
 class RenderOptions(TypedDict, total=False):
@@ -90,10 +96,10 @@ class ChatTemplate:
                 f"{origin}: rejected: it has more than {MAX_TEMPLATE_CHARS:,} characters"
             )
         # Whether the template renders definitions of tools, and earlier tool calls
-        self.takes_tools = "tools" in self._probe(origin).split()
+        self.takes_tools = "tools" in self._probe_variables(origin).split()
         self.takes_calls = "tool_calls" in self.source_for_tools
         # The content of messages with tool calls and without text
-        self._no_content = self._probe_no_content() if self.takes_calls else ""
+        self._content_of_calls = self._probe_content_of_calls() if self.takes_calls else ""
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | str | None = None) -> "ChatTemplate | None":
@@ -123,7 +129,7 @@ class ChatTemplate:
         for name in ("chat_template.json", "tokenizer_config.json"):
             if (found := read_optional_json(model_dir, name).get("chat_template")) is not None:
                 origin = f"{model_dir / name} chat_template"
-                text, for_tools = _named(found, origin)
+                text, for_tools = _named_templates(found, origin)
                 return cls(text, origin=origin, for_tools=for_tools)
         model_type = str(read_optional_json(model_dir, "config.json").get("model_type"))
         if own := _OWN_TEMPLATES.get(model_type):
@@ -205,9 +211,9 @@ class ChatTemplate:
         if continue_final_message:
             if messages[-1].get("content") is None:
                 raise InvalidRequest("the final message has no text to continue", param="messages")
-            shielded[-1]["content"] += _CONTINUE + " "
+            shielded[-1]["content"] += _CONTINUE_MARK + " "
         extra = dict(kwargs or {})
-        now = _clock(extra.pop(_CLOCK, None))
+        now = _clock(extra.pop(_CLOCK_NAME, None))
         _check_kwargs(extra)
         variables = {name: shield(v) if isinstance(v, str) else v for name, v in extra.items()}
         variables |= tokenizer.special_tokens
@@ -215,7 +221,7 @@ class ChatTemplate:
             "tools": _shield_all(tools, shield),
             "add_generation_prompt": add_generation_prompt,
         }
-        outcome, text = self._run(sandbox, variables | {"messages": shielded}, now)
+        outcome, text = self._run_template(sandbox, variables | {"messages": shielded}, now)
         if outcome != "text":
             verb = {"rejects": "rejects", "limit": "exceeds its limits on"}.get(outcome, "fails on")
             raise InvalidRequest(
@@ -223,7 +229,7 @@ class ChatTemplate:
             )
         if not continue_final_message:
             return text
-        text, found, rest = text.rpartition(_CONTINUE)
+        text, found, rest = text.rpartition(_CONTINUE_MARK)
         if not found:
             raise InvalidRequest(
                 "the chat template drops the final message, so it cannot be continued",
@@ -248,60 +254,62 @@ class ChatTemplate:
             only_special = role == "assistant" and isinstance(value, str)
             copy[name] = _shield_all(value, shield, only_special=only_special)
         # Templates concatenate a content of null, show it as the word None, or fail on it.
-        copy.setdefault("content", self._no_content if copy.get("tool_calls") else "")
-        reasoning = next((copy[name] for name in _REASONING if name in copy), None)
+        copy.setdefault("content", self._content_of_calls if copy.get("tool_calls") else "")
+        reasoning = next((copy[name] for name in _REASONING_FIELDS if name in copy), None)
         if reasoning is None:
             return copy
         return {"thinking": reasoning} | copy | {"reasoning_content": reasoning}
 
-    def _run(
+    def _run_template(
         self, sandbox: SandboxProcess, variables: dict[str, Any], now: datetime
-    ) -> tuple[str, str]:
+    ) -> _Rendering:
         source = self.source if variables.get("tools") is None else self.source_for_tools
-        return _ask(sandbox, source, {"tools": None, "documents": None} | variables, now)
+        return _ask_sandbox(sandbox, source, {"tools": None, "documents": None} | variables, now)
 
-    def _probe(self, origin: str) -> str:
+    def _probe_variables(self, origin: str) -> str:
         """Return the names of the template's variables.
 
         Raise CheckpointError if it does not compile, or the simplest conversation exceeds a limit.
         """
         simple = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
 
-        def work(sandbox: SandboxProcess) -> list[tuple[str, str]]:
+        def work(sandbox: SandboxProcess) -> list[_Rendering]:
             now = datetime.now()
             return [
-                self._run(sandbox, simple, now),
-                self._run(sandbox, simple | {"tools": []}, now),
-                _ask(sandbox, self.source_for_tools, None, now),
+                self._run_template(sandbox, simple, now),
+                self._run_template(sandbox, simple | {"tools": []}, now),
+                _ask_sandbox(sandbox, self.source_for_tools, None, now),
             ]
 
-        found = self._sandboxes.submit(work).result()
-        for outcome, why in found:
+        renderings = self._sandboxes.submit(work).result()
+        for outcome, why in renderings:
             if outcome in ("syntax", "limit"):  # with others, it may still render conversations
                 raise CheckpointError(
                     f"{origin}: rejected: {why[:500]}. Pass another with --chat-template"
                 )
-        return found[-1][1]
+        return renderings[-1].text
 
-    def _probe_no_content(self) -> str | None:
+    def _probe_content_of_calls(self) -> str | None:
         """Return the content for messages with tool calls and without text: "" or None.
 
         Most templates render both equally. Some fail with None, or write the word None. A few write
         an additional turn for "" (DeepSeek-R1-Distill-Qwen); these get None.
         """
 
-        def work(sandbox: SandboxProcess) -> list[tuple[str, str]]:
+        def work(sandbox: SandboxProcess) -> list[_Rendering]:
             now = datetime.now()
-            found = []
+            renderings = []
             for content in ("", None):
                 user, call, *rest = _CALL_PROBE
                 messages = [user, call | {"content": content}, *rest]
                 variables = {"messages": messages, "add_generation_prompt": True}
-                found.append(self._run(sandbox, variables, now))
-            return found
+                renderings.append(self._run_template(sandbox, variables, now))
+            return renderings
 
-        (outcome, empty), (outcome_of_none, none) = self._sandboxes.submit(work).result()
-        if outcome_of_none != "text" or (outcome == "text" and len(none) >= len(empty)):
+        with_empty, with_none = self._sandboxes.submit(work).result()
+        if with_none.outcome != "text" or (
+            with_empty.outcome == "text" and len(with_none.text) >= len(with_empty.text)
+        ):
             return ""
         return None
 
@@ -314,7 +322,7 @@ def _read(path: Path) -> str:
         raise CheckpointError(f"{path}: not UTF-8 text") from error
 
 
-def _named(found: Any, origin: str) -> tuple[str, str | None]:
+def _named_templates(found: Any, origin: str) -> tuple[str, str | None]:
     """Return the template and its variant for tools. found: a text, or a list of named texts."""
     if not isinstance(found, list):
         found = [{"name": "default", "template": found}]
@@ -351,7 +359,7 @@ def _from_mistral_common(path: Path) -> str:
 def _shield_all(value: Any, shield: Callable[..., str], **options: bool) -> Any:
     """Return JSON data with the control tokens in all strings shielded."""
     if isinstance(value, str):
-        return shield(value.replace(_CONTINUE, ""), **options)
+        return shield(value.replace(_CONTINUE_MARK, ""), **options)
     if isinstance(value, Mapping):
         return {_shield_all(key, shield): _shield_all(item, shield) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -367,9 +375,9 @@ def _clock(given: Any) -> datetime:
         return datetime.fromisoformat(given)
     except (TypeError, ValueError):
         raise InvalidRequest(
-            f"chat_template_kwargs.{_CLOCK} must be a date for the template, such as "
+            f"chat_template_kwargs.{_CLOCK_NAME} must be a date for the template, such as "
             f'"2026-11-27" or "2026-11-27T09:30", not {str(given)[:64]!r}',
-            param=f"chat_template_kwargs.{_CLOCK}",
+            param=f"chat_template_kwargs.{_CLOCK_NAME}",
         ) from None
 
 
@@ -380,7 +388,7 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
         raise InvalidRequest(f"{len(kwargs)} values; at most {MAX_KWARGS} are allowed", param=param)
     for name, value in kwargs.items():
         shown = name[:64]
-        if name in _RESERVED or not name.isidentifier() or name.startswith("_"):
+        if name in _RESERVED_NAMES or not name.isidentifier() or name.startswith("_"):
             raise InvalidRequest(
                 f"{shown!r} is not a template variable that a request may set", param=param
             )
@@ -394,16 +402,16 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def _ask(
+def _ask_sandbox(
     sandbox: SandboxProcess, source: str, variables: dict[str, Any] | None, now: datetime
-) -> tuple[str, str]:
+) -> _Rendering:
     """Return the outcome of a rendering, and its text or the reason; see `template_sandbox`."""
     try:
         line = msgspec.json.encode((source, variables, now.isoformat()))
     except (TypeError, UnicodeEncodeError) as error:
         # Only possible for Python callers: objects that are not JSON, unpaired surrogates.
-        return "fails", str(error)
+        return _Rendering("fails", str(error))
     try:
-        return msgspec.json.decode(sandbox.ask(line), type=tuple[str, str])
+        return _Rendering(*msgspec.json.decode(sandbox.ask(line), type=tuple[str, str]))
     except SandboxDied as death:
-        return "limit", f"it {death}"
+        return _Rendering("limit", f"it {death}")

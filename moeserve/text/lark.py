@@ -26,7 +26,9 @@ def special_in(text: str, special: Mapping[str, int]) -> str:
 def literal(text: str, special: Mapping[str, int]) -> str:
     """Return the Lark of a text, in which names of special tokens stand for these tokens."""
     parts = enumerate(_pattern(special).split(text))  # text, name, text, name, ..., text
-    return " ".join(f"<[{special[p]}]>" if i % 2 else f"/{exactly(p)}/" for i, p in parts if p)
+    return " ".join(
+        f"<[{special[part]}]>" if i % 2 else f"/{exactly(part)}/" for i, part in parts if part
+    )
 
 
 def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:
@@ -40,14 +42,14 @@ class Rules:
     def __init__(self, special: Mapping[str, int]) -> None:
         """special: the tokenizer's special tokens."""
         self.special = special
-        self._rules = [TEXT]
-        self._names: dict[str, str] = {}  # body of a rule -> its name
+        self._lines = [TEXT]
+        self._name_of_body: dict[str, str] = {}  # body of a rule -> its name
 
     def literal(self, text: str) -> str:
         """Return the Lark of a format's text; names of special tokens stand for the tokens."""
         return literal(text, self.special)
 
-    def plain(self, text: str) -> str:
+    def plain_literal(self, text: str) -> str:
         """Return the Lark of a request's text, which never stands for special tokens."""
         return f"/{exactly(text)}/" if text else '""'
 
@@ -59,31 +61,31 @@ class Rules:
             slots[part] if i % 2 else self.literal(part) for i, part in enumerate(parts) if part
         )
 
-    def until(self, mark: str) -> str:
+    def text_until(self, mark: str) -> str:
         """Return the Lark of any text followed by a mark."""
         if special := special_in(mark, self.special):
             before = mark.partition(special)[0]
             if not before.strip():
                 return f"TEXT {self.literal(mark[len(before) :])}"
-        return self.rule(f"TEXT {self.literal(mark)}", lazy=True)
+        return self.add_rule(f"TEXT {self.literal(mark)}", lazy=True)
 
-    def rule(self, body: str, *, lazy: bool = False) -> str:
+    def add_rule(self, body: str, *, lazy: bool = False) -> str:
         """Return the name of a rule with this body. lazy: it ends as early as possible."""
         key = f"lazy {body}" if lazy else body
-        if key not in self._names:
-            self._names[key] = name = f"{'until' if lazy else 'r'}_{len(self._rules)}"
-            self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
-        return self._names[key]
+        if key not in self._name_of_body:
+            self._name_of_body[key] = name = f"{'until' if lazy else 'r'}_{len(self._lines)}"
+            self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return self._name_of_body[key]
 
-    def named(self, name: str, body: str) -> None:
+    def add_named(self, name: str, body: str) -> None:
         """Add a rule with the caller's name."""
-        self._rules.append(f"{name}: {body}")
+        self._lines.append(f"{name}: {body}")
 
-    def reserve(self) -> str:
-        """Return a name for a recursive rule, to be added with `named`."""
-        self._rules.append("")
-        return f"r_{len(self._rules) - 1}"
+    def reserve_name(self) -> str:
+        """Return a name for a recursive rule, to be added with `add_named`."""
+        self._lines.append("")
+        return f"r_{len(self._lines) - 1}"
 
-    def spec(self, start: str) -> GrammarSpec:
+    def grammar_spec(self, start: str) -> GrammarSpec:
         """Return the grammar. Raise GrammarFault if it is too long."""
-        return answer_spec("\n".join([f"start: {start}", *filter(None, self._rules)]))
+        return answer_spec("\n".join([f"start: {start}", *filter(None, self._lines)]))
