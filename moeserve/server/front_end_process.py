@@ -12,7 +12,7 @@ from moeserve.actor import guard
 from moeserve.actor.process import to_stderr
 from moeserve.cluster.logs import set_up_logging
 from moeserve.errors import ConfigError, MoeserveError
-from moeserve.server.standby import CRASHED, FrontEndOrder
+from moeserve.server.standby import CRASH_EXIT_CODE, FrontEndOrder
 
 log = logging.getLogger("moeserve.server.front_end_process")  # its __name__ is "__main__"
 
@@ -41,7 +41,7 @@ def main() -> None:
         code = 1
     except Exception:
         log.exception("the front end failed")
-        code = CRASHED
+        code = CRASH_EXIT_CODE
     guard.end_process(code)
 
 

@@ -34,12 +34,16 @@ from moeserve.errors import ConfigError, EngineDied
 
 log = logging.getLogger(__name__)
 
-CRASHED = 70  # exit code of a front end after a bug (EX_SOFTWARE); it is replaced after that
-MAX_SILENT = 10  # heartbeats that a front end may miss
-MAX_TAKEOVERS = 5  # within WINDOW_S; one more ends the server
-WINDOW_S = 300.0
-RESUME_S = 60.0  # default of `resume_window`: time for clients to resume their streams
-CONNECT_S = 600.0  # time for a front end to read the model's headers and connect
+CRASH_EXIT_CODE = (
+    70  # exit code of a front end after a bug (EX_SOFTWARE); it is replaced after that
+)
+MAX_MISSED_HEARTBEATS = 10  # heartbeats that a front end may miss
+MAX_TAKEOVERS = 5  # within TAKEOVER_WINDOW_S; one more ends the server
+TAKEOVER_WINDOW_S = 300.0
+DEFAULT_RESUME_WINDOW_S = (
+    60.0  # default of `resume_window`: time for clients to resume their streams
+)
+CONNECT_TIMEOUT_S = 600.0  # time for a front end to read the model's headers and connect
 MAX_PAUSE_S = 60.0  # between two starts of a standby front end
 
 
@@ -54,7 +58,9 @@ class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
 def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
     """Serve until a signal arrives or a front end exits by itself. Return the exit code."""
     if not config.server.resume_window:
-        config = replace(config, server=replace(config.server, resume_window=RESUME_S))
+        config = replace(
+            config, server=replace(config.server, resume_window=DEFAULT_RESUME_WINDOW_S)
+        )
     return asyncio.run(_run_front_ends(config, sockets))
 
 
@@ -66,7 +72,7 @@ async def _run_front_ends(config: Config, sockets: list[socket.socket]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, front_ends.stop)
-    if reads_again(config.server):
+    if reloads_files(config.server):
         loop.add_signal_handler(signal.SIGHUP, front_ends.reload)
     try:
         return await front_ends.run()
@@ -77,7 +83,7 @@ async def _run_front_ends(config: Config, sockets: list[socket.socket]) -> int:
         run_dir.close()
 
 
-def reads_again(config: ServerConfig) -> bool:
+def reloads_files(config: ServerConfig) -> bool:
     """Whether a front end reloads files on SIGHUP. Otherwise SIGHUP ends the process."""
     files = config.api_key_file, config.admin_key_file, config.ssl_certfile, config.access_log
     return any(files)
@@ -109,7 +115,7 @@ class FrontEndProcess:
             host,
             lambda inbox: listen(address, token=token, receives=ToNode, inbox=inbox),
             orphans,
-            connect_s=CONNECT_S,
+            connect_s=CONNECT_TIMEOUT_S,
         )
         self._agent_task: asyncio.Task[None] | None = None
         root = Root(
@@ -163,17 +169,17 @@ class FrontEnds:
         self._host = host
         self._orphans = orphans
         self._fds = fds
-        self._number = 0  # number of the next front end
+        self._next_number = 0  # number of the next front end
         self._stopping = False
-        self._failures = 0  # consecutive failures of standby front ends
-        self._next_s = 0.0  # earliest start of the next standby
+        self._num_failures = 0  # consecutive failures of standby front ends
+        self._next_start_at_s = 0.0  # earliest start of the next standby
         self._secret = secrets.token_hex(16)
-        self._serving = self._new(-1)
+        self._serving = self._start_front_end(-1)
         self._standby: FrontEndProcess | None = None
 
-    def _new(self, follows: int) -> FrontEndProcess:
-        number = self._number
-        self._number += 1
+    def _start_front_end(self, follows: int) -> FrontEndProcess:
+        number = self._next_number
+        self._next_number += 1
         return FrontEndProcess(
             self._config,
             self._host,
@@ -202,37 +208,39 @@ class FrontEnds:
             death = await self._until_death()
             await self._serving.close()
             snapshot = self._serving.agent.snapshot
-            if self._stopping or (death.exit_code >= 0 and death.exit_code != CRASHED):
+            if self._stopping or (death.exit_code >= 0 and death.exit_code != CRASH_EXIT_CODE):
                 return death.exit_code if death.exit_code >= 0 else 128 - death.exit_code
             now_s = time.monotonic()
-            if len(takeovers) == MAX_TAKEOVERS and now_s - takeovers[0] < WINDOW_S:
+            if len(takeovers) == MAX_TAKEOVERS and now_s - takeovers[0] < TAKEOVER_WINDOW_S:
                 what = "%s; giving up: %d takeovers within %g s"
-                log.critical(what, death.summary, MAX_TAKEOVERS, WINDOW_S)
+                log.critical(what, death.summary, MAX_TAKEOVERS, TAKEOVER_WINDOW_S)
                 return 1
             takeovers.append(now_s)
             log.error("%s; the next one takes over", death.summary)
             waiting = self._standby
             self._standby = None
-            is_there = waiting is not None and waiting.child.alive
-            self._serving = waiting if waiting is not None and is_there else self._new(-1)
+            is_alive = waiting is not None and waiting.child.alive
+            self._serving = (
+                waiting if waiting is not None and is_alive else self._start_front_end(-1)
+            )
 
     async def _until_death(self) -> Death:
         """Wait until the serving front end is dead. Replace the standby when it dies."""
         serving = self._serving
-        silent = 0
-        beats = 0
+        num_missed = 0
+        num_beats = 0
         dying = asyncio.create_task(serving.child.death())
         while not dying.done():
             # Only after the first one has read its settings, so that their errors appear once.
-            if beats and not self._stopping:
+            if num_beats and not self._stopping:
                 await self._ensure_standby()
             await asyncio.wait([dying], timeout=HEARTBEAT_S)
             # Count iterations of this loop, not seconds: if the whole machine was suspended, no
             # process was silent.
-            silent = silent + 1 if beats and beats == serving.agent.beats else 0
-            beats = serving.agent.beats
-            if silent >= MAX_SILENT:
-                serving.child.kill(f"did not answer for {MAX_SILENT * HEARTBEAT_S:g} s")
+            num_missed = num_missed + 1 if num_beats and num_beats == serving.agent.beats else 0
+            num_beats = serving.agent.beats
+            if num_missed >= MAX_MISSED_HEARTBEATS:
+                serving.child.kill(f"did not answer for {MAX_MISSED_HEARTBEATS * HEARTBEAT_S:g} s")
         return dying.result()
 
     async def _ensure_standby(self) -> None:
@@ -241,18 +249,18 @@ class FrontEnds:
             await self._standby.close()
             lived_s = (await self._standby.child.death()).lived_s
             self._standby = None
-            self._failures = 0 if lived_s > MAX_PAUSE_S else self._failures + 1
+            self._num_failures = 0 if lived_s > MAX_PAUSE_S else self._num_failures + 1
             self._retry_later("the standby front end has died")
-        if self._standby is None and time.monotonic() >= self._next_s:
+        if self._standby is None and time.monotonic() >= self._next_start_at_s:
             try:
-                self._standby = self._new(self._serving.number)
+                self._standby = self._start_front_end(self._serving.number)
             except ConfigError as error:  # too many processes or files
-                self._failures += 1
+                self._num_failures += 1
                 self._retry_later(str(error))
 
     def _retry_later(self, why: str) -> None:
-        pause_s = min(0.5 * 2.0**self._failures, MAX_PAUSE_S)
-        self._next_s = time.monotonic() + pause_s
+        pause_s = min(0.5 * 2.0**self._num_failures, MAX_PAUSE_S)
+        self._next_start_at_s = time.monotonic() + pause_s
         log.warning("%s; another one starts in %g s", why, pause_s)
 
     async def close(self) -> None:

@@ -337,7 +337,7 @@ NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has
     "by 30 seconds": "the setting named beside it",
     "they wait for it, 30 s": "a limit, KEEP_S of moeserve/cluster/node.py",
     "wants within 30 s is ended": "the same",
-    "It has 60 s to do so": "a default, RESUME_S of moeserve/server/standby.py",
+    "It has 60 s to do so": "a default, DEFAULT_RESUME_WINDOW_S of moeserve/server/standby.py",
     "nothing for 10 s": "a limit of moeserve/server/standby.py",
     "silence after 5 s": "a limit, which tests/integration/test_machines.py checks",
     "take 36.0 ms for a decode step": "predicted: what `moeserve plan` prints",

@@ -12,7 +12,7 @@ from moeserve.actor.process import Death
 from moeserve.config import Config, ParallelConfig, ServerConfig
 from moeserve.errors import ConfigError, EngineDied
 from moeserve.server import standby
-from moeserve.server.standby import FrontEndProcess, FrontEnds, reads_again
+from moeserve.server.standby import FrontEndProcess, FrontEnds, reloads_files
 from tests.server.conftest import until
 
 
@@ -145,9 +145,9 @@ async def test_sighup_goes_to_the_front_end_that_serves(front_ends):
 
 
 def test_sighup_is_taken_where_there_is_something_to_read():
-    assert not reads_again(ServerConfig())
+    assert not reloads_files(ServerConfig())
     for field in ("api_key_file", "admin_key_file", "ssl_certfile", "access_log"):
-        assert reads_again(ServerConfig(**{field: "x"}))
+        assert reloads_files(ServerConfig(**{field: "x"}))
 
 
 @pytest.fixture
