@@ -45,7 +45,7 @@ class KVGroup:
         return (self.rule.length(positions) + (self.block_size - 1)) // self.block_size
 
     @property
-    def pool(self) -> int:
+    def pool_index(self) -> int:
         """The index of the group's pool."""
         return int(self.has_states)
 

@@ -138,7 +138,7 @@ class KVCacheManager:
         if self.num_kv_groups < len(groups):
             sizes.append((limits.num_states, limits.num_store_states))
         if connector is None and any(stored for _, stored in sizes):
-            connector = HostStore([stored for _, stored in sizes], [group.pool for group in groups])
+            connector = HostStore([stored for _, stored in sizes], [g.pool_index for g in groups])
         self.connector = connector if limits.enable_prefix_caching else None
         self.pools = [
             BlockPool(number, None if self.connector is None else partial(self._evicted, pool))
@@ -219,7 +219,7 @@ class KVCacheManager:
         for g in sorted(range(len(self.groups)), key=lambda g: not self.groups[g].rule.is_full):
             group = self.groups[g]
             first = int(group.rule.first_live(length * self._block_size)) // self._block_size
-            pool = self.pools[group.pool]
+            pool = self.pools[group.pool_index]
             while first < length and pool.find((request.hashes[first], g)) is not None:
                 first += 1
             needed = min(length, int(group.num_blocks(length * self._block_size)))
@@ -278,7 +278,7 @@ class KVCacheManager:
                     last = min(end, int(self.groups[g].num_blocks(end * self._block_size)))
                 for i, block in enumerate(table[slot, first:last].tolist(), first):
                     if block:  # the window has not passed it
-                        self.pools[self.groups[g].pool].cache(block, (request.hashes[i], g))
+                        self.pools[self.groups[g].pool_index].cache(block, (request.hashes[i], g))
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached blocks: later requests find no block that was computed before."""
@@ -304,9 +304,9 @@ class KVCacheManager:
         return lambda i: self._find(request, (request.hashes[i], g)) is not None
 
     def _find(self, request: Request, key: Key) -> int | None:
-        pool = self.groups[key[1]].pool
-        block = self.pools[pool].find(key)
-        if pool and block in self._new_states:
+        pool_index = self.groups[key[1]].pool_index
+        block = self.pools[pool_index].find(key)
+        if pool_index and block in self._new_states:
             return None
         if block is None and self.connector is not None and request.uses_connector:
             found = self.connector.lookup((key,))
@@ -340,7 +340,7 @@ class KVCacheManager:
         """Add a holder to the blocks of a hit. Replace IN_STORE by new blocks, to be loaded."""
         absent: list[tuple[int, int, int]] = []  # group, table index, the connector's entry
         for g, table in enumerate(tables):
-            pool = self.pools[self.groups[g].pool]
+            pool = self.pools[self.groups[g].pool_index]
             for i, block in enumerate(table.tolist()):
                 if block > 0:
                     pool.touch(block)
@@ -348,11 +348,11 @@ class KVCacheManager:
                     assert self.connector is not None
                     absent.append((g, i, self.connector.load((request.hashes[i], g))))
         for g, i, connector_entry in absent:
-            pool_number = self.groups[g].pool
-            block = int(self.pools[pool_number].allocate(1)[0])
+            pool_index = self.groups[g].pool_index
+            block = int(self.pools[pool_index].allocate(1)[0])
             tables[g][i] = block
-            self.pools[pool_number].cache(block, (request.hashes[i], g))
-            self._loads.append(BlockMove(block, connector_entry, pool_number))
+            self.pools[pool_index].cache(block, (request.hashes[i], g))
+            self._loads.append(BlockMove(block, connector_entry, pool_index))
 
     def free(self, slot: int) -> Request:
         """Free a slot and its blocks, and return its request. Results in flight for it will be
@@ -585,11 +585,11 @@ class KVCacheManager:
         if self.connector is not None:
             self.connector.audit()
 
-    def _evicted(self, pool: int, key: Key, block: int) -> None:
+    def _evicted(self, pool_index: int, key: Key, block: int) -> None:
         assert self.connector is not None
         connector_entry = self.connector.save(key)
         if connector_entry is not None:
-            self._stores.append(BlockMove(block, connector_entry, pool))
+            self._stores.append(BlockMove(block, connector_entry, pool_index))
 
 
 def concatenate(triples: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:

@@ -60,7 +60,7 @@ class BlockMove:
 
     block: int  # number of the block in the device's pool
     connector_entry: int  # returned by `KVConnector.load` or `save` (engine/connector.py)
-    pool: int = 0  # number of the device's pool: 0 for KV entries, 1 for recurrent states
+    pool_index: int = 0  # of the device's pool: 0 for KV entries, 1 for recurrent states
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,7 @@ class InputBatch:
         counts = [np.zeros(number, np.int32) for number in num_blocks]
         for slot in used_slots:
             for group, blocks in zip(self._groups, self.held(slot), strict=True):
-                np.add.at(counts[group.pool], blocks, 1)
+                np.add.at(counts[group.pool_index], blocks, 1)
         return counts
 
 

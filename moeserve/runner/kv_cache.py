@@ -64,7 +64,7 @@ def block_bytes(
     """Return the bytes of one block of a pool over all cache slots, on one of tp_size ranks; 0 if
     no group uses the pool.
     """
-    pool_groups = [group for group in groups if group.pool == pool]
+    pool_groups = [group for group in groups if group.pool_index == pool]
     if not pool_groups:
         return 0
     shapes = [
@@ -99,9 +99,14 @@ class KVCache:
         sizes = num_blocks, num_states
         self.pools = {
             pool: PoolCache(
-                [g for g in groups if g.pool == pool], spec, sizes[pool], dtype, device, tp_size
+                [g for g in groups if g.pool_index == pool],
+                spec,
+                sizes[pool],
+                dtype,
+                device,
+                tp_size,
             )
-            for pool in sorted({group.pool for group in groups})
+            for pool in sorted({group.pool_index for group in groups})
         }
         layers = {
             layer: cache for pool in self.pools.values() for layer, cache in pool.layers.items()

@@ -121,11 +121,11 @@ class HostTransport:
 
     def save(self, moves: Sequence[BlockMove]) -> None:
         for number, pool in self._pools.items():  # asynchronous, in stream order
-            pool.save([move for move in moves if move.pool == number])
+            pool.save([move for move in moves if move.pool_index == number])
 
     def load(self, moves: Sequence[BlockMove]) -> "HostLoading":
         moves_of_pool = [
-            (pool, [move for move in moves if move.pool == number])
+            (pool, [move for move in moves if move.pool_index == number])
             for number, pool in self._pools.items()
         ]
         if self._device.type == "cpu":

@@ -148,7 +148,7 @@ class FakeModelRunner:
         ]
         self.kv, self.host_blocks = (
             [
-                np.full((pools[g.pool][i], w), _GARBAGE, np.uint64)
+                np.full((pools[g.pool_index][i], w), _GARBAGE, np.uint64)
                 for g, w in zip(groups, widths, strict=True)
             ]
             for i in range(2)
@@ -227,10 +227,10 @@ class FakeModelRunner:
         self.num_torn += is_torn
         for g, group in enumerate(self.groups):
             for move in plan.stores:
-                if move.pool == group.pool:
+                if move.pool_index == group.pool_index:
                     self.host_blocks[g][move.connector_entry] = self.kv[g][move.block]
             for move in plan.loads:
-                if move.pool == group.pool:
+                if move.pool_index == group.pool_index:
                     found = self.host_blocks[g][move.connector_entry]
                     self.kv[g][move.block] = found ^ _GARBAGE if is_torn else found
         self.num_stored += len(plan.stores)

@@ -26,7 +26,7 @@ class LateStore(KVConnector):
         self, limits: Limits, groups: tuple[KVGroup, ...], rng: random.Random, chance: float = 0.3
     ) -> None:
         sizes = (limits.num_store_blocks, limits.num_store_states)
-        self.store = HostStore(sizes, [group.pool for group in groups])
+        self.store = HostStore(sizes, [group.pool_index for group in groups])
         self.rng = rng
         self.chance = chance  # of a fetch to end, or a lookup to be answered
         self.near: set[Key] = set()

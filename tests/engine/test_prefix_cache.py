@@ -286,13 +286,13 @@ def test_evicted_states_are_loaded_from_their_own_store_and_cold_ones_are_gone()
     pool = manager.pools[1]
     pool.release(pool.allocate(pool.num_free))
     moves = manager.pop_changes()[1]
-    assert [move.pool for move in moves] == [1]
+    assert [move.pool_index for move in moves] == [1]
     follower = request(list(range(26)))
     hit = manager.match(follower)
     assert (hit.num_blocks, hit.blocks[1][-1]) == (6, IN_STORE)
     manager.admit(follower, hit)
     (load,) = manager.pop_changes()[2]
-    assert (load.pool, load.connector_entry) == (1, moves[0].connector_entry)
+    assert (load.pool_index, load.connector_entry) == (1, moves[0].connector_entry)
     manager.audit()
 
 

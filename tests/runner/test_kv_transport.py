@@ -44,7 +44,7 @@ class Lazy:
 
     def load(self, moves: Sequence[BlockMove]) -> Loading:
         for move in moves:
-            for tensor in self.pools[move.pool].tensors:
+            for tensor in self.pools[move.pool_index].tensors:
                 tensor[move.block].fill_(0x55)
         return Asked(self.inner.load(moves), self.asked)
 
@@ -124,7 +124,7 @@ class Tearing(HostTransport):
             loading.finish()
             self.torn += 1
             for move in moves:
-                for tensor in self._pools[move.pool].cache.tensors:
+                for tensor in self._pools[move.pool_index].cache.tensors:
                     tensor[move.block].fill_(0x33)
             loading.lost = lambda: True  # type: ignore[method-assign]
         return loading
