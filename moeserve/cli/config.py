@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from moeserve.cli.settings import SECRET, ResolvedSettings, add_flags, resolve, settings
+from moeserve.cli.settings import SECRET_SETTINGS, ResolvedSettings, add_flags, resolve, settings
 from moeserve.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def rendered(resolved: ResolvedSettings) -> str:
             lines.append(f"{setting.section}:")
         value = getattr(getattr(resolved.config, setting.section), setting.name)
         origin = resolved.origins.get(setting.path, "default")
-        if setting.name in SECRET and value:
+        if setting.name in SECRET_SETTINGS and value:
             lines.append(f"  # {setting.name}: {len(value)} set, not shown  ({origin})")
         else:
             plain = list(value) if isinstance(value, tuple) else value

@@ -35,8 +35,8 @@ TITLES = {
     "parallel": "ranks and experts",
     "server": "HTTP server",
 }
-SECRET = ("api_key",)
-FILES = (
+SECRET_SETTINGS = ("api_key",)
+FILE_SETTINGS = (
     "chat_template",
     "api_key_file",
     "admin_key_file",
@@ -106,7 +106,9 @@ def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: boo
         model: Whether to add the positional MODEL too.
     """
     if model:
-        parser.add_argument("model", nargs="?", metavar="MODEL", help=_by_name()["model"].help)
+        parser.add_argument(
+            "model", nargs="?", metavar="MODEL", help=_settings_by_name()["model"].help
+        )
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -117,16 +119,16 @@ def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: boo
         if setting.flag is None:
             continue
         kind, _ = strip_optional(setting.kind)
-        how: dict[str, Any] = {"default": None, "dest": setting.name, "help": argparse.SUPPRESS}
+        options: dict[str, Any] = {"default": None, "dest": setting.name, "help": argparse.SUPPRESS}
         if shown:
-            how["help"] = _help(setting)
+            options["help"] = _help(setting)
         if kind is bool:
-            how["action"] = argparse.BooleanOptionalAction
+            options["action"] = argparse.BooleanOptionalAction
         else:
-            how["metavar"] = _metavar(setting, kind)
+            options["metavar"] = _metavar(setting, kind)
         if get_origin(kind) is tuple:
-            how["action"] = "append"
-        groups[setting.section].add_argument(setting.flag, **how)
+            options["action"] = "append"
+        groups[setting.section].add_argument(setting.flag, **options)
 
 
 def _help(setting: Setting) -> str:
@@ -143,7 +145,7 @@ def _metavar(setting: Setting, kind: Any) -> str:
         return "{" + ",".join(map(str, get_args(kind))) + "}"
     if setting.name.endswith("_bytes"):
         return "BYTES"
-    if setting.name in FILES:
+    if setting.name in FILE_SETTINGS:
         return "FILE"
     return "N" if kind in (int, float) else "TEXT"
 
@@ -156,11 +158,11 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Re
     file = read_file(Path(path)) if path else {}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     origins: dict[str, str] = {}
-    spelled = getattr(args, "foreign_flags", {})
+    given_flags = getattr(args, "foreign_flags", {})
     for setting in settings():
         given = getattr(args, setting.name, None)
         if given is not None:
-            flag = spelled.get(setting.name, setting.flag)
+            flag = given_flags.get(setting.name, setting.flag)
             value = given
             origin = f"flag {flag}" if flag else "argument MODEL"
         elif setting.env and env.get(setting.env):
@@ -231,7 +233,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _hint(advice: str, name: Any, known: Iterable[str]) -> str:
-    home = _by_name().get(name)
+    home = _settings_by_name().get(name)
     return f"; {advice} under `{home.section}:`" if home else nearest(name, known)
 
 
@@ -247,17 +249,21 @@ def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
 
 def setting_named(name: str) -> Setting:
     """Return the setting with that name. Raises KeyError."""
-    return _by_name()[name]
+    return _settings_by_name()[name]
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name: the nearest known name, or all."""
-    near = get_close_matches(str(word), list(known), 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+    close_names = get_close_matches(str(word), list(known), 1)
+    return (
+        f"; did you mean {close_names[0]!r}?"
+        if close_names
+        else f"; known: {', '.join(sorted(known))}"
+    )
 
 
 @functools.cache
-def _by_name() -> Mapping[str, Setting]:
+def _settings_by_name() -> Mapping[str, Setting]:
     return {setting.name: setting for setting in settings()}
 
 
@@ -317,7 +323,10 @@ def convert(kind: Any, value: Any) -> Any:
         )
     try:
         found = msgspec.convert(
-            _READ[form](value) if form in _READ and isinstance(value, str) else value, kind
+            _TEXT_PARSERS[form](value)
+            if form in _TEXT_PARSERS and isinstance(value, str)
+            else value,
+            kind,
         )
         if (
             found == ""
@@ -326,7 +335,7 @@ def convert(kind: Any, value: Any) -> Any:
         ):
             raise ValueError
     except (ValueError, KeyError):  # msgspec.ValidationError is one
-        expected = _EXPECTED.get(form) or f"one of {', '.join(map(str, get_args(inner)))}"
+        expected = _EXPECTED_VALUES.get(form) or f"one of {', '.join(map(str, get_args(inner)))}"
         expected += " (in quotes, as YAML reads it otherwise)" * (
             form is Literal and isinstance(value, bool)
         )
@@ -348,12 +357,12 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-_READ: dict[Any, Callable[[str], Any]] = {  # parsers of types that text is converted to
+_TEXT_PARSERS: dict[Any, Callable[[str], Any]] = {  # parsers of types that text is converted to
     bool: lambda text: _BOOLS[text.lower()],
     float: float,
     tuple: lambda text: text.split(","),
 }
-_EXPECTED = {
+_EXPECTED_VALUES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",

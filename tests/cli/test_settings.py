@@ -12,7 +12,13 @@ import pytest
 from moeserve.cli import main
 from moeserve.cli.config import rendered
 from moeserve.cli.main import build_parser
-from moeserve.cli.settings import SECRET, ResolvedSettings, resolve, settings, unknown_variables
+from moeserve.cli.settings import (
+    SECRET_SETTINGS,
+    ResolvedSettings,
+    resolve,
+    settings,
+    unknown_variables,
+)
 from moeserve.config import SECTIONS, Config
 from moeserve.errors import ConfigError
 
@@ -40,7 +46,7 @@ def test_every_field_of_the_config_is_a_setting() -> None:
     names = [f"{section}.{f.name}" for section, kind in SECTIONS.items() for f in fields(kind)]
     assert [s.path for s in settings()] == names
     assert len({s.name for s in settings()}) == len(names)  # flags and variables have no section
-    assert set(SECRET) <= {s.name for s in settings()}
+    assert set(SECRET_SETTINGS) <= {s.name for s in settings()}
 
 
 def test_nothing_asked_is_the_default() -> None:
