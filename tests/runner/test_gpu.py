@@ -18,7 +18,7 @@ from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.engine.plan import StepResult
 from moeserve.messages import Logprobs
-from moeserve.moe.all2all.nccl import SMALL_BYTES, NcclAll2All
+from moeserve.moe.all2all.nccl import MAX_SMALL_BYTES, NcclAll2All
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.gpu import GPUModelRunner
 from moeserve.runner.load import Progress
@@ -115,7 +115,7 @@ def test_graphs_of_small_steps_by_nccl_are_in_the_memory_plan(
     for rows in (0, caps.recorded_rows):
         runner.peers = SimpleNamespace(caps=replace(caps, recorded_rows=rows), not_recorded=None)  # type: ignore[assignment]
         found.append(runner.profile_run())
-    each = SMALL_BYTES * caps.copies
+    each = MAX_SMALL_BYTES * caps.copies
     assert each <= (found[1] - found[0]) / len(runner.ubatches.ubatches) <= 2 * each
 
 

@@ -18,7 +18,7 @@ from moeserve.models.workspace import Inflow, workspace_bytes
 from moeserve.moe import streams
 from moeserve.moe.all2all import nccl as backends
 from moeserve.moe.all2all.base import Inbound
-from moeserve.moe.all2all.nccl import SMALL_BYTES, NcclAll2All
+from moeserve.moe.all2all.nccl import MAX_SMALL_BYTES, NcclAll2All
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CudaStream
 from moeserve.moe.ubatch import UBatch
@@ -204,7 +204,7 @@ def test_what_the_largest_small_step_takes_is_in_the_plan(devices: Devices, tmp_
     flow = Inflow(caps.recorded_rows, ubatches=1, copies=caps.copies, moving=0)
     without, planned = (workspace_bytes(spec, 64, 1, 8, DTYPE, 1, each) for each in (None, flow))
     for taken in together([lambda: work(0), lambda: work(1)]):
-        assert 4 * SMALL_BYTES < taken <= planned - without
+        assert 4 * MAX_SMALL_BYTES < taken <= planned - without
 
 
 def test_steps_whose_rows_the_host_counts_cannot_be_recorded(

@@ -13,7 +13,7 @@ A combine has two steps:
 1. Barrier.
 2. Read the results from where the experts wrote them, and add them up.
 
-Counts stay on the device, so the host plans for the most rows that are possible.
+Counts stay on the device, so the host plans for an upper bound of the rows.
 
 A buffer is reused without further messages. A barrier ends when every rank's stream has finished
 all work that precedes it. Let D be the barrier of a dispatch and C the barrier of its combine.
@@ -23,8 +23,8 @@ all work that precedes it. Let D be the barrier of a dispatch and C the barrier 
   the previous combine, before that D.
 All ranks make the same calls in the same order, so a number identifies a barrier.
 
-T: tokens of this rank. M: most tokens of any rank. K: experts per token. D: model width.
-P': the most rows that are possible.
+T: tokens of this rank. M: tokens of the rank that has the most. K: experts per token. D: model
+width. P': upper bound of the received rows.
 """
 
 from collections.abc import Callable
@@ -67,10 +67,10 @@ class _Offsets(NamedTuple):
 class _Buffer:
     """The memory of one dispatch in flight."""
 
-    at: _Offsets
+    offsets: _Offsets
     y: Tensor  # [P', D] in this rank's region, for the results of its experts
     rows_PW: Tensor  # received rows, encoded, as 32-bit words
-    busy: bool = False
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class CudaIpcAll2All:
         self._num_local = experts_per_rank
         self.caps = replace(self.caps, max_tokens=self._facts.round_tokens(members.size))
         self._num_rows = max(self._facts.planned_rows, members.size * self._facts.top_k)
-        parts, ubatch_bytes = self._layout()
+        buffer_offsets, ubatch_bytes = self._layout()
         facts = self._facts
         terms = (
             f"{experts_per_rank} experts, {self._row_words} words of {self._wire.name}, "
@@ -160,7 +160,7 @@ class CudaIpcAll2All:
             _IpcChannel(
                 window,
                 self._new_stream(self._device),
-                [self._make_buffer(window, at) for at in parts],
+                [self._make_buffer(window, offsets) for offsets in buffer_offsets],
             )
             for window in windows
         ]
@@ -185,16 +185,16 @@ class CudaIpcAll2All:
     def _y_bytes(self) -> int:
         return self._num_rows * self._facts.row_bytes
 
-    def _make_buffer(self, window: Window, at: _Offsets) -> _Buffer:
+    def _make_buffer(self, window: Window, offsets: _Offsets) -> _Buffer:
         y = (
-            window.own_B[at.y :][: self._y_bytes]
+            window.own_B[offsets.y :][: self._y_bytes]
             .view(self._facts.dtype)
             .view(-1, self._facts.hidden_size)
         )
         rows_PW = torch.zeros(
             (self._num_rows, self._row_words), dtype=torch.int32, device=self._device
         )
-        return _Buffer(at, y, rows_PW)
+        return _Buffer(offsets, y, rows_PW)
 
     def leave(self) -> None:
         self._is_member = False
@@ -219,19 +219,19 @@ class CudaIpcAll2All:
             given = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
             takes = f"[T, {self._facts.hidden_size}] {self._facts.dtype} with T <= {most_tokens}"
             raise ValueError(f"cannot dispatch {given}; this backend takes {takes}")
-        buffer = next((buffer for buffer in channel.buffers if not buffer.busy), None)
+        buffer = next((buffer for buffer in channel.buffers if not buffer.is_busy), None)
         if buffer is None:
             raise RuntimeError(
                 f"{NUM_BUFFERS} dispatches of micro-batch {ubatch.index} are in flight; combine "
                 "one of them first"
             )
-        buffer.busy = True
+        buffer.is_busy = True
         join = channel.stream.launch(
-            lambda: self._exchange(channel, buffer, x_TD, routing, most_tokens)
+            lambda: self._exchange_rows(channel, buffer, x_TD, routing, most_tokens)
         )
         return Transfer(join)
 
-    def _exchange(
+    def _exchange_rows(
         self,
         channel: _IpcChannel,
         buffer: _Buffer,
@@ -247,35 +247,35 @@ class CudaIpcAll2All:
         x_TW = self._wire.encode(x_TD).contiguous().view(torch.int32)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         publish(
-            window.bases_R,
-            window.state,
-            window.rank,
-            x_TW,
-            ids_TK,
-            most_tokens,
-            num_local,
-            buffer.at.x,
-            buffer.at.ids,
-            programs,
+            bases_R=window.bases_R,
+            state=window.state,
+            rank=window.rank,
+            x_TW=x_TW,
+            ids_TK=ids_TK,
+            most_tokens=most_tokens,
+            num_local=num_local,
+            x_at=buffer.offsets.x,
+            ids_at=buffer.offsets.ids,
+            programs=programs,
         )
         window.barrier(most_tokens)
         all_tokens = num_ranks * most_tokens
-        ids_B = window.own_B[buffer.at.ids :][: 4 * all_tokens * top_k]
+        ids_B = window.own_B[buffer.offsets.ids :][: 4 * all_tokens * top_k]
         ids_NK = ids_B.view(torch.int32).view(all_tokens, top_k)
-        found = align(ids_NK, num_local, 128)
+        alignment = align(ids_NK, num_local, 128)
         rows_PW = buffer.rows_PW[: all_tokens * top_k]
-        assert found.order_N is not None
+        assert alignment.order_N is not None
         gather(
-            window.bases_R,
-            window.state,
-            found.order_N,
-            found.ends_e,
-            most_tokens,
-            top_k,
-            buffer.at.x,
-            buffer.at.places,
-            rows_PW,
-            programs,
+            bases_R=window.bases_R,
+            state=window.state,
+            order_N=alignment.order_N,
+            ends_e=alignment.ends_e,
+            most_tokens=most_tokens,
+            top_k=top_k,
+            x_at=buffer.offsets.x,
+            places_at=buffer.offsets.places,
+            out_PW=rows_PW,
+            programs=programs,
         )
         x_PD = self._wire.decode(
             rows_PW.view(torch.uint8), self._facts.dtype, self._facts.hidden_size
@@ -283,8 +283,8 @@ class CudaIpcAll2All:
         inbound = Inbound(
             Layout.GROUPED,
             x_PD,
-            counts_e=found.counts_e,
-            ends_e=found.ends_e,
+            counts_e=alignment.counts_e,
+            ends_e=alignment.ends_e,
             expected_rows=most_tokens * top_k,
         )
         return Ticket(inbound, routing, private=(channel, buffer), y=buffer.y[: len(x_PD)])
@@ -298,26 +298,28 @@ class CudaIpcAll2All:
         if y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: len(ticket.y)])
         join = channel.stream.launch(
-            lambda: self._sum(channel.window, buffer, ticket.routing, out_TD)
+            lambda: self._combine_results(channel.window, buffer, ticket.routing, out_TD)
         )
-        # Work that is launched from now on may use the buffer: it runs after `_sum`.
-        buffer.busy = False
+        # Work that is launched from now on may use the buffer: it runs after `_combine_results`.
+        buffer.is_busy = False
         return Transfer(join)
 
-    def _sum(self, window: Window, buffer: _Buffer, routing: Routing, out_TD: Tensor) -> Tensor:
+    def _combine_results(
+        self, window: Window, buffer: _Buffer, routing: Routing, out_TD: Tensor
+    ) -> Tensor:
         window.barrier(0)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         weights_TK = routing.weights_TK.float().contiguous()
         collect(
-            window.bases_R,
-            window.state,
-            window.rank,
-            weights_TK,
-            ids_TK,
-            self._num_local,
-            buffer.at.places,
-            buffer.at.y,
-            out_TD,
-            self._facts.comm_sms,
+            bases_R=window.bases_R,
+            state=window.state,
+            rank=window.rank,
+            weights_TK=weights_TK,
+            ids_TK=ids_TK,
+            num_local=self._num_local,
+            places_at=buffer.offsets.places,
+            y_at=buffer.offsets.y,
+            out_TD=out_TD,
+            programs=self._facts.comm_sms,
         )
         return out_TD

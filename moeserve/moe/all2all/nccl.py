@@ -12,8 +12,9 @@ It has two modes, and both keep rows on the device:
 
 `wait` only makes the stream wait, so the backend is `Checked`.
 
-T: tokens of this rank. M: most tokens of any rank. K: experts per token. D: model width. R: ranks.
-e: local experts. N: rows received. P: pairs for the local experts. B: bytes of an encoded row.
+T: tokens of this rank. M: tokens of the rank that has the most. K: experts per token. D: model
+width. R: ranks. e: local experts. N: rows received. P: pairs for the local experts. B: bytes of an
+encoded row.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from moeserve.moe.streams import comm_stream
 from moeserve.moe.ubatch import UBatch
 
 I64 = NDArray[np.int64]
-SMALL_BYTES = 16 << 20  # a step is small if at most so many bytes of results return to a rank
+MAX_SMALL_BYTES = 16 << 20  # of results that return to a rank in a small step
 
 
 class NcclAll2All(MeshAll2All[DeviceMesh]):
@@ -51,13 +52,15 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         super().__init__(facts, "cuda")
         self._max_sms = facts.comm_sms
         self.caps = replace(
-            self.caps, not_recorded=None, recorded_rows=SMALL_BYTES // facts.row_bytes
+            self.caps, not_recorded=None, recorded_rows=MAX_SMALL_BYTES // facts.row_bytes
         )
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         super().join(members, experts_per_rank, ubatches)
-        most = self.caps.recorded_rows // (members.size * self._top_k) if members.size > 1 else 0
-        self.caps = replace(self.caps, most_recorded=most)
+        most_recorded = (
+            self.caps.recorded_rows // (members.size * self._top_k) if members.size > 1 else 0
+        )
+        self.caps = replace(self.caps, most_recorded=most_recorded)
 
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> DeviceMesh:
         return DeviceMesh(
@@ -87,33 +90,38 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         size = mesh.members.size
         rank_TK = ids_TK.div(self._num_local, rounding_mode="floor")
         is_for_RT = (rank_TK == torch.arange(size, device=ids_TK.device)[:, None, None]).any(2)
-        pairs_Re = _counts(ids_TK, size * self._num_local).view(size, -1)
+        pairs_Re = _count_pairs(ids_TK, size * self._num_local).view(size, -1)
         # Row r: the pairs for each expert of rank r, and in the last column the rows for rank r.
-        our_counts = torch.cat((pairs_Re, is_for_RT.sum(1, keepdim=True)), 1).cpu().numpy()
-        their_counts = _exchange(channel, our_counts)
-        our_rows_R = our_counts[:, -1]
-        their_rows_R = their_counts[:, -1]
+        sent_counts = torch.cat((pairs_Re, is_for_RT.sum(1, keepdim=True)), 1).cpu().numpy()
+        received_counts = _exchange_counts(channel, sent_counts)
+        sent_rows_R = sent_counts[:, -1]
+        received_rows_R = received_counts[:, -1]
         # The rows for rank 0, then those for rank 1, ..., as places in the flat [R, T] mask.
         place_M = (
             (~is_for_RT)
             .flatten()
             .to(torch.uint8)
             .sort(stable=True)
-            .indices[: int(our_rows_R.sum())]
+            .indices[: int(sent_rows_R.sum())]
         )
         send_MB = rows_TB.index_select(0, place_M % max(1, len(x_TD)))
-        received_NB = rows_TB.new_empty((int(their_rows_R.sum()), rows_TB.shape[1]))
-        wait = mesh.all_to_all(received_NB, send_MB, their_rows_R.tolist(), our_rows_R.tolist())
-        home = _sorted(rank_TK, size, our_counts[:, :-1].sum(1))
+        received_NB = rows_TB.new_empty((int(received_rows_R.sum()), rows_TB.shape[1]))
+        wait_for_rows = mesh.all_to_all(
+            received_NB, send_MB, received_rows_R.tolist(), sent_rows_R.tolist()
+        )
+        own_pairs = _group_pairs(rank_TK, size, sent_counts[:, :-1].sum(1))
 
         def receive() -> Ticket:
-            wait()
+            wait_for_rows()
             x_ND, local_NK = self._decode(received_NB)
-            counts_e = their_counts[:, :-1].sum(0)
-            order_P = _sorted(local_NK, self._num_local, counts_e).order_P
+            counts_e = received_counts[:, :-1].sum(0)
+            order_P = _group_pairs(local_NK, self._num_local, counts_e).order_P
             x_PD = x_ND.index_select(0, order_P // ids_TK.shape[1])
             handle = _NcclHandle(
-                mesh, pairs_R=their_counts[:, :-1].sum(1), place_P=order_P.argsort(), home=home
+                mesh,
+                pairs_R=received_counts[:, :-1].sum(1),
+                place_P=order_P.argsort(),
+                own_pairs=own_pairs,
             )
             inbound = Inbound(Layout.GROUPED, x_PD, counts_e=counts_e, ends_e=counts_e.cumsum())
             return Ticket(inbound, routing, private=handle)
@@ -138,19 +146,19 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         rows_MB = torch.cat((pad(self._wire.encode(x_TD), padding), bytes_of(ids_MK)), 1)
         pairs_R = np.full(mesh.members.size, most_tokens * top_k)
         received_NB = rows_MB.new_empty((len(pairs_R) * most_tokens, rows_MB.shape[1]))
-        wait = mesh.all_gather(received_NB, rows_MB)
+        wait_for_rows = mesh.all_gather(received_NB, rows_MB)
         pair_N = torch.arange(int(pairs_R.sum()), device=ids_TK.device)
         place_N = (
             ids_TK.flatten().div(self._num_local, rounding_mode="floor") * pairs_R[0]
             + pair_N[: ids_TK.numel()]
         )
-        home = Grouping(pair_N, place_N.where(ids_TK.flatten() >= 0, -1), pairs_R)
+        own_pairs = Grouping(pair_N, place_N.where(ids_TK.flatten() >= 0, -1), pairs_R)
 
         def receive() -> Ticket:
-            wait()
+            wait_for_rows()
             x_ND, local_NK = self._decode(received_NB)
-            order_P, place_P = _order(local_NK.flatten(), self._num_local)
-            counts_e = _counts(local_NK, self._num_local).to(torch.int32)
+            order_P, place_P = _sort_pairs(local_NK.flatten(), self._num_local)
+            counts_e = _count_pairs(local_NK, self._num_local).to(torch.int32)
             inbound = Inbound(
                 Layout.GROUPED,
                 x_ND.index_select(0, order_P // top_k),
@@ -158,7 +166,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
                 ends_e=counts_e.cumsum(0, dtype=torch.int32),
                 expected_rows=most_tokens * top_k,
             )
-            handle = _NcclHandle(mesh, pairs_R=pairs_R, place_P=place_P, home=home)
+            handle = _NcclHandle(mesh, pairs_R=pairs_R, place_P=place_P, own_pairs=own_pairs)
             return Ticket(inbound, routing, private=handle)
 
         return Transfer(receive)
@@ -179,16 +187,19 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
     ) -> Transfer[Tensor]:
         ticket.use()
         handle: _NcclHandle = ticket.private
-        home = handle.home
+        own_pairs = handle.own_pairs
         send_PD = y.index_select(0, handle.place_P)
-        home_PD = y.new_empty((len(home.order_P), y.shape[1]))
-        wait = handle.mesh.all_to_all(
-            bytes_of(home_PD), bytes_of(send_PD), home.counts_e.tolist(), handle.pairs_R.tolist()
+        own_results_PD = y.new_empty((len(own_pairs.order_P), y.shape[1]))
+        wait_for_results = handle.mesh.all_to_all(
+            bytes_of(own_results_PD),
+            bytes_of(send_PD),
+            own_pairs.counts_e.tolist(),
+            handle.pairs_R.tolist(),
         )
 
         def add_up() -> Tensor:
-            wait()
-            return weighted_sum(home_PD, home, ticket.routing, out_TD)
+            wait_for_results()
+            return weighted_sum(own_results_PD, own_pairs, ticket.routing, out_TD)
 
         return Transfer(add_up)
 
@@ -200,38 +211,38 @@ class _NcclHandle:
     mesh: DeviceMesh
     pairs_R: I64  # pairs received from each rank
     place_P: Tensor  # the inbound row of each of those pairs
-    home: Grouping  # this rank's own pairs, by the rank that returns their results
+    own_pairs: Grouping  # of this rank, by the rank that returns their results
 
 
-def _exchange(channel: Channel, ours: I64) -> I64:
-    """Send row r of `ours` to rank r, and return the rows that the ranks sent to this one, [R, X].
+def _exchange_counts(channel: Channel, counts: I64) -> I64:
+    """Send row r of `counts` to rank r. Return the rows that the ranks sent to this one, [R, X].
 
     The host waits. Raises PeerLost.
     """
-    me = channel.mesh.members.rank
-    sent = torch.from_numpy(ours).view(torch.uint8)
+    own_rank = channel.mesh.members.rank
+    sent = torch.from_numpy(counts).view(torch.uint8)
     received = sent.clone()
-    others = [rank for rank in range(len(ours)) if rank != me]
+    others = [rank for rank in range(len(counts)) if rank != own_rank]
     channel.post(
         {rank: received[rank] for rank in others}, {rank: sent[rank] for rank in others}
     ).wait()
     return received.numpy().view(np.int64)
 
 
-def _counts(ids_TK: Tensor, num_ids: int) -> Tensor:
+def _count_pairs(ids_TK: Tensor, num_ids: int) -> Tensor:
     """Count the pairs of each id, int64 [num_ids]. (`bincount` would make the host wait.)"""
     ids_N = ids_TK.flatten().long() + 1
     return ids_N.new_zeros(num_ids + 1).index_add_(0, ids_N, torch.ones_like(ids_N))[1:]
 
 
-def _sorted(ids_TK: Tensor, num_ids: int, counts_e: I64) -> Grouping:
+def _group_pairs(ids_TK: Tensor, num_ids: int, counts_e: I64) -> Grouping:
     """Do the same as `group_rows`, without waiting for the device. counts_e: the known counts."""
     ids_N = ids_TK.flatten()
-    order_N, place_N = _order(ids_N, num_ids)
+    order_N, place_N = _sort_pairs(ids_N, num_ids)
     return Grouping(order_N[: int(counts_e.sum())], place_N.where(ids_N >= 0, -1), counts_e)
 
 
-def _order(ids_N: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+def _sort_pairs(ids_N: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
     """Return the stable order of pairs by id, with -1 last, and the place of each pair in it."""
     order_N = ids_N.where(ids_N >= 0, num_ids).sort(stable=True).indices
     place_N = torch.empty_like(order_N)

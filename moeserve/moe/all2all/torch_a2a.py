@@ -61,30 +61,32 @@ class TorchAll2All(MeshAll2All[Mesh]):
         mesh = self.mesh
         pool = self._pools[ubatch.index]
         size = mesh.members.size
-        me = mesh.members.rank
+        own_rank = mesh.members.rank
         rows = group_rows(routing.ids_TK, size * self._num_local)
         counts_Re = rows.counts_e.reshape(size, self._num_local)
         encoded_TB = self._wire.encode(x_TD)
         send_buffers = self._send_buffers(rows, counts_Re, routing.ids_TK)
         limit = self._max_tokens
         # The longest possible message, in rows of B bytes.
-        region = self._index_rows(limit * self._top_k) + limit
-        inbox = pool.take(size * region * self._row_bytes)
-        inbox_RNB = inbox[: size * region * self._row_bytes].view(size, region, self._row_bytes)
+        region_rows = self._index_rows(limit * self._top_k) + limit
+        inbox = pool.take(size * region_rows * self._row_bytes)
+        inbox_RNB = inbox[: size * region_rows * self._row_bytes].view(
+            size, region_rows, self._row_bytes
+        )
         outbox = pool.take(
             sum(send_buffer.num_rows for send_buffer in send_buffers) * self._row_bytes
         )
         send = {}
         start = 0
         for rank, send_buffer in enumerate(send_buffers):
-            if rank == me:
-                send_buffer.write(encoded_TB, inbox_RNB[me])
+            if rank == own_rank:
+                send_buffer.write(encoded_TB, inbox_RNB[own_rank])
                 continue
             end = start + send_buffer.num_rows * self._row_bytes
             send_buffer.write(encoded_TB, outbox[start:end].view(-1, self._row_bytes))
             send[rank] = outbox[start:end]
             start = end
-        receive = {rank: inbox_RNB[rank].view(-1) for rank in range(size) if rank != me}
+        receive = {rank: inbox_RNB[rank].view(-1) for rank in range(size) if rank != own_rank}
         channel = mesh.channel(ubatch.index)
         exchange = channel.post(receive, send, lambda: pool.give(outbox))
         # Results are not sent early with a single micro-batch, which waits for its rows as soon as
@@ -93,7 +95,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
 
         def receive_rows() -> Ticket:
             exchange.wait()
-            counts_Re, place_M = self._read(inbox_RNB)
+            counts_Re, place_M = self._read_indexes(inbox_RNB)
             order_P, place_P = _by_expert(counts_Re)
             rows_NB = inbox_RNB.view(-1, self._row_bytes).view(torch.int64)
             encoded_PB = rows_NB.index_select(0, place_M[order_P]).view(torch.uint8)
@@ -137,7 +139,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
         ends = counts_Re.sum(1).cumsum()
         send_buffers = []
         for rank, counts_e in enumerate(counts_Re):
-            token_n = token_P[_part(ends, rank)]
+            token_n = token_P[_slice_of(ends, rank)]
             is_sent_T = np.zeros(tokens, bool)
             is_sent_T[token_n] = True
             row_n = (is_sent_T.cumsum() - 1)[token_n]
@@ -150,25 +152,27 @@ class TorchAll2All(MeshAll2All[Mesh]):
             )
         return send_buffers
 
-    def _index_rows(self, pairs: int) -> int:
-        """Return the length of the index of `pairs` pairs, in rows of B bytes."""
-        return -(-4 * (self._num_local + pairs) // self._row_bytes)
+    def _index_rows(self, num_pairs: int) -> int:
+        """Return the length of the index of `num_pairs` pairs, in rows of B bytes."""
+        return -(-4 * (self._num_local + num_pairs) // self._row_bytes)
 
-    def _read(self, inbox_RNB: Tensor) -> tuple[I64, Tensor]:
+    def _read_indexes(self, inbox_RNB: Tensor) -> tuple[I64, Tensor]:
         """Read the indexes of all messages.
 
         Return how many pairs each rank sent for each local expert, [R, e], and the row of each pair
         in the inbox viewed as [R * N, B], in the order of the messages.
         """
-        size, region, _ = inbox_RNB.shape
+        size, region_rows, _ = inbox_RNB.shape
         counts_Re = np.empty((size, self._num_local), np.int64)
         places = []
         for rank in range(size):
-            head = inbox_RNB[rank].view(-1).numpy().view(np.int32)
-            counts_Re[rank] = head[: self._num_local]
-            pairs = int(counts_Re[rank].sum())
-            first = rank * region + self._index_rows(pairs)
-            places.append(first + head[self._num_local : self._num_local + pairs].astype(np.int64))
+            index = inbox_RNB[rank].view(-1).numpy().view(np.int32)
+            counts_Re[rank] = index[: self._num_local]
+            num_pairs = int(counts_Re[rank].sum())
+            first = rank * region_rows + self._index_rows(num_pairs)
+            places.append(
+                first + index[self._num_local : self._num_local + num_pairs].astype(np.int64)
+            )
         return counts_Re, torch.from_numpy(np.concatenate(places))
 
 
@@ -220,7 +224,7 @@ class _TorchHandle:
         self._pool = pool
         self._counts_Re = counts_Re
         self._place_P = place_P
-        self._me = channel.mesh.members.rank
+        self._own_rank = channel.mesh.members.rank
         self._buffer, self.home_ND = pool.take_rows(len(rows.order_P), like)
         size, num_local = counts_Re.shape
         self._parts = [
@@ -231,7 +235,7 @@ class _TorchHandle:
         expected_Re = rows.counts_e.reshape(size, num_local)
         self._ends_R = expected_Re.sum(1).cumsum()
         self.exchange = channel.expect(
-            (rank, _bytes(self.home_ND[rows_of]))
+            (rank, _as_bytes(self.home_ND[rows_of]))
             for part in self._parts
             for rank, rows_of in self._messages(expected_Re, part)
         )
@@ -248,7 +252,7 @@ class _TorchHandle:
             place = self._place_P[rows]
             into_ND = outbox_ND[start : start + len(place)]
             torch.index_select(y, 0, place, out=into_ND)
-            send[rank] = _bytes(into_ND)
+            send[rank] = _as_bytes(into_ND)
             start += len(place)
         self.exchange.send(send, lambda: self._pool.give(buffer))
 
@@ -258,8 +262,8 @@ class _TorchHandle:
             self.send(y)
         self.exchange.receive_in_background()
         ends_R = self._counts_Re.sum(1).cumsum()
-        mine_ND = self.home_ND[_part(self._ends_R, self._me)]
-        torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
+        own_ND = self.home_ND[_slice_of(self._ends_R, self._own_rank)]
+        torch.index_select(y, 0, self._place_P[_slice_of(ends_R, self._own_rank)], out=own_ND)
 
     def release(self) -> None:
         """Free the memory of home_ND."""
@@ -274,11 +278,11 @@ class _TorchHandle:
         starts_R = counts_Re.sum(1).cumsum() - counts_Re.sum(1) + counts_Re[:, : part.start].sum(1)
         ends_R = starts_R + counts_Re[:, part].sum(1)
         for rank, (start, end) in enumerate(zip(starts_R.tolist(), ends_R.tolist(), strict=True)):
-            if rank != self._me and start < end:
+            if rank != self._own_rank and start < end:
                 yield rank, slice(start, end)
 
 
-def _bytes(rows_ND: Tensor) -> Tensor:
+def _as_bytes(rows_ND: Tensor) -> Tensor:
     return rows_ND.view(torch.uint8).view(-1)
 
 
@@ -295,7 +299,7 @@ def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(order), torch.from_numpy(place)
 
 
-def _part(ends: I64, index: int) -> slice:
+def _slice_of(ends: I64, index: int) -> slice:
     return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
 
 
