@@ -80,14 +80,14 @@ async def _receive(request: web.BaseRequest, upload: Upload) -> dict[str, str]:
     fields: dict[str, str] = {}
     await continue_body(request)
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S) as limit:
+        async with asyncio.timeout(READ_TIMEOUT_S) as timeout:
             async for field in await request.multipart():
                 _check_field(field, fields)
                 assert isinstance(field, BodyPartReader)
                 assert field.name is not None
                 if field.name == "file":
                     fields["file"] = shorten(field.filename or "file")
-                    await _write(field, upload, limit)
+                    await _write(field, upload, timeout)
                 else:
                     fields[field.name] = await _text_of(field)
     except TimeoutError as error:
@@ -118,15 +118,15 @@ async def _text_of(field: BodyPartReader) -> str:
     return text.decode()
 
 
-async def _write(field: BodyPartReader, upload: Upload, limit: asyncio.Timeout) -> None:
+async def _write(field: BodyPartReader, upload: Upload, timeout: asyncio.Timeout) -> None:
     loop = asyncio.get_running_loop()
     num_bytes = 0
     while chunk := await field.read_chunk(CHUNK_BYTES):
         await upload.write(chunk)
-        before = num_bytes
+        previous_num_bytes = num_bytes
         num_bytes += len(chunk)
-        if num_bytes >> 20 > before >> 20:  # each MiB restarts the timeout
-            limit.reschedule(loop.time() + READ_TIMEOUT_S)
+        if num_bytes >> 20 > previous_num_bytes >> 20:  # each MiB restarts the timeout
+            timeout.reschedule(loop.time() + READ_TIMEOUT_S)
 
 
 async def list_files(call: HttpCall) -> web.StreamResponse:

@@ -14,9 +14,9 @@ from moeserve.client import AsyncClient
 from moeserve.errors import ConfigError, RequestError
 
 # Limits in tokens: vLLM's filter.
-SHAREGPT_SHORTEST = 4
-SHAREGPT_LONGEST_PROMPT = 1024
-SHAREGPT_LONGEST = 2048
+SHAREGPT_MIN_TOKENS = 4
+SHAREGPT_MAX_PROMPT_TOKENS = 1024
+SHAREGPT_MAX_TOKENS = 2048
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ async def _random(args: argparse.Namespace, tokens: Tokens, rng: random.Random) 
             f"input and output lengths must be at least 1, got {input_len} and {output_len}"
         )
 
-    def spread(length: int) -> int:
+    def random_length(length: int) -> int:
         """Return a random length in len*(1-R..1+R)."""
         return rng.randint(max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio))))
 
@@ -165,8 +165,8 @@ async def _random(args: argparse.Namespace, tokens: Tokens, rng: random.Random) 
     prefix = rng.choices(pool, k=prefix_len)
     samples = []
     for _ in range(args.num_prompts):
-        ids = prefix + rng.choices(pool, k=spread(input_len))
-        samples.append(Sample(ids, len(ids), spread(output_len)))
+        ids = prefix + rng.choices(pool, k=random_length(input_len))
+        samples.append(Sample(ids, len(ids), random_length(output_len)))
     return samples
 
 
@@ -176,25 +176,28 @@ async def _sharegpt(args: argparse.Namespace, tokens: Tokens, rng: random.Random
         raise ConfigError(f"--dataset-path {args.dataset_path}: expected a list of conversations")
     turns = []
     for entry in entries:
-        talk = entry.get("conversations", []) if isinstance(entry, dict) else []
-        if len(talk) >= 2 and all(
-            isinstance(t, dict) and isinstance(t.get("value"), str) for t in talk[:2]
+        conversation = entry.get("conversations", []) if isinstance(entry, dict) else []
+        if len(conversation) >= 2 and all(
+            isinstance(turn, dict) and isinstance(turn.get("value"), str)
+            for turn in conversation[:2]
         ):
-            turns.append((talk[0]["value"], talk[1]["value"]))
+            turns.append((conversation[0]["value"], conversation[1]["value"]))
     if not args.disable_shuffle:
         rng.shuffle(turns)
-    fixed_len = args.output_len or args.sharegpt_output_len
+    given_output_len = args.output_len or args.sharegpt_output_len
     samples: list[Sample] = []
     for question, answer in turns:
         if len(samples) == args.num_prompts:
             break
         prompt_len = len(await tokens.encode(question))
-        output_len = fixed_len or len(await tokens.encode(answer))
-        long = prompt_len > SHAREGPT_LONGEST_PROMPT or prompt_len + output_len > SHAREGPT_LONGEST
-        shortest = prompt_len if fixed_len else min(prompt_len, output_len)
-        if not long and shortest >= SHAREGPT_SHORTEST:
+        output_len = given_output_len or len(await tokens.encode(answer))
+        is_too_long = (
+            prompt_len > SHAREGPT_MAX_PROMPT_TOKENS or prompt_len + output_len > SHAREGPT_MAX_TOKENS
+        )
+        shortest_len = prompt_len if given_output_len else min(prompt_len, output_len)
+        if not is_too_long and shortest_len >= SHAREGPT_MIN_TOKENS:
             samples.append(Sample(question, prompt_len, output_len))
-    return _enough(samples, args)
+    return _repeat_samples(samples, args)
 
 
 async def _custom(args: argparse.Namespace, tokens: Tokens, rng: random.Random) -> list[Sample]:
@@ -213,13 +216,13 @@ async def _custom(args: argparse.Namespace, tokens: Tokens, rng: random.Random) 
         samples.append(
             Sample(line["prompt"], prompt_len, None if output_len == -1 else int(output_len))
         )
-    return _enough(samples, args)
+    return _repeat_samples(samples, args)
 
 
 BUILDERS: dict[str, Any] = {"random": _random, "sharegpt": _sharegpt, "custom": _custom}
 
 
-def _enough(samples: list[Sample], args: argparse.Namespace) -> list[Sample]:
+def _repeat_samples(samples: list[Sample], args: argparse.Namespace) -> list[Sample]:
     if not samples:
         raise ConfigError(f"{args.dataset_path} has no usable prompt")
     return samples if args.no_oversample else list(islice(cycle(samples), args.num_prompts))

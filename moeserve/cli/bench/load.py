@@ -17,12 +17,12 @@ from moeserve.protocol import ChatCompletionChunk, Completion
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as the client saw it. `start_s` is a value of `time.perf_counter`."""
+    """One request as the client saw it. `started_at_s` is a value of `time.perf_counter`."""
 
     prompt_len: int
     success: bool = False
     output_tokens: int = 0
-    start_s: float = 0.0
+    started_at_s: float = 0.0
     ttft_s: float = 0.0
     latency_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)  # every gap between two chunks
@@ -72,9 +72,9 @@ async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
     """Stream one request, from first byte sent to last byte received. Errors are returned in the
     outcome.
     """
-    outcome = Outcome(sample.prompt_len, start_s=time.perf_counter())
+    outcome = Outcome(sample.prompt_len, started_at_s=time.perf_counter())
     kind: Any = ChatCompletionChunk if target.chat else Completion
-    last_s = outcome.start_s
+    last_chunk_at_s = outcome.started_at_s
     try:
         response = await client.transport.open("POST", target.url, target.body(sample))
         async with Stream(response, kind, client.transport.timeout_s) as stream:
@@ -88,15 +88,15 @@ async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
                         continue  # the chunk with the role has no token
                     now_s = time.perf_counter()
                     if outcome.ttft_s == 0.0:
-                        outcome.ttft_s = now_s - outcome.start_s
+                        outcome.ttft_s = now_s - outcome.started_at_s
                     else:
-                        outcome.itl_s.append(now_s - last_s)
-                    last_s = now_s
+                        outcome.itl_s.append(now_s - last_chunk_at_s)
+                    last_chunk_at_s = now_s
                     outcome.text += text or ""
     except RequestError as error:
         outcome.error = f"{type(error).__name__}: {error}"
         return outcome
-    outcome.latency_s = last_s - outcome.start_s
+    outcome.latency_s = last_chunk_at_s - outcome.started_at_s
     outcome.success = outcome.ttft_s > 0.0
     if not outcome.success:
         outcome.error = "the answer had no tokens"
@@ -116,20 +116,20 @@ async def run_load(
     """Send every sample at its time. Returns the outcomes in that order, and the seconds until the
     last one has ended.
     """
-    gate = asyncio.Semaphore(max_concurrency or len(samples))
+    concurrency = asyncio.Semaphore(max_concurrency or len(samples))
 
     async def send_one(sample: Sample) -> Outcome:
-        async with gate:
+        async with concurrency:
             outcome = await send(client, target, sample)
         on_done()
         return outcome
 
-    begin_s = time.perf_counter()
+    begun_at_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         tasks = []
-        for sample, at_s in zip(samples, times_s, strict=True):
-            wait_s = begin_s + at_s - time.perf_counter()
+        for sample, arrival_s in zip(samples, times_s, strict=True):
+            wait_s = begun_at_s + arrival_s - time.perf_counter()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             tasks.append(group.create_task(send_one(sample)))
-    return [task.result() for task in tasks], time.perf_counter() - begin_s
+    return [task.result() for task in tasks], time.perf_counter() - begun_at_s

@@ -24,29 +24,31 @@ def summarize(
     """Return the metrics of all requests. The TPOT of a request is vLLM's: (latency - TTFT) /
     (tokens - 1).
     """
-    good = [o for o in outcomes if o.success]
-    total_in = sum(o.prompt_len for o in good)
-    total_out = sum(o.output_tokens for o in good)
+    completed = [outcome for outcome in outcomes if outcome.success]
+    num_input_tokens = sum(outcome.prompt_len for outcome in completed)
+    num_output_tokens = sum(outcome.output_tokens for outcome in completed)
     result: dict[str, Any] = {
         "duration": duration_s,
-        "completed": len(good),
-        "failed": len(outcomes) - len(good),
-        "total_input_tokens": total_in,
-        "total_output_tokens": total_out,
-        "request_throughput": len(good) / duration_s,
-        "output_throughput": total_out / duration_s,
-        "total_token_throughput": (total_in + total_out) / duration_s,
+        "completed": len(completed),
+        "failed": len(outcomes) - len(completed),
+        "total_input_tokens": num_input_tokens,
+        "total_output_tokens": num_output_tokens,
+        "request_throughput": len(completed) / duration_s,
+        "output_throughput": num_output_tokens / duration_s,
+        "total_token_throughput": (num_input_tokens + num_output_tokens) / duration_s,
     }
-    seconds: dict[str, list[float]] = {
-        "ttft": [o.ttft_s for o in good],
+    seconds_by_metric: dict[str, list[float]] = {
+        "ttft": [outcome.ttft_s for outcome in completed],
         "tpot": [
-            (o.latency_s - o.ttft_s) / (o.output_tokens - 1) for o in good if o.output_tokens > 1
+            (outcome.latency_s - outcome.ttft_s) / (outcome.output_tokens - 1)
+            for outcome in completed
+            if outcome.output_tokens > 1
         ],
-        "itl": [gap for o in good for gap in o.itl_s],
-        "e2el": [o.latency_s for o in good],
+        "itl": [gap for outcome in completed for gap in outcome.itl_s],
+        "e2el": [outcome.latency_s for outcome in completed],
     }
     for name in metrics:
-        values_ms = np.asarray(seconds[name] or [0.0]) * 1e3
+        values_ms = np.asarray(seconds_by_metric[name] or [0.0]) * 1e3
         result[f"mean_{name}_ms"] = float(values_ms.mean())
         result[f"median_{name}_ms"] = float(np.median(values_ms))
         result[f"std_{name}_ms"] = float(values_ms.std())
@@ -58,13 +60,13 @@ def summarize(
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return each request's lengths, times in seconds, text and error."""
     return {
-        "input_lens": [o.prompt_len for o in outcomes],
-        "output_lens": [o.output_tokens if o.success else 0 for o in outcomes],
-        "ttfts": [o.ttft_s for o in outcomes],
-        "itls": [o.itl_s for o in outcomes],
-        "start_times": [o.start_s for o in outcomes],
-        "generated_texts": [o.text for o in outcomes],
-        "errors": [o.error for o in outcomes],
+        "input_lens": [outcome.prompt_len for outcome in outcomes],
+        "output_lens": [outcome.output_tokens if outcome.success else 0 for outcome in outcomes],
+        "ttfts": [outcome.ttft_s for outcome in outcomes],
+        "itls": [outcome.itl_s for outcome in outcomes],
+        "start_times": [outcome.started_at_s for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
     }
 
 

@@ -27,7 +27,7 @@ SAMPLING = (
     "presence_penalty",
     "repetition_penalty",
 )
-LONGEST_REQUEST_S = 6 * 3600
+REQUEST_TIMEOUT_S = 6 * 3600
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,16 +179,16 @@ async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome
     """Return a description of the load, the outcomes, and the duration in seconds."""
     from tqdm import tqdm
 
-    async with client_from(args, max_retries=0, timeout_s=LONGEST_REQUEST_S) as client:
+    async with client_from(args, max_retries=0, timeout_s=REQUEST_TIMEOUT_S) as client:
         if args.ready_check_timeout_sec > 0:
             await client.wait_ready(args.ready_check_timeout_sec)
         model = await model_name(client, args.served_model_name or args.model)
         target = _target(args, client.transport.root_url, model)
         tokens = Tokens(client, model, args.random_vocab_size)
         samples = await build_samples(args, tokens, text_only=target.chat)
-        warm = [await send(client, target, samples[0]) for _ in range(args.num_warmups)]
-        if warm and not any(o.success for o in warm):
-            raise ConfigError(f"every warm-up request failed: {warm[0].error}")
+        warm_ups = [await send(client, target, samples[0]) for _ in range(args.num_warmups)]
+        if warm_ups and not any(outcome.success for outcome in warm_ups):
+            raise ConfigError(f"every warm-up request failed: {warm_ups[0].error}")
         times_s = arrival_times(len(samples), args.request_rate, args.burstiness, args.seed)
         with tqdm(
             total=len(samples), disable=args.disable_tqdm, unit="req", dynamic_ncols=True

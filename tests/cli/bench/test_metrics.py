@@ -7,10 +7,12 @@ import pytest
 from moeserve.cli.bench.load import Outcome
 from moeserve.cli.bench.metrics import METRICS, details, summarize, table
 
-A = Outcome(10, True, 3, start_s=100.0, ttft_s=0.1, latency_s=0.5, itl_s=[0.1, 0.3], text="abc")
-B = Outcome(20, True, 1, start_s=100.2, ttft_s=0.3, latency_s=0.3, text="x")
-C = Outcome(30, False, 5, start_s=100.4, error="Overloaded: full")
-D = Outcome(5, True, 2, start_s=101.0, ttft_s=0.2, latency_s=0.25, itl_s=[0.05], text="de")
+A = Outcome(
+    10, True, 3, started_at_s=100.0, ttft_s=0.1, latency_s=0.5, itl_s=[0.1, 0.3], text="abc"
+)
+B = Outcome(20, True, 1, started_at_s=100.2, ttft_s=0.3, latency_s=0.3, text="x")
+C = Outcome(30, False, 5, started_at_s=100.4, error="Overloaded: full")
+D = Outcome(5, True, 2, started_at_s=101.0, ttft_s=0.2, latency_s=0.25, itl_s=[0.05], text="de")
 
 
 def test_every_number_by_hand() -> None:
