@@ -124,7 +124,7 @@ class ExpertStore:
         self._read = read
         self._rank = rank
         self._placement = placement  # active, except in the first `_move.num_active` layers
-        self._local = [placement.local(layer, rank) for layer in range(len(layers))]  # active
+        self._local_experts = [placement.local(layer, rank) for layer in range(len(layers))]
         self._newest_version = placement.version  # that this rank has received
         # Versions that were abandoned before this rank received them.
         self._abandoned_versions: set[int] = set()
@@ -256,7 +256,7 @@ class ExpertStore:
         for index, expert in move.staged.experts:
             layer.experts.put(layer.packed, index, expert)
         layer.to_physical = move.staged.to_physical
-        self._local[move.num_active] = move.staged.local
+        self._local_experts[move.num_active] = move.staged.local
         move.staged = None
         move.num_active += 1
         self._condition.notify_all()
@@ -323,7 +323,7 @@ class ExpertStore:
 
     def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
         """Change one layer to a placement. Return the bytes read from the checkpoint."""
-        current = self._local[index]
+        current = self._local_experts[index]
         wanted = target.local(index, self._rank)
         changed, num_bytes = self._packed_experts(index, wanted, on_progress=lambda num_bytes: None)
         if len(wanted) == len(current):
@@ -337,7 +337,7 @@ class ExpertStore:
             ]
             layer.packed = layer.experts.stack(experts)
         layer.to_physical = layer.to_physical.after(target)
-        self._local[index] = wanted
+        self._local_experts[index] = wanted
         return num_bytes
 
     # In the runner's thread or the background thread, never in both at once.
@@ -364,7 +364,7 @@ class ExpertStore:
         wanted: the logical expert of each local expert.
         """
         layer = self._layers[index]
-        current = self._local[index]
+        current = self._local_experts[index]
         changed = [
             (i, expert)
             for i, expert in enumerate(wanted)

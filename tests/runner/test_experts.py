@@ -159,7 +159,7 @@ def test_one_rank_that_cannot_read_ends_it_for_all(
     assert notices[0].error == "another rank gave it up"
     assert torch.equal(group.outputs(), before)
     mixed = start.with_layers(swapped, layers, 1)
-    assert [rank.store._local for rank in group.ranks] == [
+    assert [rank.store._local_experts for rank in group.ranks] == [
         [mixed.local(i, r) for i in range(L)] for r in range(2)
     ]
     assert {rank.store.version for rank in group.ranks} == {1}

@@ -503,7 +503,7 @@ def test_the_largest_step_is_run_to_measure_it(cuda: FakeCuda) -> None:
         runner.sampling.on_logits = lambda plan, logits_SV: runs.append(int(plan.counts_R.sum()))
 
     runner.initialize_kv_cache = allocate_and_watch  # type: ignore[method-assign]
-    step_bytes, table_bytes = runner._measured()
+    step_bytes, table_bytes = runner._measure_step()
     assert runs == [1, SETTINGS["max_num_batched_tokens"]]
     logits = SETTINGS["max_num_seqs"] * 5000 * 4
     assert logits < step_bytes < 9 * logits
