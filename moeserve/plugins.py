@@ -50,8 +50,8 @@ def installed_plugins() -> tuple[Plugin, ...]:
 
 @lru_cache(maxsize=4)  # a scan reads a file of each installed package
 def _scan(path: tuple[str, ...], allowed: str | None) -> tuple[Plugin, ...]:
-    names = _names(allowed)
-    found = [
+    names = _split_names(allowed)
+    plugins = [
         Plugin(
             group=entry.group,
             name=entry.name,
@@ -64,20 +64,20 @@ def _scan(path: tuple[str, ...], allowed: str | None) -> tuple[Plugin, ...]:
         for entry in package.entry_points
         if entry.group.startswith(PREFIX)
     ]
-    return tuple(sorted(found, key=lambda plugin: (plugin.group, plugin.name)))
+    return tuple(sorted(plugins, key=lambda plugin: (plugin.group, plugin.name)))
 
 
-def _names(allowed: str | None) -> set[str]:
+def _split_names(allowed: str | None) -> set[str]:
     return {name.strip() for name in (allowed or "").split(",")} - {""}
 
 
 def _packages() -> list[Distribution]:
     """Return the packages with plugins for moeserve; of equal names, the first on sys.path."""
-    found: dict[str, Distribution] = {}
+    packages: dict[str, Distribution] = {}
     for package in distributions():
         if f"[{PREFIX}" in (package.read_text("entry_points.txt") or ""):
-            found.setdefault(package.name, package)
-    return list(found.values())
+            packages.setdefault(package.name, package)
+    return list(packages.values())
 
 
 def _not_callable(name: str, part: Any) -> str:
@@ -116,7 +116,7 @@ class Registry(Mapping[str, T]):
     def __getitem__(self, name: str) -> T:
         if name in self._targets:
             if name not in self._parts:
-                self._parts[name] = _attribute(self._targets[name])
+                self._parts[name] = _import_target(self._targets[name])
             return self._parts[name]
         return self._load(self.plugins[name])
 
@@ -136,7 +136,7 @@ class Registry(Mapping[str, T]):
 
         Raises ConfigError if a name is ambiguous, or MOESERVE_PLUGINS has an unknown name.
         """
-        found: dict[str, Plugin] = {}
+        by_name: dict[str, Plugin] = {}
         installed = installed_plugins()
         _check_variable(installed)
         for plugin in installed:
@@ -147,13 +147,13 @@ class Registry(Mapping[str, T]):
                     f"{plugin} has the name of a built-in one; rename the plugin, or list the "
                     f"plugins to use in {VARIABLE}"
                 )
-            if plugin.name in found:
+            if plugin.name in by_name:
                 raise ConfigError(
-                    f"{plugin} has the name of another {found[plugin.name]}; uninstall one of the "
-                    "two packages"
+                    f"{plugin} has the name of another {by_name[plugin.name]}; uninstall one of "
+                    "the two packages"
                 )
-            found[plugin.name] = plugin
-        return found
+            by_name[plugin.name] = plugin
+        return by_name
 
     def load_plugins(self) -> None:
         """Import every plugin of the group, at start, so that a broken one is found early.
@@ -180,30 +180,30 @@ class Registry(Mapping[str, T]):
             try:
                 part = EntryPoint(plugin.name, plugin.target, self.group).load()
             except Exception as error:
-                raise _unusable(plugin, f"{type(error).__name__}: {error}") from error
+                raise _load_error(plugin, f"{type(error).__name__}: {error}") from error
             if misfit := self._misfit(plugin.name, part):
-                raise _unusable(plugin, misfit)
+                raise _load_error(plugin, misfit)
             self._parts[key] = part
         return self._parts[key]
 
 
 def _check_variable(installed: Collection[Plugin]) -> None:
     allowed = os.environ.get(VARIABLE)
-    offered = {plugin.name for plugin in installed}
-    if unknown := _names(allowed) - offered:
+    installed_names = {plugin.name for plugin in installed}
+    if unknown := _split_names(allowed) - installed_names:
         raise ConfigError(
             f"{VARIABLE}={allowed}: no installed package has the plugin {min(unknown)!r}; "
-            f"installed plugins: {', '.join(sorted(offered)) or 'none'}"
+            f"installed plugins: {', '.join(sorted(installed_names)) or 'none'}"
         )
 
 
-def _attribute(target: str) -> Any:
+def _import_target(target: str) -> Any:
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
-def _unusable(plugin: Plugin, why: str) -> ConfigError:
+def _load_error(plugin: Plugin, cause: str) -> ConfigError:
     return ConfigError(
-        f"{plugin} cannot be loaded: {why}. Repair or uninstall {plugin.package}, or list the "
+        f"{plugin} cannot be loaded: {cause}. Repair or uninstall {plugin.package}, or list the "
         f"plugins to use in {VARIABLE}"
     )

@@ -25,7 +25,7 @@ from moeserve.sampling import GrammarSpec, SamplingParams
 LINK_TOKENS = 64
 # Hexadecimal digits of a mark, the beginning of a token's digest. Marks show at which token logits
 # begin to differ; the proof that they do not is in the links.
-MARK = 8
+MARK_DIGITS = 8
 VERSION = 1
 _LINK = re.compile("[0-9a-f]{64}")
 _SEED = re.compile("-?[0-9]{1,19}")
@@ -53,7 +53,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     stop_reason: int | str | None = None
     links: list[str] = []
-    marks: str = ""  # the first MARK digits of each token's digest
+    marks: str = ""  # the first MARK_DIGITS of each token's digest
     public_key: str = ""  # Ed25519, hexadecimal
     signature: str = ""
 
@@ -74,7 +74,11 @@ def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:
     links = [first_link(receipt)]
     for start in range(0, len(receipt.token_ids), LINK_TOKENS):
         links.append(_next_link(links[-1], receipt.token_ids, digests, start))
-    return replace(receipt, links=links, marks="".join(digest.hex()[:MARK] for digest in digests))
+    return replace(receipt, links=links, marks="".join(_mark_of(digest) for digest in digests))
+
+
+def _mark_of(digest: bytes) -> str:
+    return digest.hex()[:MARK_DIGITS]
 
 
 def first_link(receipt: Receipt) -> str:
@@ -116,49 +120,55 @@ def check_form(receipt: Receipt) -> str:
         return f"it has {num_links} links; {num_tokens} tokens have {expected}"
     if wrong := [number for number, link in enumerate(receipt.links) if not _LINK.fullmatch(link)]:
         return f"link {wrong[0]} is not a SHA-256 digest in hexadecimal"
-    if len(receipt.marks) != (expected := MARK * num_tokens * bool(num_links)):
+    num_digits = MARK_DIGITS * num_tokens if num_links else 0
+    if len(receipt.marks) != num_digits:
         return (
             f"its marks have {len(receipt.marks)} digits; those of {num_tokens} tokens have "
-            f"{expected}"
+            f"{num_digits}"
         )
     return ""
 
 
-def difference(receipt: Receipt, found: Computed) -> str:
+def difference(receipt: Receipt, answer: Computed) -> str:
     """Return the first difference between a receipt and the recomputed answer; empty if none.
 
     The receipt must have passed `check_form`.
     """
-    for i, (recorded, computed) in enumerate(zip_longest(receipt.token_ids, found.token_ids)):
+    for i, (recorded, computed) in enumerate(zip_longest(receipt.token_ids, answer.token_ids)):
         if computed is None:
             return f"token {i} is {recorded} in the receipt; the computed answer ends before it"
-        mark = receipt.marks[MARK * i : MARK * (i + 1)]
-        other_logits = bool(receipt.links) and mark != found.digests[i].hex()[:MARK]
+        mark = receipt.marks[MARK_DIGITS * i : MARK_DIGITS * (i + 1)]
+        has_other_logits = bool(receipt.links) and mark != _mark_of(answer.digests[i])
         if recorded != computed:
             return (
                 f"token {i} is {recorded} in the receipt, {computed} "
-                f"computed{' from other logits' * other_logits}"
+                f"computed{' from other logits' if has_other_logits else ''}"
             )
-        if other_logits and _holds(receipt, found, 1 + i // LINK_TOKENS):
+        if has_other_logits and _link_matches(receipt, answer, 1 + i // LINK_TOKENS):
             return f"token {i} and its logits are equal; its mark was changed"
-        if other_logits:
+        if has_other_logits:
             return f"token {i} is {recorded} in both, but sampled from other logits"
     for number in range(1, len(receipt.links)):
-        if not _holds(receipt, found, number):
-            last = min(number * LINK_TOKENS, len(found.token_ids)) - 1
+        if not _link_matches(receipt, answer, number):
+            first_token = (number - 1) * LINK_TOKENS
+            last_token = min(number * LINK_TOKENS, len(answer.token_ids)) - 1
             return (
-                f"link {number} is not of tokens {(number - 1) * LINK_TOKENS} to {last}, though "
+                f"link {number} is not of tokens {first_token} to {last_token}, though "
                 "they are equal"
             )
-    ends = receipt.finish_reason, receipt.stop_reason
-    if ends != (now := (found.finish_reason, found.stop_reason)):
-        return f"the last token ends the answer by {ends} in the receipt, by {now} computed"
+    recorded_end = receipt.finish_reason, receipt.stop_reason
+    computed_end = answer.finish_reason, answer.stop_reason
+    if recorded_end != computed_end:
+        return (
+            f"the last token ends the answer by {recorded_end} in the receipt, by {computed_end} "
+            "computed"
+        )
     return ""
 
 
-def _holds(receipt: Receipt, found: Computed, number: int) -> bool:
+def _link_matches(receipt: Receipt, answer: Computed, number: int) -> bool:
     """Return whether link `number` matches the previous link and the recomputed tokens."""
     start = (number - 1) * LINK_TOKENS
     return receipt.links[number] == _next_link(
-        receipt.links[number - 1], found.token_ids, found.digests, start
+        receipt.links[number - 1], answer.token_ids, answer.digests, start
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag
 # Allocations are multiples of this. Smaller ones may share a block with other memory, which would
 # be mapped, too.
-WHOLE = 2 << 20
+BLOCK_BYTES = 2 << 20
 
 
 class IpcHandle(ctypes.Structure):
@@ -46,7 +46,7 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._region: tuple[Tensor, Region] | None = None
-        self._opened: list[int] = []
+        self._mapped_addresses: list[int] = []
         major = (torch.version.cuda or "").partition(".")[0]
         try:
             lib = ctypes.CDLL(f"libcudart.so.{major}")  # the library that torch has loaded
@@ -77,15 +77,15 @@ class CudaMemory:
         if self._region is None or self._region[0].nbytes != num_bytes:
             address = ctypes.c_void_p()
             handle = IpcHandle()
-            whole = -(-num_bytes // WHOLE) * WHOLE
+            allocated_bytes = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
             remedy = (
-                f"{whole >> 20} MiB are asked for; lower --memory-utilization, or"
+                f"{allocated_bytes >> 20} MiB are asked for; lower --memory-utilization, or"
                 " --max-num-batched-tokens"
             )
             torch.cuda.empty_cache()  # frees the memory that torch's allocator caches
-            self._call(remedy, "cudaMalloc", ctypes.byref(address), whole)
+            self._call(remedy, "cudaMalloc", ctypes.byref(address), allocated_bytes)
             start = int(address.value or 0)
-            self._call(remedy, "cudaMemset", start, 0, whole)
+            self._call(remedy, "cudaMemset", start, 0, allocated_bytes)
             torch.cuda.synchronize()
             remedy = "this system lends no device memory between processes (WSL, some virtual GPUs)"
             self._call(
@@ -106,16 +106,17 @@ class CudaMemory:
         Raises ConfigError if that GPU cannot be accessed.
         """
         offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
-        here = torch.cuda.current_device()
-        there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
-        if there is None:
+        own_gpu = torch.cuda.current_device()
+        gpus = {_uuid(index): index for index in range(torch.cuda.device_count())}
+        peer_gpu = gpus.get(offer.gpu)
+        if peer_gpu is None:
             raise ConfigError(
                 f"cuda_ipc: GPU {offer.gpu} of rank {rank} is hidden from this rank; let all"
                 " ranks of a host see all their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
             )
-        if there != here and not torch.cuda.can_device_access_peer(here, there):
+        if peer_gpu != own_gpu and not torch.cuda.can_device_access_peer(own_gpu, peer_gpu):
             raise ConfigError(
-                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}):"
+                f"cuda_ipc: GPU {own_gpu} cannot reach the memory of GPU {peer_gpu} (rank {rank}):"
                 " neither NVLink nor PCIe peer access; use --all2all deepep_v2, or GPUs that"
                 " `nvidia-smi topo -p2p r` shows as OK"
             )
@@ -123,16 +124,18 @@ class CudaMemory:
         handle = IpcHandle.from_buffer_copy(offer.handle)
         remedy = f"rank {rank}'s memory is out of reach"
         self._call(remedy, "cudaIpcOpenMemHandle", ctypes.byref(address), handle, LAZY_PEER_ACCESS)
-        self._opened.append(int(address.value or 0))
-        return self._opened[-1]
+        self._mapped_addresses.append(int(address.value or 0))
+        return self._mapped_addresses[-1]
 
     def close(self) -> None:
         """Wait until this rank's device is idle, and unmap the memory that `open` mapped."""
         if self._region is not None:
             torch.cuda.synchronize(self.device)
-        while self._opened:
+        while self._mapped_addresses:
             self._call(
-                "the device failed before; start again", "cudaIpcCloseMemHandle", self._opened.pop()
+                "the device failed before; start again",
+                "cudaIpcCloseMemHandle",
+                self._mapped_addresses.pop(),
             )
 
     def words(self, count: int) -> Tensor:

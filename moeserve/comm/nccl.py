@@ -31,8 +31,9 @@ from moeserve.comm.store import dist
 Launch = Callable[[Callable[[], object]], Callable[[], object]]
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-ABORT_S = 2.0  # how long `leave` waits: a step that is being launched still has its graphs
-ABORT = "2"  # on errors, torch aborts the communicator, but does not end the process
+ABORT_TIMEOUT_S = 2.0  # of `leave`: a step that is being launched still has its graphs
+# Value of HANDLING: on errors, torch aborts the communicator, but does not end the process.
+ABORT_ONLY = "2"
 
 
 def in_line(work: Callable[[], object]) -> Callable[[], object]:
@@ -95,7 +96,7 @@ class DeviceMesh(Mesh):
         from_ranks[r] rows from it into `out`. Return the same as `all_gather`.
         """
         if self.members.size == 1:
-            return self._waiting(self._launch(lambda: out.copy_(mine)))
+            return self._checked(self._launch(lambda: out.copy_(mine)))
         return self._start(
             lambda nccl: nccl.alltoall_base(out, mine, list(from_ranks), list(to_ranks))
         )
@@ -104,16 +105,18 @@ class DeviceMesh(Mesh):
         nccl = self.check()
         try:
             # NCCL's `wait` makes the current stream wait, not the host.
-            return self._waiting(self._launch(lambda: collective(nccl).wait()))
+            return self._checked(self._launch(lambda: collective(nccl).wait()))
         except RuntimeError as error:
             raise self.lost(f"NCCL: {error}") from None
 
-    def _waiting(self, join: Callable[[], object]) -> Callable[[], None]:
-        def wait() -> None:
-            self.check()
-            join()
+    def _checked(self, wait: Callable[[], object]) -> Callable[[], None]:
+        """Return a function that calls `check`, then `wait`."""
 
-        return wait
+        def check_and_wait() -> None:
+            self.check()
+            wait()
+
+        return check_and_wait
 
     def check(self) -> Any:
         """Return NCCL's process group.
@@ -144,15 +147,15 @@ class DeviceMesh(Mesh):
                 self._aborting.start()
 
     def leave(self) -> None:
-        """Close all connections, and wait up to ABORT_S until NCCL's kernels have ended."""
+        """Close all connections, and wait up to ABORT_TIMEOUT_S until NCCL's kernels have ended."""
         self.close()
         aborting = self._aborting
         self._aborting = None
         if aborting is not None:
-            aborting.join(ABORT_S)
+            aborting.join(ABORT_TIMEOUT_S)
 
     def _open(self, store: Any) -> Any:
-        os.environ.setdefault(HANDLING, ABORT)  # read by the constructor of the process group
+        os.environ.setdefault(HANDLING, ABORT_ONLY)  # read by the constructor of the process group
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=self.members.deadline_s)
         if self._max_sms is not None:

@@ -130,7 +130,7 @@ def test_a_loss_is_told_before_the_graphs_are_dropped(
     fake: type[Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aborting waits for them, and leaving for aborting."""
-    monkeypatch.setattr(nccl, "ABORT_S", 30.0)
+    monkeypatch.setattr(nccl, "ABORT_TIMEOUT_S", 30.0)
     dropped, (mesh, other) = threading.Event(), connected()
     group: Any = mesh._nccl
 

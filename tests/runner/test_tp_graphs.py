@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.comm.nccl import ABORT_S, DeviceMesh
+from moeserve.comm.nccl import ABORT_TIMEOUT_S, DeviceMesh
 from moeserve.comm.tensor import DeviceTensor, TensorParallel
 from moeserve.comm.world import World
 from moeserve.config import config_of
@@ -167,7 +167,7 @@ def test_two_ranks_replay_the_bits_of_one(graphs: str, devices: Devices, tmp_pat
     began_s = time.monotonic()
     for driver in engine.drivers:
         driver.runner.leave()
-    assert time.monotonic() - began_s < ABORT_S, "graphs were left, for which NCCL waits"
+    assert time.monotonic() - began_s < ABORT_TIMEOUT_S, "graphs were left, for which NCCL waits"
 
 
 def test_what_was_recorded_before_ranks_met_is_dropped(devices: Devices, tmp_path: Path) -> None:

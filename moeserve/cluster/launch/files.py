@@ -67,19 +67,22 @@ class Deployment:
 
 def as_yaml(head: str, *documents: dict[str, Any]) -> str:
     """Return YAML documents after a comment."""
-    texts = [yaml.safe_dump(it, sort_keys=False, width=100, allow_unicode=True) for it in documents]
+    texts = [
+        yaml.safe_dump(document, sort_keys=False, width=100, allow_unicode=True)
+        for document in documents
+    ]
     return "".join(f"# {line}\n" for line in head.splitlines()) + "---\n".join(texts)
 
 
-def lws(it: Deployment) -> str:
+def lws(deployment: Deployment) -> str:
     """Return a LeaderWorkerSet, whose pods are the machines, and a Service of its leader."""
     template = {
-        "size": it.nodes,
+        "size": deployment.nodes,
         # The other policies end the whole group if one pod ends. Here a single pod can join again,
         # while requests wait.
         "restartPolicy": "None",
-        "leaderTemplate": {"spec": _pod(it, leads=True)},
-        "workerTemplate": {"spec": _pod(it, leads=False)},
+        "leaderTemplate": {"spec": _pod(deployment, leads=True)},
+        "workerTemplate": {"spec": _pod(deployment, leads=False)},
     }
     group = {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
@@ -94,43 +97,48 @@ def lws(it: Deployment) -> str:
         "metadata": {"name": NAME},
         "spec": {
             "selector": leader,
-            "ports": [{"name": "http", "port": it.port, "targetPort": "http"}],
+            "ports": [{"name": "http", "port": deployment.port, "targetPort": "http"}],
         },
     }
-    return as_yaml(LWS_HEAD + (LWS_HEAD_OF_MODELS if it.model_folder else ""), group, service)
+    return as_yaml(
+        LWS_HEAD + (LWS_HEAD_OF_MODELS if deployment.model_folder else ""), group, service
+    )
 
 
-def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
+def _pod(deployment: Deployment, *, leads: bool) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
     ]
-    words = [word.replace("$(", "$$(") for word in it.words_for_all]  # the kubelet replaces $(NAME)
-    container: dict[str, Any] = {"name": NAME, "image": it.image, "args": words}
-    if it.nodes > 1:
+    # The kubelet replaces $(NAME).
+    words = [word.replace("$(", "$$(") for word in deployment.words_for_all]
+    container: dict[str, Any] = {"name": NAME, "image": deployment.image, "args": words}
+    if deployment.nodes > 1:
         folder = KEY.rpartition("/")[0]
         container["env"] = [{"name": "MOESERVE_CLUSTER_KEY_FILE", "value": KEY}]
         mounts.append({"name": "cluster-key", "mountPath": folder, "readOnly": True})
         secret = {"secretName": SECRET, "defaultMode": 0o400}
         volumes.append({"name": "cluster-key", "secret": secret})
-    if it.model_folder:
-        mounts.append({"name": "models", "mountPath": it.model_folder, "readOnly": True})
+    if deployment.model_folder:
+        mounts.append({"name": "models", "mountPath": deployment.model_folder, "readOnly": True})
         volumes.append(
             {"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
         )
     if leads:
-        container["ports"] = [{"name": "http", "containerPort": it.port}]
+        container["ports"] = [{"name": "http", "containerPort": deployment.port}]
         container |= {
-            "startupProbe": _probe(it, "/livez", 5, 24),
-            "readinessProbe": _probe(it, "/readyz", 2, 1),
+            "startupProbe": _probe(deployment, "/livez", 5, 24),
+            "readinessProbe": _probe(deployment, "/readyz", 2, 1),
         }
-        container["livenessProbe"] = _probe(it, "/livez", 10, 6)
+        container["livenessProbe"] = _probe(deployment, "/livez", 10, 6)
     else:
         # Kubernetes stops all pods at once. Keep the workers until the leader has drained; then
         # they end with it.
-        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(it.drain_s)]}}}
+        container["lifecycle"] = {
+            "preStop": {"exec": {"command": ["sleep", str(deployment.drain_s)]}}
+        }
     return {
-        "terminationGracePeriodSeconds": it.stop_s,
+        "terminationGracePeriodSeconds": deployment.stop_s,
         # Service links set variables MOESERVE_..., which would be read as settings.
         "enableServiceLinks": False,
         # fsGroup lets the user read the secret, which root owns.
@@ -140,8 +148,8 @@ def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
     }
 
 
-def _probe(it: Deployment, path: str, period_s: int, failures: int) -> dict[str, Any]:
-    get = {"path": path, "port": "http", "scheme": "HTTPS" if it.https else "HTTP"}
+def _probe(deployment: Deployment, path: str, period_s: int, failures: int) -> dict[str, Any]:
+    get = {"path": path, "port": "http", "scheme": "HTTPS" if deployment.https else "HTTP"}
     return {
         "httpGet": get,
         "periodSeconds": period_s,
@@ -150,29 +158,42 @@ def _probe(it: Deployment, path: str, period_s: int, failures: int) -> dict[str,
     }
 
 
-def compose(it: Deployment) -> str:
+def compose(deployment: Deployment) -> str:
     """Return a compose file, whose containers are the machines."""
     return as_yaml(
         COMPOSE_HEAD,
         {
             "name": "moeserve",
-            "services": {f"machine-{n}": _service(it, n) for n in range(it.nodes)},
+            "services": {
+                f"machine-{rank}": _service(deployment, rank) for rank in range(deployment.nodes)
+            },
         },
     )
 
 
-def _service(it: Deployment, rank: int) -> dict[str, Any]:
-    words = [*it.words_for_all]
-    volumes = [f"{it.model_folder}:{it.model_folder}:ro"] if it.model_folder else []
-    if it.nodes > 1:
-        words += ["--nnodes", str(it.nodes), "--node-rank", str(rank), "--cluster-key-file", KEY]
-        words += [] if it.rendezvous else ["--rendezvous", "machine-0:29500"]
+def _service(deployment: Deployment, rank: int) -> dict[str, Any]:
+    words = [*deployment.words_for_all]
+    volumes = (
+        [f"{deployment.model_folder}:{deployment.model_folder}:ro"]
+        if deployment.model_folder
+        else []
+    )
+    if deployment.nodes > 1:
+        words += [
+            "--nnodes",
+            str(deployment.nodes),
+            "--node-rank",
+            str(rank),
+            "--cluster-key-file",
+            KEY,
+        ]
+        words += [] if deployment.rendezvous else ["--rendezvous", "machine-0:29500"]
         volumes.append(f"./cluster.key:{KEY}:ro")
     service: dict[str, Any] = {
-        "image": it.image,
+        "image": deployment.image,
         "command": [word.replace("$", "$$") for word in words],
         "restart": "unless-stopped",
-        "stop_grace_period": f"{it.stop_s}s",
+        "stop_grace_period": f"{deployment.stop_s}s",
         "shm_size": "2gb",
         "volumes": volumes,
     }
@@ -181,60 +202,64 @@ def _service(it: Deployment, rank: int) -> dict[str, Any]:
     if rank:
         # It serves no HTTP. It ends with machine 0, so its stop signal must have no effect.
         return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}
-    return service | {"ports": [f"{it.port}:{it.port}"], "healthcheck": _health(it)}
+    return service | {
+        "ports": [f"{deployment.port}:{deployment.port}"],
+        "healthcheck": _health(deployment),
+    }
 
 
-def _health(it: Deployment) -> dict[str, Any]:
-    url = f"{'https' if it.https else 'http'}://127.0.0.1:{it.port}/livez"
-    context = ", context=s._create_unverified_context()" if it.https else ""
+def _health(deployment: Deployment) -> dict[str, Any]:
+    url = f"{'https' if deployment.https else 'http'}://127.0.0.1:{deployment.port}/livez"
+    context = ", context=s._create_unverified_context()" if deployment.https else ""
     code = f"import ssl as s, urllib.request as u; u.urlopen('{url}', timeout=2{context})"
     test = ["CMD", "/opt/moeserve/bin/python", "-c", code]
     return {"test": test, "interval": "15s", "timeout": "3s", "start_period": "10m"}
 
 
-def slurm(it: Deployment) -> str:
+def slurm(deployment: Deployment) -> str:
     """Return a Slurm batch script that runs `moeserve launch --slurm`."""
     return f"""#!/bin/bash
 # Save as moeserve.sbatch, add partition, GPUs and so on, and start it: sbatch moeserve.sbatch
 # Let running requests finish and end it: scancel --batch --signal=TERM JOBID
 #SBATCH --job-name=moeserve
-#SBATCH --nodes={it.nodes}
+#SBATCH --nodes={deployment.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --output=moeserve-%j.log
 # The job lives on when a node fails; its part is started again once the node is back.
 #SBATCH --no-kill
 # Before the time limit, as at a stop.
-#SBATCH --signal=B:TERM@{it.stop_s + 60}
+#SBATCH --signal=B:TERM@{deployment.stop_s + 60}
 
 # source /path/to/.venv/bin/activate
-exec moeserve launch --slurm -- serve {shlex.join(it.words_for_all)}
+exec moeserve launch --slurm -- serve {shlex.join(deployment.words_for_all)}
 """
 
 
-def systemd(it: Deployment) -> str:
+def systemd(deployment: Deployment) -> str:
     """Return a systemd unit for all machines; its instance is the machine's number.
 
     Raises ConfigError if there are several machines and no --rendezvous.
     """
-    if it.rendezvous is None and it.nodes > 1:
+    if deployment.rendezvous is None and deployment.nodes > 1:
         raise ConfigError(
             "--print systemd: give the address of machine 0, for example `-- serve MODEL"
             " --rendezvous 10.0.0.1:29500`"
         )
-    several = (
-        f" --nnodes {it.nodes} --node-rank %i --cluster-key-file /etc/moeserve/cluster.key"
-        if it.nodes > 1
+    words = " ".join(map(_quoted, deployment.words_for_all))
+    cluster_flags = (
+        f" --nnodes {deployment.nodes} --node-rank %i --cluster-key-file /etc/moeserve/cluster.key"
+        if deployment.nodes > 1
         else ""
     )
-    return f"""# /etc/systemd/system/moeserve@.service on each of {it.nodes} machines;
+    return f"""# /etc/systemd/system/moeserve@.service on each of {deployment.nodes} machines;
 # then on machine 0, 1, ...:
 #   systemctl enable --now moeserve@0      (its own number on each)
 # All of them need one secret, made once and copied:
 #   head -c 32 /dev/urandom | base64 > /etc/moeserve/cluster.key
 #   chown moeserve /etc/moeserve/cluster.key; chmod 600 /etc/moeserve/cluster.key
 [Unit]
-Description=moeserve, machine %i of {it.nodes}
+Description=moeserve, machine %i of {deployment.nodes}
 After=network-online.target
 Wants=network-online.target
 StartLimitIntervalSec=0
@@ -243,12 +268,12 @@ StartLimitIntervalSec=0
 Type=exec
 User=moeserve
 Group=moeserve
-ExecStart=/opt/moeserve/bin/moeserve serve {" ".join(map(_quoted, it.words_for_all))}{several}
+ExecStart=/opt/moeserve/bin/moeserve serve {words}{cluster_flags}
 ExecReload=/bin/kill -HUP $MAINPID
-# Machine 0 drains for {it.drain_s} s on SIGTERM.
+# Machine 0 drains for {deployment.drain_s} s on SIGTERM.
 # A machine that ends is there again at once, and requests continue.
 KillMode=mixed
-TimeoutStopSec={it.stop_s}
+TimeoutStopSec={deployment.stop_s}
 Restart=always
 RestartSec=1
 # Exit codes 3 to 5: checkpoint, port or memory. A restart would fail again.

@@ -21,19 +21,19 @@ from moeserve.cluster.launch.protocol import DRAIN, KILL, Order, PartHello
 from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError
 
-RESTARTS_WITHIN_S = 3600.0
+RESTART_WINDOW_S = 3600.0  # in which --max-restarts are allowed
 PAUSE_S = 0.5  # before a restart, doubled for each restart within RECENT_S
 MAX_PAUSE_S = 30.0
 RECENT_S = 60.0
-REACH_S = 1.0  # between attempts to reach a machine
-FAREWELL_S = 10.0  # for the other machines to end after machine 0
-KILL_S = 2.0
-SETTLED_S = (
-    UNHEALTHY_S + 1
-)  # by then, machine 0 serves with a joined machine or reports that it waits
+RECONNECT_INTERVAL_S = 1.0  # between attempts to reach a machine
+END_TIMEOUT_S = 10.0  # for the other machines to end after machine 0
+KILL_TIMEOUT_S = 2.0  # for killed machines to end
+# By then, machine 0 serves with a joined machine or reports that it waits.
+SETTLED_S = UNHEALTHY_S + 1
 CONNECTING = "connecting"
-KILLED = 128  # exit codes from here on are caused by signals
-_HOPELESS = range(2, 6)  # settings, model files, port, memory: a restart would fail again
+MIN_SIGNAL_CODE = 128  # exit codes from here on are caused by signals
+# Exit codes for settings, model files, port and memory: a restart would fail again.
+_PERMANENT_CODES = range(2, 6)
 
 MakeOrder = Callable[[int, PartHello], Order]  # from a machine's number and machine 0's hello
 
@@ -49,9 +49,9 @@ class Launch:
         ]
         self._make_order = make_order
         self._max_restarts = max_restarts
-        self._over = asyncio.Event()  # machine 0 has ended
-        self._signals = 0
-        self._killed: asyncio.Future[int] | None = None
+        self._first_has_ended = asyncio.Event()  # machine 0 has
+        self._num_signals = 0
+        self._killed: asyncio.Future[int] | None = None  # exit code, when all must end at once
 
     async def run(self) -> int:
         """Run until the end, and return the exit code of machine 0 or of the first failure.
@@ -70,16 +70,17 @@ class Launch:
             if killed.done():
                 connecting.cancel()
                 return killed.result()
-            zero = connecting.result()
+            first_hello = connecting.result()
             for machine in self._machines:
-                tasks.append(asyncio.create_task(self._keep(machine, zero), name=machine.name))
+                keeping = self._keep_running(machine, first_hello)
+                tasks.append(asyncio.create_task(keeping, name=machine.name))
             self._machines[0].watch(self._on_state_of_first)
             for machine in self._machines[1:]:
                 machine.watch(self._on_state_of_other)
             await asyncio.wait((*tasks, killed), return_when=asyncio.FIRST_COMPLETED)
             # If several have ended, machine 0, which is the first task, decides.
-            first = next(it for it in (*tasks, killed) if it.done())
-            return await self._finish(tasks, first.result())
+            ended = next(task for task in (*tasks, killed) if task.done())
+            return await self._end_all(tasks, ended.result())
         finally:
             for task in tasks:
                 task.cancel()
@@ -88,9 +89,9 @@ class Launch:
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Drain on the first signal, stop at once on the second."""
-        self._signals += 1
+        self._num_signals += 1
         assert self._killed is not None
-        if self._signals > 1 or not self._machines[0].alive:
+        if self._num_signals > 1 or not self._machines[0].alive:
             if not self._killed.done():
                 self._killed.set_result(128 + number)
             return
@@ -104,79 +105,86 @@ class Launch:
         """
         for machine in self._machines:
             machine.enter(CONNECTING)
-        found = await asyncio.gather(
+        hellos = await asyncio.gather(
             *(machine.connect() for machine in self._machines), return_exceptions=True
         )
-        bad = []
+        failures = []
         remedy = ""
-        for machine, hello in zip(self._machines, found, strict=True):
+        for machine, hello in zip(self._machines, hellos, strict=True):
             if isinstance(hello, PartNotStarted):
-                bad.append(f"{machine.name}: {hello}")
+                failures.append(f"{machine.name}: {hello}")
                 remedy = machine.remedy
             elif isinstance(hello, BaseException):
                 raise hello
-        if bad:
-            raise ConfigError(f"cannot start on {'; '.join(bad).rstrip('.')}. {remedy}".rstrip())
-        zero = found[0]
-        assert isinstance(zero, PartHello)
-        addresses = {hello.address for hello in found if isinstance(hello, PartHello)}
-        if zero.address.startswith("127.") and len(addresses) > 1:
+        if failures:
+            causes = "; ".join(failures).rstrip(".")
+            raise ConfigError(f"cannot start on {causes}. {remedy}".rstrip())
+        first_hello = hellos[0]
+        assert isinstance(first_hello, PartHello)
+        addresses = {hello.address for hello in hellos if isinstance(hello, PartHello)}
+        if first_hello.address.startswith("127.") and len(addresses) > 1:
             raise ConfigError(
-                f"machine 0 ({self._machines[0].name}) was reached at {zero.address}, where the"
-                " others cannot reach it; give its address on the network that they share"
+                f"machine 0 ({self._machines[0].name}) was reached at {first_hello.address}, where"
+                " the others cannot reach it; give its address on the network that they share"
             )
-        return zero
+        return first_hello
 
-    async def _keep(self, machine: Machine, zero: PartHello) -> int:
-        """Run a machine, and restart it when it ends. Return an exit code when all must end."""
-        restarts: deque[float] = deque()
+    async def _keep_running(self, machine: Machine, first_hello: PartHello) -> int:
+        """Run a machine, and restart it when it ends. Return an exit code when all must end.
+
+        first_hello: the hello of machine 0.
+        """
+        restarted_at_s: deque[float] = deque()  # within RESTART_WINDOW_S
         while True:
-            code = await self._live(machine, zero)
+            code = await self._run_once(machine, first_hello)
             if machine.rank == 0:
-                if self._signals or not machine.joined or (code is not None and code < KILLED):
-                    self._over.set()
+                has_exited = code is not None and code < MIN_SIGNAL_CODE
+                if self._num_signals or not machine.joined or has_exited:
+                    self._first_has_ended.set()
                     return 1 if code is None else code
                 to_stderr(
                     "moeserve launch: machine 0 is gone, and all requests with it; restarting it"
                 )
-            elif code in _HOPELESS and not machine.joined:
+            elif code in _PERMANENT_CODES and not machine.joined:
                 return self._give_up(
                     f"{machine.name} cannot join: {machine.last_line}", int(code or 0)
                 )
-            now = time.monotonic()
-            while restarts and now - restarts[0] > RESTARTS_WITHIN_S:
-                restarts.popleft()
-            pause_s = min(PAUSE_S * 2 ** sum(now - at < RECENT_S for at in restarts), MAX_PAUSE_S)
-            if await self._is_over(FAREWELL_S if code == 0 else pause_s):
+            now_s = time.monotonic()
+            while restarted_at_s and now_s - restarted_at_s[0] > RESTART_WINDOW_S:
+                restarted_at_s.popleft()
+            num_recent = sum(now_s - at_s < RECENT_S for at_s in restarted_at_s)
+            pause_s = min(PAUSE_S * 2**num_recent, MAX_PAUSE_S)
+            if await self._first_ends_within(END_TIMEOUT_S if code == 0 else pause_s):
                 return 0
-            if len(restarts) >= self._max_restarts:
-                why = (
-                    f"{machine.name} ended {len(restarts) + 1} times within an hour;"
+            if len(restarted_at_s) >= self._max_restarts:
+                cause = (
+                    f"{machine.name} ended {len(restarted_at_s) + 1} times within an hour;"
                     " --max-restarts allows more"
                 )
-                return self._give_up(why, 1)
-            restarts.append(now)
-            if not await self._reach(machine):
+                return self._give_up(cause, 1)
+            restarted_at_s.append(now_s)
+            if not await self._reconnect(machine):
                 return 0
 
-    async def _live(self, machine: Machine, zero: PartHello) -> int | None:
+    async def _run_once(self, machine: Machine, first_hello: PartHello) -> int | None:
+        """Run a machine until it ends. Return its exit code, None if it was lost."""
         machine.enter("starting")
-        code = await machine.live(self._make_order(machine.rank, zero))
+        code = await machine.live(self._make_order(machine.rank, first_hello))
         machine.enter("lost" if code is None else f"ended with code {code}")
         return code
 
-    def _give_up(self, why: str, code: int) -> int:
-        to_stderr(f"moeserve launch: giving up: {why}")
+    def _give_up(self, cause: str, code: int) -> int:
+        to_stderr(f"moeserve launch: giving up: {cause}")
         return code
 
-    async def _is_over(self, within_s: float) -> bool:
-        """Wait for up to `within_s`, and return whether machine 0 has ended."""
+    async def _first_ends_within(self, timeout_s: float) -> bool:
+        """Wait for up to `timeout_s`, and return whether machine 0 has ended."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._over.wait()
-        return self._over.is_set()
+            async with asyncio.timeout(timeout_s):
+                await self._first_has_ended.wait()
+        return self._first_has_ended.is_set()
 
-    async def _reach(self, machine: Machine) -> bool:
+    async def _reconnect(self, machine: Machine) -> bool:
         """Connect to a machine again. Return False if machine 0 ends before that succeeds."""
         machine.enter("restarting")
         while True:
@@ -185,7 +193,7 @@ class Launch:
                 return True
             except PartNotStarted as error:
                 machine.enter(f"not reachable: {error}; trying again")
-            if await self._is_over(REACH_S):
+            if await self._first_ends_within(RECONNECT_INTERVAL_S):
                 return False
 
     def _on_state_of_first(self, state: str) -> None:
@@ -203,19 +211,21 @@ class Launch:
                 SETTLED_S, lambda: self._on_state_of_first(self._machines[0].state)
             )
 
-    async def _finish(self, tasks: Sequence[asyncio.Task[int]], code: int) -> int:
+    async def _end_all(self, tasks: Sequence[asyncio.Task[int]], code: int) -> int:
         """End all machines. Those that have joined end with machine 0 by themselves."""
         killed = self._killed
         assert killed is not None
         for machine in self._machines:
-            if not (self._over.is_set() and machine.joined):
+            if not (self._first_has_ended.is_set() and machine.joined):
                 machine.send(DRAIN)
-        self._over.set()
-        ends = asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait((killed, ends), timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED)
+        self._first_has_ended.set()
+        all_ended = asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(
+            (killed, all_ended), timeout=END_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
         if killed.done():
             for machine in self._machines:
                 machine.send(KILL)
-            await asyncio.wait((ends,), timeout=KILL_S)
+            await asyncio.wait((all_ended,), timeout=KILL_TIMEOUT_S)
             return killed.result()
         return code
