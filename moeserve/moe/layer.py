@@ -76,15 +76,17 @@ class MoELayer:
         routing = self.to_physical(routing)
         tp = self.tp
         # If only the device knows where padding begins, the padding is distributed as well.
-        rows = len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens
+        num_rows = len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens
         if tp.size == 1:
-            return self._compute(x_TD, routing, context.part(slice(0, rows)), ubatch)
-        shares = [share(rows, tp.size, rank) for rank in range(tp.size)]
-        counts = [part.stop - part.start for part in shares]
-        mine = shares[tp.rank]
-        part_TD = self._compute(x_TD[mine], routing.rows(mine), context.part(mine), ubatch)
+            return self._compute(x_TD, routing, context.part(slice(0, num_rows)), ubatch)
+        row_shares = [share(num_rows, tp.size, rank) for rank in range(tp.size)]
+        counts = [part.stop - part.start for part in row_shares]
+        own_rows = row_shares[tp.rank]
+        part_TD = self._compute(
+            x_TD[own_rows], routing.rows(own_rows), context.part(own_rows), ubatch
+        )
         out_TD = tp.gather_rows(part_TD, counts, ubatch.index)
-        return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - rows))
+        return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - num_rows))
 
     def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
         """Run the local experts for the other ranks, in a step in which this rank has no tokens.
@@ -115,11 +117,11 @@ class MoELayer:
             out_TD[num_tokens:] = 0
         for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
             rows = slice(start, min(start + limit, num_tokens))
-            self._round(routed_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
+            self._run_round(routed_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
             run_shared = None
         return out_TD + shared_TD[0] if shared_TD else out_TD
 
-    def _round(
+    def _run_round(
         self,
         x_TD: Tensor,
         routing: Routing,

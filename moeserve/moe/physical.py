@@ -1,7 +1,7 @@
 """Map logical experts, which the router chooses, to physical experts, of which ranks may have
 replicas. One table lookup per (token, k) pair. Also counts the load of each logical expert.
 
-T: tokens. K: experts per token. E: logical experts. N: the most replicas of an expert.
+T: tokens. K: experts per token. E: logical experts. N: replicas of the expert that has the most.
 W: turns in the table.
 """
 
@@ -15,7 +15,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
 
 MAX_TURNS = 64  # limits the table; if replicas do not divide it, their shares differ by <= 1/64
-_GROW = 1024  # tokens by which `_starts_T1` grows
+_STARTS_STEP = 1024  # tokens by which `_starts_T1` grows
 
 
 class LogicalToPhysical:
@@ -47,13 +47,15 @@ class LogicalToPhysical:
             bool((physical_EN[:, 0] == np.arange(self.num_experts)).all())
             and physical_EN.shape[1] == 1
         )
-        turns = min(MAX_TURNS, math.lcm(*set(counts_E.tolist())))
-        table_WE = physical_EN[np.arange(self.num_experts), np.arange(turns)[:, None] % counts_E]
-        padded = np.concatenate(
-            (np.full((turns, 1), -1, np.int32), table_WE.astype(np.int32)), axis=1
+        num_turns = min(MAX_TURNS, math.lcm(*set(counts_E.tolist())))
+        table_WE = physical_EN[
+            np.arange(self.num_experts), np.arange(num_turns)[:, None] % counts_E
+        ]
+        padded_table = np.concatenate(
+            (np.full((num_turns, 1), -1, np.int32), table_WE.astype(np.int32)), axis=1
         )
-        self._table = torch.from_numpy(padded.ravel()).to(self.device)
-        self._turns = turns
+        self._table = torch.from_numpy(padded_table.ravel()).to(self.device)
+        self._num_turns = num_turns
         self._starts_T1 = torch.empty((0, 1), dtype=torch.int32, device=self.device)
         self._outgrown: list[torch.Tensor] = []  # kept because recorded graphs still read them
 
@@ -86,12 +88,12 @@ class LogicalToPhysical:
         ids = routing.ids_TK.reshape(-1).cpu().numpy()
         return np.bincount(ids + 1, minlength=self.num_experts + 1)[1:]
 
-    def _starts(self, tokens: int) -> torch.Tensor:
+    def _starts(self, num_tokens: int) -> torch.Tensor:
         """Return the table entry of expert 0 for each token, w * (E + 1) + 1, [T, 1]."""
-        if tokens > self._starts_T1.shape[0]:
-            capacity = -(-tokens // _GROW) * _GROW
+        if num_tokens > self._starts_T1.shape[0]:
+            capacity = -(-num_tokens // _STARTS_STEP) * _STARTS_STEP
             self._outgrown.append(self._starts_T1)
             token_T = torch.arange(capacity, dtype=torch.int32, device=self.device)
-            turn_T = (token_T + self.layer) % self._turns
+            turn_T = (token_T + self.layer) % self._num_turns
             self._starts_T1 = (turn_T * (self.num_experts + 1) + 1)[:, None]
-        return self._starts_T1[:tokens]
+        return self._starts_T1[:num_tokens]

@@ -456,7 +456,7 @@ class ExpertsBlock:
         out_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
         counts_E = np.empty(self._num_experts, np.int64)
         self._block.run(
-            packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], packed.biased,
+            packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], packed.has_biases,
             counts_E, x_TD.data_ptr(),
             num_tokens, out_TD.data_ptr(), packed.cached,
         )  # fmt: skip

@@ -47,8 +47,8 @@ class PackedNative:
     type: Any  # the native code's name of dtype
     gate_up: Any  # packing of each of gate and up
     down: Any  # packing of down
-    biased: bool
-    halves: int  # 2: gate and up; 1: no gates
+    has_biases: bool
+    num_halves: int  # 2: gate and up; 1: no gates
     # The weights' cache, if they are on disk (loader/expert_memory.py); then bytes_eB is on "meta".
     cached: Any = None
 
@@ -57,7 +57,7 @@ class PackedNative:
         num_experts: int,
         w13: Weight,
         w2: Weight,
-        biased: bool,
+        has_biases: bool,
         allocate: Allocate = allocate_new,
         lossless: bool = False,
     ) -> tuple[PackedNative, bool]:
@@ -68,10 +68,10 @@ class PackedNative:
         width, hidden = w2.shape[-2:]
         gate_up = packing_of(w13, hidden, lossless)
         down = packing_of(w2, lossless=lossless)
-        halves = w13.shape[-2] // hidden
-        num_bytes = halves * gate_up.bytes + down.bytes
-        if biased:
-            num_bytes += 4 * (halves * padded(hidden) + padded(width))
+        num_halves = w13.shape[-2] // hidden
+        num_bytes = num_halves * gate_up.bytes + down.bytes
+        if has_biases:
+            num_bytes += 4 * (num_halves * padded(hidden) + padded(width))
         memory, is_packed = allocate(num_experts * num_bytes)
         bytes_eB = memory.view(num_experts, num_bytes)
         packed = PackedNative(
@@ -81,8 +81,8 @@ class PackedNative:
             type=TYPES[w2.dtype],
             gate_up=gate_up,
             down=down,
-            biased=biased,
-            halves=halves,
+            has_biases=has_biases,
+            num_halves=num_halves,
         )
         return packed, is_packed
 
@@ -104,22 +104,28 @@ class PackedNative:
         all_threads: bool,
     ) -> None:
         """Pack one expert's weights to row `index`. all_threads: use the native thread pool."""
-        to = self.bytes_eB[index].data_ptr()
-        block = self.gate_up.block_bytes
-        halves: Sequence[Weight] = w13_FD.chunk(self.halves)
+        address = self.bytes_eB[index].data_ptr()
+        block_bytes = self.gate_up.block_bytes
+        halves: Sequence[Weight] = w13_FD.chunk(self.num_halves)
         for i, half in enumerate(halves):
-            pack(self.gate_up, half, to + i * block, self.halves * block, all_threads)
+            pack(
+                self.gate_up,
+                half,
+                address + i * block_bytes,
+                self.num_halves * block_bytes,
+                all_threads,
+            )
         pack(
             self.down,
             w2_DI,
-            to + self.halves * self.gate_up.bytes,
+            address + self.num_halves * self.gate_up.bytes,
             self.down.block_bytes,
             all_threads,
         )
         if b13_F is None or b2_D is None:
             return
-        by_block = [filled_up(half).view(-1, BLOCK) for half in b13_F.chunk(self.halves)]
-        biases = torch.cat((torch.stack(by_block, 1).flatten(), filled_up(b2_D)))
+        by_block = [pad_bias(half).view(-1, BLOCK) for half in b13_F.chunk(self.num_halves)]
+        biases = torch.cat((torch.stack(by_block, 1).flatten(), pad_bias(b2_D)))
         self.bytes_eB[index, -biases.nbytes :] = biases.view(torch.uint8)
 
 
@@ -128,7 +134,7 @@ def padded(columns: int) -> int:
     return columns + -columns % BLOCK
 
 
-def filled_up(bias_N: Tensor) -> Tensor:
+def pad_bias(bias_N: Tensor) -> Tensor:
     """Return a bias in fp32, padded with zeros to whole blocks."""
     return torch.nn.functional.pad(bias_N.float(), (0, -len(bias_N) % BLOCK))
 
@@ -162,7 +168,7 @@ class NativeExperts(StackedExperts):
     ) -> None:
         self._allocate = allocate
         self._activation = activation
-        self._to_disk = write_experts
+        self._write_experts = write_experts
         self._lossless = lossless
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
@@ -182,10 +188,10 @@ class NativeExperts(StackedExperts):
             # In threads, because page faults take longer than the copy.
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda other: np.copyto(other, first), others))
-        if self._to_disk is None:
+        if self._write_experts is None:
             return packed
         return replace(
-            packed, bytes_eB=packed.bytes_eB.to("meta"), cached=self._to_disk(packed.bytes_eB)
+            packed, bytes_eB=packed.bytes_eB.to("meta"), cached=self._write_experts(packed.bytes_eB)
         )
 
     def pack_expert(
@@ -210,12 +216,12 @@ class NativeExperts(StackedExperts):
         assert x_PD.shape[1] == out.shape[1] == weights.width
         assert x_PD.stride(1) == out.stride(1) == 1
         assert len(inbound.counts_e) == len(weights.bytes_eB)
-        assert weights.halves == self._activation.parts
+        assert weights.num_halves == self._activation.parts
         module: Any = native()
         module.experts(
             weights.type, weights.gate_up, weights.down, weights.bytes_eB.data_ptr(),
             weights.bytes_eB.shape[1],
-            native_activation(self._activation), weights.biased, inbound.host_counts_e,
+            native_activation(self._activation), weights.has_biases, inbound.host_counts_e,
             x_PD.data_ptr(),
             x_PD.stride(0), out.data_ptr(), out.stride(0), weights.cached,
         )  # fmt: skip

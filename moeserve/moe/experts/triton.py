@@ -51,7 +51,7 @@ def make_flashinfer(facts: ExpertFacts) -> "FlashInferExperts":
     )
 
 
-EXACT = "bits of {} may depend on the batch; use --determinism fast"
+NOT_EXACT = "bits of {} may depend on the batch; use --determinism fast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,9 @@ class TritonExperts(StackedExperts):
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         kernels = laid.kernels_for(weights.w13_eFD, weights.w2_eDI)
         biases = tuple(
-            b.float().contiguous() for b in (weights.b13_eF, weights.b2_eD) if b is not None
+            bias.float().contiguous()
+            for bias in (weights.b13_eF, weights.b2_eD)
+            if bias is not None
         )
         return PackedTriton(
             kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI), biases
@@ -134,23 +136,25 @@ class TritonExperts(StackedExperts):
 
     def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
         ends_e = inbound.ends_e
-        room = inbound.rows.shape[1] if inbound.layout is Layout.SLOTTED else 0
+        slots_per_expert = inbound.rows.shape[1] if inbound.layout is Layout.SLOTTED else 0
         y = out.view(-1, out.shape[-1])
         if isinstance(ends_e, Tensor):
-            rows = inbound.max_rows or len(y)
-            expected = inbound.expected_rows
+            num_rows = inbound.max_rows or len(y)
+            expected_rows = inbound.expected_rows
         else:
-            rows = expected = int(inbound.host_counts_e.sum())
+            num_rows = expected_rows = int(inbound.host_counts_e.sum())
             ends_e = torch.from_numpy(ends_e).to(y.device, torch.int32)
-        if not rows:
+        if not num_rows:
             return
-        config = weights.launch(expected, y)
+        config = weights.launch(expected_rows, y)
         if weights.kernels.flashinfer and config.get("flashinfer"):
-            flashinfer_moe.of_sorted(inbound.x[:rows], ends_e, weights.w13, weights.w2, y[:rows])
+            flashinfer_moe.of_sorted(
+                inbound.x[:num_rows], ends_e, weights.w13, weights.w2, y[:num_rows]
+            )
             return
-        to = align_groups(ends_e, rows, config["block_m"], room)
+        to = align_groups(ends_e, num_rows, config["block_m"], slots_per_expert)
         weights.run(
-            _rows(inbound, weights, len(y) if room else rows),
+            _rows(inbound, weights, len(y) if slots_per_expert else num_rows),
             to,
             config,
             y,
@@ -172,12 +176,17 @@ class DeepGemmExperts(TritonExperts):
     """
 
     def __init__(
-        self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, ...]
+        self,
+        device: torch.device,
+        asked: bool,
+        blocks: bool,
+        exact: bool,
+        sizes: tuple[int, ...],
     ) -> None:
         super().__init__()
         obstacle = (
             ("" if blocks else "deep_gemm takes experts in e4m3 blocks of 128 x 128")
-            or (EXACT.format("deep_gemm") if exact else "")
+            or (NOT_EXACT.format("deep_gemm") if exact else "")
             or ("" if asked or deep_gemm.is_faster(device, *sizes) else deep_gemm.NOT_MEASURED)
             or deep_gemm.unsupported_reason(device)
         )
@@ -207,7 +216,7 @@ class FlashInferExperts(TritonExperts):
         self._asked = asked
         obstacle = (
             ("" if swiglu else "flashinfer takes experts with SwiGLU alone")
-            or (EXACT.format("flashinfer") if exact else "")
+            or (NOT_EXACT.format("flashinfer") if exact else "")
             or (
                 ""
                 if asked or flashinfer_moe.is_faster(device, *sizes, dtype)
@@ -228,11 +237,11 @@ class FlashInferExperts(TritonExperts):
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         """See `Experts`. Raises ConfigError for unsupported weights, if it was chosen by name."""
         packed = super().pack(weights)
-        if not (fits := packed.kernels in (laid.PLAIN, laid.W8A8)) and self._asked:
+        if not (is_supported := packed.kernels in (laid.PLAIN, laid.W8A8)) and self._asked:
             raise ConfigError(
                 "flashinfer takes experts in 16 bits or e4m3 blocks of 128 x 128; use kernels: auto"
             )
-        if not fits:
+        if not is_supported:
             return packed
         launch = (lambda n, w2, x: flashinfer_moe.CONFIG) if self._asked else packed.kernels.launch
         kernels = replace(packed.kernels, launch=launch, flashinfer=True)
