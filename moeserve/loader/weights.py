@@ -42,7 +42,14 @@ from moeserve.loader.load_plan import (
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored_format import StoredFormat, common_format
 from moeserve.loader.unpack import unpack
-from moeserve.ops.quantised import PART, Quantised, QuantizeTo, Weight, dequantised, quantisation_of
+from moeserve.ops.quantised import (
+    CPU_JOB_ELEMENTS,
+    Quantised,
+    QuantizeTo,
+    Weight,
+    dequantised,
+    quantisation_of,
+)
 
 DTYPES = {  # name in the files -> dtype of the bytes as they are read
     "F32": torch.float32,
@@ -130,7 +137,7 @@ def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
         yield piece, index
         return
     # At most 1 MiB of values each: decoding such a piece takes about 25 torch calls.
-    max_rows = max(1, 4 * PART // piece.shape[-1])
+    max_rows = max(1, 4 * CPU_JOB_ELEMENTS // piece.shape[-1])
     for start in range(0, len(rows), max_rows):
         part = rows[start : start + max_rows]
         take = (*piece.take[:row_dim], slice(part.start, part.stop, part.step))

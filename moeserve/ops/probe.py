@@ -25,34 +25,35 @@ from moeserve.ops.linear import PackLinear
 from moeserve.ops.native_layer import NativeLinear
 
 ROWS = 48
-SHAPES = ((64, 96), (256, 256), (512, 136))  # inputs, outputs
-DEEP = (2048, 96)  # long sums, with each row alone: libraries may split K if there are few rows
-DEEP_ROWS = 256
-COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 24, 40)
+PRODUCTS = ((64, 96), (256, 256), (512, 136))  # inputs, outputs
+# Long sums, with each row alone: libraries may split K if there are few rows.
+LONG_PRODUCT = (2048, 96)
+LONG_ROWS = 256
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 24, 40)
 
 
-def _values(*shape: int, seed: int) -> Tensor:
+def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
     """Return whether the products of `pack` are batch-invariant."""
-    for k, n in SHAPES:
-        linear = pack(_values(n, k, seed=k).to(dtype), None)
-        x = _values(ROWS, k, seed=n).to(dtype)
+    for inputs, outputs in PRODUCTS:
+        linear = pack(_random(outputs, inputs, seed=inputs).to(dtype), None)
+        x = _random(ROWS, inputs, seed=outputs).to(dtype)
         context = RowContext(ROWS)
         whole = linear(x, context)
-        for count in COUNTS:
+        for count in ROW_COUNTS:
             first = (count * 5) % (ROWS - count)
-            some = slice(first, first + count)
-            if not torch.equal(linear(x[some], context.part(some)), whole[some]):
+            part = slice(first, first + count)
+            if not torch.equal(linear(x[part], context.part(part)), whole[part]):
                 return False
-    k, n = DEEP
-    linear = pack(_values(n, k, seed=k).to(dtype), None)
-    x = _values(DEEP_ROWS, k, seed=n).to(dtype)
+    inputs, outputs = LONG_PRODUCT
+    linear = pack(_random(outputs, inputs, seed=inputs).to(dtype), None)
+    x = _random(LONG_ROWS, inputs, seed=outputs).to(dtype)
     one = RowContext(1)
     rows = [linear(row, one) for row in torch.split(x, 1)]
-    return torch.equal(torch.cat(rows), linear(x, RowContext(DEEP_ROWS)))
+    return torch.equal(torch.cat(rows), linear(x, RowContext(LONG_ROWS)))
 
 
 def host_step(
@@ -85,12 +86,12 @@ def probe_native(dtype: torch.dtype) -> str:
     """Compare the native kernels with torch's. Returns what is wrong; empty if nothing is."""
     if not probe_linear(NativeLinear, dtype):
         return "the bits of products depend on the row count"
-    close = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
-    weight = _values(136, 264, seed=0).to(dtype)
-    x = _values(9, 264, seed=1).to(dtype)
-    norm_D = _values(264, seed=2).abs()
-    q = _values(70, 4, 64, seed=3).to(dtype)
-    caches = [_values(8, 10, 2, 64, seed=seed) for seed in (4, 5)]
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
+    weight = _random(136, 264, seed=0).to(dtype)
+    x = _random(9, 264, seed=1).to(dtype)
+    norm_D = _random(264, seed=2).abs()
+    q = _random(70, 4, 64, seed=3).to(dtype)
+    caches = [_random(8, 10, 2, 64, seed=seed) for seed in (4, 5)]
     step = *host_step(torch.arange(1, 8)[None], 10, [0], [0, 70]), HeadShape(4, 2, 64, 64)
     pairs = {
         "products": (NativeLinear(weight)(x), x.double() @ weight.double().T),
@@ -106,7 +107,7 @@ def probe_native(dtype: torch.dtype) -> str:
             attention(q / 8, k, v, plan_attention(*step)),
         )
     for what, (ours, reference) in pairs.items():
-        if not torch.allclose(ours.double(), reference.double(), rtol=close, atol=close):
+        if not torch.allclose(ours.double(), reference.double(), rtol=tolerance, atol=tolerance):
             return (
                 f"{what} differ from torch's by up to "
                 f"{(ours.double() - reference.double()).abs().max():.3g}"
@@ -125,8 +126,8 @@ def probe_attention(dtype: torch.dtype) -> bool:
 def _probe_attention(shape: HeadShape, dtype: torch.dtype) -> bool:
     tokens = 3 * TILE
     size = 16
-    q = _values(tokens, shape.num_heads, shape.dim, seed=4).to(dtype)
-    k = _values(tokens // size, size, shape.num_kv_heads, shape.dim, seed=2).to(dtype)
+    q = _random(tokens, shape.num_heads, shape.dim, seed=4).to(dtype)
+    k = _random(tokens // size, size, shape.num_kv_heads, shape.dim, seed=2).to(dtype)
     blocks = torch.arange(tokens // size)[None]
 
     def run(start: int, end: int) -> Tensor:

@@ -39,8 +39,8 @@ IQ4_NL = (
     113.0,
 )
 QuantizeTo = Literal["int8", "int4"]  # the kinds that `quantise` can produce
-PART = 2**18  # elements that a CPU thread rounds at a time, so that they stay in its cache
-LARGE_PART = 2**21  # elements at a time on a GPU, where smaller parts only add launches
+CPU_JOB_ELEMENTS = 2**18  # that a thread rounds at a time, so that they stay in its cache
+GPU_JOB_ELEMENTS = 2**21  # at a time, because smaller jobs only add launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +202,11 @@ def quantisation_of(
     quantised = replace(quantised, activations="int8" if activations == "int8" else "float")
     weight_NK = weight.flatten(0, -2)
     # `quantised` is contiguous, so these are views of it: the jobs fill it through them.
-    into_NK = quantised.each(lambda part: part.flatten(0, -2))
-    job_elements = PART if weight.device.type == "cpu" else LARGE_PART
+    target_NK = quantised.each(lambda part: part.flatten(0, -2))
+    job_elements = CPU_JOB_ELEMENTS if weight.device.type == "cpu" else GPU_JOB_ELEMENTS
     step = max(1, job_elements // weight.shape[-1])
     rows = [slice(i, i + step) for i in range(0, len(weight_NK), step)]
-    return quantised, [partial(quantise, weight_NK[part], into_NK[part], name) for part in rows]
+    return quantised, [partial(quantise, weight_NK[part], target_NK[part], name) for part in rows]
 
 
 @torch.inference_mode()  # the mode is per thread: the caller's does not apply in a thread pool
@@ -218,20 +218,22 @@ def quantise(weight_NK: Tensor, into: Quantised, name: str) -> None:
     weight, which matters most, is exact. Raises CheckpointError (with `name`) for NaN and infinity.
     """
     w_NGg = weight_NK.float().view(*into.scales.shape, -1)
-    high = w_NGg.amax(-1)
-    low = w_NGg.amin(-1)
+    highest_weight = w_NGg.amax(-1)
+    lowest_weight = w_NGg.amin(-1)
     if into.kind == "int8":
-        scales = torch.maximum(high, -low) / 127
-        lowest = -127
-        highest = 127
+        scales = torch.maximum(highest_weight, -lowest_weight) / 127
+        min_value = -127
+        max_value = 127
         offset = 0
     else:
-        scales = torch.where(high > -low, high, low) / -8
-        lowest = -8
-        highest = 7
+        scales = torch.where(highest_weight > -lowest_weight, highest_weight, lowest_weight) / -8
+        min_value = -8
+        max_value = 7
         offset = 8  # stored as 0 to 15
     if not scales.isfinite().all():
         raise CheckpointError(f"{name} has NaN or infinite weights, which cannot be quantized")
     divisors = torch.where(scales == 0, 1, scales).unsqueeze(-1)
     into.scales.copy_(scales)
-    into.values.copy_((w_NGg / divisors).round_().clamp_(lowest, highest).add_(offset).flatten(-2))
+    into.values.copy_(
+        (w_NGg / divisors).round_().clamp_(min_value, max_value).add_(offset).flatten(-2)
+    )

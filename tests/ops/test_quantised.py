@@ -66,7 +66,7 @@ def test_rows_keep_their_bits_in_any_company(kind: str, monkeypatch: pytest.Monk
     weight[0, :, 3] = 5.0
     weight[0, :, 9] = -5.0
     whole = quantised(weight, kind)
-    monkeypatch.setattr("moeserve.ops.quantised.PART", 100)
+    monkeypatch.setattr("moeserve.ops.quantised.CPU_JOB_ELEMENTS", 100)
     for got in (
         quantised(weight, kind)[1],
         quantised(weight[1], kind),
