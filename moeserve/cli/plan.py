@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.cli.simulate import (
@@ -28,8 +28,24 @@ if TYPE_CHECKING:
     from moeserve.plan.hardware import Cluster
     from moeserve.plan.trace import RequestTrace
 
-SIMULATED = 3  # layouts that are simulated after the closed-form estimate
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+NUM_SIMULATED = 3  # layouts that are simulated after the closed-form estimate
+# Unit of a duration -> seconds
+_SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class _Rated(NamedTuple):
+    """A layout, and the requests per second that it can serve by the closed form."""
+
+    capacity: float
+    candidate: Candidate
+
+
+class _Simulated(NamedTuple):
+    """A layout that was simulated at the load."""
+
+    goal_ratio: float  # of the worst latency to its goal; below 1: all goals are met
+    candidate: Candidate
+    result: dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,14 +108,18 @@ def run(args: argparse.Namespace) -> int:
         f"{config.model.max_model_len}\n"
     )
     tables = read_tables(args.tables, cluster.device) if args.tables else None
-    found = list(candidates(spec, config, cluster, args.zipf, tables))
-    able = [candidate for candidate in found if not candidate.refused]
-    if not able:
-        raise DoesNotFit("no layout fits:\n" + "\n".join(f"  {c.name}: {c.refused}" for c in found))
-    rated = sorted(((c.capacity(load), c) for c in able), key=lambda pair: -pair[0])
+    layouts = list(candidates(spec, config, cluster, args.zipf, tables))
+    possible = [candidate for candidate in layouts if not candidate.refused]
+    if not possible:
+        raise DoesNotFit(
+            "no layout fits:\n"
+            + "\n".join(f"  {layout.name}: {layout.refused}" for layout in layouts)
+        )
+    rated = [_Rated(candidate.capacity(load), candidate) for candidate in possible]
+    rated.sort(key=lambda rating: -rating.capacity)
     _print_layouts(rated, load)
     refused: dict[str, list[str]] = {}
-    for candidate in found:
+    for candidate in layouts:
         if candidate.refused:
             refused.setdefault(candidate.refused.split(". ")[0], []).append(candidate.name)
     for why, names in refused.items():
@@ -108,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             if args.explain
             else f"refused: {len(names)}: {why}\n"
         )
-    best = _confirm(rated[:SIMULATED], load, trace)
+    best = _confirm(rated[:NUM_SIMULATED], load, trace)
     _print_best(best, rated, load, cluster, args.explain)
     return 0
 
@@ -120,7 +140,7 @@ def read_slo(text: str) -> dict[str, float]:
         name, _, value = part.strip().partition("=")
         digits = value.rstrip("mus")
         try:
-            seconds = float(digits) * _UNITS[value[len(digits) :]]
+            seconds = float(digits) * _SECONDS_PER_UNIT[value[len(digits) :]]
         except (ValueError, KeyError):
             seconds = math.nan
         if name not in ("ttft", "itl") or not seconds > 0:
@@ -146,46 +166,46 @@ def _with_context(config: Config, spec: ModelSpec, tokens: int) -> Config:
     return config
 
 
-def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None:
+def _print_layouts(rated: list[_Rated], load: Workload) -> None:
     width = max(len(candidate.name) for _, candidate in rated)
     print(f"{'layout':<{width}}  weights   KV GB  tokens   most/s  ttft ms  itl ms  rows  limit")
     for capacity, candidate in rated:
         memory = candidate.memory
-        found = candidate.estimate(load)
+        estimate = candidate.estimate(load)
         assert memory is not None
-        held = memory.limits.num_blocks * memory.limits.block_size
+        num_tokens = memory.limits.num_blocks * memory.limits.block_size
         words = (
             f"{candidate.name:<{width}}{memory.weight_bytes / 1e9:>9.1f}"
-            f"{memory.kv_bytes / 1e9:>8.1f}{held / 1e3:>7.0f}k"
+            f"{memory.kv_bytes / 1e9:>8.1f}{num_tokens / 1e3:>7.0f}k"
         )
         words += f"{capacity:>9.1f}"
-        if found is None:
+        if estimate is None:
             print(f"{words}  overloaded at this rate")
         else:
             print(
-                f"{words}{1e3 * found.ttft_s:>9.0f}{1e3 * found.itl_s:>8.1f}{found.rows:>6.0f}  "
-                f"{found.bottleneck}"
+                f"{words}{1e3 * estimate.ttft_s:>9.0f}{1e3 * estimate.itl_s:>8.1f}"
+                f"{estimate.rows:>6.0f}  {estimate.bottleneck}"
             )
     print()
 
 
 def _confirm(
-    rated: list[tuple[float, Candidate]], load: Workload, trace: RequestTrace
+    rated: list[_Rated], load: Workload, trace: RequestTrace
 ) -> tuple[Candidate, Estimate | None, dict[str, Any]]:
     """Simulate layouts at the load. Return the one that meets the goals with the largest margin, or
     misses them by least.
     """
     from moeserve.plan.report import summarise
 
-    tried = []
+    simulated: list[_Simulated] = []
     for capacity, candidate in rated:
         assert candidate.memory is not None
         assert candidate.cost is not None
         limits = candidate.memory.limits
         groups = candidate.memory.groups
-        done = simulate(limits, groups, candidate.cost, trace, candidate.config)
-        result = summarise(done.clients, done.steps)
-        ratio = max(
+        simulation = simulate(limits, groups, candidate.cost, trace, candidate.config)
+        result = summarise(simulation.clients, simulation.steps)
+        goal_ratio = max(
             result["p99_ttft_ms"] / (1e3 * load.ttft_s),
             result["p99_tpot_ms"] / (1e3 * load.itl_s),
             0.0,
@@ -198,35 +218,37 @@ def _confirm(
             f"{result['p50_tpot_ms']:.1f} / "
             f"{result['p99_tpot_ms']:.1f}"
         )
-        tried.append((ratio, candidate, result))
-    _, best, result = min(tried, key=lambda row: row[0])
-    return best, best.estimate(load), result
+        simulated.append(_Simulated(goal_ratio, candidate, result))
+    best = min(simulated, key=lambda tried: tried.goal_ratio)
+    return best.candidate, best.candidate.estimate(load), best.result
 
 
 def _print_best(
     best: tuple[Candidate, Estimate | None, dict[str, Any]],
-    rated: list[tuple[float, Candidate]],
+    rated: list[_Rated],
     load: Workload,
     cluster: Cluster,
     explain: bool,
 ) -> None:
-    candidate, found, result = best
-    most = next(capacity for capacity, other in rated if other is candidate)
-    kept = result["p99_ttft_ms"] <= 1e3 * load.ttft_s and result["p99_tpot_ms"] <= 1e3 * load.itl_s
-    several = cluster.nodes > 1 and together(candidate.config)
-    nnodes = f" --nnodes {cluster.nodes}" if several else ""
+    candidate, estimate, result = best
+    max_rate = next(capacity for capacity, other in rated if other is candidate)
+    meets_goals = (
+        result["p99_ttft_ms"] <= 1e3 * load.ttft_s and result["p99_tpot_ms"] <= 1e3 * load.itl_s
+    )
+    spans_machines = cluster.nodes > 1 and together(candidate.config)
+    nnodes = f" --nnodes {cluster.nodes}" if spans_machines else ""
     print(
         f"\nbest: moeserve serve MODEL {candidate.name} --max-model-len "
         f"{candidate.config.model.max_model_len}{nnodes}"
     )
     print(
-        f"goals {'met' if kept else 'MISSED'} in simulation; closed-form limit {most:.1f} "
-        "requests/s"
+        f"goals {'met' if meets_goals else 'MISSED'} in simulation; closed-form limit "
+        f"{max_rate:.1f} requests/s"
     )
-    if found is None:
+    if estimate is None:
         print("overloaded at this rate: use more devices, or lower --rates")
         return
-    for kind, terms in (("decode only", found.decode), ("with prefill", found.prefill)):
+    for kind, terms in (("decode only", estimate.decode), ("with prefill", estimate.prefill)):
         total = sum(terms.values())
         parts = sorted(terms.items(), key=lambda item: -item[1])
         shown = ", ".join(
@@ -234,7 +256,8 @@ def _print_best(
         )
         print(f"step time, {kind}: {1e3 * total:.1f} ms: {shown}")
     print(
-        f"{100 * found.prefill_share:.0f} % of steps have prefill; bottleneck: {found.bottleneck}"
+        f"{100 * estimate.prefill_share:.0f} % of steps have prefill; "
+        f"bottleneck: {estimate.bottleneck}"
     )
     if explain and candidate.cost is not None and candidate.memory is not None:
         weights = candidate.cost.weights

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeserve.cli.main import main
-from moeserve.cli.plan import _print_layouts
+from moeserve.cli.plan import _print_layouts, _Rated
 from moeserve.config import config_of
 from moeserve.plan.candidates import Workload, candidates
 from moeserve.plan.hardware import read_gpus
@@ -25,9 +25,8 @@ def test_the_page_shows_the_layouts_that_the_command_prints(
 ) -> None:
     found = candidates(QWEN3_30B, config_of("model", max_model_len=5120), read_gpus("1xH100"))
     load = Workload(1.5, 2000, 500, 1.0, 0.05)
-    rated = sorted(
-        ((c.capacity(load), c) for c in found if not c.refused), key=lambda pair: -pair[0]
-    )
+    rated = [_Rated(c.capacity(load), c) for c in found if not c.refused]
+    rated.sort(key=lambda rating: -rating.capacity)
     _print_layouts(rated, load)
     assert capsys.readouterr().out.strip() in PAGE
 
