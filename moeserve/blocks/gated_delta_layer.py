@@ -29,12 +29,13 @@ class GatedDeltaLayer(RecurrentLayer):
     def __init__(self, spec: GatedDelta, build: Builder, name: str, group: int) -> None:
         keys, values, _, _ = spec.local(build.world.tp_size)
         if spec.by_head:
-            serve = values // keys
+            values_per_key = values // keys
             d = spec.k_dim
             build.reorder(
-                name + "in", by_part([d, d, serve * spec.v_dim, serve * spec.v_dim], keys)
+                name + "in",
+                by_part([d, d, values_per_key * spec.v_dim, values_per_key * spec.v_dim], keys),
             )
-            build.reorder(name + "gates", by_part([serve, serve], keys))
+            build.reorder(name + "gates", by_part([values_per_key, values_per_key], keys))
         super().__init__(build, name, group)
         self.spec = spec
         self.inputs = build.linear(name + "in")  # D -> queries, keys, values, output gates
@@ -65,9 +66,9 @@ class GatedDeltaLayer(RecurrentLayer):
         spec = self.spec
         ops = self.ops
         _, values, qk, v = spec.local(self.tp.size)
-        both = self.inputs(x_TD, context)
+        projected = self.inputs(x_TD, context)
         gates = self.gates(x_TD, context).float()
-        y_TC = ops.causal_conv(both[:, : qk + v], self.conv_CK, None, True, cache[:2], step)
+        y_TC = ops.causal_conv(projected[:, : qk + v], self.conv_CK, None, True, cache[:2], step)
         q_TGd, k_TGd = (
             unit_heads(ops, x, weight)
             for x, weight in zip(y_TC[:, :qk].chunk(2, 1), self.unit, strict=True)
@@ -79,7 +80,7 @@ class GatedDeltaLayer(RecurrentLayer):
         ]
         o_THv = ops.recurrence(q_TGd, k_TGd, v_THv, log_decay_TH1, beta_TH, cache[2:], step)
         normed = ops.rms_norm(o_THv.view(-1, spec.v_dim), self.norm_v, self.eps).view(-1, v)
-        gated = ops.act_mul(torch.cat((both[:, qk + v :].float(), normed), 1), SWIGLU).to(
+        gated = ops.act_mul(torch.cat((projected[:, qk + v :].float(), normed), 1), SWIGLU).to(
             x_TD.dtype
         )
         return self.project_back(gated, context)

@@ -17,7 +17,7 @@ class LayerClass(Protocol):
         """Build a layer; see `build_mixer`."""
 
     def workspace(
-        self, spec: Mixer, width: int, tokens: int, max_len: int, size: int, tp_size: int
+        self, spec: Mixer, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
         """See `mixer_workspace`."""
 

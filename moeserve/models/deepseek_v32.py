@@ -11,7 +11,7 @@ from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.loader.fields import Fields
 from moeserve.models import deepseek_v3, family
 
-_KINDS = {"F": "full", "S": "shared"}
+_TYPE_OF_LETTER = {"F": "full", "S": "shared"}
 
 
 def _attention(
@@ -22,10 +22,10 @@ def _attention(
     for key in ("q_lora_rank", "rope_interleave"):
         if not config.raw(key):
             raise config.error(key, "an indexer is not supported without it")
-    rotated = config.integer("qk_rope_head_dim", 2, family.MAX_HEADS)
+    rope_dim = config.integer("qk_rope_head_dim", 2, family.MAX_HEADS)
     indexer = Indexer(
         num_heads=config.integer("index_n_heads", 1, family.MAX_HEADS),
-        dim=config.integer("index_head_dim", rotated, family.MAX_HEADS),
+        dim=config.integer("index_head_dim", rope_dim, family.MAX_HEADS),
         top_k=config.integer("index_topk", 1, family.MAX_POSITION),
         interleaved=interleaved,
         shared=shared,
@@ -33,7 +33,7 @@ def _attention(
     return family.latent_attention(config, indexer=indexer)
 
 
-def _layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
+def _with_layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
     """Return the fields for layers with these mixers."""
     blocks = family.listed_moe(config, deepseek_v3.experts_of(config), family.dense(config))
     # The MTP layer has the first mixer, because that never reuses another layer's selection.
@@ -41,7 +41,7 @@ def _layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFie
 
 
 def _v32(config: Fields) -> family.SpecFields:
-    return _layers(config, [_attention(config)] * family.num_layers(config))
+    return _with_layers(config, [_attention(config)] * family.num_layers(config))
 
 
 def _indexer_types(config: Fields) -> list[str]:
@@ -54,15 +54,17 @@ def _indexer_types(config: Fields) -> list[str]:
     key = "index_topk_pattern" if config.raw("indexer_types") is None else "indexer_types"
     kinds = config.raw(key)
     if kinds is None:
-        every = max(config.integer("index_topk_freq", 0, family.MAX_LAYERS), 1)
-        first = config.integer("index_skip_topk_offset", 0, family.MAX_LAYERS) - 1
-        return ["full" if max(i - first, 0) % every == 0 else "shared" for i in range(count)]
+        frequency = max(config.integer("index_topk_freq", 0, family.MAX_LAYERS), 1)
+        last_of_first = config.integer("index_skip_topk_offset", 0, family.MAX_LAYERS) - 1
+        return [
+            "full" if max(i - last_of_first, 0) % frequency == 0 else "shared" for i in range(count)
+        ]
     if isinstance(kinds, str) and key == "index_topk_pattern":
-        kinds = [_KINDS.get(kind) for kind in kinds]
+        kinds = [_TYPE_OF_LETTER.get(kind) for kind in kinds]
     if (
         not isinstance(kinds, list)
         or len(kinds) != count
-        or any(kind not in _KINDS.values() for kind in kinds)
+        or any(kind not in _TYPE_OF_LETTER.values() for kind in kinds)
     ):
         raise config.error(key, f"it must list full or shared for each of {count} layers")
     if kinds[0] != "full":
@@ -72,10 +74,10 @@ def _indexer_types(config: Fields) -> list[str]:
     return kinds
 
 
-def _glm(config: Fields) -> family.SpecFields:
+def _glm_5(config: Fields) -> family.SpecFields:
     kinds = _indexer_types(config)
     mixers = [_attention(config, interleaved=True, shared=kind == "shared") for kind in kinds]
-    return _layers(config, mixers)
+    return _with_layers(config, mixers)
 
 
 _DEFAULTS = deepseek_v3.FAMILY.defaults | {
@@ -93,7 +95,7 @@ V32 = family.Family(
 GLM_5 = family.Family(
     architecture="GlmMoeDsaForCausalLM",
     model_type="glm_moe_dsa",
-    fields=_glm,
+    fields=_glm_5,
     defaults=_DEFAULTS
     | family.sizes(
         vocab=154880,

@@ -20,27 +20,31 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     attention = replace(family.attention(config), rope=None)
     width = config.integer("hidden_size", 1, family.MAX_WIDTH)
-    auto = config.raw("mamba_dt_rank") == "auto"
+    is_auto_rank = config.raw("mamba_dt_rank") == "auto"
     mamba = Mamba1(
         channels=width * config.integer("mamba_expand", 1, 64),
         state=config.integer("mamba_d_state", 1, _MAX_STATE),
-        rank=-(-width // 16) if auto else config.integer("mamba_dt_rank", 1, family.MAX_WIDTH),
+        rank=-(-width // 16)
+        if is_auto_rank
+        else config.integer("mamba_dt_rank", 1, family.MAX_WIDTH),
         conv=config.integer("mamba_d_conv", 2, family.MAX_CONV),
         conv_bias=config.boolean("mamba_conv_bias"),
         bias=config.boolean("mamba_proj_bias"),
     )
     dense = family.dense(config)
     experts = family.moe(config, size_key="intermediate_size", router=RouterRule())
-    mixers = [attention if has_attention else mamba for has_attention in _every(config, "attn")]
+    mixers = [
+        attention if has_attention else mamba for has_attention in _layers_of_kind(config, "attn")
+    ]
     blocks = [
         experts if has_experts and experts.num_experts > 1 else dense
-        for has_experts in _every(config, "expert")
+        for has_experts in _layers_of_kind(config, "expert")
     ]
     return {"layers": family.layers(config, mixers, blocks)}
 
 
-def _every(config: Fields, kind: str) -> list[bool]:
-    """Read which layers are of a kind: layer `offset` of each `period` layers."""
+def _layers_of_kind(config: Fields, kind: str) -> list[bool]:
+    """Return whether each layer is of a kind: layer `offset` of each `period` layers."""
     period = config.integer(f"{kind}_layer_period", 1, family.MAX_LAYERS)
     offset = config.integer(f"{kind}_layer_offset", 0, period - 1)
     return [i % period == offset for i in range(family.num_layers(config))]

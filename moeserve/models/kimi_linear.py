@@ -21,36 +21,41 @@ def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
 
     They are listed in `layer_types`, or else in two lists of layers, which are numbered from 1.
     """
-    own = {
+    flat_keys = {
         "head_dim": "linear_head_dim",
         "num_heads": "linear_num_heads",
         "short_conv_kernel_size": CONV,
     }
-    given = {"full_attn_layers": None, "kda_layers": None} | {
-        key: config.raw(name) for key, name in own.items()
+    defaults = {"full_attn_layers": None, "kda_layers": None} | {
+        key: config.raw(name) for key, name in flat_keys.items()
     }
-    fields = Fields(
-        config.path, config.section("linear_attn_config"), given, prefix="linear_attn_config."
+    linear_config = Fields(
+        config.path, config.section("linear_attn_config"), defaults, prefix="linear_attn_config."
     )
-    linear = KimiDelta(
-        num_heads=fields.integer("num_heads", 1, family.MAX_HEADS),
-        head_dim=fields.integer("head_dim", 1, family.MAX_HEADS),
-        conv=fields.integer("short_conv_kernel_size", 2, family.MAX_CONV),
+    delta = KimiDelta(
+        num_heads=linear_config.integer("num_heads", 1, family.MAX_HEADS),
+        head_dim=linear_config.integer("head_dim", 1, family.MAX_HEADS),
+        conv=linear_config.integer("short_conv_kernel_size", 2, family.MAX_CONV),
     )
     full = family.latent_attention(config, rotates=False)
     count = family.num_layers(config)
     default = [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
-    if fields.raw("full_attn_layers") is not None and fields.raw("kda_layers") is not None:
-        listed = {key: fields.integers(key, 1, count) for key in ("full_attn_layers", "kda_layers")}
+    if (
+        linear_config.raw("full_attn_layers") is not None
+        and linear_config.raw("kda_layers") is not None
+    ):
+        listed = {
+            key: linear_config.integers(key, 1, count) for key in ("full_attn_layers", "kda_layers")
+        }
         if sorted([*listed["full_attn_layers"], *listed["kda_layers"]]) != list(
             range(1, count + 1)
         ):
-            raise fields.error(
+            raise linear_config.error(
                 "kda_layers", f"it and full_attn_layers must list each of layers 1 to {count} once"
             )
         default = [FULL if i + 1 in listed["full_attn_layers"] else LINEAR for i in range(count)]
     kinds = family.layer_types(config, known=(FULL, LINEAR), default=default)
-    return [full if kind == FULL else linear for kind in kinds]
+    return [full if kind == FULL else delta for kind in kinds]
 
 
 def _spec_fields(config: Fields) -> family.SpecFields:

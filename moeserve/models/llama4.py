@@ -18,29 +18,38 @@ from moeserve.ops.rules import RouterRule
 
 def _spec_fields(config: Fields) -> family.SpecFields:
     count = family.num_layers(config)
-    every = config.integer("no_rope_layer_interval", 1, family.MAX_LAYERS)
-    rotates = config.integers("no_rope_layers", 0, 1) or tuple(
-        int((i + 1) % every != 0) for i in range(count)
+    interval = config.integer("no_rope_layer_interval", 1, family.MAX_LAYERS)
+    is_rotated = config.integers("no_rope_layers", 0, 1) or tuple(
+        int((i + 1) % interval != 0) for i in range(count)
     )
-    if len(rotates) != count:
+    if len(is_rotated) != count:
         raise config.error("no_rope_layers", f"it must list 0 or 1 for each of {count} layers")
-    chunked = family.layer_types(
+    kinds = family.layer_types(
         config,
         known=("full_attention", "chunked_attention"),
-        default=["chunked_attention" if rope else "full_attention" for rope in rotates],
+        default=["chunked_attention" if rotated else "full_attention" for rotated in is_rotated],
     )
-    rope = family.attention(config, rope={"interleaved": True}, **family.attention_bias(config))
-    bare = replace(rope, rope=None)
+    with_rope = family.attention(
+        config, rope={"interleaved": True}, **family.attention_bias(config)
+    )
+    without_rope = replace(with_rope, rope=None)
     if config.boolean("use_qk_norm"):
-        rope = replace(rope, qk_norm="unit", norm_last=True)
+        with_rope = replace(with_rope, qk_norm="unit", norm_last=True)
     if config.raw("attn_temperature_tuning"):  # a number instead of a boolean in some releases
         beta = config.number("attn_scale", 0, 100.0)
         length = config.integer("floor_scale", 1, family.MAX_POSITION)
-        bare = replace(bare, query_scale=QueryScale(slope=beta, every=length, first=1))
-    chunk = KVRule(chunk=config.optional_integer("attention_chunk_size", 1, family.MAX_POSITION))
+        without_rope = replace(
+            without_rope, query_scale=QueryScale(slope=beta, every=length, first=1)
+        )
+    chunk_rule = KVRule(
+        chunk=config.optional_integer("attention_chunk_size", 1, family.MAX_POSITION)
+    )
     mixers = [
-        replace(rope if rotated else bare, rule=chunk if kind == "chunked_attention" else KVRule())
-        for rotated, kind in zip(rotates, chunked, strict=True)
+        replace(
+            with_rope if rotated else without_rope,
+            rule=chunk_rule if kind == "chunked_attention" else KVRule(),
+        )
+        for rotated, kind in zip(is_rotated, kinds, strict=True)
     ]
     shared = SharedExpert(
         size=config.integer("intermediate_size", 1, family.MAX_WIDTH),
@@ -50,11 +59,13 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     experts = family.moe(config, size_key="intermediate_size", router=router, shared=shared)
     mlp = replace(family.dense(config, key="intermediate_size_mlp"), name="feed_forward")
     step = config.integer("interleave_moe_layer_step", 1, family.MAX_LAYERS)
-    listed = config.raw("moe_layers") is not None
-    sparse = config.integers("moe_layers", 0, count - 1) if listed else range(step - 1, count, step)
+    is_listed = config.raw("moe_layers") is not None
+    expert_layers = (
+        config.integers("moe_layers", 0, count - 1) if is_listed else range(step - 1, count, step)
+    )
     return {
         "layers": family.layers(
-            config, mixers, [experts if i in sparse else mlp for i in range(count)]
+            config, mixers, [experts if i in expert_layers else mlp for i in range(count)]
         )
     }
 
