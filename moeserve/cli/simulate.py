@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.errors import ConfigError
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from moeserve.plan.roofline import StepCost
     from moeserve.plan.simulator import Simulation
     from moeserve.plan.trace import RequestTrace
+
+
+class _Setup(NamedTuple):
+    """What a simulation needs, from a device's data or from a calibration."""
+
+    limits: Limits
+    groups: tuple[KVGroup, ...]
+    cost: StepCost
+    client_delay_s: float  # to the client and back, added to latencies
 
 
 def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> None:
@@ -134,19 +143,19 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.measure:
         return _measure(config, args.measure)
-    limits, groups, cost, delay_s = (
-        _calibrated(args.calibration, config) if args.calibration else _modelled(args, config)
-    )
+    setup = _calibrated(args.calibration, config) if args.calibration else _modelled(args, config)
     from moeserve.plan.report import summarise, table
 
     trace = read_load(args)
     # The garbage collector would take a seventh of the time to look for cycles among millions of
     # requests, which have none.
     gc.freeze()
-    began_s = time.perf_counter()
-    simulation = simulate(limits, groups, cost, trace, config)
-    took_s = time.perf_counter() - began_s
-    result = summarise(simulation.clients, simulation.steps, delay_s) | {"wall_s": round(took_s, 3)}
+    began_at_s = time.perf_counter()
+    simulation = simulate(setup.limits, setup.groups, setup.cost, trace, config)
+    took_s = time.perf_counter() - began_at_s
+    result = summarise(simulation.clients, simulation.steps, setup.client_delay_s) | {
+        "wall_s": round(took_s, 3)
+    }
     print(json.dumps(result, indent=2) if args.json else table(result))
     if not args.json:
         print(f"simulated in {took_s:.1f} s, {len(trace.arrivals) / took_s:,.0f} requests/s")
@@ -158,10 +167,10 @@ def read_load(args: argparse.Namespace) -> RequestTrace:
     from moeserve.cli.bench.load import arrival_times
     from moeserve.plan.trace import read_trace, synthetic
 
-    for name, least in (("input", 1), ("output", 1), ("num_requests", 1), ("seed", 0)):
-        if getattr(args, name) < least:
+    for name, minimum in (("input", 1), ("output", 1), ("num_requests", 1), ("seed", 0)):
+        if getattr(args, name) < minimum:
             raise ConfigError(
-                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}"
+                f"--{name.replace('_', '-')} must be at least {minimum}, got {getattr(args, name)}"
             )
     if not 0 <= args.spread < 1:
         raise ConfigError(f"--spread must be from 0 to below 1, got {args.spread}")
@@ -221,9 +230,7 @@ def simulate(
     return simulation().run(trace)
 
 
-def _modelled(
-    args: argparse.Namespace, config: Config
-) -> tuple[Limits, tuple[KVGroup, ...], StepCost, float]:
+def _modelled(args: argparse.Namespace, config: Config) -> _Setup:
     from moeserve.cluster.check_parallel import check_parallel
     from moeserve.plan.hardware import read_gpus
     from moeserve.plan.memory import rank_memory
@@ -246,10 +253,10 @@ def _modelled(
         raise ConfigError(
             f"--tables {args.tables} have no kernels of this model on {cluster.device.name}"
         )
-    return memory.limits, memory.groups, cost, 0.0
+    return _Setup(memory.limits, memory.groups, cost, client_delay_s=0.0)
 
 
-def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...], StepCost, float]:
+def _calibrated(path: Path, config: Config) -> _Setup:
     from moeserve.engine.blocks import groups_of
     from moeserve.plan.calibration import MeasuredCost, limits_of, read
 
@@ -264,11 +271,11 @@ def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...]
             f"{spec.architecture} with --dp {parallel.dp} --tp {parallel.tp}; measure again"
         )
     limits = limits_of(calibration)
-    return (
-        limits,
-        groups_of(spec.kv_rules, limits.block_size),
-        MeasuredCost(calibration),
-        calibration.delay_s,
+    return _Setup(
+        limits=limits,
+        groups=groups_of(spec.kv_rules, limits.block_size),
+        cost=MeasuredCost(calibration),
+        client_delay_s=calibration.delay_s,
     )
 
 

@@ -88,7 +88,7 @@ class Admission:
                 f"{num_live} sequences run or wait; no more are taken now",
                 retry_after_s=min(max(1.0, excess * self._end_interval_s), MAX_RETRY_AFTER_S),
             )
-        # The sequences that start before the last of these, and these
+        # The live sequences that start before these, and these
         num_in_line = num_live - num_behind + num_more
         if num_in_line == num_more:
             return

@@ -20,9 +20,8 @@ from moeserve.messages import ExpertLoad, Ready, Traced, TraceNext
 if TYPE_CHECKING:
     from moeserve.cluster.rebalancing import Rebalancing
 
-LATE_TRACE_TIMEOUT_S = (
-    2.0  # time limit for the other ranks, after the first rank has sent its trace
-)
+# Time limit for the other ranks, after the first rank has sent its trace
+LATE_TRACE_TIMEOUT_S = 2.0
 
 Rank = tuple[int, int]  # data-parallel, tensor-parallel
 

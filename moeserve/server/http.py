@@ -29,9 +29,8 @@ MAX_HEADER_BYTES = 16 * 1024
 MAX_OPEN_FILES = 65_536
 MIN_OPEN_FILES = 64  # sockets and files of the server itself
 NUM_RESERVED_FILES = 128  # for engines, checkpoints and logs; the rest is for connections
-FIRST_PROBE_PAUSE_S = (
-    0.25  # pause after the first probe of a half-closed connection; doubled each time
-)
+# Pause after the first probe of a half-closed connection; doubled each time
+FIRST_PROBE_PAUSE_S = 0.25
 MAX_PROBE_PAUSE_S = 4.0
 STALL_S = 30.0  # a stream is dropped if its client reads nothing for this long
 PING = b": ping\n\n"

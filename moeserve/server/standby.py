@@ -34,15 +34,13 @@ from moeserve.errors import ConfigError, EngineDied
 
 log = logging.getLogger(__name__)
 
-CRASH_EXIT_CODE = (
-    70  # exit code of a front end after a bug (EX_SOFTWARE); it is replaced after that
-)
+# Exit code of a front end after a bug (EX_SOFTWARE); it is replaced after that
+CRASH_EXIT_CODE = 70
 MAX_MISSED_HEARTBEATS = 10  # heartbeats that a front end may miss
 MAX_TAKEOVERS = 5  # within TAKEOVER_WINDOW_S; one more ends the server
 TAKEOVER_WINDOW_S = 300.0
-DEFAULT_RESUME_WINDOW_S = (
-    60.0  # default of `resume_window`: time for clients to resume their streams
-)
+# Default of `resume_window`: time for clients to resume their streams
+DEFAULT_RESUME_WINDOW_S = 60.0
 CONNECT_TIMEOUT_S = 600.0  # time for a front end to read the model's headers and connect
 MAX_PAUSE_S = 60.0  # between two starts of a standby front end
 

@@ -37,9 +37,8 @@ class ObjectShape(NamedTuple):
 
     members: dict[str, Any]  # the schema of each allowed key
     required: set[str]
-    other_schema: (
-        Any  # the schema of arbitrary keys, if there are no members; False: none are allowed
-    )
+    # The schema of arbitrary keys, if there are no members; False: none are allowed
+    other_schema: Any
     where: str  # JSON pointer
 
     def pointer_to(self, key: str) -> str:
