@@ -74,7 +74,7 @@ def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
     return family.attention(
         replace(config, values=values),
         layer_type=kind,
-        rope={"more": ("proportional",)},
+        rope={"extra_kinds": ("proportional",)},
         rule=KVRule(
             window=None if is_full else config.integer("sliding_window", 1, family.MAX_POSITION)
         ),

@@ -19,7 +19,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(
         config,
         rule=family.no_window(config),
-        rope={"more": ("dynamic",)},
+        rope={"extra_kinds": ("dynamic",)},
         qk_norm="head",
         norm_last=True,
         **family.attention_bias(config),

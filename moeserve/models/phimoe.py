@@ -18,7 +18,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     config.only(num_experts_per_tok=2)
     rule = family.same_window(config, family.sliding_window(config))
     mixer = family.attention(
-        config, rule=rule, rope={"more": ("longrope",)}, **family.attention_bias(config)
+        config, rule=rule, rope={"extra_kinds": ("longrope",)}, **family.attention_bias(config)
     )
     router = RouterRule(score="sparsemixer", jitter=config.number("router_jitter_noise", 0, 1.0))
     experts = family.moe(config, size_key="intermediate_size", router=router)

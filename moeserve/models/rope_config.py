@@ -32,7 +32,7 @@ def read_rope(
     *,
     partial: bool | None = False,
     interleaved: bool = False,
-    more: Sequence[str] = (),
+    extra_kinds: Sequence[str] = (),
 ) -> RopeSpec:
     """Read the rotary embedding of heads of `head_dim` elements.
 
@@ -41,15 +41,15 @@ def read_rope(
     partial: True: partial_rotary_factor applies. False: it is rejected unless it is 1. None: it is
         ignored, because head_dim already is the part of a head that is rotated.
     interleaved: whether the elements of a pair are neighbours.
-    more: kinds that are supported for this family only.
+    extra_kinds: kinds that are supported for this family only.
     """
     rope = rope_fields(config, layer_type)
-    kind = rope.choice("rope_type", (*KINDS, *more))
+    kind = rope.choice("rope_type", (*KINDS, *extra_kinds))
     theta = rope.number("rope_theta", 1.0, 1e12)
     share = rope.optional_number("partial_rotary_factor", 0, 1.0)
     if kind == "proportional":  # the factor is a share of the whole head's pairs
         return RopeSpec(theta=theta, still=head_dim // 2 - int((share or 1.0) * head_dim // 2))
-    size = _rotated(rope, head_dim, share, partial)
+    size = _rotated_size(rope, head_dim, share, partial)
     # "rope_interleaved_rows" and "rope_factors" come from GGUF files (loader/gguf_config.py).
     layout: dict[str, Any] = {
         "size": None if size == head_dim else size,
@@ -113,19 +113,22 @@ def _section(config: Fields, layer_type: str | None) -> tuple[str, dict[str, Any
     """Return the key of the rope object, and the object. Both spellings are accepted together if
     they agree.
     """
-    old, new = (_flat(config, key, layer_type) for key in ("rope_scaling", "rope_parameters"))
-    if "rope_parameters" not in config.values and old:
-        new = {}  # a given rope_scaling replaces the family's default
-    for name in old.keys() & new.keys():
-        if old[name] != new[name]:
+    scaling, parameters = (
+        _of_layer_type(config, key, layer_type) for key in ("rope_scaling", "rope_parameters")
+    )
+    if "rope_parameters" not in config.values and scaling:
+        parameters = {}  # a given rope_scaling replaces the family's default
+    for name in scaling.keys() & parameters.keys():
+        if scaling[name] != parameters[name]:
             raise config.error(
                 "rope_scaling",
                 f"it disagrees with rope_parameters about {name}; remove one of the two",
             )
-    return ("rope_scaling" if old and not new else "rope_parameters"), {**new, **old}
+    key = "rope_scaling" if scaling and not parameters else "rope_parameters"
+    return key, {**parameters, **scaling}
 
 
-def _flat(config: Fields, key: str, layer_type: str | None) -> dict[str, Any]:
+def _of_layer_type(config: Fields, key: str, layer_type: str | None) -> dict[str, Any]:
     """Return the rope object of a layer type, or of all layer types if they are equal."""
     section = config.section(key)
     per_type = {name: value for name, value in section.items() if name.endswith("_attention")}
@@ -191,7 +194,7 @@ def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
     }
 
 
-def _rotated(rope: Fields, head_dim: int, share: float | None, partial: bool | None) -> int:
+def _rotated_size(rope: Fields, head_dim: int, share: float | None, partial: bool | None) -> int:
     """Return how many elements of a head are rotated."""
     if partial is False and share not in (None, 1.0):
         raise rope.error("partial_rotary_factor", "this architecture rotates the whole head")
@@ -231,8 +234,8 @@ def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
 def _factors(fields: Fields, key: str, size: int) -> tuple[float, ...]:
     """Read one factor per rotated pair."""
     values = fields.raw(key)
-    fits = isinstance(values, list) and len(values) == size // 2
-    if not fits or any(
+    has_right_length = isinstance(values, list) and len(values) == size // 2
+    if not has_right_length or any(
         type(value) not in (int, float) or not 0.01 <= value <= _MAX_FACTOR for value in values
     ):
         raise fields.error(

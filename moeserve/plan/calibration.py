@@ -20,7 +20,7 @@ from moeserve.plan.roofline import Shape, Windows
 
 F64 = NDArray[np.float64]
 KNOTS = tuple(2**i for i in range(12))  # tokens per step; times between them are interpolated
-ROUNDS = 4  # of iteratively reweighted least squares
+NUM_ROUNDS = 4  # of iteratively reweighted least squares
 INTERRUPTED_FACTOR = 5.0  # steps that took this many times the expected time are ignored
 OTHER_TERMS = (
     "other engines' tokens",
@@ -227,7 +227,7 @@ def fit_relative(x: F64, y: F64) -> F64:
     """
     a = np.zeros(x.shape[1])
     size = y
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ROUNDS):
         is_usual = y < INTERRUPTED_FACTOR * size
         a = solve_not_negative(x[is_usual], y[is_usual], size[is_usual])
         size = np.maximum(x @ a, 1e-9)

@@ -3,7 +3,8 @@
 Bytes and operations are counted for each kind of kernel. For all-to-alls and gathers, the bytes of
 the sent activations are counted. Kernel launches and the host take constant times.
 
-The rates of devices, and the shares of them that kernels reach, are in hardware.py.
+The rates of devices, and the shares of them that kernels reach, are in hardware.py. Names that end
+in _s are durations in seconds.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ from moeserve.plan.hardware import Device, Link
 from moeserve.plan.memory import RankWeights, rank_weights
 from moeserve.plan.tables import AttentionTimes, HeadKey, KernelTables, Times
 
-DBO_SAVES = 0.03  # share of a step's time that two micro-batches must save (runner/dbo.py)
+MIN_DBO_SAVING = 0.03  # share of a step's time that two micro-batches must save (runner/dbo.py)
 SYNC_S = 30e-6  # duration of the step vote
 FAR_LATENCY_S = 100e-6  # latency of a high-throughput all-to-all across machines
 COUNTED_TOKENS = 10_000.0  # tokens of the expert load that the placement is solved for
@@ -102,7 +103,7 @@ class AttentionLayers:
 
     window_index: int  # in `Roofline.windows`
     num_layers: int
-    bytes_per_position: float
+    bytes_per_position: float  # of the KV cache
     operations: float  # per (query, position) pair
     times: AttentionTimes | None  # measured times of one layer, if there are any
 
@@ -216,7 +217,7 @@ class Roofline:
         )
         self._set_rates(device)
         self._set_bytes(config)
-        self._set_measured(config, tables or KernelTables({}))
+        self._set_tables(tables or KernelTables({}))
         self.expert_shares: ExpertShares | None = None
         if spec.moe is not None:
             self.expert_shares = ExpertShares(
@@ -258,7 +259,7 @@ class Roofline:
         self.state_bytes = _state_bytes(spec, self.tp)  # per request
         self.kv_itemsize = 1 if config.cache.kv_cache_dtype == "int8" else self.itemsize
 
-    def _set_measured(self, config: Config, tables: KernelTables) -> None:
+    def _set_tables(self, tables: KernelTables) -> None:
         """Set the attention layers, and the times that the tables have."""
         spec = self.spec
         weights = self.weights
@@ -298,7 +299,7 @@ class Roofline:
             "experts": self.expert_times is not None,
             "dense layers": self.dense_times is not None,
             "LM head": self.head_times is not None,
-            "attention": any(layers.times for layers in self.attention_layers),
+            "attention": any(layers.times is not None for layers in self.attention_layers),
         }
         self.measured = [name for name, measured in is_measured.items() if measured]
 
@@ -315,39 +316,39 @@ class Roofline:
 
         With dual-batch overlap, the step uses two micro-batches if that is faster.
         """
-        one = self._compute_terms(shapes, 1) | {"all2all": self._all2all_s(shapes, 1)}
+        one = self._time_computation(shapes, 1) | {"all2all": self._time_all2all(shapes, 1)}
         if not self.dbo or self.ep == 1 or max(shape.num_tokens for shape in shapes) < 2:
             return one
-        two = self._compute_terms(shapes, 2)
-        all2all_s = self._all2all_s(shapes, 2)
+        two = self._time_computation(shapes, 2)
+        all2all_s = self._time_all2all(shapes, 2)
         # The all-to-all of one half overlaps with the computation of the other. The first and the
         # last all-to-all do not overlap.
         compute_s = sum(two.values()) - two["launch"]
         exposed_s = min(compute_s, all2all_s) / max(1, 2 * self.weights.num_moe_layers)
         two["all2all"] = max(0.0, all2all_s - compute_s) + exposed_s
-        return two if sum(two.values()) < (1 - DBO_SAVES) * sum(one.values()) else one
+        return two if sum(two.values()) < (1 - MIN_DBO_SAVING) * sum(one.values()) else one
 
-    def _compute_terms(self, shapes: Sequence[Shape], num_ubatches: int) -> dict[str, float]:
+    def _time_computation(self, shapes: Sequence[Shape], num_ubatches: int) -> dict[str, float]:
         """Return the seconds of each part of a step but the all-to-all."""
         weights = self.weights
         num_tokens = max(shape.num_tokens for shape in shapes)
         num_rows = max(shape.num_rows for shape in shapes)
         num_samples = max(shape.num_samples for shape in shapes)
         num_busy = min(num_ubatches, num_tokens)  # micro-batches that have tokens
-        dense_s = num_busy * self._gemm_s(
+        dense_s = num_busy * self._time_gemms(
             self.dense_times,
             num_bytes=weights.dense_bytes,
             num_weights=weights.dense_params,
             num_rows=num_tokens / max(1, num_busy),
             flops=self.dense_flops,
         )
-        attention_s = self._attention_s([shape for shape in shapes if shape.num_tokens])
+        attention_s = self._time_attention([shape for shape in shapes if shape.num_tokens])
         attention_s += num_rows * self.state_bytes / self.read_bytes_per_s
         expert_rows = self._expert_rows(shapes, num_ubatches)
-        experts_s = self._experts_s(shapes, num_ubatches, expert_rows)
+        experts_s = self._time_experts(shapes, num_ubatches, expert_rows)
         head_s = 0.0
         if num_samples:
-            head_s = self._gemm_s(
+            head_s = self._time_gemms(
                 self.head_times,
                 num_bytes=weights.head_bytes,
                 num_weights=weights.head_params,
@@ -366,7 +367,7 @@ class Roofline:
             "experts": experts_s,
             "LM head": head_s,
             "between products": activation_bytes / self.read_bytes_per_s,
-            "tp gathers": self._gathers_s(num_tokens, num_ubatches),
+            "tp gathers": self._time_gathers(num_tokens, num_ubatches),
         }
         return {name: float(value) / self.device.in_situ for name, value in kernels.items()} | {
             "launch": launch_s
@@ -387,7 +388,7 @@ class Roofline:
         num_rows = self._seen_tokens(shapes, num_ubatches) * self.spec.experts_per_token
         return num_rows / self.ep * self.expert_shares.imbalance
 
-    def _experts_s(self, shapes: Sequence[Shape], num_ubatches: int, num_rows: float) -> float:
+    def _time_experts(self, shapes: Sequence[Shape], num_ubatches: int, num_rows: float) -> float:
         """Return the seconds of the experts. num_rows: from `_expert_rows`."""
         if self.expert_shares is None:
             return 0.0
@@ -397,14 +398,14 @@ class Roofline:
             layer_s = self.expert_times.seconds(num_tokens / num_ubatches)
         else:
             num_used = self.expert_shares.num_used(self._seen_tokens(shapes, num_ubatches))
-            layer_s = self._roof_s(
+            layer_s = self._time_roofline(
                 num_bytes=num_used * weights.expert_bytes,
                 operations=2 * num_rows * weights.expert_params,
                 flops=self.expert_flops,
             )
         return float(num_ubatches * weights.num_moe_layers * layer_s)
 
-    def _gathers_s(self, num_tokens: int, num_ubatches: int) -> float:
+    def _time_gathers(self, num_tokens: int, num_ubatches: int) -> float:
         """Return the seconds of the tensor-parallel gathers: two per layer."""
         if self.tp == 1:
             return 0.0
@@ -413,7 +414,7 @@ class Roofline:
         gather_s = num_ubatches * peer.latency_s / 2 + num_bytes / peer.gather_bytes_per_s
         return 2 * len(self.spec.layers) * gather_s
 
-    def _gemm_s(
+    def _time_gemms(
         self,
         times: Times | None,
         *,
@@ -425,9 +426,9 @@ class Roofline:
         """Return the seconds of GEMMs, measured or estimated."""
         if times is not None:
             return times.seconds(num_rows)
-        return float(self._roof_s(num_bytes, 2 * num_weights * num_rows, flops))
+        return float(self._time_roofline(num_bytes, 2 * num_weights * num_rows, flops))
 
-    def _roof_s(self, num_bytes: Any, operations: Any, flops: float) -> Any:
+    def _time_roofline(self, num_bytes: Any, operations: Any, flops: float) -> Any:
         """Return the seconds of a kernel, or of an array of kernels.
 
         `Device.overlap` of the shorter one of reading and computing is hidden by the longer one.
@@ -438,11 +439,11 @@ class Roofline:
             reading_s, computing_s
         )
 
-    def _attention_s(self, shapes: Sequence[Shape]) -> float:
+    def _time_attention(self, shapes: Sequence[Shape]) -> float:
         """Return the seconds of the slowest engine's attention."""
         if not shapes:
             return 0.0
-        if any(layers.times for layers in self.attention_layers):
+        if any(layers.times is not None for layers in self.attention_layers):
             # Measured times are not vectorized. Compute them only for the engines with the most
             # reads and the most pairs.
             most_reads = max(shapes, key=lambda shape: shape.num_reads)
@@ -456,7 +457,7 @@ class Roofline:
             reads = all_reads[layers.window_index]
             pairs = all_pairs[layers.window_index]
             if layers.times is None:
-                layer_s = self._roof_s(
+                layer_s = self._time_roofline(
                     num_bytes=reads * layers.bytes_per_position,
                     operations=pairs * layers.operations,
                     flops=self.attention_flops,
@@ -476,7 +477,7 @@ class Roofline:
             total_s += layers.num_layers * layer_s
         return float(total_s.max())
 
-    def _all2all_s(self, shapes: Sequence[Shape], num_ubatches: int) -> float:
+    def _time_all2all(self, shapes: Sequence[Shape], num_ubatches: int) -> float:
         """Return the seconds of dispatch and combine in all layers.
 
         Activations are sent to the rank of each expert (low latency), or once to each machine that
