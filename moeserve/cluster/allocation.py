@@ -48,29 +48,32 @@ def find(env: Mapping[str, str]) -> Allocation | None:
 
     Raises ConfigError if a variable is missing or wrong, or if launchers contradict each other.
     """
-    found = [
-        it
+    allocations = [
+        allocation
         for read in (_launch, _lws, _grove, _torchrun, _skypilot, _slurm)
-        if (it := read(_Variables(env))) is not None
+        if (allocation := read(_Variables(env))) is not None
     ]
-    several = [it for it in found if it.num_nodes > 1] or [it for it in found if it.local_rank]
-    if not several:
+    relevant = [allocation for allocation in allocations if allocation.num_nodes > 1]
+    if not relevant:
+        relevant = [allocation for allocation in allocations if allocation.local_rank]
+    if not relevant:
         return None
-    first, *others = several
+    first, *others = relevant
     for other in others:
         # torchrun numbers the machines in its own order, which changes with each elastic restart.
         same_order = "torchrun" not in (first.source, other.source)
         if first.num_nodes != other.num_nodes or (
             same_order and first.node_rank != other.node_rank
         ):
-            told = [
-                f"{it.source} says machine {it.node_rank} of {it.num_nodes}"
-                for it in (first, other)
+            claims = [
+                f"{each.source} says machine {each.node_rank} of {each.num_nodes}"
+                for each in (first, other)
             ]
             raise ConfigError(
-                f"{', '.join(told)}: launchers contradict each other; {BY_FLAGS}; {ALONE}"
+                f"{', '.join(claims)}: launchers contradict each other; {BY_FLAGS}; {ALONE}"
             )
-    return replace(first, local_rank=max(it.local_rank for it in found))
+    local_rank = max(allocation.local_rank for allocation in allocations)
+    return replace(first, local_rank=local_rank)
 
 
 def fill_in(
@@ -82,29 +85,35 @@ def fill_in(
 
     given: names of the settings that the user gave, which have precedence.
     """
-    if (
-        set(given) >= _FLAGS
-        or ("nnodes" in given and parallel.nnodes == 1)
-        or (found := find(env)) is None
-    ):
+    if set(given) >= _FLAGS or ("nnodes" in given and parallel.nnodes == 1):
         return parallel, None
-    if found.local_rank:
-        return parallel, found
-    for name, told in (("nnodes", found.num_nodes), ("node_rank", found.node_rank)):
-        if name in given and (value := getattr(parallel, name)) != told:
+    allocation = find(env)
+    if allocation is None:
+        return parallel, None
+    if allocation.local_rank:
+        return parallel, allocation
+    allocated = {"nnodes": allocation.num_nodes, "node_rank": allocation.node_rank}
+    for name, allocated_value in allocated.items():
+        if name in given and (value := getattr(parallel, name)) != allocated_value:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} is {value}, {found.source} says {told}: omit it; or {BY_FLAGS}; {ALONE}"
+                f"{flag} is {value}, {allocation.source} says {allocated_value}: omit it; or "
+                f"{BY_FLAGS}; {ALONE}"
             )
-    if parallel.dp < found.num_nodes:
+    if parallel.dp < allocation.num_nodes:
         raise ConfigError(
-            f"--dp {parallel.dp}: each of the {found.num_nodes} machines of {found.source} needs an"
-            f" engine; give at least --dp {found.num_nodes}; {ALONE}"
+            f"--dp {parallel.dp}: each of the {allocation.num_nodes} machines of "
+            f"{allocation.source} needs an engine; give at least --dp {allocation.num_nodes}; "
+            f"{ALONE}"
         )
-    rendezvous = parallel.rendezvous or found.rendezvous
-    return replace(
-        parallel, nnodes=found.num_nodes, node_rank=found.node_rank, rendezvous=rendezvous
-    ), found
+    rendezvous = parallel.rendezvous or allocation.rendezvous
+    completed = replace(
+        parallel,
+        nnodes=allocation.num_nodes,
+        node_rank=allocation.node_rank,
+        rendezvous=rendezvous,
+    )
+    return completed, allocation
 
 
 def outside_of_slurm_step(env: Mapping[str, str]) -> str:
@@ -130,15 +139,18 @@ def expand(nodelist: str) -> list[str]:
     names: list[str] = []
     for part in parts:
         plain_or_numbers = re.split(r"\[(.*?)\]", part)  # plain text and numbers alternate
-        choices = [_numbers(it) if i % 2 else [it] for i, it in enumerate(plain_or_numbers)]
+        choices = [
+            _expand_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(plain_or_numbers)
+        ]
         if len(names) + math.prod(map(len, choices)) > _MAX_MACHINES:
             raise ValueError(f"more than {_MAX_MACHINES} names")
         names += map("".join, itertools.product(*choices))
     return names
 
 
-def _numbers(text: str) -> list[str]:
-    found: list[str] = []
+def _expand_numbers(text: str) -> list[str]:
+    """Expand the numbers in brackets: "01-03,7" is 01, 02, 03, 7. Raises ValueError."""
+    numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         if match is None:
@@ -147,8 +159,8 @@ def _numbers(text: str) -> list[str]:
         high = int(match[2] or match[1])
         if not low <= high < low + _MAX_MACHINES:
             raise ValueError(f"{part} is no range of at most {_MAX_MACHINES} numbers")
-        found += [f"{number:0{len(match[1])}}" for number in range(low, high + 1)]
-    return found
+        numbers += [f"{number:0{len(match[1])}}" for number in range(low, high + 1)]
+    return numbers
 
 
 class _Variables:
@@ -258,24 +270,28 @@ def _torchrun(read: _Variables) -> Allocation | None:
     # Other launchers set RANK and MASTER_ADDR, too.
     if not read.any("TORCHELASTIC_RUN_ID", "GROUP_RANK"):
         return None
-    world = read.number("WORLD_SIZE", 1)
-    here = read.number("LOCAL_WORLD_SIZE", 1)
-    if world % here or world // here > _MAX_MACHINES:
+    size = read.number("WORLD_SIZE", 1)
+    local_size = read.number("LOCAL_WORLD_SIZE", 1)
+    if size % local_size or size // local_size > _MAX_MACHINES:
         raise read.wrong(
             "WORLD_SIZE",
-            f"must be a multiple of LOCAL_WORLD_SIZE={here}, at most {_MAX_MACHINES} times as much",
+            f"must be a multiple of LOCAL_WORLD_SIZE={local_size}, at most {_MAX_MACHINES} times as"
+            " much",
         )
-    nodes = world // here
-    node = read.rank("GROUP_RANK", nodes)
-    read.number("LOCAL_RANK", 0, here - 1)
+    nodes = size // local_size
+    node_rank = read.rank("GROUP_RANK", nodes)
+    read.number("LOCAL_RANK", 0, local_size - 1)
     # Derived from RANK, because LOCAL_RANK is 0 everywhere with --virtual-local-rank.
-    local = read.number("RANK", 0, world - 1) - node * here
-    if not 0 <= local < here:
-        raise read.wrong("RANK", f"contradicts GROUP_RANK={node} and LOCAL_WORLD_SIZE={here}")
+    local_rank = read.number("RANK", 0, size - 1) - node_rank * local_size
+    if not 0 <= local_rank < local_size:
+        raise read.wrong(
+            "RANK", f"contradicts GROUP_RANK={node_rank} and LOCAL_WORLD_SIZE={local_size}"
+        )
     port = read.number("MASTER_PORT", 1, 65535)
     if read.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
         port += 1 if port < 65535 else -1
-    return Allocation("torchrun", nodes, node, read.host("MASTER_ADDR"), port, local)
+    host = read.host("MASTER_ADDR")
+    return Allocation("torchrun", nodes, node_rank, host, port, local_rank)
 
 
 def _skypilot(read: _Variables) -> Allocation | None:
@@ -304,8 +320,8 @@ def _slurm(read: _Variables) -> Allocation | None:
     """A Slurm job step with one task on each machine. It may have fewer machines than its job."""
     if (step := _step(read.env)) is None:
         return None
-    of_step = read.any("SLURM_STEP_NUM_NODES")
-    nodes = read.nodes("SLURM_STEP_NUM_NODES" if of_step else "SLURM_NNODES")
+    has_step_size = read.any("SLURM_STEP_NUM_NODES")
+    nodes = read.nodes("SLURM_STEP_NUM_NODES" if has_step_size else "SLURM_NNODES")
     if nodes == 1:  # also a shell of `srun --pty`
         return Allocation("Slurm", 1, 0, "localhost")
     tasks = read.number("SLURM_STEP_NUM_TASKS") if read.any("SLURM_STEP_NUM_TASKS") else nodes

@@ -50,8 +50,8 @@ class ProcessConnection(PartConnection):
         assert process.stdout is not None
         super().__init__(process.stdout)
         self._process = process
-        self._end = spawn(
-            self._close_after_exit(), name="end of a part", on_error=self._waiting_failed
+        self._closing = spawn(
+            self._close_after_exit(), name="end of a part", on_error=self._on_closing_failed
         )
 
     @staticmethod
@@ -84,11 +84,11 @@ class ProcessConnection(PartConnection):
 
     async def close(self) -> None:
         self.kill()
-        self._end.cancel()
+        self._closing.cancel()
         await self._process.wait()
         self._close_pipes()
 
-    def _waiting_failed(self, name: str, error: Exception) -> None:
+    def _on_closing_failed(self, name: str, error: Exception) -> None:
         log_error(name, error)
         self._close_pipes()  # so that the reader sees the end
 

@@ -22,27 +22,33 @@ from moeserve.errors import ConfigError
 
 AGAIN_S = 1.0  # before a kubectl that has ended is run again
 LAST_LOGS_S = 2.0  # time to show the last log lines
-KUBECTL_S = 60.0  # timeout of a kubectl that does not wait for pods
+KUBECTL_TIMEOUT_S = 60.0  # of a kubectl that does not wait for pods
 MARGIN_S = 30.0  # for pods to end after they have drained
 
 
-async def run_on_kubernetes(it: Deployment, namespace: str | None) -> int:
+async def run_on_kubernetes(deployment: Deployment, namespace: str | None) -> int:
     """Serve until the leader ends, and return its exit code, 1 if it was lost.
 
     Raises ConfigError if kubectl cannot create a resource.
     """
-    return await KubernetesLaunch(it, namespace).run()
+    return await KubernetesLaunch(deployment, namespace).run()
 
 
 class KubernetesLaunch:
     """A LeaderWorkerSet, from its creation to the leader's exit code."""
 
-    def __init__(self, it: Deployment, namespace: str | None) -> None:
-        self._it = it
+    def __init__(self, deployment: Deployment, namespace: str | None) -> None:
+        self._deployment = deployment
         self._kubectl = ("kubectl", *(("--namespace", namespace) if namespace else ()))
         self._states: dict[str, str] = {}  # by the pod's uid
         self._logs: dict[str, asyncio.Task[None]] = {}  # by the pod's uid and number of restarts
-        self._ended, *self._signals = (asyncio.get_running_loop().create_future() for _ in range(3))
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[Any] = loop.create_future()  # exit code of the leader
+        # The first signal drains, the second one kills.
+        self._signals: list[asyncio.Future[Any]] = [
+            loop.create_future(),
+            loop.create_future(),
+        ]
 
     async def run(self) -> int:
         """Serve; see `run_on_kubernetes`."""
@@ -76,17 +82,17 @@ class KubernetesLaunch:
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Drain on the first signal, stop at once on the second."""
-        waiting = [it for it in self._signals if not it.done()]
-        if len(waiting) == 2:
+        pending = [received for received in self._signals if not received.done()]
+        if len(pending) == 2:
             to_stderr(f"moeserve launch: {number.name}: draining; once more stops now")
-        if waiting:
-            waiting[0].set_result(number)
+        if pending:
+            pending[0].set_result(number)
 
     async def _create(self) -> list[str]:
         """Create the resources, and return their names in kubectl's form."""
         # `create` fails if they exist already. `apply` would change the server of somebody else.
-        documents = lws(self._it)
-        if self._it.nodes > 1:
+        documents = lws(self._deployment)
+        if self._deployment.nodes > 1:
             key = {"cluster.key": secrets.token_urlsafe(32)}
             secret = {
                 "apiVersion": "v1",
@@ -95,37 +101,39 @@ class KubernetesLaunch:
                 "stringData": key,
             }
             documents = f"{yaml.safe_dump(secret)}---\n{documents}"
-        code, out, why = await self._run("create", "-f", "-", "-o", "name", stdin=documents)
+        code, out, error = await self._run("create", "-f", "-", "-o", "name", stdin=documents)
         created = out.split()
         if code:
             if created:
                 await self._delete(created)
-            left = (
+            command = (
                 f"{' '.join(self._kubectl)} delete leaderworkerset/{NAME} service/{NAME}"
                 f" secret/{SECRET}"
             )
             remedy = (
-                f"; `{left}` deletes another launch, or what is left of one"
-                if "AlreadyExists" in why
+                f"; `{command}` deletes another launch, or what is left of one"
+                if "AlreadyExists" in error
                 else ""
             )
-            raise ConfigError(f"kubectl create: {why}{remedy}")
+            raise ConfigError(f"kubectl create: {error}{remedy}")
         to_stderr(f"moeserve launch: created {', '.join(created)}")
         return created
 
     async def _delete(self, created: list[str]) -> bool:
         """Delete these resources, and wait for the end of their pods. Return whether they ended."""
-        limit_s = self._it.stop_s + MARGIN_S
+        timeout_s = self._deployment.stop_s + MARGIN_S
         words = (
             "delete",
             *created,
             "--ignore-not-found",
             "--cascade=foreground",
-            f"--timeout={limit_s:g}s",
+            f"--timeout={timeout_s:g}s",
         )
-        code, _, why = await self._run(*words, limit_s=limit_s + KUBECTL_S)
+        code, _, error = await self._run(*words, timeout_s=timeout_s + KUBECTL_TIMEOUT_S)
         if code:
-            to_stderr(f"moeserve launch: kubectl delete: {why}; delete {' '.join(created)} by hand")
+            to_stderr(
+                f"moeserve launch: kubectl delete: {error}; delete {' '.join(created)} by hand"
+            )
         return code == 0
 
     async def _watch(self) -> None:
@@ -145,38 +153,41 @@ class KubernetesLaunch:
             await asyncio.sleep(AGAIN_S)
 
     def _on_pod(self, pod: dict[str, Any]) -> None:
-        meta = pod["metadata"]
+        metadata = pod["metadata"]
         status = pod.get("status", {})
-        uid = meta["uid"]
-        rank = int(meta["labels"][f"{LABEL}worker-index"])
-        if uid not in self._states and "deletionTimestamp" in meta:
+        uid = metadata["uid"]
+        rank = int(metadata["labels"][f"{LABEL}worker-index"])
+        if uid not in self._states and "deletionTimestamp" in metadata:
             return  # a pod of an earlier launch
         container: dict[str, Any] = next(iter(status.get("containerStatuses", ())), {})
         state = _state(status, container, leads=rank == 0)
         if state != self._states.get(uid):
             self._states[uid] = state
+            name = metadata["name"]
             to_stderr(
-                f"moeserve launch: {meta['name']} (machine {rank} of {self._it.nodes}): {state}"
+                f"moeserve launch: {name} (machine {rank} of {self._deployment.nodes}): {state}"
             )
         if {"running", "terminated"} & container.get("state", {}).keys():
-            name = f"{uid} {container.get('restartCount', 0)}"
-            if name not in self._logs:
-                follow = self._follow(meta["name"], uid)
-                self._logs[name] = spawn(follow, name=f"log of {meta['name']}", on_error=log_error)
-        end = container.get("state", {}).get("terminated") or container.get("lastState", {}).get(
-            "terminated"
-        )
+            start = f"{uid} {container.get('restartCount', 0)}"
+            if start not in self._logs:
+                self._logs[start] = spawn(
+                    self._follow(metadata["name"], uid),
+                    name=f"log of {metadata['name']}",
+                    on_error=log_error,
+                )
+        present_end = container.get("state", {}).get("terminated")
+        end = present_end or container.get("lastState", {}).get("terminated")
         if rank == 0 and not self._ended.done() and (end or status.get("phase") == "Failed"):
             self._ended.set_result(int(end["exitCode"]) if end else 1)
 
     async def _follow(self, pod: str, uid: str) -> None:
         """Show a container's log. Connect again if the connection ends before the container."""
-        since: tuple[str, ...] = ()
-        while not since or self._states[uid] in ("running", "ready"):
-            async for line in self._lines("logs", "--follow", pod, *since):
+        since_flag: tuple[str, ...] = ()  # from the second connection on: only recent lines
+        while not since_flag or self._states[uid] in ("running", "ready"):
+            async for line in self._lines("logs", "--follow", pod, *since_flag):
                 to_stderr(f"{pod} | {line}")
             await asyncio.sleep(AGAIN_S)
-            since = (f"--since={2 * AGAIN_S:g}s",)
+            since_flag = (f"--since={2 * AGAIN_S:g}s",)
 
     async def _lines(self, *words: str) -> Any:
         connection = await ProcessConnection.open((*self._kubectl, *words))
@@ -187,7 +198,7 @@ class KubernetesLaunch:
             await connection.close()
 
     async def _run(
-        self, *words: str, stdin: str = "", limit_s: float = KUBECTL_S
+        self, *words: str, stdin: str = "", timeout_s: float = KUBECTL_TIMEOUT_S
     ) -> tuple[int, str, str]:
         """Run kubectl. Return its exit code, its output and the last line of its stderr.
 
@@ -200,10 +211,10 @@ class KubernetesLaunch:
             *self._kubectl, *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(timeout_s):
                 out, err = await process.communicate(stdin.encode())
         except TimeoutError:
-            return 1, "", f"no answer within {limit_s:g} s"
+            return 1, "", f"no answer within {timeout_s:g} s"
         finally:
             if process.returncode is None:
                 process.kill()
@@ -221,7 +232,11 @@ def _state(status: dict[str, Any], container: dict[str, Any], *, leads: bool) ->
         return f"ended with code {state['terminated']['exitCode']}"
     if "running" in state:
         return "ready" if leads and container.get("ready") else "running"
-    bad = [state["waiting"]] if "waiting" in state else []
-    bad += [it for it in status.get("conditions", ()) if it["status"] == "False"]
-    told = [it.get("reason", ""), it.get("message", "")] if (it := next(iter(bad), None)) else []
-    return one_line(": ".join(word for word in (status.get("phase", "Pending"), *told) if word))
+    problems = [state["waiting"]] if "waiting" in state else []
+    problems += [
+        condition for condition in status.get("conditions", ()) if condition["status"] == "False"
+    ]
+    words = [status.get("phase", "Pending")]
+    if problems:
+        words += [problems[0].get("reason", ""), problems[0].get("message", "")]
+    return one_line(": ".join(word for word in words if word))

@@ -23,8 +23,8 @@ from moeserve.cluster.launch.connection import (
 from moeserve.cluster.launch.targets import PART, LaunchTarget
 from moeserve.errors import ConfigError
 
-CONNECT_S = 5.0
-PLACE_S = 60.0  # timeout of the placement, which includes starting nodes (autoscaler)
+CONNECT_TIMEOUT_S = 5.0
+PLACEMENT_TIMEOUT_S = 60.0  # includes starting nodes (autoscaler)
 STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
 _REMEDY = "Check `ray status`, and that Ray's Python on all nodes has moeserve"
 
@@ -48,7 +48,7 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
             if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
                 raise ValueError("must be HOST:PORT or ray://HOST:10001")
             # Test the connection first, because Ray itself would try for minutes.
-            socket.create_connection((host, int(port)), CONNECT_S).close()
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -56,22 +56,22 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
             " cluster (see `ray start`), or give --ray-address ray://HEAD:10001"
         ) from None
     bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
-    nodes = nodes or sum(it["Alive"] for it in ray.nodes())
+    nodes = nodes or sum(node["Alive"] for node in ray.nodes())
     group = placement_group([bundle] * nodes, strategy=STRATEGIES[placement])
-    if not group.wait(PLACE_S):
+    if not group.wait(PLACEMENT_TIMEOUT_S):
         free = ray.available_resources()
         raise ConfigError(
-            f"--ray: no room within {PLACE_S:g} s for {nodes} machines of {bundle},"
+            f"--ray: no room within {PLACEMENT_TIMEOUT_S:g} s for {nodes} machines of {bundle},"
             f" {STRATEGIES[placement]}; {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
             " are free (see `ray status`)"
         )
-    made = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1)(PartActor)
-    here = ray.get_runtime_context().get_node_id()
-    chosen = placement_group_table(group)["bundles_to_node_id"]
+    actor_class = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1)(PartActor)
+    own_node = ray.get_runtime_context().get_node_id()
+    node_of = placement_group_table(group)["bundles_to_node_id"]
     # Machine 0 is the node of this process if it was chosen.
-    ordered = sorted(range(nodes), key=lambda bundle: chosen[bundle] != here)
-    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in ordered]
-    actors = [made.options(scheduling_strategy=place).remote() for place in places]
+    bundles = sorted(range(nodes), key=lambda bundle: node_of[bundle] != own_node)
+    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
+    actors = [actor_class.options(scheduling_strategy=place).remote() for place in places]
     return [RayTarget(f"ray-{rank}", (), _REMEDY, actor) for rank, actor in enumerate(actors)]
 
 
@@ -138,11 +138,11 @@ class RayConnection(PartConnection):
         self._actor = actor
         self._unsent = asyncio.Queue[bytes]()
         self._tasks = [
-            spawn(self._read(), name="read of a part", on_error=self._failed),
-            spawn(self._send(), name="write to a part", on_error=self._failed),
+            spawn(self._read(), name="read of a part", on_error=self._on_task_failed),
+            spawn(self._send(), name="write to a part", on_error=self._on_task_failed),
         ]
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _on_task_failed(self, name: str, error: Exception) -> None:
         """Kill a part that cannot be reached. The launcher will start it again."""
         log_error(name, error)
         self.kill()

@@ -29,7 +29,9 @@ class Host:
 
 def parse_hosts(text: str) -> list[Host]:
     """Parse --hosts: comma-separated a, b:8 or user@c. Raises ConfigError."""
-    return _several((_host(word.strip(), "--hosts") for word in text.split(",")), "--hosts")
+    return _check_hosts(
+        (_parse_host(word.strip(), "--hosts") for word in text.split(",")), "--hosts"
+    )
 
 
 def read_hostfile(path: str) -> list[Host]:
@@ -39,25 +41,26 @@ def read_hostfile(path: str) -> list[Host]:
     """
     with ConfigError.instead_of((OSError, UnicodeDecodeError), f"--hostfile {path}"):
         lines = Path(path).read_text("utf-8-sig").splitlines()
-    told = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
-    return _several((_host(text, f"{path}, line {number}") for number, text in told if text), path)
+    uncommented = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    hosts = (_parse_host(text, f"{path}, line {number}") for number, text in uncommented if text)
+    return _check_hosts(hosts, path)
 
 
 def common_slots(hosts: Iterable[Host]) -> int | None:
     """Return the slots of every host, None if not given. Raises ConfigError if hosts differ."""
-    found = {host.slots: host.name for host in hosts}
-    if len(found) > 1:
-        told = ", ".join(
-            f"{name} has {slots or 'no number of'} slots" for slots, name in found.items()
+    name_by_slots = {host.slots: host.name for host in hosts}
+    if len(name_by_slots) > 1:
+        differences = ", ".join(
+            f"{name} has {slots or 'no number of'} slots" for slots, name in name_by_slots.items()
         )
         raise ConfigError(
-            f"{told}: all machines get the same number of engines, so give all of them the same"
-            " slots, or none"
+            f"{differences}: all machines get the same number of engines, so give all of them the"
+            " same slots, or none"
         )
-    return next(iter(found))
+    return next(iter(name_by_slots))
 
 
-def _host(text: str, where: str) -> Host:
+def _parse_host(text: str, where: str) -> Host:
     match = _HOST.fullmatch(text)
     slots = match and (match["after"] or match["slots"])
     if match is None or (slots and int(slots) == 0):
@@ -69,22 +72,23 @@ def _host(text: str, where: str) -> Host:
     return Host(match["name"].replace("[", "").replace("]", ""), int(slots) if slots else None)
 
 
-def _several(hosts: Iterable[Host], where: str) -> list[Host]:
-    found: list[Host] = []
+def _check_hosts(hosts: Iterable[Host], where: str) -> list[Host]:
+    """Return the hosts. Raises ConfigError if one is named twice, or if there are too many."""
+    checked: list[Host] = []
     for host in hosts:
-        if host.name in (other.name for other in found):
+        if host.name in (other.name for other in checked):
             raise ConfigError(
                 f"{where}: {host.name} is named twice; name each machine once, and give the number"
                 " of its processes as `slots`"
             )
-        found.append(host)
-    if not 1 <= len(found) <= MAX_HOSTS:
-        raise ConfigError(f"{where}: names {len(found)} hosts, must be 1 to {MAX_HOSTS}")
-    return found
+        checked.append(host)
+    if not 1 <= len(checked) <= MAX_HOSTS:
+        raise ConfigError(f"{where}: names {len(checked)} hosts, must be 1 to {MAX_HOSTS}")
+    return checked
 
 
 PART = ("-m", "moeserve.cluster.launch.part")
-_SSH = {  # defaults, after the user's options: ssh uses the first value of each option
+_SSH_DEFAULTS = {  # after the user's options, because ssh uses the first value of each option
     "BatchMode": "yes",  # never prompt
     "ConnectTimeout": "5",
     "LogLevel": "ERROR",
@@ -136,9 +140,8 @@ def over_ssh(
                 f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222"
             )
     remote = f"{python or shlex.quote(sys.executable)} {' '.join(PART)} ssh"
-    words = [
-        f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in _SSH.items()))
-    ]
+    defaults = [f"{name}={value}" for name, value in _SSH_DEFAULTS.items()]
+    words = [f"-o{option}" for option in (*options, *defaults)]
     return [
         LaunchTarget(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY)
         for host in hosts
@@ -161,7 +164,9 @@ def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
     step = ("--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
     return [
         LaunchTarget(
-            it, ("srun", *step, f"--nodelist={it}", sys.executable, *PART, "slurm"), _SLURM_REMEDY
+            name,
+            ("srun", *step, f"--nodelist={name}", sys.executable, *PART, "slurm"),
+            _SLURM_REMEDY,
         )
-        for it in names
+        for name in names
     ]
