@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeserve.actor.handshake import read_secret
-from moeserve.cluster.allocation import Allocation, fill_in, expand, find, outside_of_slurm_step
+from moeserve.cluster.allocation import Allocation, expand, fill_in, find, outside_of_slurm_step
 from moeserve.cluster.default_key import default_key
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
