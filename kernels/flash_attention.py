@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.configs import Config, facts_of
-from moeserve.kernels.paged_attention import MOST_SPACE, AttentionShape, launch_of, tile_rows
+from moeserve.kernels.paged_attention import MAX_SPACE_FLOATS, AttentionShape, launch_of, tile_rows
 
 PACKAGE = "flash_attn_interface"
 FUNCTION = "flash_attn_with_kvcache"
@@ -29,7 +29,7 @@ NEEDED = (
 )  # fmt: skip
 HOPPER = (9, 0)  # compute capability
 ROWS = 128  # query rows of one KV head that one of its programs computes
-MOST_SPLITS = 128  # limit of the splits of a context
+MAX_SPLITS = 128  # limit of the splits of a context
 # Config tables have this entry, beside the parameters of paged_attention.py, if FA3 was faster.
 WINS: Config = {"fa3": 1}
 
@@ -113,15 +113,17 @@ def plan_attention(
 ) -> FlashMetadata:
     """Compute a step's attention metadata on the device.
 
-    A context gets no more splits than keep the device busy, and no more than fit into MOST_SPACE.
+    A context gets no more splits than keep the device busy, and than fit into MAX_SPACE_FLOATS.
 
     The first arguments are those of `paged_attention.plan_attention`.
     tokens: the number of queries, padding included.
     padded: whether the last queries may be padding.
     """
     programs = shape.kv_heads * -(-bounds.new_tokens * shape.heads // (shape.kv_heads * ROWS))
-    room = MOST_SPACE // (tokens * shape.heads * shape.v_dim)
-    splits = max(1, min(facts_of(blocks_RN.device).multiprocessors // programs, room, MOST_SPLITS))
+    splits_in_space = MAX_SPACE_FLOATS // (tokens * shape.heads * shape.v_dim)
+    splits = max(
+        1, min(facts_of(blocks_RN.device).multiprocessors // programs, splits_in_space, MAX_SPLITS)
+    )
     padding_T = torch.arange(tokens, device=blocks_RN.device) >= offsets_R1[-1] if padded else None
     lengths_R = starts_R + (offsets_R1[1:] - offsets_R1[:-1])
     return FlashMetadata(

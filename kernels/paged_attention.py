@@ -31,7 +31,7 @@ from moeserve.kernels.configs import Config, facts_of, tuned
 SCALE_BYTES = 4  # of the fp32 scale in an int8 cache entry
 INVARIANT_M = 64  # the smallest M of Hopper's wgmma instruction
 WIDE = 256  # for keys wider than this, programs have fewer query rows and positions
-MOST_SPACE = 1 << 26  # largest default workspace, in fp32 numbers
+MAX_SPACE_FLOATS = 1 << 26  # of the default workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads of a program: of one KV head, and as many as its query rows allow."""
         heads = self.heads // self.kv_heads
-        most = 128
+        max_heads = 128
         if self.dim > WIDE:
-            most = 16 if self.dtype == torch.float32 else 64
-        return next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
+            max_heads = 16 if self.dtype == torch.float32 else 64
+        return next(n for n in range(min(heads, max_heads), 0, -1) if heads % n == 0)
 
     @property
     def groups(self) -> int:
@@ -81,7 +81,7 @@ class Pass:
 
     block_m: int  # query rows of a program
     tile: int  # tokens of a program
-    flat: bool  # the kernel's FLAT
+    flat: bool  # FLAT of `attend_kernel`
     work: WorkList
 
 
@@ -104,12 +104,12 @@ def tile_rows(shape: AttentionShape, invariant: bool) -> list[int]:
     """
     assert shape.heads % shape.kv_heads == 0, shape
     assert shape.v_dim <= shape.dim, shape
-    least = max(16, triton.next_power_of_2(shape.group))
+    min_rows = max(16, triton.next_power_of_2(shape.group))
     if shape.dtype == torch.float32:
-        return [least]  # fp32 does not use wgmma, so more rows gain nothing
+        return [min_rows]  # fp32 does not use wgmma, so more rows gain nothing
     if invariant:
-        return [max(INVARIANT_M, least)]
-    return [least, max(128 if shape.dim <= 128 else 64, least)]
+        return [max(INVARIANT_M, min_rows)]
+    return [min_rows, max(128 if shape.dim <= 128 else 64, min_rows)]
 
 
 def tile_positions(shape: AttentionShape, block_m: int) -> int:
@@ -154,21 +154,21 @@ def plan_attention(
     assert SPLIT % shape.block_size == 0, shape
     if space is None:
         space = torch.empty(
-            min(space_floats(shape, bounds, invariant), MOST_SPACE), device=blocks_RN.device
+            min(space_floats(shape, bounds, invariant), MAX_SPACE_FLOATS), device=blocks_RN.device
         )
     sizes = tile_rows(shape, invariant)
     passes: list[Pass] = []
-    least = 1
+    min_new = 1  # new tokens of the rows of a pass
     for block_m in sizes:
         tile = block_m // shape.group
-        most = ANY if block_m == sizes[-1] else tile
+        max_new = ANY if block_m == sizes[-1] else tile
         capacity = space.numel() // (shape.groups * block_m * row_floats(shape.v_dim))
-        if least <= bounds.new_tokens:
+        if min_new <= bounds.new_tokens:
             work = list_work(
-                starts_R, offsets_R1, bounds, tile, *shape.limits, capacity, least, most
+                starts_R, offsets_R1, bounds, tile, *shape.limits, capacity, min_new, max_new
             )
-            passes.append(Pass(block_m, tile, least > 1, work))
-        least = most + 1
+            passes.append(Pass(block_m, tile, min_new > 1, work))
+        min_new = max_new + 1
     return AttentionMetadata(shape, blocks_RN, starts_R, offsets_R1, passes, space)
 
 
@@ -225,11 +225,11 @@ def attention(
     window, chunk = shape.limits
     device, multiprocessors = facts_of(q_THd.device)
     for part in plan.passes:
-        how = config or launch_of(shape, k_cache.dtype, part.block_m, device)
+        launch = config or launch_of(shape, k_cache.dtype, part.block_m, device)
         slots = plan.space.numel() // (shape.groups * part.block_m * row_floats(v_d))
         values, stats = split_space(plan.space, slots * shape.groups * part.block_m, v_d)
         programs = min(
-            part.work.items_I4.shape[0] * shape.groups, how["programs"] * multiprocessors
+            part.work.items_I4.shape[0] * shape.groups, launch["programs"] * multiprocessors
         )
         attend_kernel[(programs,)](
             q_THd, k_cache, None if shared else v_cache, *scales, sinks_H, out, values, stats,
@@ -242,7 +242,7 @@ def attention(
             WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap, SPLIT=SPLIT, TILE=part.tile,
             BLOCK_M=part.block_m,
             BLOCK_N=tile_positions(shape, part.block_m), FLAT=part.flat,
-            num_warps=how["num_warps"], num_stages=how["num_stages"],
+            num_warps=launch["num_warps"], num_stages=launch["num_stages"],
         )  # fmt: skip
         _merge(values, stats, sinks_H, out, plan, part)
     return out

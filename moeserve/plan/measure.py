@@ -30,7 +30,7 @@ MIN_STREAM_S = 2.5
 MIN_STREAM_STEPS = 40
 PROMPT_LENGTHS = (16, 32, 64, 128, 256, 512)  # prompt tokens
 MAX_ANSWER = 64  # generated tokens
-IDLE_FACTOR = 20.0  # after a period of more step times than this, the engine was idle in it
+IDLE_FACTOR = 20.0  # an engine was idle in a period of more step times than this
 
 
 class Records(FrontStats):

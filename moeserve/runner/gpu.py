@@ -72,9 +72,9 @@ class GPUModelRunner(ModelRunnerBase):
         needed_bytes = max(estimated_bytes, step_bytes) + table_bytes
         tokens = min(MAX_RECORDED_TOKENS, limits.step_tokens(self.config))
         if self.uses_triton:
-            from moeserve.kernels.paged_attention import MOST_SPACE
+            from moeserve.kernels.paged_attention import MAX_SPACE_FLOATS
 
-            needed_bytes += FP32_BYTES * MOST_SPACE * len(self.groups)
+            needed_bytes += FP32_BYTES * MAX_SPACE_FLOATS * len(self.groups)
         if self.graphs_unsupported is not None:
             return needed_bytes
         scheduler = replace(self.config.scheduler, max_num_batched_tokens=tokens)

@@ -26,7 +26,7 @@ from moeserve.errors import ConfigError
 from moeserve.kernels import configs, flash_attention, tuning
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.flash_attention import FlashMetadata, misfit
-from moeserve.kernels.paged_attention import MOST_SPACE, AttentionShape, shape_of
+from moeserve.kernels.paged_attention import MAX_SPACE_FLOATS, AttentionShape, shape_of
 from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.inputs import HeadShape
 from moeserve.ops.pick import pick_ops
@@ -98,7 +98,7 @@ def attend(
     assert qv is None or (qv.shape == (tokens, heads, v_d) and d <= 64 and v_d >= 256)
     assert type(max_seqlen_q) is int
     assert 1 <= num_splits <= 256
-    assert num_splits * tokens * heads * v_d <= max(MOST_SPACE, tokens * heads * v_d)
+    assert num_splits * tokens * heads * v_d <= max(MAX_SPACE_FLOATS, tokens * heads * v_d)
     assert causal
     assert window_size[1] in (-1, 0)
     FOUND.append((rows, max_seqlen_q))
@@ -232,7 +232,7 @@ def test_parts_of_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     assert splits(32, 4, 128, 128, 1, 2048) == 1
     assert splits(16, 1, 576, 512, 1, 1) == 128
     assert splits(128, 1, 576, 512, 8, 1) == 128
-    assert splits(128, 1, 576, 512, 512, 1) == MOST_SPACE // (512 * 128 * 512) == 2
+    assert splits(128, 1, 576, 512, 512, 1) == MAX_SPACE_FLOATS // (512 * 128 * 512) == 2
     assert splits(128, 1, 576, 512, 1, 4) == 33
     assert splits(8, 8, 64, 64, 1, 8192) == 1
 
