@@ -410,8 +410,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if finish == m.FinishReason.ERROR:
             self._end(sequence, "error")
             message = out.errors.get(rid, "the request failed inside the engine")
-            by_request = message.startswith((m.NO_TOKEN_LEFT, m.GRAMMAR_FAILED))
-            kind = errors.ConstraintFailed if by_request else errors.RequestFailed
+            is_request_fault = message.startswith((m.NO_TOKEN_LEFT, m.GRAMMAR_FAILED))
+            kind = errors.ConstraintFailed if is_request_fault else errors.RequestFailed
             self._fail(sequence.owner, kind(message))
             return
         delta = sequence.advance(token, finish, out)

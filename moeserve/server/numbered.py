@@ -19,22 +19,26 @@ class Numbered(StreamWriter):
         self._num_skipped_events = 0  # of the closing, because the client has them
 
     def opening(self) -> bytes:
-        return self._with_ids(self._writer.opening(), during=self._position(), after=None)
+        return self._with_ids(
+            self._writer.opening(), inner_position=self._position(), last_position=None
+        )
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
         frames = self._writer.frames(prompt, delta)
         i = delta.index
         ends_choice = delta.finish_reason is not None
-        during = b""
+        inner_position = b""
         if frames.count(b"\n\n") > 1:
             end_mark = b"e" if ends_choice else b""
-            during = self._position() + b"+%d.%d%b" % (i, len(delta.token_ids), end_mark)
+            inner_position = self._position() + b"+%d.%d%b" % (i, len(delta.token_ids), end_mark)
         self._num_tokens[i] += len(delta.token_ids)
         self._has_ended[i] |= ends_choice
-        return self._with_ids(frames, during=during, after=self._position())
+        return self._with_ids(frames, inner_position=inner_position, last_position=self._position())
 
     def closing(self) -> bytes:
-        frames = self._with_ids(self._writer.closing(), during=self._position(), after=None)
+        frames = self._with_ids(
+            self._writer.closing(), inner_position=self._position(), last_position=None
+        )
         return b"".join(_events(frames)[self._num_skipped_events :])
 
     def failure(self, error: RequestError, request_id: str) -> bytes:
@@ -44,17 +48,21 @@ class Numbered(StreamWriter):
         pairs = zip(self._num_tokens, self._has_ended, strict=True)
         return b".".join([b"%de" % count if ended else b"%d" % count for count, ended in pairs])
 
-    def _with_ids(self, frames: bytes, *, during: bytes, after: bytes | None) -> bytes:
+    def _with_ids(
+        self, frames: bytes, *, inner_position: bytes, last_position: bytes | None
+    ) -> bytes:
         """Return the events of some frames with ids.
 
-        during: the position of all events but the last. after: the position of the last event; None
-        if it is `during`, too.
+        inner_position: the position of all events but the last.
+        last_position: the position of the last event; None if it is `inner_position`, too.
         """
         frames_out = b""
         events = _events(frames)
         for number, event in enumerate(events, 1):
-            is_last = number == len(events)
-            id = after if is_last and after is not None else b"%b~%d" % (during, number)
+            if number == len(events) and last_position is not None:
+                id = last_position
+            else:
+                id = b"%b~%d" % (inner_position, number)
             frames_out += self._id_prefix + id + b"\n" + event
         return frames_out
 
