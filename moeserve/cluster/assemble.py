@@ -64,10 +64,10 @@ async def assemble(
         born_s: monotonic time at which the start began.
     """
     loop = asyncio.get_running_loop()
-    abandoned = False
+    is_over = False  # built, or cancelled
 
     def emit_phase(name: str, percent: int) -> None:
-        if not abandoned:
+        if not is_over:
             emit(Phase(name, percent, time.monotonic() - born_s))
 
     def progress(name: str, percent: int) -> None:  # called in the building thread
@@ -86,7 +86,7 @@ async def assemble(
     try:
         runner, limits, ready, groups, eos_ids = await in_thread("engine start", build)
     finally:
-        abandoned = True
+        is_over = True
     from moeserve.engine.core import EngineCore
     from moeserve.engine.group_core import GroupCore
     from moeserve.engine.scheduler import Scheduler
@@ -102,8 +102,9 @@ async def assemble(
         return EngineCore(scheduler, runner, inbox, emit), ready
     if isinstance(runner, SeveralRanks):
         runner.watch_traces(lambda traced: loop.call_soon_threadsafe(emit, traced))
-    grouped = cast("GroupRunner", runner)
-    return GroupCore(scheduler, grouped, inbox, emit, partial(form, grouped)), ready
+    group_runner = cast("GroupRunner", runner)
+    core = GroupCore(scheduler, group_runner, inbox, emit, partial(form, group_runner))
+    return core, ready
 
 
 def kv_identity(ready: Ready) -> dict[str, bytes]:
@@ -136,12 +137,13 @@ async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
         if joining.done():
             joining.result()
         coordinator = await opening
-        tasks.add(losing := loop.create_task(coordinator.wait_lost()))
-        await asyncio.wait({joining, losing}, return_when=asyncio.FIRST_COMPLETED)
+        loss = loop.create_task(coordinator.wait_lost())
+        tasks.add(loss)
+        await asyncio.wait({joining, loss}, return_when=asyncio.FIRST_COMPLETED)
         if coordinator.lost is not None:
             raise coordinator.lost
         await joining
-        losing.cancel()
+        loss.cancel()
         return coordinator
     except BaseException as error:
         missing = error.missing if isinstance(error, PeerLost) else ()

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moeserve.cluster.assemble import Built, Progress
 from moeserve.cluster.order import Role, command_of
@@ -37,19 +37,19 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
     This imports torch, reads weights and starts the engine's other ranks, so call it in a thread.
     Raises ConfigError.
     """
-    began_s = time.monotonic()
+    began_at_s = time.monotonic()
     progress("reading the model's configuration", 2)
     spec = read_model_spec(resolve_model_dir(config.model.model))
     if config.device.null_runner:
-        return _null(config, spec, began_s)
+        return _build_null(config, spec, began_at_s)
     spec.check_tp(role.world.tp_size)  # before any process is started
     build = _build_grouped if role.grouped else _build_single
     threaded, limits, runner = build(config, role, progress)
-    ready = _ready(
+    ready = _facts_of(
         config,
         spec,
         limits,
-        began_s,
+        began_at_s,
         dtype=str(runner.dtype).removeprefix("torch."),
         device=runner.properties.name,
         notes=tuple(runner.notes),
@@ -60,8 +60,12 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
     return threaded, limits, ready, runner.groups, spec.eos_token_ids
 
 
-# The runner that the engine calls, its limits, and the runner of rank 0 inside it.
-RankBuild = tuple["Runner", Limits, "ModelRunnerBase"]
+class RankBuild(NamedTuple):
+    """A runner whose model is loaded."""
+
+    threaded: Runner  # the runner that the engine calls
+    limits: Limits
+    runner: ModelRunnerBase  # of rank 0, inside `threaded`
 
 
 def _build_single(config: Config, role: Role, progress: Progress) -> RankBuild:
@@ -76,7 +80,7 @@ def _build_single(config: Config, role: Role, progress: Progress) -> RankBuild:
     except BaseException:
         threaded.close()
         raise
-    return threaded, limits, runner
+    return RankBuild(threaded, limits, runner)
 
 
 def _build_grouped(config: Config, role: Role, progress: Progress) -> RankBuild:
@@ -90,7 +94,7 @@ def _build_grouped(config: Config, role: Role, progress: Progress) -> RankBuild:
         except BaseException:
             threaded.close()
             raise
-        return threaded, limits, runner
+        return RankBuild(threaded, limits, runner)
 
 
 @contextmanager
@@ -123,7 +127,7 @@ def _team(config: Config, role: Role) -> Iterator[Team | None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
+def _build_null(config: Config, spec: ModelSpec, began_at_s: float) -> Built:
     from moeserve.runner.limits import check, resolve, with_step_tokens
 
     check(config, spec)
@@ -132,8 +136,8 @@ def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
     limits, notes = resolve(
         config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False
     )
-    ready = _ready(
-        config, spec, limits, began_s, dtype=spec.dtype, device="null", notes=tuple(notes)
+    ready = _facts_of(
+        config, spec, limits, began_at_s, dtype=spec.dtype, device="null", notes=tuple(notes)
     )
     return (
         NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3),
@@ -144,20 +148,23 @@ def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
     )
 
 
-def _ready(
-    config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, dtype: str, **facts: Any
+def _facts_of(
+    config: Config, spec: ModelSpec, limits: Limits, began_at_s: float, *, dtype: str, **facts: Any
 ) -> Ready:
+    """Return the facts about an engine. facts: further fields of Ready."""
     size = model_size(spec)
     itemsize = 4 if dtype == "float32" else 2
-    per_weight = bytes_per_weight(spec, config.model.quantization, itemsize)
-    per_expert = per_weight
-    experts = len(spec.moe_layers) * spec.num_experts * spec.expert_weights
-    if (compressed := config.model.lossless_compression) != "off" and per_weight == 2:
+    weight_itemsize = bytes_per_weight(spec, config.model.quantization, itemsize)
+    expert_itemsize = weight_itemsize
+    num_expert_weights = len(spec.moe_layers) * spec.num_experts * spec.expert_weights
+    if (compressed := config.model.lossless_compression) != "off" and weight_itemsize == 2:
         from moeserve.ops.native_layer import BYTES_IN_12_BITS  # imports torch
 
-        per_expert = BYTES_IN_12_BITS
-        per_weight = per_expert if compressed == "all" else per_weight
-    heads = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+        expert_itemsize = BYTES_IN_12_BITS
+        weight_itemsize = expert_itemsize if compressed == "all" else weight_itemsize
+    # The embedding and the LM head, which are not quantized.
+    num_head_weights = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    num_other_weights = size.total - num_head_weights - num_expert_weights
     return Ready(
         pid=os.getpid(),
         architecture=spec.architecture,
@@ -170,11 +177,11 @@ def _ready(
         eos_token_ids=spec.eos_token_ids,
         num_params=size.total,
         num_active_params=size.active,
-        weight_bytes=heads * itemsize
-        + int((size.total - heads - experts) * per_weight + experts * per_expert),
-        startup_s=time.monotonic() - began_s,
+        weight_bytes=num_head_weights * itemsize
+        + int(num_other_weights * weight_itemsize + num_expert_weights * expert_itemsize),
+        startup_s=time.monotonic() - began_at_s,
         num_moe_layers=len(spec.moe_layers),
         num_experts=spec.num_experts,
-        expert_bytes=int(spec.expert_weights * per_expert),
+        expert_bytes=int(spec.expert_weights * expert_itemsize),
         **facts,
     )

@@ -29,14 +29,15 @@ TAG_BYTES = 16
 
 
 class Seal:
-    """The keys of one rank of a mesh. name: of the mesh, unique within the epoch."""
+    """The keys of one rank of a mesh. name: the mesh's name, unique within the epoch."""
 
     def __init__(self, members: Members, name: str) -> None:
-        me = members.rank
+        own = members.rank
         host_of = members.host_of
-        remote = [rank for rank in range(members.size) if host_of[rank] != host_of[me]]
-        self.to = {rank: _key(members.token, f"{name}: {me} to {rank}") for rank in remote}
-        self.back = {rank: _key(members.token, f"{name}: {rank} to {me}") for rank in remote}
+        remote = [rank for rank in range(members.size) if host_of[rank] != host_of[own]]
+        # Keys by the other rank, which is on another machine.
+        self.send_keys = {r: _key(members.token, f"{name}: {own} to {r}") for r in remote}
+        self.receive_keys = {r: _key(members.token, f"{name}: {r} to {own}") for r in remote}
 
     def envelope(self, channel: int, exchange: int) -> Plain:
         """Return the encoding of an exchange's messages."""
@@ -52,43 +53,44 @@ class SealedExchange(Plain):
     def __init__(self, seal: Seal, channel: int, exchange: int) -> None:
         self._seal = seal
         self._position = (channel, exchange)
-        self._expected: Counter[int] = Counter()
-        self._sent: Counter[int] = Counter()
+        # Messages of each peer so far:
+        self._num_expected: Counter[int] = Counter()
+        self._num_sent: Counter[int] = Counter()
 
     def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        if peer not in self._seal.back:
+        if peer not in self._seal.receive_keys:
             return super().inbox(peer, into)
         sealed = torch.empty(HEAD_BYTES + into.numel() + TAG_BYTES, dtype=torch.uint8)
-        return sealed, partial(self._open, peer, sealed, into, self._nonce(self._expected, peer))
+        nonce = self._next_nonce(self._num_expected, peer)
+        return sealed, partial(self._decrypt, peer, sealed, into, nonce)
 
     def outbox(self, peer: int, text: Tensor) -> Tensor:
-        if peer not in self._seal.to:
+        if peer not in self._seal.send_keys:
             return text
         sealed = torch.empty(HEAD_BYTES + text.numel() + TAG_BYTES, dtype=torch.uint8)
-        wire = sealed.numpy().data
-        head = wire[:HEAD_BYTES]
-        body = wire[HEAD_BYTES:]
+        message = sealed.numpy().data
+        head = message[:HEAD_BYTES]
+        body = message[HEAD_BYTES:]
         head[:] = text.numel().to_bytes(HEAD_BYTES, "big")
-        self._seal.to[peer].encrypt_into(
-            self._nonce(self._sent, peer), text.numpy().data, head, body
-        )
+        nonce = self._next_nonce(self._num_sent, peer)
+        self._seal.send_keys[peer].encrypt_into(nonce, text.numpy().data, head, body)
         return sealed
 
-    def _nonce(self, counted: Counter[int], peer: int) -> bytes:
-        number = counted[peer]
-        counted[peer] += 1
+    def _next_nonce(self, num_messages: Counter[int], peer: int) -> bytes:
+        number = num_messages[peer]
+        num_messages[peer] += 1
         return struct.pack(">HQH", *self._position, number)
 
-    def _open(self, peer: int, sealed: Tensor, into: Tensor, nonce: bytes) -> None:
-        wire = sealed.numpy().data
-        head = wire[:HEAD_BYTES]
+    def _decrypt(self, peer: int, sealed: Tensor, into: Tensor, nonce: bytes) -> None:
+        message = sealed.numpy().data
+        head = message[:HEAD_BYTES]
         num_bytes = int.from_bytes(head, "big")
         try:
             if num_bytes > into.numel():
                 raise InvalidTag
-            body = wire[HEAD_BYTES:][: num_bytes + TAG_BYTES]
+            body = message[HEAD_BYTES:][: num_bytes + TAG_BYTES]
             text = into.numpy().data[:num_bytes]
-            self._seal.back[peer].decrypt_into(nonce, body, head, text)
+            self._seal.receive_keys[peer].decrypt_into(nonce, body, head, text)
         except InvalidTag:
             raise PermissionError(
                 "sent a message that was altered on the way, or is not its own"

@@ -108,7 +108,7 @@ def test_a_start_tells_the_bytes_of_weights_in_12_bits(make_checkpoint: Any) -> 
     facts = {"dtype": "bfloat16", "device": "cpu"}
     ways = [config_of(path, lossless_compression=which) for which in ("off", "experts", "all")]
     plain, experts_only, all_layers = (
-        build._ready(config, spec, limits, 0.0, **facts) for config in ways
+        build._facts_of(config, spec, limits, 0.0, **facts) for config in ways
     )
     assert (
         experts_only.expert_bytes
