@@ -65,12 +65,12 @@ async def stream_answer(
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
     streams.add(stream)
-    log = running.generations[0].stream
+    stream_log = running.generations[0].stream
     position = None if terms.stream is None else terms.stream.position
     try:
         async with aclosing(running.deltas()) as deltas:
-            if log is not None:
-                writer = Numbered(writer, log.entry.id, len(log.sequences))
+            if stream_log is not None:
+                writer = Numbered(writer, stream_log.entry.id, len(stream_log.sequences))
             if position is not None and isinstance(writer, Numbered):
                 frames = await writer.resume(deltas, position)
                 running.generations[0].caught_up()
@@ -86,9 +86,9 @@ async def stream_answer(
     except Exception as error:
         if isinstance(error, ConnectionError) or not stream.started:
             raise
-        shown = as_request_error(error, call.id)
-        call.error = shown.code or shown.type
-        await stream.send(writer.failure(shown, call.id))
+        request_error = as_request_error(error, call.id)
+        call.error = request_error.code or request_error.type
+        await stream.send(writer.failure(request_error, call.id))
     finally:
         streams.discard(stream)
         running.set_taker(None)

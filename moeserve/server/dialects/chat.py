@@ -19,8 +19,8 @@ _NAMES = {"prompt": "messages"}
 async def chat_completions(call: HttpCall) -> web.StreamResponse:
     """Answer a conversation, whole or as a stream of chunks."""
     request, terms = await read_generating(call, ChatRequest)
-    writer = partial(ChatWriter, request=request)
-    return await answer_chat(terms, request, writer, naming=partial(fields_named, _NAMES))
+    make_writer = partial(ChatWriter, request=request)
+    return await answer_chat(terms, request, make_writer, naming=partial(fields_named, _NAMES))
 
 
 async def render(call: HttpCall) -> web.StreamResponse:

@@ -12,7 +12,7 @@ from moeserve.text.answer_format import Part
 
 
 class ChatWriter(ChunkWriter):
-    """Writes the answer of a chat."""
+    """Writes the answer of a chat. The bytes around a text are kept as in `ChunkWriter`."""
 
     last_choice = protocol.ChatChunkChoice
 

@@ -29,9 +29,9 @@ _NAMES = {
 async def create_message(call: HttpCall) -> web.StreamResponse:
     """Answer a conversation in Anthropic's shape, whole or as a stream of events."""
     request, terms = await read_generating(call, MessagesRequest)
-    writer = partial(MessageWriter, request=request)
+    make_writer = partial(MessageWriter, request=request)
     chat = request.chat(request.max_tokens)
-    return await answer_chat(terms, chat, writer, naming=anthropic_errors)
+    return await answer_chat(terms, chat, make_writer, naming=anthropic_errors)
 
 
 async def count_tokens(call: HttpCall) -> web.StreamResponse:

@@ -127,7 +127,7 @@ class MessageEvent(Struct, omit_defaults=True, kw_only=True):
 
 
 class MessageWriter(EventWriter):
-    """Writes a message."""
+    """Writes a message. `open_kind`, `last_delta` and `emit` are those of `EventWriter`."""
 
     def __init__(self, chat: Conversation, *, request: MessagesRequest) -> None:
         super().__init__(chat, stream=bool(request.stream))

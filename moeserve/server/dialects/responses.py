@@ -52,20 +52,22 @@ async def create_response(call: HttpCall) -> web.StreamResponse:
     store = call.context.store
     owner = call.caller.owner
 
-    def keep(response: Response) -> None:
+    def store_response(response: Response) -> None:
         if response.store:
             items = [*history, *stored_items(request, key)]
             store.put(owner, response.id, Stored(_encode(response), _encode(items)))
 
-    def writer(chat: Conversation) -> ResponseWriter:
+    def make_writer(chat: Conversation) -> ResponseWriter:
         return ResponseWriter(
-            chat, request=request, key=key, stores=store.max_count > 0, on_end=keep
+            chat, request=request, key=key, stores=store.max_count > 0, on_end=store_response
         )
 
-    def listed(running: ResponseWriter) -> AbstractContextManager[None]:
+    def registered(running: ResponseWriter) -> AbstractContextManager[None]:
         return store.running(owner, running.response.id, running)
 
-    return await answer_chat(terms, chat_request, writer, naming=_naming, while_running=listed)
+    return await answer_chat(
+        terms, chat_request, make_writer, naming=_naming, while_running=registered
+    )
 
 
 _encode = msgspec.json.Encoder().encode

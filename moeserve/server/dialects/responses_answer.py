@@ -179,8 +179,8 @@ class ResponseEvent(Struct, kw_only=True, omit_defaults=True):
 class ResponseWriter(EventWriter):
     """Writes a response.
 
-    Items are changed in place after events with them were emitted, which is safe because `emit`
-    encodes at once.
+    `open_kind` and `last_delta` are those of `EventWriter`. Items are changed in place after events
+    with them were emitted, which is safe because `emit` encodes at once.
     """
 
     def __init__(
