@@ -25,32 +25,32 @@ class PingPong:
     def __init__(self, size: int) -> None:
         self.error: BaseException | None = None  # the first one of any micro-batch
         # Lock i is held while micro-batch i must wait.
-        self._turns = [threading.Lock() for _ in range(size)]
-        for turn in self._turns[1:]:
-            turn.acquire()
+        self._turn_locks = [threading.Lock() for _ in range(size)]
+        for lock in self._turn_locks[1:]:
+            lock.acquire()
         self._working = list(range(size))
 
     def take(self, index: int) -> None:
         """Wait for this micro-batch's turn. Raises Unwound."""
-        self._turns[index].acquire()
-        self._check()
+        self._turn_locks[index].acquire()
+        self._raise_if_failed()
 
     def pass_on(self, index: int) -> None:
         """Let the others run, and wait for this micro-batch's next turn. Raises Unwound.
 
         Returns immediately if all others have finished.
         """
-        self._check()
-        if (following := self._following(index)) != index:
-            self._wake(following)
+        self._raise_if_failed()
+        if (next_index := self._next_index(index)) != index:
+            self._wake(next_index)
             self.take(index)
 
     def finish(self, index: int) -> None:
         """End this micro-batch's turns, and wake the next one."""
-        following = self._following(index)
+        next_index = self._next_index(index)
         self._working.remove(index)
-        if following != index:
-            self._wake(following)
+        if next_index != index:
+            self._wake(next_index)
 
     def poison(self, error: BaseException) -> None:
         """Fail the step: all micro-batches wake and raise Unwound. Only the first call counts."""
@@ -59,14 +59,14 @@ class PingPong:
             for index in self._working:
                 self._wake(index)
 
-    def _following(self, index: int) -> int:
+    def _next_index(self, index: int) -> int:
         ring = self._working
         return ring[(ring.index(index) + 1) % len(ring)]
 
     def _wake(self, index: int) -> None:
         with contextlib.suppress(RuntimeError):  # not locked: it was woken before the poison
-            self._turns[index].release()
+            self._turn_locks[index].release()
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self.error is not None:
             raise Unwound

@@ -112,6 +112,9 @@ class ExpertShares:
     """The distribution of a step's tokens over experts and ranks.
 
     The popularity of experts follows Zipf's law with exponent `zipf`; 0 is uniform.
+
+    E: experts. L: layers, here one. T: sampled numbers of tokens, between which results are
+    interpolated.
     """
 
     def __init__(

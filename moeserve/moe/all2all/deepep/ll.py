@@ -54,6 +54,7 @@ class DeepEPLowLatency(DeepEP):
     The kernels take bfloat16 and quantize to fp8 themselves.
     """
 
+    # Facts about the kernels and the package, see `DeepEP`
     name = "deepep_ll"
     needs = "Buffer"
     max_top_k = 11

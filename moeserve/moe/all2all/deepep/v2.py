@@ -33,6 +33,7 @@ class DeepEPElastic(DeepEP):
     (rank, token).
     """
 
+    # Facts about the kernels and the package, see `DeepEP`
     name = "deepep_v2"
     needs = "ElasticBuffer"
     max_top_k = 32
