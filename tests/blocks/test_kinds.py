@@ -20,7 +20,7 @@ class Echo(Mixer):
     def products(self, width):
         return []
 
-    def plan(self, plan, ours, theirs):
+    def plan(self, plan, param_prefix, tensor_prefix):
         pass
 
 class EchoLayer:
