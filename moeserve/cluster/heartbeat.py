@@ -19,32 +19,34 @@ class ProgressMonitor:
     """
 
     def __init__(self, now_s: float, step_s: float = 0.0) -> None:
-        self._progress_s = self._answer_s = self._ping_s = now_s
+        self._progress_at_s = now_s
+        self._answered_at_s = now_s
+        self._pinged_at_s = now_s
         self._step_s = step_s
-        self._seq = 0
-        self._steps = -1
+        self._last_seq = 0  # of the last ping
+        self._num_steps = -1  # as in the last answer
 
     def ping(self, now_s: float) -> Ping:
         """Return the next ping to send; call it once per INTERVAL_S."""
-        late_s = now_s - self._ping_s - INTERVAL_S
-        if late_s > INTERVAL_S:
+        delay_s = now_s - self._pinged_at_s - INTERVAL_S
+        if delay_s > INTERVAL_S:
             # This process itself stood still (stopped or blocked), so do not blame the engine.
-            self._progress_s += late_s
-            self._answer_s += late_s
-        self._ping_s = now_s
-        self._seq += 1
-        return Ping(self._seq)
+            self._progress_at_s += delay_s
+            self._answered_at_s += delay_s
+        self._pinged_at_s = now_s
+        self._last_seq += 1
+        return Ping(self._last_seq)
 
     def pong(self, msg: Pong, now_s: float) -> None:
         """Record an answer."""
-        if not msg.busy or msg.steps != self._steps:
-            self._progress_s = now_s
-        self._steps = msg.steps
-        self._answer_s = now_s
+        if not msg.busy or msg.steps != self._num_steps:
+            self._progress_at_s = now_s
+        self._num_steps = msg.steps
+        self._answered_at_s = now_s
 
     def stalled_s(self, now_s: float) -> float:
         """Return the seconds since the last progress; a little over INTERVAL_S is normal."""
-        return max(0.0, now_s - self._progress_s)
+        return max(0.0, now_s - self._progress_at_s)
 
     def healthy(self, now_s: float) -> bool:
         """Return whether the engine is ready for new requests."""
@@ -61,20 +63,16 @@ class ProgressMonitor:
             grouped: one hanging engine stops the whole group. An engine that still answers gets
                 twice the time, because a silent one is more likely the cause.
         """
-        silent_s = now_s - self._answer_s
+        silent_s = now_s - self._answered_at_s
         if held:
-            self._progress_s = now_s
-            return (
-                f"has not answered for {silent_s:.0f} s"
-                if silent_s > max(stall_s, 3 * self._step_s)
-                else ""
-            )
-        patience_s = max(stall_s, 10 * self._step_s)
-        if grouped and silent_s <= patience_s:
-            patience_s *= 2
+            self._progress_at_s = now_s
+            if silent_s > max(stall_s, 3 * self._step_s):
+                return f"has not answered for {silent_s:.0f} s"
+            return ""
+        max_stalled_s = max(stall_s, 10 * self._step_s)
+        if grouped and silent_s <= max_stalled_s:
+            max_stalled_s *= 2
         stalled_s = self.stalled_s(now_s)
-        return (
-            f"has made no progress for {stalled_s:.0f} s although it has work"
-            if stalled_s > patience_s
-            else ""
-        )
+        if stalled_s > max_stalled_s:
+            return f"has made no progress for {stalled_s:.0f} s although it has work"
+        return ""

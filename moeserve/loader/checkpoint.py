@@ -21,7 +21,7 @@ from moeserve.loader.stored_format import StoredFormat
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-SAMPLES = 64  # tensors of each dtype and shape that a fingerprint samples
+NUM_SAMPLES = 64  # tensors of each dtype and shape that a fingerprint samples
 SAMPLE_BYTES = 4096  # bytes of each sampled tensor
 READ_BYTES = 4 << 20  # bytes per read of a digest
 _CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -40,7 +40,7 @@ class Checkpoint:
     # dequantized then; "" if a kernel does
     obstacle: Callable[[str, int, int], str] = lambda kind, group, inputs: ""
     # Tensors in the index that no file has -> the file named there, for example of a tied LM head
-    absent: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
@@ -77,8 +77,8 @@ def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Ch
                 f"{tensors[name].path.name}; index and files are of different models: download "
                 "all of them again"
             )
-    absent = {name: file for name, file in index.items() if name not in tensors}
-    return Checkpoint(model_dir, tensors, find_stored(tensors, formats), absent=absent)
+    missing = {name: file for name, file in index.items() if name not in tensors}
+    return Checkpoint(model_dir, tensors, find_stored(tensors, formats), missing=missing)
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -139,12 +139,12 @@ def _read_index(model_dir: Path) -> dict[str, str]:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a hexadecimal digest that is equal for equal files on any machine.
 
-    It covers the config, the headers, and a few kilobytes of up to SAMPLES tensors of each dtype
-    and shape, because two trainings of one model differ in their weights alone. It may miss a
+    It covers the config, the headers, and a few kilobytes of up to NUM_SAMPLES tensors of each
+    dtype and shape, because two trainings of one model differ in their weights alone. It may miss a
     change of a few weights. Raises CheckpointError if a file cannot be read.
     """
     digest = hashlib.sha256()
-    kinds = defaultdict(list)
+    alike = defaultdict(list)  # (dtype, shape) -> tensors
     with CheckpointError.instead_of(OSError, f"{checkpoint.model_dir} cannot be read"):
         folder = checkpoint.model_dir
         name = config_name(checkpoint.model_dir)
@@ -156,9 +156,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         for _, tensor in sorted(checkpoint.tensors.items()):
             position = tensor.path.name, tensor.offset, tensor.num_bytes
             digest.update(repr((tensor.name, tensor.dtype, tensor.shape, position)).encode())
-            kinds[tensor.dtype, tensor.shape].append(tensor)
-        for tensors in kinds.values():
-            step = -(-len(tensors) // SAMPLES)
+            alike[tensor.dtype, tensor.shape].append(tensor)
+        for tensors in alike.values():
+            step = -(-len(tensors) // NUM_SAMPLES)
             for tensor in tensors[::step]:
                 with tensor.path.open("rb") as file:
                     file.seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE_BYTES) // 2)
@@ -175,7 +175,7 @@ def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) ->
     meanwhile.
     """
     checkpoint = open_checkpoint(model_dir)
-    before = fingerprint(checkpoint)
+    fingerprint_before = fingerprint(checkpoint)
     config = read_json(model_dir, config_name(model_dir))
     digest = hashlib.sha256(msgspec.json.encode(config, order="deterministic"))
     with CheckpointError.instead_of(OSError, f"{model_dir} cannot be read"):
@@ -184,15 +184,15 @@ def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) ->
             end = tensor.offset + tensor.num_bytes
             with tensor.path.open("rb") as file:
                 file.seek(tensor.offset)
-                while left := end - file.tell():
+                while num_left := end - file.tell():
                     alive()
-                    part = file.read(min(left, READ_BYTES))
+                    part = file.read(min(num_left, READ_BYTES))
                     if not part:
                         raise CheckpointError(f"{tensor} ends early; download the model again")
                     content.update(part)
             digest.update(
                 msgspec.json.encode([tensor.name, tensor.dtype, tensor.shape]) + content.digest()
             )
-    if fingerprint(open_checkpoint(model_dir)) != before:
+    if fingerprint(open_checkpoint(model_dir)) != fingerprint_before:
         raise CheckpointError(f"{model_dir} changed while its weights were read; try again")
-    return digest.hexdigest(), before
+    return digest.hexdigest(), fingerprint_before

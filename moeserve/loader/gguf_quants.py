@@ -17,9 +17,9 @@ from moeserve.loader.load_plan import Index
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.ops.quantised import E2M1, IQ4_NL, Quantised
 
-_CODES = tuple(map(int, IQ4_NL))
-_E2M1_CODES = tuple(int(2 * number) for number in E2M1)
-_BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in TYPES.values()}
+_IQ4_NL_CODES = tuple(map(int, IQ4_NL))
+_E2M1_CODES = tuple(int(2 * number) for number in E2M1)  # as integers
+_TYPES_BY_NAME = {tensor_type.name: tensor_type for tensor_type in TYPES.values()}
 
 
 class Blocks(NamedTuple):
@@ -46,10 +46,10 @@ def read_blocks(
 
     Raises CheckpointError if a scale is NaN or infinite.
     """
-    elements, num_bytes = _BLOCKS[tensor.dtype]
-    shape = (*tensor.shape[:-1], tensor.shape[-1] // elements * num_bytes)
-    raw = read(replace(tensor, dtype="U8", shape=shape), take)
-    blocks = _DECODERS[tensor.dtype](raw.view(*raw.shape[:-1], -1, num_bytes))
+    tensor_type = _TYPES_BY_NAME[tensor.dtype]
+    row_bytes = tensor.shape[-1] // tensor_type.block_size * tensor_type.block_bytes
+    raw = read(replace(tensor, dtype="U8", shape=(*tensor.shape[:-1], row_bytes)), take)
+    blocks = _DECODERS[tensor.dtype](raw.view(*raw.shape[:-1], -1, tensor_type.block_bytes))
     if not all(part is None or part.isfinite().all() for part in (blocks.scales, blocks.mins)):
         raise CheckpointError(f"{tensor} has a scale that is NaN or infinite; download it again")
     return blocks
@@ -73,7 +73,7 @@ def fill(blocks: Blocks, into: Quantised) -> None:
     if into.mins is not None:
         mins = torch.zeros_like(scales) if blocks.mins is None else blocks.mins.flatten(-2)
         into.mins.copy_(mins.repeat_interleave(repeats, -1))
-    # Not strict: without dmin, `into.supers` has None for it, and `blocks.supers` has one entry.
+    # Not strict: without mins, `into.supers` has None for them, and `blocks.supers` has one entry.
     for target, source in zip(into.supers or (), blocks.supers, strict=False):
         assert target is not None
         target.copy_(source.flatten(-2))
@@ -112,16 +112,17 @@ def _32_fifth_bits(raw: Tensor, at: int) -> Tensor:
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return scales, mins and super-scales of Q4_K and Q5_K.
 
-    A block has d and dmin (fp16), then 8 scales and 8 mins of 6 bits each in 12 bytes.
+    A block has the super-scales of scales and of mins (d and dmin, fp16), then 8 scales and 8 mins
+    of 6 bits each in 12 bytes.
     """
     first = raw[..., 4:8]
     second = raw[..., 8:12]
     high = raw[..., 12:16]
     scales = torch.cat((first & 63, high & 15 | first >> 6 << 4), -1)
     mins = torch.cat((second & 63, high >> 4 | second >> 6 << 4), -1)
-    d = _half(raw, 0)
-    dmin = _half(raw, 2)
-    return d * scales, dmin * mins, (d, dmin)
+    super_scale = _half(raw, 0)
+    super_min = _half(raw, 2)
+    return super_scale * scales, super_min * mins, (super_scale, super_min)
 
 
 def _q5_k(raw: Tensor) -> Blocks:
@@ -138,8 +139,12 @@ def _q6_k(raw: Tensor) -> Blocks:
     high = torch.unflatten(raw[..., 128:192], -1, (2, 1, 32)) >> shifts & 3
     values = (low | high << 4).to(torch.int8) - 32
     scales = raw[..., 192:208].contiguous().view(torch.int8)
-    d = _half(raw, 208)
-    return Blocks(torch.unflatten(values.flatten(-3), -1, (16, 16)), d * scales, supers=(d,))
+    super_scale = _half(raw, 208)
+    return Blocks(
+        torch.unflatten(values.flatten(-3), -1, (16, 16)),
+        super_scale * scales,
+        supers=(super_scale,),
+    )
 
 
 def _iq4_xs(raw: Tensor) -> Blocks:
@@ -148,8 +153,10 @@ def _iq4_xs(raw: Tensor) -> Blocks:
     high = (high.unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
     scales = (torch.stack((low & 15, low >> 4), -1).flatten(-2) | high << 4).to(torch.int8) - 32
     values = torch.unflatten(_nibbles(raw, 8), -2, (8, 2)).flatten(-2)
-    d = _half(raw, 0)
-    return Blocks(values.to(torch.int8), d * scales, supers=(d,), codes=_CODES)
+    super_scale = _half(raw, 0)
+    return Blocks(
+        values.to(torch.int8), super_scale * scales, supers=(super_scale,), codes=_IQ4_NL_CODES
+    )
 
 
 def _mxfp4(raw: Tensor) -> Blocks:
@@ -171,7 +178,7 @@ _DECODERS: dict[str, Callable[[Tensor], Blocks]] = {
     "Q4_K": lambda raw: Blocks(_nibbles(raw, 16, 32).to(torch.int8), *_k_scales(raw)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": lambda raw: Blocks(_32_nibbles(raw, 2), _half(raw, 0), codes=_CODES),
+    "IQ4_NL": lambda raw: Blocks(_32_nibbles(raw, 2), _half(raw, 0), codes=_IQ4_NL_CODES),
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

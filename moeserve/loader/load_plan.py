@@ -132,7 +132,7 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
         elif name in tensors:
             problems.append(_mismatch(tensors[name], shape))
         else:
-            file = checkpoint.absent.get(name)
+            file = checkpoint.missing.get(name)
             where = f" from {file}, where the index has it" if file else ""
             problems.append(f"tensor {name!r} {list(shape)} is missing{where}")
     weight_of = {part.name: name for name, weight in stored.items() for part in weight.parts}
