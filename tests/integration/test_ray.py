@@ -57,7 +57,7 @@ def test_a_cluster_without_room_is_said(
     from moeserve.cluster.launch import on_ray
     from moeserve.errors import ConfigError
 
-    monkeypatch.setattr(on_ray, "PLACE_S", 1.0)
+    monkeypatch.setattr(on_ray, "PLACEMENT_TIMEOUT_S", 1.0)
     try:
         with pytest.raises(
             ConfigError,
