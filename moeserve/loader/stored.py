@@ -40,11 +40,12 @@ from moeserve.loader.stored_format import StoredFormat
 
 _FLOATS = ("F32", "BF16", "F16")
 _E8M0 = ("U8", "F8_E8M0")
-_SCALES = ("_scale_inv", "_scale")
-_OUTER = ("_scale_2", "_global_scale")  # the first multiplies scales, the second divides them
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+# The first multiplies scales, the second divides them.
+_OUTER_SCALE_SUFFIXES = ("_scale_2", "_global_scale")
 # Suffix of the tensor with the values -> suffix of the unquantized weight
-_VALUES = {"_packed": "", "_blocks": "", ".qweight": ".weight"}
-_UNUSED = (
+_VALUES_SUFFIXES = {"_packed": "", "_blocks": "", ".qweight": ".weight"}
+_UNUSED_SUFFIXES = (
     "_shape",
     "_activation_scale",
     "_input_scale",
@@ -149,20 +150,20 @@ def find_stored(
 
     Raises CheckpointError for a weight without scales, or one that is also present unquantized.
     """
-    found: dict[str, StoredWeight] = {}
+    weights: dict[str, StoredWeight] = {}
     for name, tensor in tensors.items():
-        suffix = next((suffix for suffix in _VALUES if name.endswith(suffix)), "")
-        base = name.removesuffix(suffix) + _VALUES.get(suffix, "")
+        suffix = next((suffix for suffix in _VALUES_SUFFIXES if name.endswith(suffix)), "")
+        base = name.removesuffix(suffix) + _VALUES_SUFFIXES.get(suffix, "")
         candidates = list(_candidates(tensors, tensor, suffix, base, formats))
         if not candidates:
             continue
-        if base in found or (suffix and base in tensors):
+        if base in weights or (suffix and base in tensors):
             raise CheckpointError(
                 f"{tensor} is there as {base!r}, too; remove the one that does not belong to the "
                 "model"
             )
-        found[base] = _choose(base, candidates)
-    return found
+        weights[base] = _choose(base, candidates)
+    return weights
 
 
 def _candidates(
@@ -174,19 +175,23 @@ def _candidates(
 ) -> Iterator[StoredWeight]:
     """Yield the weight with these values in each format that they may have, nothing if in none.
 
-    suffix: the one of `_VALUES` that the values' name has; base: the unquantized weight's name.
+    suffix: the one of `_VALUES_SUFFIXES` that the values' name has.
+    base: the unquantized weight's name.
     """
     if len(values.shape) < 2 or values.name.endswith(
-        (*_SCALES, *_OUTER, "_scales", "_zero_point", "_shape")
+        (*_SCALE_SUFFIXES, *_OUTER_SCALE_SUFFIXES, "_scales", "_zero_point", "_shape")
     ):
         return
     module = base.removesuffix("weight")
     for form in formats:
-        if values.dtype != form.values_dtype or suffix not in _SUFFIXES[form.layout]:
+        if values.dtype != form.values_dtype or suffix not in _SUFFIXES_OF_LAYOUT[form.layout]:
             continue
-        scales_names = {".qweight": (module + "scales",), "_blocks": (base + "_scales",)}.get(
-            suffix, tuple(base + end for end in _SCALES)
-        )
+        if suffix == ".qweight":
+            scales_names: tuple[str, ...] = (module + "scales",)
+        elif suffix == "_blocks":
+            scales_names = (base + "_scales",)
+        else:
+            scales_names = tuple(base + end for end in _SCALE_SUFFIXES)
         scales = next((tensors[name] for name in scales_names if name in tensors), None)
         if scales is None:
             raise CheckpointError(
@@ -194,26 +199,27 @@ def _candidates(
                 "model again"
             )
         # GPTQ and AWQ have zero points even for symmetric weights.
-        gptq_like = suffix == ".qweight"
-        zeros = tensors.get(module + "qzeros" if gptq_like else base + "_zero_point")
+        is_gptq_or_awq = suffix == ".qweight"
+        zeros = tensors.get(module + "qzeros" if is_gptq_or_awq else base + "_zero_point")
+        outer_names = [base + end for end in _OUTER_SCALE_SUFFIXES]
         yield StoredWeight(
             form=form,
             values=values,
             scales=scales,
-            zeros=zeros if form.zeros or gptq_like else None,
-            outer=next((tensors[base + end] for end in _OUTER if base + end in tensors), None),
+            zeros=zeros if form.zeros or is_gptq_or_awq else None,
+            outer=next((tensors[name] for name in outer_names if name in tensors), None),
             order=tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None,
-            bias=tensors.get(module + "bias") if gptq_like else None,
+            bias=tensors.get(module + "bias") if is_gptq_or_awq else None,
             others=tuple(
                 tensors[prefix + end]
-                for end in _UNUSED
+                for end in _UNUSED_SUFFIXES
                 for prefix in {base, module}
                 if prefix + end in tensors
             ),
         )
 
 
-_SUFFIXES = {  # layout -> suffixes of the tensor with the values
+_SUFFIXES_OF_LAYOUT = {  # layout -> suffixes of the tensor with the values
     "plain": ("",),
     "words": ("_packed",),
     "nibbles": ("", "_packed"),
