@@ -96,7 +96,9 @@ class EngineSupervisor(Supervisor):
     def start(self, role: Role) -> None:
         """Start the engine, and return."""
         self.assign(role)
-        self._task = spawn(self._live(), name=self.name, on_error=self._supervision_failed)
+        self._task = spawn(
+            self._run_processes(), name=self.name, on_error=self._on_supervision_failed
+        )
 
     def assign(self, role: Role) -> None:
         """Set the role (part in the fleet) of the next process."""
@@ -144,11 +146,11 @@ class EngineSupervisor(Supervisor):
 
     # ---- the life of the engine
 
-    async def _live(self) -> None:
+    async def _run_processes(self) -> None:
         """Run processes until one ends for good."""
         try:
             async with asyncio.TaskGroup() as group:
-                heartbeat = every(INTERVAL_S, self._beat, name=f"{self.name} heartbeat")
+                heartbeat = every(INTERVAL_S, self._ping_or_kill, name=f"{self.name} heartbeat")
                 helpers = [group.create_task(self._read()), group.create_task(heartbeat)]
                 await self.run()
                 for helper in helpers:
@@ -157,7 +159,7 @@ class EngineSupervisor(Supervisor):
             self._close_wire()
             self._inbox.close()
 
-    def _supervision_failed(self, _name: str, error: Exception) -> None:
+    def _on_supervision_failed(self, _name: str, error: Exception) -> None:
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         exit_code = 1
@@ -284,7 +286,7 @@ class EngineSupervisor(Supervisor):
         self._wire_lost_at_s = time.monotonic()
         self._wire_end_handled.set()
 
-    def _beat(self) -> None:
+    def _ping_or_kill(self) -> None:
         """Ping the process, and kill it if it hangs."""
         now_s = time.monotonic()
         ping = self.progress_monitor.ping(now_s)

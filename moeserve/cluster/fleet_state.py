@@ -61,8 +61,8 @@ class FleetState:
         self.over = False  # the final EngineGone was sent
         self.failure = ""  # the cause of the end, unless it was an ordered stop
         self._emit = emit
-        self._deadline_passed = False  # the deadline of a drain has passed
-        self._closing: set[asyncio.Task[None]] = set()
+        self._drain_deadline_passed = False
+        self._closing_tasks: set[asyncio.Task[None]] = set()
 
     # ---- members and groups
 
@@ -99,11 +99,13 @@ class FleetState:
         """
         for rank in ranks:
             self.table.apply(rank, LeftFleet())
-            self._hand_back(rank, died=False, cause=cause)
+            self._return_requests(rank, died=False, cause=cause)
         # The group of all engines gets its new members by `regroup`.
-        left = [] if self.together else [g for g in self.groups if g.members[0] in ranks]
-        self.groups = tuple(group for group in self.groups if group not in left)
-        return left
+        emptied: list[EngineGroup] = []
+        if not self.together:
+            emptied = [group for group in self.groups if group.members[0] in ranks]
+        self.groups = tuple(group for group in self.groups if group not in emptied)
+        return emptied
 
     # ---- events
 
@@ -165,7 +167,7 @@ class FleetState:
 
     def _on_refused(self, rank: int, msg: m.Refused) -> None:
         self.traffic.balancer.end(msg.rid)
-        if msg.code != "server_draining" or self._deadline_passed or self.single:
+        if msg.code != "server_draining" or self._drain_deadline_passed or self.single:
             self._emit(msg)
             return
         # The engine got a SIGTERM. Another one takes over the request.
@@ -181,7 +183,8 @@ class FleetState:
             self.experts.note(msg)
 
     def _on_phase(self) -> None:
-        phase = min((state.phase for state in self.member_states), key=lambda it: it.percent)
+        phases = [state.phase for state in self.member_states]
+        phase = min(phases, key=lambda phase: phase.percent)
         if phase != self.phase and (self.ready is None or not self.serving()):
             self.phase = phase
             self._emit(phase)
@@ -194,13 +197,13 @@ class FleetState:
             self.unserved_since_s = time.monotonic()
 
     def _on_lost(self, rank: int) -> None:
-        before = self.table[rank]
+        state_before = self.table[rank]
         self.table.apply(rank, ProcessLost())
         self._check_groups()
-        if before.has_served and not before.left:
-            self._hand_back(rank, died=not before.ended_by_order, cause="it ended")
+        if state_before.has_served and not state_before.left:
+            self._return_requests(rank, died=not state_before.ended_by_order, cause="it ended")
 
-    def _hand_back(self, rank: int, *, died: bool, cause: str) -> None:
+    def _return_requests(self, rank: int, *, died: bool, cause: str) -> None:
         """Return the requests of an engine to the front end."""
         rids = self.traffic.balancer.close(rank)
         if (rids or died) and not self.single:
@@ -240,8 +243,8 @@ class FleetState:
                     name=f"close {other.name}",
                     on_error=log_error,
                 )
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                self._closing_tasks.add(closing)
+                closing.add_done_callback(self._closing_tasks.discard)
 
     def end(self, gone: EngineGone) -> None:
         """Send the front end the final EngineGone. Later calls have no effect."""
@@ -269,7 +272,7 @@ class FleetState:
         if self.ready is not None or all(other.complete for other in self.groups):
             self.announce()
         self.traffic.flush()
-        if self._deadline_passed:
+        if self._drain_deadline_passed:
             self.stop_requests()
 
     def on_group_failed(self, cause: str, exit_code: int) -> None:
@@ -286,11 +289,11 @@ class FleetState:
         except ConfigError as error:
             self.end(EngineGone(exit_code=error.exit_code, cause=str(error)))
             return
-        before = self.ready
+        facts_before = self.ready
         self.ready = facts
-        if before is None:
+        if facts_before is None:
             self._emit(facts)
-        elif before != facts:
+        elif facts_before != facts:
             self._emit(Resized(facts))
 
     def settle(self) -> None:
@@ -303,7 +306,7 @@ class FleetState:
 
         Engines that do not serve yet are drained once they do, because requests may wait for them.
         """
-        self._deadline_passed = True
+        self._drain_deadline_passed = True
         for rank in self.serving():
             self.drain(rank, 0.0)
 
