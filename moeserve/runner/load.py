@@ -104,18 +104,14 @@ def load_model(
     checkpoint = Checkpoint(model_dir, {}) if is_dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
-    ops = _with_attention(_pick_ops(device, dtype, config, spec), config, spec)
-    ops = ops.compressing(config.model.lossless_compression)
-    if config.device.compile:
-        ops = traced(ops)
+    ops = _ops_for(spec, device, dtype, config)
     checkpoint = _for_kernels(checkpoint, ops, config)
     described = checkpoint
     if is_dummy:
         described = _for_kernels(imagined(model_dir, plan, spec.stored, quantize_to), ops, config)
     num_bytes = weight_bytes(described, plan, ops, quantize_to)
-    check_weights_fit(
-        num_bytes - _bytes_on_disk(described, plan, ops, quantize_to, expert_memory), memory
-    )
+    bytes_on_disk = _bytes_on_disk(described, plan, ops, quantize_to, expert_memory)
+    check_weights_fit(num_bytes - bytes_on_disk, memory)
     folder = _cache_folder(config, ops, num_bytes)
     _check_kernels(ops, described, plan, quantize_to, folder, expert_memory, ops.lossless)
     _log_activations(ops, spec, checkpoint, shard)
@@ -132,12 +128,11 @@ def load_model(
     cache = None
     # Only for the initial placement: no later start would use the file of another one.
     if folder and not (shard.placement and shard.placement.version):
-        forms = f"{quantize_to} {checkpoint.activations} {ops.lossless}"
-        forms += f" {dict(_quantized_params(described, plan, quantize_to))}"
-        identity = f"{is_dummy} {files.identity()}"
+        quantized = dict(_quantized_params(described, plan, quantize_to))
+        forms = f"{quantize_to} {checkpoint.activations} {ops.lossless} {quantized}"
         cache = PackedCache(
             folder,
-            key_of(identity, plan, shard.world, dtype, forms),
+            key_of(f"{is_dummy} {files.identity()}", plan, shard.world, dtype, forms),
             percent.mapping,
             limit_bytes=config.model.packed_cache_bytes,
             num_sharers=shard.world.ranks_on_host,
@@ -148,9 +143,8 @@ def load_model(
     if cache and expert_memory:
         experts_on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token)
     if cache:
-        ops = ops.packing_into(
-            cache.allocate, experts_on_disk.register if experts_on_disk else None
-        )
+        register = experts_on_disk.register if experts_on_disk else None
+        ops = ops.packing_into(cache.allocate, register)
     params_of: Callable[..., Params] = partial(CachedParams, cache) if cache else Params
     reader = RandomReader if is_dummy else Reader
     with params_of(
@@ -175,6 +169,12 @@ def load_model(
         mapped_bytes=cache.mapped_bytes if cache else 0,
         expert_cache=experts_on_disk.native if experts_on_disk else None,
     )
+
+
+def _ops_for(spec: ModelSpec, device: torch.device, dtype: torch.dtype, config: Config) -> Ops:
+    ops = _with_attention(_pick_ops(device, dtype, config, spec), config, spec)
+    ops = ops.compressing(config.model.lossless_compression)
+    return traced(ops) if config.device.compile else ops
 
 
 class _Percent:

@@ -34,7 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags, named as in `vllm bench serve`."""
     parser.usage = "%(prog)s [--base-url URL] [flags]"
     add_server_flags(parser)
-    group = parser.add_argument_group("server")
+    _add_backend_flags(parser.add_argument_group("server"))
+    _add_load_flags(parser.add_argument_group("load"))
+    add_dataset_flags(parser)
+    _add_sampling_flags(parser.add_argument_group("sampling (default: the server's)"))
+    _add_result_flags(parser.add_argument_group("results"))
+
+
+def _add_backend_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--backend",
         default="openai",
@@ -59,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="wait up to S seconds for the server to be ready [0]",
     )
-    group = parser.add_argument_group("load")
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--request-rate",
         type=float,
@@ -87,8 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests before the measurement [0]",
     )
-    add_dataset_flags(parser)
-    group = parser.add_argument_group("sampling (default: the server's)")
+
+
+def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     for name in SAMPLING:
         kind = int if name == "top_k" else float
         group.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X")
@@ -104,7 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="additional fields of each request",
     )
-    group = parser.add_argument_group("results")
+
+
+def _add_result_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--percentile-metrics",
         default=",".join(METRICS),
