@@ -455,9 +455,8 @@ class ExpertStore:
         with self._condition:
             if move.cancelled.is_set():
                 return
-            move.error = (
-                str(error)
-                if isinstance(error, MoeserveError)
-                else f"{type(error).__name__}: {error}"
-            )
-        logger.error("placement %d cannot be prepared: %s", move.version, move.error)
+            is_ours = isinstance(error, MoeserveError)
+            message = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            # Before `error` is set: the step that sees it may end the move at once.
+            logger.error("placement %d cannot be prepared: %s", move.version, message)
+            move.error = message

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moeserve.cli.answers import read_answers
-from moeserve.cli.verify import _difference, _equal
+from moeserve.cli.verify import _entry_difference, _equal_parts
 from moeserve.config import config_of
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
@@ -90,7 +90,7 @@ async def front() -> AsyncIterator[FrontEnd]:
 
 async def differences(front: FrontEnd, content: bytes, folder: Path) -> list[str]:
     (folder / "answer").write_bytes(content)
-    return [await _difference(front, one) for one in read_answers(folder / "answer")]
+    return [await _entry_difference(front, one) for one in read_answers(folder / "answer")]
 
 
 Change = Callable[[dict[str, Any]], None]
@@ -134,7 +134,7 @@ async def test_answers_as_they_were_sent_are_equal(answers, front, tmp_path) -> 
         found = await differences(front, content, tmp_path)
         assert found == [""] * (2 if "chat" in name else 1), (name, found)
         (tmp_path / "answer").write_bytes(content)
-        assert "the answer are equal" in _equal(read_answers(tmp_path / "answer")[0])
+        assert "the answer are equal" in _equal_parts(read_answers(tmp_path / "answer")[0])
     lines = [
         json.dumps({"custom_id": name, "response": {"body": json.loads(answers[name])}})
         for name in ("text", "call")
@@ -166,5 +166,5 @@ async def test_a_receipt_alone_says_that_no_text_was_compared(answers, front, tm
     for content in (receipt, [copy.deepcopy(receipt)]):
         (tmp_path / "receipt").write_text(json.dumps(content))
         (one,) = read_answers(tmp_path / "receipt")
-        assert await _difference(front, one) == ""
-        assert "the file has no text to compare" in _equal(one)
+        assert await _entry_difference(front, one) == ""
+        assert "the file has no text to compare" in _equal_parts(one)

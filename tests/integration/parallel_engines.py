@@ -80,7 +80,7 @@ class WorkerThread:
 class ThreadTeam(Team):
     """A team of workers that are threads, with real commands over real sockets."""
 
-    def _start(self, name: str, birth: WorkerBirth) -> Any:
+    def _start_child(self, name: str, birth: WorkerBirth) -> Any:
         return WorkerThread(birth)
 
 

@@ -323,7 +323,11 @@ def test_a_table_that_cannot_have_it_says_so(
             {"cache": CacheConfig(kv_cache_dtype="int8")},
             "does not support a KV cache in int8",
         ),
-        (fast, {"cache": CacheConfig(block_size=64)}, "behind a context's end in blocks of 64"),
+        (
+            fast,
+            {"cache": CacheConfig(block_size=64)},
+            "beyond the end of a context in blocks of 64",
+        ),
         (
             fast,
             {"misfit": "FlashAttention-3 does not support attention sinks"},

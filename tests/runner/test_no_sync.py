@@ -68,7 +68,7 @@ class OnHere(GPUModelRunner):
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")
         self.upload = RingUpload(self.device, 64, pinned=False)
-        self.properties = DeviceProperties("here", host_memory, own=False)
+        self.properties = DeviceProperties("here", host_memory, exclusive=False)
         self._copies = gpu.torch.cuda.Stream(self.device)
 
     def profile_run(self) -> int:

@@ -115,7 +115,7 @@ def test_continuing_the_final_message(byte_level, chatml):
     chat = [*CHATS[0], {"role": "assistant", "content": "Once upon "}]
     text = chatml.render(byte_level, chat, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith("<|im_start|>assistant\nOnce upon ")
-    with pytest.raises(InvalidRequest, match="exclude"):
+    with pytest.raises(InvalidRequest, match="cannot both be true"):
         chatml.render(byte_level, chat, continue_final_message=True)
 
 
@@ -220,7 +220,7 @@ def test_hostile_templates_are_refused_quickly(byte_level, impatient, name):
 
 @pytest.mark.parametrize("name", ["class", "range", "nested loops", "output", "doubling", "power"])
 def test_templates_that_leave_the_sandbox_stop_the_start(impatient, name):
-    with pytest.raises(CheckpointError, match="refused"):
+    with pytest.raises(CheckpointError, match="rejected"):
         ChatTemplate(HOSTILE[name], origin="model/chat_template.jinja", sandboxes=impatient)
 
 
@@ -305,7 +305,7 @@ def test_the_date_is_the_arrival_unless_the_request_gives_one(byte_level):
     ]:
         assert template.render(byte_level, CHATS[0], kwargs={"strftime_now": given}) == wanted
     for wrong in ("yesterday", 5, "2024-02-30"):
-        with pytest.raises(InvalidRequest, match="strftime_now is the date") as caught:
+        with pytest.raises(InvalidRequest, match="strftime_now must be a date") as caught:
             template.render(byte_level, CHATS[0], kwargs={"strftime_now": wrong})
         assert caught.value.param == "chat_template_kwargs.strftime_now"
 
