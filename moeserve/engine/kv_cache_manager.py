@@ -452,8 +452,8 @@ class KVCacheManager:
             step = 1
             while num_others // step > num_cold:
                 step *= 2
-            is_even = (indices_N + 1) % step == 0
-            is_kept[np.flatnonzero(~is_kept & is_even)[:num_cold]] = True
+            is_multiple = (indices_N + 1) % step == 0
+            is_kept[np.flatnonzero(~is_kept & is_multiple)[:num_cold]] = True
         blocks = np.zeros(len(indices_N), np.int32)
         blocks[is_kept] = pool.allocate(int(is_kept.sum()))
         self._new_states.update(blocks[is_kept].tolist())

@@ -21,6 +21,7 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.experts.registry import ExpertFacts
 from moeserve.moe.routing import Router
+from moeserve.ops.linear import can_fuse
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import (
     BLOCK,
@@ -227,7 +228,7 @@ class NativeExperts(StackedExperts):
         )  # fmt: skip
 
     def can_fuse(self, router: Router) -> bool:
-        return isinstance(router.gate, NativeLinear)
+        return can_fuse(router.gate)
 
     def fuse(self, router: Router) -> ExpertsBlock:
         assert isinstance(router.gate, NativeLinear)

@@ -290,10 +290,10 @@ class StepMasks:
                 request = row.request
                 request.ended = request.ended or not len(tokens_S[row.index])
                 with request.caught():
-                    is_over = request.failure or request.ended
-                    tokens = list(map(int, tokens_S[row.index]))
-                    if not is_over and (num_kept := row.accept(tokens)):
-                        accepted.complete[request.slot] = num_kept
+                    if not (request.failure or request.ended):
+                        num_kept = row.accept(list(map(int, tokens_S[row.index])))
+                        if num_kept:
+                            accepted.complete[request.slot] = num_kept
                 if request.failure:
                     accepted.failed[request.slot] = request.failure
             self._condition.notify_all()
