@@ -17,10 +17,6 @@ from tests.checkpoints import Checkpoint, write_checkpoint
 from tests.full import left_out
 from tests.plugin_packages import Install, installer
 
-# Tests with real processes on a shared machine. A failure that does not repeat is listed as RERUN
-# in the summary, to be investigated, and does not fail the run. All other tests fail at once.
-OF_PROCESSES = {"cli", "client", "cluster", "comm", "integration", "launch", "server"}
-
 # SIGINT is ignored if pytest was started in the background, but tests send it to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,13 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect full tests of groups that `--full` does not name.
-
-    Tests of processes may rerun once.
-    """
-    for item in items:
-        if Path(item.path).relative_to(Path(__file__).parent).parts[0] in OF_PROCESSES:
-            item.add_marker(pytest.mark.flaky(reruns=1))
+    """Deselect full tests of groups that `--full` does not name."""
     out = left_out(items, set(config.getoption("--full").split(",")))
     if out:
         config.hook.pytest_deselected(items=list(out))

@@ -1,7 +1,7 @@
 """The tests that use a card, as cases of the check.
 
-A test that hangs or crashes is named, and the others run without it. The project's options for
-pytest-asyncio and pytest-rerunfailures are omitted, because those need not be installed.
+A test that hangs or crashes is named, and the others run without it. The project's option for
+pytest-asyncio is omitted, because that plugin need not be installed.
 """
 
 from __future__ import annotations
