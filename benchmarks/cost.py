@@ -74,13 +74,13 @@ class Balanced(Product):
     """A product whose rows are spread evenly over the experts."""
 
     @property
-    def busy(self) -> float:
+    def num_busy_experts(self) -> float:
         """Number of experts with rows: all, or one for each row."""
         return min(self.experts, self.rows)
 
     def tiles(self, block_m: int) -> float:
         """Number of tiles, equal for each busy expert."""
-        return self.busy * math.ceil(self.rows / self.busy / block_m)
+        return self.num_busy_experts * math.ceil(self.rows / self.num_busy_experts / block_m)
 
 
 @cache
@@ -291,7 +291,7 @@ def tables(write: bool) -> dict[str, Any]:
                 entries[job.size] = {} if keeps else best
             found.setdefault(device, {})[f"{model}, {weights}"] = gains
             if write and weights in CHECKED and any(entries.values()):
-                configs.keep(job.family, device, job.shape, entries, configs.FOLDER, "predicted")
+                configs.save(job.family, device, job.shape, entries, configs.FOLDER, "predicted")
     return found
 
 

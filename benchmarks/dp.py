@@ -26,7 +26,7 @@ from moeserve.config import Config, config_of
 from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import StepRecord
-from moeserve.plan.measure import Records
+from moeserve.plan.measure import RecordingStats
 from moeserve.sampling import SamplingParams
 
 PROMPT_TOKENS = 32
@@ -66,7 +66,7 @@ async def compare(
     ):
         for front in (alone, pair):
             await front.wait_ready()
-            front.stats = Records()
+            front.stats = RecordingStats()
             await one_round(front, batch, 4)
         for number in range(num_rounds):
             for name, front in (("one", alone), ("two", pair))[:: 1 if number % 2 else -1]:
@@ -108,7 +108,7 @@ async def one_round(front: FrontEnd, batch: int, num_tokens: int) -> tuple[float
 
     rate: list[float] = []
     stats = front.stats
-    assert isinstance(stats, Records)
+    assert isinstance(stats, RecordingStats)
     stats.records.clear()
     await asyncio.gather(*(read(i) for i in range(batch)))
     if not rate:

@@ -130,7 +130,7 @@ async def kill(
     await asyncio.sleep(rng.uniform(0, 0.1))
     number = rng.randrange(front.fleet.dp)
     pid = front.fleet.view.engines[number].pid
-    warm = front.fleet.scaling.machines.local_host.server is not None
+    warm = front.fleet.scaling.rendezvous.local_host.server is not None
     assert pid is not None
     leader = psutil.Process(pid)
     ranks = [leader, *leader.children()]

@@ -38,7 +38,7 @@ from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
-from moeserve.moe.placement.solve import balance, moved, rank_loads, solve
+from moeserve.moe.placement.solve import balance, count_fetched, rank_loads, solve
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import RowContext
@@ -101,9 +101,11 @@ def placed(s: float, redundant: int) -> dict[str, Any]:
         "mean_over_fullest_after": round(float(balance(after).mean()), 4),
         "worst_layer_after": round(float(balance(after).min()), 4),
         "makespan_ratio": round(float(before.max(1).sum() / after.max(1).sum()), 3),
-        "experts_fetched_share": round(float(moved(start, new).sum() / start.experts_LS.size), 4),
+        "experts_fetched_share": round(
+            float(count_fetched(start, new).sum() / start.experts_LS.size), 4
+        ),
         "fetched_share_when_nothing_changed": round(
-            float(moved(new, again).sum() / start.experts_LS.size), 4
+            float(count_fetched(new, again).sum() / start.experts_LS.size), 4
         ),
         "solve_s": round(took_s, 4),
     }
@@ -205,7 +207,10 @@ def _rank(
     layers = []
     for layer in range(placement.num_layers):
         packed = kernel.stack(
-            [kernel.pack_expert(*files.read(layer, expert)) for expert in placement.local(layer, 0)]
+            [
+                kernel.pack_expert(*files.read(layer, expert))
+                for expert in placement.local_experts(layer, 0)
+            ]
         )
         gate = ops.pack_linear(torch.randn(placement.experts_per_rank, spec.hidden_size), None)
         # Chooses among the slots of this rank only.

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from benchmarks.common import parser, save
 from benchmarks.rebalance import zipf
 from moeserve.moe.placement.placement import Nodes, Placement
-from moeserve.moe.placement.solve import balance, moved, rank_loads, solve
+from moeserve.moe.placement.solve import balance, count_fetched, rank_loads, solve
 
 LAYERS = 8
 TOKENS = 8192
@@ -60,7 +60,10 @@ def compared(s: float, groups: int) -> list[dict[str, Any]]:
     for ranks, nodes, redundant in SHAPES:
         policies = {"flat": Nodes(), "spread": Nodes(nodes)}
         if groups > 1:
-            policies |= {"groups": Nodes(nodes, groups, even=0), "auto": Nodes(nodes, groups)}
+            policies |= {
+                "groups": Nodes(nodes, groups, min_balance=0),
+                "auto": Nodes(nodes, groups),
+            }
         results.append(
             {
                 "zipf_s": s,
@@ -133,7 +136,9 @@ def judged(
         "replicated_lost": round(
             float(((on_LNE == counts_LNE) & (counts_LNE > 1)).sum(2).mean()), 2
         ),
-        "experts_fetched_share": round(float(moved(start, new).sum() / new.experts_LS.size), 4),
+        "experts_fetched_share": round(
+            float(count_fetched(start, new).sum() / new.experts_LS.size), 4
+        ),
         "solve_s": round(took_s, 4),
     }
 

@@ -101,7 +101,7 @@ async def vote(members: Members, votes: int) -> dict[str, Any]:
     spent: dict[str, list[int]] = {"vote": [], "wake": []}
     for step in range(WARM_UP + votes):
         began = perf_counter_ns()
-        await coordinator.decide(Vote(step, 1, has_work=True, tokens=1))
+        await coordinator.exchange(Vote(step, 1, has_work=True, tokens=1))
         spent["vote"].append(perf_counter_ns() - began)
     await sleep_and_wake(coordinator, members, spent["wake"], WARM_UP + votes)
     coordinator.close()
@@ -114,14 +114,14 @@ async def sleep_and_wake(
     """Park all engines; then the last one wakes the others. Repeat."""
     wakes_others = members.rank == members.size - 1
     for turn in range(300):
-        decision = await coordinator.decide(Vote(step + 2 * turn, 1))
+        decision = await coordinator.exchange(Vote(step + 2 * turn, 1))
         assert decision.action is Action.PARK
         if wakes_others:
             await asyncio.sleep(0.001)
         else:
             await coordinator.wait_woken()
         began = perf_counter_ns()
-        await coordinator.decide(Vote(step + 2 * turn + 1, 1, has_work=wakes_others))
+        await coordinator.exchange(Vote(step + 2 * turn + 1, 1, has_work=wakes_others))
         wakes.append(perf_counter_ns() - began)
 
 

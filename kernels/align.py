@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW = 4096  # largest number of pairs that a single launch sorts
+FEW = 4096  # the most pairs that `few_kernel` sorts in a single launch
 CHUNK = 1024  # pairs per program if there are more than FEW
 MOST_ROWS = 1 << 16  # rows of the cached tables; larger inputs get larger tables
 COLUMNS = 32  # experts per program of `scan_kernel`
@@ -101,8 +101,8 @@ def few_kernel(
         block_m,
         EXPERTS=EXPERTS,
     )
-    mine = ids == expert
-    tl.store(order_ptr + start + tl.cumsum(mine.to(tl.int32), 0) - 1, pairs, mask=mine)
+    is_own = ids == expert
+    tl.store(order_ptr + start + tl.cumsum(is_own.to(tl.int32), 0) - 1, pairs, mask=is_own)
 
 
 @triton.jit
@@ -247,9 +247,15 @@ def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
     assert ids_TK.is_contiguous(), ids_TK.stride()
     pairs = ids_TK.numel()
     experts = max(32, triton.next_power_of_2(num_experts))
-    found = _empty(torch.empty_like(ids_TK).flatten(), ids_TK, pairs, num_experts, block_m)
-    tables = (found.order_N, found.counts_e, found.ends_e, found.expert_Z, found.row_Z)
-    num_tiles = len(found.expert_Z)
+    alignment = _empty(torch.empty_like(ids_TK).flatten(), ids_TK, pairs, num_experts, block_m)
+    tables = (
+        alignment.order_N,
+        alignment.counts_e,
+        alignment.ends_e,
+        alignment.expert_Z,
+        alignment.row_Z,
+    )
+    num_tiles = len(alignment.expert_Z)
     if pairs <= FEW:
         room = max(64, triton.next_power_of_2(pairs))
         few_kernel[(num_experts + 1,)](
@@ -263,7 +269,7 @@ def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
             EXPERTS=experts,
             num_warps=4,
         )
-        return found
+        return alignment
     chunks = triton.cdiv(pairs, CHUNK)
     before_Ce = ids_TK.new_empty((chunks, experts))
     totals_e = ids_TK.new_empty(experts)
@@ -277,7 +283,7 @@ def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
         ids_TK, before_Ce, totals_e, *tables, pairs, chunks, num_experts, num_tiles, block_m,
         CHUNK=CHUNK, EXPERTS=experts, num_warps=4,
     )  # fmt: skip
-    return found
+    return alignment
 
 
 def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> Alignment:
@@ -293,13 +299,13 @@ def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> 
     """
     assert ends_e.dtype == torch.int32, ends_e.dtype
     num_experts = len(ends_e)
-    found = _empty(None, ends_e, num_rows, num_experts, block_m, room)
+    alignment = _empty(None, ends_e, num_rows, num_experts, block_m, room)
     groups_kernel[(num_experts + 1,)](
-        ends_e, found.counts_e, found.ends_e, found.expert_Z, found.row_Z, num_experts,
-        len(found.expert_Z), block_m,
+        ends_e, alignment.counts_e, alignment.ends_e, alignment.expert_Z, alignment.row_Z,
+        num_experts, len(alignment.expert_Z), block_m,
         EXPERTS=max(32, triton.next_power_of_2(num_experts)), ROOM=room, num_warps=1,
     )  # fmt: skip
-    return found
+    return alignment
 
 
 def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
@@ -310,17 +316,22 @@ def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
     3 rows, tiles of 2 -> ends [3], tiles: experts [0, 0], first rows [0, 2]
     """
     most = max(MOST_ROWS, triton.next_power_of_2(num_rows))
-    end = _table(most + 1, 1, 4, device)[num_rows, :1]
-    tiles = triton.cdiv(num_rows, block_m)
-    experts, first = (
-        _table(triton.cdiv(most, block_m), step, 1, device)[:tiles, 0] for step in (0, block_m)
+    end_1 = _table(most + 1, step=1, columns=4, device=device)[num_rows, :1]
+    num_tiles = triton.cdiv(num_rows, block_m)
+    max_tiles = triton.cdiv(most, block_m)
+    return Alignment(
+        block_m=block_m,
+        order_N=None,
+        counts_e=end_1,
+        ends_e=end_1,
+        expert_Z=_table(max_tiles, step=0, columns=1, device=device)[:num_tiles, 0],
+        row_Z=_table(max_tiles, step=block_m, columns=1, device=device)[:num_tiles, 0],
     )
-    return Alignment(block_m, None, end, end, experts, first)
 
 
 @cache
 def _table(rows: int, step: int, columns: int, device: torch.device) -> Tensor:
-    """Return a table whose row i is i * step in each of four columns.
+    """Return a table whose row i is i * step in each of `columns` columns.
 
     Four columns align every row to 16 bytes. Triton would compile again for another alignment.
     """

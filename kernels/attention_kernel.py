@@ -39,14 +39,16 @@ def first_part(D, V_D, SHARED):
     192 -> 128; 80 -> 64; 24 -> 24; 576 whose first 512 are the values -> 512
     """
     power = triton.next_power_of_2(D + 1) // 2
-    return V_D if SHARED else power if D % 16 == 0 else D
+    if SHARED:
+        return V_D
+    return power if D % 16 == 0 else D
 
 
 @triton.jit
-def _load_columns(at, WIDTH: tl.constexpr):
-    """Load [N, WIDTH] from the addresses `at` [N], padded to a power of two."""
+def _load_columns(row_ptrs, WIDTH: tl.constexpr):
+    """Load [N, WIDTH] from the addresses `row_ptrs` [N], padded to a power of two."""
     columns = tl.arange(0, padded(WIDTH))
-    ptrs = at[:, None] + columns[None, :]
+    ptrs = row_ptrs[:, None] + columns[None, :]
     return (
         tl.load(ptrs)
         if columns.shape[0] == WIDTH
@@ -55,16 +57,18 @@ def _load_columns(at, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(at, valid, WIDTH: tl.constexpr):
-    """Load [M, WIDTH] from the addresses `at` [M], padded; rows that are not valid become zero."""
+def _load_queries(row_ptrs, valid, WIDTH: tl.constexpr):
+    """Load [M, WIDTH] from the addresses `row_ptrs` [M], padded. Invalid rows become zero."""
     columns = tl.arange(0, padded(WIDTH))
-    return tl.load(at[:, None] + columns[None, :], mask=within(valid, columns, WIDTH), other=0.0)
+    return tl.load(
+        row_ptrs[:, None] + columns[None, :], mask=within(valid, columns, WIDTH), other=0.0
+    )
 
 
 @triton.jit
 def _attend_split(
-    q, q_rest, seen, table_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, low, high, sure,
-    begin, end,
+    q, q_rest, seen, table_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, low, high,
+    first_hidden, begin, end,
     KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -74,17 +78,17 @@ def _attend_split(
     begin, end: multiples of BLOCK_N.
     low, high: bounds of the positions that any row sees; no others are read.
     seen: [M], the last position that each row sees.
-    sure: the first position that some row may not see. Tiles before it need no mask.
+    first_hidden: the first position that some row may not see. Tiles before it need no mask.
     """
     FIRST: tl.constexpr = first_part(D, V_D, v_ptr is None)
-    PAST: tl.constexpr = 0 if k_scales_ptr is None else SCALE_BYTES
+    PAST: tl.constexpr = 0 if k_scales_ptr is None else SCALE_BYTES  # bytes after the values
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     values = tl.zeros((BLOCK_M, padded(V_D)), tl.float32)
-    for at in range(
+    for tile_start in range(
         tl.maximum(begin, low // BLOCK_N * BLOCK_N), tl.minimum(end, high + 1), BLOCK_N
     ):
-        positions = at + tl.arange(0, BLOCK_N)
+        positions = tile_start + tl.arange(0, BLOCK_N)
         near = tl.minimum(tl.maximum(positions, low), high)  # other positions may hold NaN
         block = tl.load(table_ptr + near // BLOCK_SIZE).to(tl.int32)
         rows = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * KV_HEADS + kv_head
@@ -101,21 +105,21 @@ def _attend_split(
             scores = scores * tl.load(k_scales_ptr + rows * ((D + PAST) // 4) + D // 4)[None, :]
         if SOFT_CAP > 0:
             scores = SOFT_CAP * (1 - 2 / (tl.exp2(scores * (2 * LOG2E / SOFT_CAP)) + 1))
-        if at + BLOCK_N > sure:
+        if tile_start + BLOCK_N > first_hidden:
             visible = positions[None, :] <= seen[:, None]
             if WINDOW != EVERYTHING or CHUNK != EVERYTHING:
                 visible = visible & (positions[None, :] >= first_seen(seen, WINDOW, CHUNK)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
 
-        most = tl.maximum(largest, tl.max(scores, 1) * LOG2E)
-        base = tl.maximum(most, LOWEST)
+        new_largest = tl.maximum(largest, tl.max(scores, 1) * LOG2E)
+        base = tl.maximum(new_largest, LOWEST)
         p = tl.exp2(tl.fma(scores, LOG2E, -base[:, None]))
-        old = tl.exp2(largest - base)
-        weight = tl.fma(weight, old, tl.sum(p, 1))
+        old_factor = tl.exp2(largest - base)
+        weight = tl.fma(weight, old_factor, tl.sum(p, 1))
         if v_scales_ptr is not None:
             p = p * tl.load(v_scales_ptr + rows * ((V_D + PAST) // 4) + V_D // 4)[None, :]
-        values = tl.dot(p.to(q.dtype), v, values * old[:, None], input_precision="ieee")
-        largest = most
+        values = tl.dot(p.to(q.dtype), v, values * old_factor[:, None], input_precision="ieee")
+        largest = new_largest
     return largest, weight, values
 
 
@@ -149,23 +153,23 @@ def _attend_item(
     heads = group * HEADS + m % HEADS
     tokens = (first_token + step).to(tl.int64)
     FIRST: tl.constexpr = first_part(D, V_D, v_ptr is None)
-    at_queries = q_ptr + tokens * q_stride + heads * D
-    q = _load_queries(at_queries, valid, FIRST)
-    q_rest = _load_queries(at_queries + FIRST, valid, D - FIRST) if FIRST < D else None
+    query_ptrs = q_ptr + tokens * q_stride + heads * D
+    q = _load_queries(query_ptrs, valid, FIRST)
+    q_rest = _load_queries(query_ptrs + FIRST, valid, D - FIRST) if FIRST < D else None
     kv_head = group // (GROUPS // KV_HEADS)
     seen = tl.where(valid, start + step, -1)
     low = first_seen(start + tile * TILE, WINDOW, CHUNK)
     high = start + tl.minimum(tile * TILE + TILE, new) - 1
-    sure = start + tile * TILE + 1 if WINDOW == EVERYTHING and CHUNK == EVERYTHING else 0
+    first_hidden = start + tile * TILE + 1 if WINDOW == EVERYTHING and CHUNK == EVERYTHING else 0
 
-    cut = slot >= 0
-    parts_begin = tl.where(cut, split, low // SPLIT)
-    parts_end = tl.where(cut, split, high // SPLIT) + 1
+    is_cut = slot >= 0
+    parts_begin = tl.where(is_cut, split, low // SPLIT)
+    parts_end = tl.where(is_cut, split, high // SPLIT) + 1
     if FLAT:
         largest, weight, values = _attend_split(
             q, q_rest, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr,
             v_scales_ptr, kv_head,
-            low, high, sure, parts_begin * SPLIT, parts_end * SPLIT,
+            low, high, first_hidden, parts_begin * SPLIT, parts_end * SPLIT,
             KV_HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
@@ -176,7 +180,7 @@ def _attend_item(
             next_largest, next_weight, next_values = _attend_split(
                 q, q_rest, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr,
                 v_scales_ptr, kv_head,
-                low, high, sure, part * SPLIT, part * SPLIT + SPLIT,
+                low, high, first_hidden, part * SPLIT, part * SPLIT + SPLIT,
                 KV_HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             largest, weight, values = fold(
@@ -184,16 +188,16 @@ def _attend_item(
             )
 
     columns = tl.arange(0, padded(V_D))
-    wanted = within(valid, columns, V_D)
-    if cut:
-        at_row = (slot * GROUPS + group) * BLOCK_M + m
-        tl.store(stats_ptr + at_row * 2, largest, mask=valid)
-        tl.store(stats_ptr + at_row * 2 + 1, weight, mask=valid)
-        tl.store(values_ptr + at_row[:, None] * V_D + columns[None, :], values, mask=wanted)
+    stored = within(valid, columns, V_D)
+    if is_cut:
+        part_rows = (slot * GROUPS + group) * BLOCK_M + m
+        tl.store(stats_ptr + part_rows * 2, largest, mask=valid)
+        tl.store(stats_ptr + part_rows * 2 + 1, weight, mask=valid)
+        tl.store(values_ptr + part_rows[:, None] * V_D + columns[None, :], values, mask=stored)
     else:
         y = normalised(largest, weight, values, sinks_ptr, heads, valid)
-        to = out_ptr + (tokens * (GROUPS * HEADS) + heads)[:, None] * V_D + columns[None, :]
-        tl.store(to, y.to(out_ptr.dtype.element_ty), mask=wanted)
+        out_ptrs = out_ptr + (tokens * (GROUPS * HEADS) + heads)[:, None] * V_D + columns[None, :]
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_stride"])

@@ -36,9 +36,10 @@ class Bounds:
 class WorkList:
     """Items and merges of the rows that have `least` to `most` new tokens.
 
-    items: int32 (row, tile, split, slot); split and slot are -1 if the tile is not cut.
-    merges: int32 (row, tile, first slot, number of splits) of each cut tile.
-    counts: the number of items and of merges.
+    items_I4: int32 (row, tile, split, slot) of each item; split and slot are -1 if the tile is not
+        cut.
+    merges_M4: int32 (row, tile, first slot, number of splits) of each cut tile.
+    counts_2: the number of items and of merges.
     """
 
     items_I4: Tensor
@@ -53,7 +54,7 @@ def first_seen(position, window, chunk):
 
 
 @triton.jit
-def _cut(
+def _tiles_and_splits(
     starts_ptr, offsets_ptr, row, inside, least, most, window, chunk, TILE, SPLIT, SPLIT_TILES
 ):
     """Return (tiles, first split, splits) of each row. 1 split: the row is not cut."""
@@ -65,8 +66,8 @@ def _cut(
     begin = first_seen(start, window, chunk)
     first = begin // SPLIT
     splits = (start + new - 1) // SPLIT - first + 1
-    worth = (start + new - begin > SPLIT) & (tiles <= SPLIT_TILES) & (tiles > 0)
-    return tiles, first, tl.where(worth, splits, 1)
+    is_cut = (start + new - begin > SPLIT) & (tiles <= SPLIT_TILES) & (tiles > 0)
+    return tiles, first, tl.where(is_cut, splits, 1)
 
 
 @triton.jit(do_not_specialize=["num_rows", "least", "most", "capacity", "window", "chunk"])
@@ -82,7 +83,7 @@ def plan_kernel(
     """
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_R)
-    tiles, first, splits = _cut(
+    tiles, first, splits = _tiles_and_splits(
         starts_ptr,
         offsets_ptr,
         rows,
@@ -105,34 +106,36 @@ def plan_kernel(
         tl.store(counts_ptr, tl.sum(items, 0))
         tl.store(counts_ptr + 1, tl.sum(merges, 0))
 
-    mine = rows == row
-    tiles_here = tl.sum(tl.where(mine, tiles, 0), 0)
-    splits_here = tl.sum(tl.where(mine, splits, 0), 0)
-    first_here = tl.sum(tl.where(mine, first, 0), 0)
-    slot = tl.sum(tl.where(mine, slots_end - slots, 0), 0)
+    is_own_row = rows == row
+    tiles_here = tl.sum(tl.where(is_own_row, tiles, 0), 0)
+    splits_here = tl.sum(tl.where(is_own_row, splits, 0), 0)
+    first_here = tl.sum(tl.where(is_own_row, first, 0), 0)
+    slot = tl.sum(tl.where(is_own_row, slots_end - slots, 0), 0)
     item_base = tl.sum(tl.where(rows < row, items, 0), 0)
     merge_base = tl.sum(tl.where(rows < row, merges, 0), 0)
     count = tiles_here * splits_here
-    for at in range(0, count, BLOCK):
-        i = at + tl.arange(0, BLOCK)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
         inside = i < count
         tile = tiles_here - 1 - i // splits_here  # last tile first: it has the longest context
-        to = items_ptr + (item_base + i) * 4
-        tl.store(to, row + tl.zeros_like(i), mask=inside)
-        tl.store(to + 1, tile, mask=inside)
-        tl.store(to + 2, tl.where(splits_here > 1, first_here + i % splits_here, -1), mask=inside)
+        entry_ptrs = items_ptr + (item_base + i) * 4
+        tl.store(entry_ptrs, row + tl.zeros_like(i), mask=inside)
+        tl.store(entry_ptrs + 1, tile, mask=inside)
         tl.store(
-            to + 3,
+            entry_ptrs + 2, tl.where(splits_here > 1, first_here + i % splits_here, -1), mask=inside
+        )
+        tl.store(
+            entry_ptrs + 3,
             tl.where(splits_here > 1, slot + tile * splits_here + i % splits_here, -1),
             mask=inside,
         )
     tile = tl.arange(0, SPLIT_TILES)
-    cut = tile < tl.where(splits_here > 1, tiles_here, 0)
-    to = merges_ptr + (merge_base + tile) * 4
-    tl.store(to, row + tl.zeros_like(tile), mask=cut)
-    tl.store(to + 1, tile, mask=cut)
-    tl.store(to + 2, slot + tile * splits_here, mask=cut)
-    tl.store(to + 3, splits_here + tl.zeros_like(tile), mask=cut)
+    is_cut = tile < tl.where(splits_here > 1, tiles_here, 0)
+    entry_ptrs = merges_ptr + (merge_base + tile) * 4
+    tl.store(entry_ptrs, row + tl.zeros_like(tile), mask=is_cut)
+    tl.store(entry_ptrs + 1, tile, mask=is_cut)
+    tl.store(entry_ptrs + 2, slot + tile * splits_here, mask=is_cut)
+    tl.store(entry_ptrs + 3, splits_here + tl.zeros_like(tile), mask=is_cut)
 
 
 def most_splits(bounds: Bounds, reach: int, tile: int) -> int:
@@ -199,4 +202,4 @@ def list_work(
         BLOCK_R=max(256, triton.next_power_of_2(rows)), BLOCK=128,
         num_warps=4,
     )  # fmt: skip
-    return WorkList(items, merges, counts)
+    return WorkList(items_I4=items, merges_M4=merges, counts_2=counts)

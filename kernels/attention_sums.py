@@ -37,12 +37,16 @@ def fold(largest, weight, values, next_largest, next_weight, next_values):
 
     Each step is one explicit operation, so every kernel rounds in the same way.
     """
-    most = tl.maximum(largest, next_largest)
-    base = tl.maximum(most, LOWEST)
-    old = tl.exp2(largest - base)
-    fresh = tl.exp2(next_largest - base)
-    weight = tl.fma(next_weight, fresh, weight * old)
-    return most, weight, tl.fma(next_values, fresh[:, None], values * old[:, None])
+    new_largest = tl.maximum(largest, next_largest)
+    base = tl.maximum(new_largest, LOWEST)
+    old_factor = tl.exp2(largest - base)
+    next_factor = tl.exp2(next_largest - base)
+    weight = tl.fma(next_weight, next_factor, weight * old_factor)
+    return (
+        new_largest,
+        weight,
+        tl.fma(next_values, next_factor[:, None], values * old_factor[:, None]),
+    )
 
 
 @triton.jit
@@ -50,10 +54,10 @@ def normalised(largest, weight, values, sinks_ptr, heads, valid):
     """Return values / weight. A head's sink is one more score, which adds weight but no value."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads, mask=valid, other=0.0) * LOG2E
-        most = tl.maximum(largest, sink)
-        old = tl.exp2(largest - most)
-        weight = tl.fma(weight, old, tl.exp2(sink - most))
-        values = values * old[:, None]
+        new_largest = tl.maximum(largest, sink)
+        old_factor = tl.exp2(largest - new_largest)
+        weight = tl.fma(weight, old_factor, tl.exp2(sink - new_largest))
+        values = values * old_factor[:, None]
     # The weight is 0 in rows of the tile that are no query.
     return values / tl.where(weight == 0, 1.0, weight)[:, None]
 
@@ -66,8 +70,8 @@ def zero_padding(
     for token in range(
         tl.load(offsets_ptr + num_rows) + tl.program_id(0), num_tokens, tl.num_programs(0)
     ):
-        for at in range(0, WIDTH, BLOCK):
-            columns = at + tl.arange(0, BLOCK)
+        for start in range(0, WIDTH, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
             zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
             tl.store(
                 out_ptr + tl.cast(token, tl.int64) * WIDTH + columns, zeros, mask=columns < WIDTH
@@ -103,22 +107,24 @@ def merge_kernel(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     values = tl.zeros((ROWS, padded(D)), tl.float32)
-    for at in range(0, count, UNROLL):
+    for first_split in range(0, count, UNROLL):
         # Unrolled to load several splits at once. Splits after the last one add nothing.
         for i in tl.static_range(UNROLL):
-            at_row = ((slot + at + i) * GROUPS + group) * BLOCK_M + m
-            real = splits > at + i
-            next_largest = tl.load(stats_ptr + at_row * 2, mask=real, other=float("-inf"))
-            next_weight = tl.load(stats_ptr + at_row * 2 + 1, mask=real, other=0.0)
-            at_values = values_ptr + at_row[:, None] * D + columns[None, :]
-            next_values = tl.load(at_values, mask=within(real, columns, D), other=0.0)
+            part_rows = ((slot + first_split + i) * GROUPS + group) * BLOCK_M + m
+            exists = splits > first_split + i
+            next_largest = tl.load(stats_ptr + part_rows * 2, mask=exists, other=float("-inf"))
+            next_weight = tl.load(stats_ptr + part_rows * 2 + 1, mask=exists, other=0.0)
+            values_ptrs = values_ptr + part_rows[:, None] * D + columns[None, :]
+            next_values = tl.load(values_ptrs, mask=within(exists, columns, D), other=0.0)
             largest, weight, values = fold(
                 largest, weight, values, next_largest, next_weight, next_values
             )
     heads = group * HEADS + m % HEADS
     y = normalised(largest, weight, values, sinks_ptr, heads, valid)
-    to = out_ptr + (token.to(tl.int64) * (GROUPS * HEADS) + heads)[:, None] * D + columns[None, :]
-    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=within(valid, columns, D))
+    out_ptrs = (
+        out_ptr + (token.to(tl.int64) * (GROUPS * HEADS) + heads)[:, None] * D + columns[None, :]
+    )
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=within(valid, columns, D))
 
 
 def row_floats(width: int) -> int:

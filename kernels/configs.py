@@ -101,14 +101,14 @@ def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
     return sizes[min(sizes, key=lambda known: (abs(math.log(known / max(size, 1))), -known))]
 
 
-def tuned(family: str, device: str, shape: str, size: int, default: Config) -> Config:
+def tuned_config(family: str, device: str, shape: str, size: int, default: Config) -> Config:
     """Return `default`, updated with the tables' entry for the nearest size, if there is one."""
-    found = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
-    changes = next((config for config in found if config), {})
+    entries = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
+    changes = next((config for config in entries if config), {})
     return {**default, **{name: value for name, value in changes.items() if name != "by"}}
 
 
-def known(family: str, device: str, shape: str) -> list[Config]:
+def known_configs(family: str, device: str, shape: str) -> list[Config]:
     """Return the configs of all sizes that the tables have for a shape."""
     return [
         config
@@ -117,11 +117,11 @@ def known(family: str, device: str, shape: str) -> list[Config]:
     ]
 
 
-def keep(
+def save(
     family: str,
     device: str,
     shape: str,
-    found: Mapping[int, Config],
+    configs: Mapping[int, Config],
     folder: Path,
     by: str = "measured",
 ) -> Path:
@@ -134,12 +134,12 @@ def keep(
     path = path_of(family, device, folder)
     whole = json.loads(path.read_text()) if path.exists() else {}
     sizes = whole.get(shape, {}) | {
-        str(size): {**config, "by": by} for size, config in found.items()
+        str(size): {**config, "by": by} for size, config in configs.items()
     }
     whole[shape] = {size: sizes[size] for size in sorted(sizes, key=int)}
     folder.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(whole, indent=1) + "\n")
-    aside.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(whole, indent=1) + "\n")
+    temporary.replace(path)
     table.cache_clear()
     return path

@@ -104,7 +104,7 @@ class Product:
     row_bytes: float  # per activation element
 
     @property
-    def busy(self) -> float:
+    def num_busy_experts(self) -> float:
         """The expected number of experts with rows. 128 rows, 128 experts -> 80.9"""
         return -self.experts * math.expm1(-self.rows / self.experts) if self.experts > 1 else 1.0
 
@@ -118,7 +118,7 @@ class Product:
         mean = self.rows / self.experts
         starts = range(block_m, int(mean + 8 * math.sqrt(mean)) + block_m, block_m)
         more = sum(math.erfc((start + 0.5 - mean) / math.sqrt(2 * mean)) for start in starts)
-        return self.busy + self.experts * more / 2
+        return self.num_busy_experts + self.experts * more / 2
 
 
 def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
@@ -129,12 +129,12 @@ def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
     """
     code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) ?(.*?) *;", text)
     loops = [list(range(len(code)))]
-    places = {int(at, 16): index for index, (at, _, _) in enumerate(code)}
-    for index, (_, name, words) in enumerate(code):
-        target = re.search(r"0x([0-9a-f]+)", words) if name.startswith("BRA") else None
+    places = {int(address, 16): index for index, (address, _, _) in enumerate(code)}
+    for index, (_, name, operands) in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
         if target and places.get(int(target[1], 16), index) < index:
             loops.append(list(range(places[int(target[1], 16)], index + 1)))
-    tensor_cycles = [_tensor_cycles(name, words) for _, name, words in code]
+    tensor_cycles = [_tensor_cycles(name, operands) for _, name, operands in code]
     loop = max(
         loops[1:] or loops, key=lambda body: (sum(tensor_cycles[i] > 0 for i in body), -len(body))
     )
@@ -149,11 +149,11 @@ def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
     own_cycles = warps / 4 * sum(tensor_cycles[i] for i in loop) + (
         issue_cycles if num_spills else 0
     )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None, text[:400]
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert usage is not None, text[:400]
     return Facts(
-        registers=int(found[1]),
-        stack_bytes=int(found[2]),
+        registers=int(usage[1]),
+        stack_bytes=int(usage[2]),
         shared_bytes=shared_bytes,
         warps=warps,
         tensor_cycles=own_cycles,
@@ -162,12 +162,12 @@ def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
     )
 
 
-def _tensor_cycles(name: str, words: str) -> float:
+def _tensor_cycles(name: str, operands: str) -> float:
     """Return the tensor-core cycles of an instruction of four warps, 0 for other instructions."""
-    if found := re.match(r"[HQI]GMMA\.64x(\d+)x", name):
-        columns = int(found[1])
+    if product := re.match(r"[HQI]GMMA\.64x(\d+)x", name):
+        columns = int(product[1])
         # The weights are read from shared memory, unless they are in registers.
-        weights = 16 if words.split(", ")[1].startswith("gdesc") else 0
+        weights = 16 if operands.split(", ")[1].startswith("gdesc") else 0
         return max(columns / 2 / TENSOR_SHARE, columns / 4 + weights)
     return 4 / MMA_SHARE if name.startswith("HMMA.16816") else 0.0
 
@@ -215,7 +215,7 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
     together = card.multiprocessors * min(resident, math.ceil(programs_each))
     # DRAM traffic: an expert's weights are read once for all of its tiles that run at the same
     # time, and rows once for all blocks. If L2 keeps them, both are read only once.
-    experts = product.busy
+    experts = product.num_busy_experts
     group = config["group"]
     l2_share = card.l2_bytes / 2
     tiles_together = max(min(group, tiles / experts), together / blocks)

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 ROOM = 16_384  # candidates per row; if there are more, the search reads the whole row
-GATHERED = 2048  # tokens per program of `gather_kernel`
-SEARCHED = 4096  # tokens per iteration of `cut_kernel`
+GATHER_BLOCK = 2048  # tokens per program of `gather_kernel`
+SEARCH_BLOCK = 4096  # tokens per iteration of `cut_kernel`
 ONE = tl.constexpr(2.0**40)  # the weight of the most likely token, as an integer
 NO_KEY = tl.constexpr(2**32 - 1)
 INFINITE_KEY = tl.constexpr(0x7F800000)
@@ -44,11 +44,11 @@ def key_of(x, peak, temperature, farthest):
 def kth_distance(d, k):
     """Return the k-th smallest distance of a block."""
     keys = d.to(tl.int32, bitcast=True)
-    found = tl.full((), 0, tl.int32)
+    kth_key = tl.full((), 0, tl.int32)
     for i in range(31):
-        trial = found | (1 << (30 - i))
-        found = tl.where(tl.sum((keys < trial).to(tl.int32), axis=0) < k, trial, found)
-    return found.to(tl.float32, bitcast=True)
+        trial = kth_key | (1 << (30 - i))
+        kth_key = tl.where(tl.sum((keys < trial).to(tl.int32), axis=0) < k, trial, kth_key)
+    return kth_key.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -94,9 +94,9 @@ def gather_kernel(
     weight = tl.where(d <= farthest, (tl.exp(-d) * ONE).to(tl.int64), 0)
     tl.atomic_add(weight_ptr + row, tl.sum(weight, axis=0), sem="relaxed")
     is_near = d <= tl.minimum(near, farthest)
-    one = is_near.to(tl.int32)
-    first = tl.atomic_add(count_ptr + row, tl.sum(one, axis=0), sem="relaxed")
-    place = first + tl.cumsum(one, axis=0) - one
+    increment = is_near.to(tl.int32)
+    first = tl.atomic_add(count_ptr + row, tl.sum(increment, axis=0), sem="relaxed")
+    place = first + tl.cumsum(increment, axis=0) - increment
     tl.store(candidates_ptr + row * ROOM + place, x, mask=is_near & (place < ROOM))
 
 
@@ -133,21 +133,24 @@ def sums_before(
 def last_key(
     x_ptr, n, peak, temperature, farthest, limit, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the largest key below which is less than `limit`."""
-    found = tl.full((), 0, tl.uint32)
+    """Return the largest key such that the tokens below it are fewer than `limit`.
+
+    BY_WEIGHT: such that they weigh less than `limit`.
+    """
+    largest = tl.full((), 0, tl.uint32)
     step = tl.full((), 1 << 30, tl.uint32)
     for _ in range(16):
-        one = found + step
-        two = found + 2 * step
-        three = found + 3 * step
+        key1 = largest + step
+        key2 = largest + 2 * step
+        key3 = largest + 3 * step
         sum1, sum2, sum3 = sums_before(
-            x_ptr, n, peak, temperature, farthest, one, two, three, BY_WEIGHT, BLOCK
+            x_ptr, n, peak, temperature, farthest, key1, key2, key3, BY_WEIGHT, BLOCK
         )
-        found = tl.where(
-            sum3 < limit, three, tl.where(sum2 < limit, two, tl.where(sum1 < limit, one, found))
+        largest = tl.where(
+            sum3 < limit, key3, tl.where(sum2 < limit, key2, tl.where(sum1 < limit, key1, largest))
         )
         step = step >> 2
-    return found
+    return largest
 
 
 @triton.jit
@@ -155,19 +158,19 @@ def kept_key(
     x_ptr, n, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK: tl.constexpr
 ):
     """Return the key of the cutoff: first of top-k, then of top-p on the remaining weight."""
-    found = tl.full((), NO_KEY, tl.uint32)
+    cutoff = tl.full((), NO_KEY, tl.uint32)
     if top_k < width:
-        found = last_key(x_ptr, n, peak, temperature, farthest, top_k.to(tl.int64), False, BLOCK)
-        end = tl.minimum(found, NO_KEY - 1) + 1
+        cutoff = last_key(x_ptr, n, peak, temperature, farthest, top_k.to(tl.int64), False, BLOCK)
+        end = tl.minimum(cutoff, NO_KEY - 1) + 1
         weight, _, _ = sums_before(
             x_ptr, n, peak, temperature, farthest, end, end, end, True, BLOCK
         )
     if top_p < 1:
         limit = tl.ceil(weight.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
-        found = tl.minimum(
-            found, last_key(x_ptr, n, peak, temperature, farthest, limit, True, BLOCK)
+        cutoff = tl.minimum(
+            cutoff, last_key(x_ptr, n, peak, temperature, farthest, limit, True, BLOCK)
         )
-    return found
+    return cutoff
 
 
 @triton.jit
@@ -191,9 +194,11 @@ def cut_kernel(
     if count > ROOM:
         x_ptr = logits_ptr + row * stride
         count = width
-    found = kept_key(x_ptr, count, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK)
-    kept = tl.minimum(found, INFINITE_KEY).to(tl.float32, bitcast=True)
-    tl.store(farthest_ptr + row, tl.minimum(farthest, kept))
+    cutoff_key = kept_key(
+        x_ptr, count, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK
+    )
+    cutoff = tl.minimum(cutoff_key, INFINITE_KEY).to(tl.float32, bitcast=True)
+    tl.store(farthest_ptr + row, tl.minimum(farthest, cutoff))
 
 
 def cut(
@@ -217,12 +222,12 @@ def cut(
     candidates_SC = logits_SV.new_empty((rows, ROOM))
     count_S = torch.zeros(rows, dtype=torch.int32, device=logits_SV.device)
     weight_S = torch.zeros(rows, dtype=torch.int64, device=logits_SV.device)
-    gather_kernel[(rows, triton.cdiv(width, GATHERED))](
+    gather_kernel[(rows, triton.cdiv(width, GATHER_BLOCK))](
         logits_SV, peaks_S, temperature_S, farthest_S, near_S, candidates_SC, count_S, weight_S,
-        logits_SV.stride(0), width, ROOM=ROOM, BLOCK=GATHERED, num_warps=4,
+        logits_SV.stride(0), width, ROOM=ROOM, BLOCK=GATHER_BLOCK, num_warps=4,
     )  # fmt: skip
     cut_kernel[(rows,)](
         logits_SV, peaks_S, temperature_S, top_k_S, top_p_S, near_S, candidates_SC, count_S,
         weight_S,
-        farthest_S, logits_SV.stride(0), width, ROOM=ROOM, BLOCK=SEARCHED, num_warps=16,
+        farthest_S, logits_SV.stride(0), width, ROOM=ROOM, BLOCK=SEARCH_BLOCK, num_warps=16,
     )  # fmt: skip

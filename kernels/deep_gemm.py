@@ -20,7 +20,7 @@ from torch import Tensor
 from moeserve.kernels import grouped_fp8
 from moeserve.kernels.activation import SWIGLU_ACT, Act
 from moeserve.kernels.align import Alignment
-from moeserve.kernels.configs import Config, facts_of, known
+from moeserve.kernels.configs import Config, facts_of, known_configs
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled
 
@@ -32,8 +32,8 @@ NOT_MEASURED = (
     "deep_gemm was not measured to be faster on this card; `moeserve tune --weights fp8` finds out"
 )
 # Config tables have this entry, beside the parameters of grouped_fp8.py, if DeepGEMM was faster.
-WINS: Config = {"deep_gemm": 1}
-CONFIG: Config = {**WINS, "block_m": TILE}  # launch parameters that select DeepGEMM
+FASTER: Config = {"deep_gemm": 1}
+CONFIG: Config = {**FASTER, "block_m": TILE}  # launch parameters that select DeepGEMM
 
 
 @cache
@@ -43,61 +43,60 @@ def unsupported_reason(device: torch.device) -> str | None:
         package = importlib.import_module("deep_gemm")
     except Exception as error:  # the import itself looks for CUDA and compiles
         return f"deep_gemm cannot be imported: {type(error).__name__}: {error}"
-    found = getattr(package, "__version__", "of unknown version")
+    version = getattr(package, "__version__", "of unknown version")
     for name in (PRODUCT, MASKED):
         if not hasattr(package, name):
-            return f"deep_gemm {found} has no {name}; a newer one has"
+            return f"deep_gemm {version} has no {name}; a newer one has"
     rows = getattr(package, "get_mk_alignment_for_contiguous_layout", lambda: TILE)()
     if TILE % rows:
-        return f"deep_gemm {found} needs tiles of {rows} rows, but here they have {TILE}"
+        return f"deep_gemm {version} needs tiles of {rows} rows, but here they have {TILE}"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return f"deep_gemm is supported on Hopper only, not on {device}"
     return None
 
 
-def chosen(config: Config, rows: float = 1) -> Config:
+def with_deep_gemm(config: Config, rows: float = 1) -> Config:
     """Return the launch parameters, with those of DeepGEMM if it was measured to be faster.
 
     rows: rows per expert if the load is even.
     """
-    return (
-        {**config, **CONFIG, "expected_m": max(1, math.ceil(rows))}
-        if config.get("deep_gemm")
-        else config
-    )
+    if not config.get("deep_gemm"):
+        return config
+    return {**config, **CONFIG, "expected_m": max(1, math.ceil(rows))}
 
 
 def is_faster(device: torch.device, experts: int, width: int, dim: int) -> bool:
     """Return whether `moeserve tune` measured DeepGEMM to be faster for any number of rows."""
     shape = grouped_fp8.shape_of(experts, width, dim)
     return any(
-        config.get("deep_gemm") for config in known("grouped_fp8", facts_of(device).name, shape)
+        config.get("deep_gemm")
+        for config in known_configs("grouped_fp8", facts_of(device).name, shape)
     )
 
 
-def _places(to: Alignment) -> tuple[Tensor, Tensor]:
+def _places(alignment: Alignment) -> tuple[Tensor, Tensor]:
     """Return the sorted row of each row of the contiguous layout, and whether there is one.
 
     Where there is none, the row is 0.
     """
-    assert to.block_m == TILE, to.block_m
-    rows_ZB = to.row_Z[:, None].long() + torch.arange(TILE, device=to.row_Z.device)
-    there_ZB = (to.expert_Z >= 0)[:, None] & (
-        rows_ZB < to.ends_e[to.expert_Z.clamp(min=0)][:, None]
+    assert alignment.block_m == TILE, alignment.block_m
+    rows_ZB = alignment.row_Z[:, None].long() + torch.arange(TILE, device=alignment.row_Z.device)
+    exists_ZB = (alignment.expert_Z >= 0)[:, None] & (
+        rows_ZB < alignment.ends_e[alignment.expert_Z.clamp(min=0)][:, None]
     )
-    return torch.where(there_ZB, rows_ZB, 0).flatten(), there_ZB.flatten()
+    return torch.where(exists_ZB, rows_ZB, 0).flatten(), exists_ZB.flatten()
 
 
-def _in_slots(to: Alignment) -> bool:
+def _in_slots(alignment: Alignment) -> bool:
     """Return whether rows are in slots of whole tiles.
 
     With other slots, the masked GEMM would overwrite the next expert's rows.
     """
-    return to.room > 0 and to.room % TILE == 0
+    return alignment.room > 0 and alignment.room % TILE == 0
 
 
 def _product(
-    x: Scaled, w: Scaled, to: Alignment, config: Config, out: Tensor | None = None
+    x: Scaled, w: Scaled, alignment: Alignment, config: Config, out: Tensor | None = None
 ) -> Tensor:
     """Return x w^T in bf16: [M, outputs], or [e * C, outputs] in slots, in `out` if it is bf16.
 
@@ -107,55 +106,70 @@ def _product(
         out = w.scales.new_empty((len(x.values), w.shape[1]), dtype=torch.bfloat16)
     package = importlib.import_module("deep_gemm")
     weights = (w.values, w.scales)
-    if _in_slots(to):
+    if _in_slots(alignment):
         values, scales, out_eCN = (
-            part.view(len(w.values), to.room, -1) for part in (x.values, x.scales, out)
+            part.view(len(w.values), alignment.room, -1) for part in (x.values, x.scales, out)
         )
-        counts = to.counts_e, config["expected_m"]
-        getattr(package, MASKED)((values.contiguous(), scales), weights, out_eCN, *counts)
+        getattr(package, MASKED)(
+            (values.contiguous(), scales),
+            weights,
+            out_eCN,
+            alignment.counts_e,
+            config["expected_m"],
+        )
     else:
         getattr(package, PRODUCT)(
-            (x.values, x.scales), weights, out, to.expert_Z.repeat_interleave(TILE)
+            (x.values, x.scales), weights, out, alignment.expert_Z.repeat_interleave(TILE)
         )
     return out
 
 
 def gate_up(
-    x: Scaled, w13: Scaled, to: Alignment, config: Config, top_k: int = 1, act: Act = SWIGLU_ACT,
+    x: Scaled,
+    w13: Scaled,
+    alignment: Alignment,
+    config: Config,
+    top_k: int = 1,
+    act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
-) -> Scaled:  # fmt: skip
+) -> Scaled:
     """Compute `grouped_fp8.gate_up_fp8`, by DeepGEMM if `config` selects it.
 
     DeepGEMM's results are [M, I], in its contiguous layout, or in slots.
     """
     if not config.get("deep_gemm"):
-        return grouped_fp8.gate_up_fp8(x, w13, to, config, top_k, act, bias_eF)
+        return grouped_fp8.gate_up_fp8(x, w13, alignment, config, top_k, act, bias_eF)
     assert bias_eF is None, "DeepGEMM adds no biases"
-    if _in_slots(to):
-        return Scaled(*quantise(_product(x, w13, to, config), to, act))
-    rows_M, there_M = _places(to)
-    if to.order_N is not None:
-        rows_M = torch.where(there_M, to.order_N[rows_M] // top_k, 0)
+    if _in_slots(alignment):
+        return Scaled(*quantise(_product(x, w13, alignment, config), alignment, act))
+    rows_M, exists_M = _places(alignment)
+    if alignment.order_N is not None:
+        rows_M = torch.where(exists_M, alignment.order_N[rows_M] // top_k, 0)
     scales = x.scales.reshape(len(x.values), -1)[rows_M]
     placed = Scaled(x.values.view(torch.uint8)[rows_M].view(E4M3), scales)
-    return Scaled(*quantise(_product(placed, w13, to, config), act=act))
+    return Scaled(*quantise(_product(placed, w13, alignment, config), act=act))
 
 
 def down(
-    h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor, bias_eD: Tensor | None = None
-) -> Tensor:  # fmt: skip
+    h: Scaled,
+    w2: Scaled,
+    alignment: Alignment,
+    config: Config,
+    out: Tensor,
+    bias_eD: Tensor | None = None,
+) -> Tensor:
     """Compute `grouped_fp8.down_fp8` with the result of `gate_up`."""
     if not config.get("deep_gemm"):
-        return grouped_fp8.down_fp8(h, w2, to, config, out, bias_eD)
+        return grouped_fp8.down_fp8(h, w2, alignment, config, out, bias_eD)
     assert bias_eD is None, "DeepGEMM adds no biases"
-    if _in_slots(to):
-        found = _product(h, w2, to, config, out)
-        return out if found is out else out.copy_(found)
-    rows_M, there_M = _places(to)
-    if to.order_N is not None:
-        rows_M = to.order_N[rows_M].long()
-    rows_M = torch.where(there_M, rows_M, len(out))
+    if _in_slots(alignment):
+        result = _product(h, w2, alignment, config, out)
+        return out if result is out else out.copy_(result)
+    rows_M, exists_M = _places(alignment)
+    if alignment.order_N is not None:
+        rows_M = alignment.order_N[rows_M].long()
+    rows_M = torch.where(exists_M, rows_M, len(out))
     place_N = rows_M.new_zeros(len(out) + 1).scatter_(
         0, rows_M, torch.arange(len(rows_M), device=rows_M.device)
     )
-    return out.copy_(_product(h, w2, to, config)[place_N[:-1]])
+    return out.copy_(_product(h, w2, alignment, config)[place_N[:-1]])

@@ -14,7 +14,7 @@ outputs are large and are pulled (read from the rank that has them), directly to
 Arguments of the functions here:
 
 - bases_R: the addresses of all regions in this process.
-- x_at, ids_at, places_at, y_at: offsets in a region, in bytes.
+- x_offset, ids_offset, places_offset, y_offset: offsets in a region, in bytes.
 - state: int64 [2] on the device, the number of the last barrier and whether a barrier failed. After
   a failure nothing is transferred any more. Only kernels change it, so CUDA graphs can be replayed.
 
@@ -34,14 +34,14 @@ PAIRS = 1024  # ids that a program sends at a time
 TILE = 8192  # words that a program copies at a time, so that 512 threads load 64 bytes each
 SUMS = 1024  # outputs that a program adds at a time: 8 per thread, so that all K loads overlap
 # Indices in `control`, which is pinned host memory.
-TOLD = 0  # the host sets it to 1 to abort a barrier
+ABORT = 0  # the host sets it to 1 to abort a barrier
 FAILED = 1  # a barrier sets it to 1 if it fails
-WRONG = 2  # from here on, the state of each rank at the failure, see `barrier`
+RANK_STATES = 2  # from this index on, the state of each rank at the failure, see `barrier`
 CALLS = 1024  # a flag is (number of the barrier) * CALLS + (id of the call)
 
 
 @triton.jit
-def _at(base, offset, like_ptr):
+def _address(base, offset, like_ptr):
     """Return an address in a region. Regions and their parts begin at multiples of 256 bytes."""
     return tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
 
@@ -55,13 +55,13 @@ def meet_kernel(
     if tl.load(state_ptr + 1) != 0:
         return
     ranks = tl.arange(0, RANKS)
-    there = ranks < num_ranks
+    is_rank = ranks < num_ranks
     number = tl.load(state_ptr) + 1
-    theirs = tl.load(bases_ptr + ranks, mask=there, other=0).to(state_ptr.dtype) + rank
-    ours = tl.load(bases_ptr + rank).to(state_ptr.dtype) + ranks
-    says = tl.zeros((RANKS,), tl.int64) + number * CALLS + call
+    their_flags = tl.load(bases_ptr + ranks, mask=is_rank, other=0).to(state_ptr.dtype) + rank
+    own_flags = tl.load(bases_ptr + rank).to(state_ptr.dtype) + ranks
+    flag_value = tl.zeros((RANKS,), tl.int64) + number * CALLS + call
     # Release: a rank that acquires the flag sees what this rank's earlier kernels have written.
-    tl.atomic_xchg(theirs, says, mask=there, sem="release", scope="sys")
+    tl.atomic_xchg(their_flags, flag_value, mask=is_rank, sem="release", scope="sys")
     begun = globaltimer()
     seen = tl.zeros((RANKS,), tl.int64)
     missing = num_ranks
@@ -69,25 +69,25 @@ def meet_kernel(
     gave_up = num_ranks < 0
     while (missing > 0) & (not gave_up):
         seen = tl.atomic_add(
-            ours, tl.zeros((RANKS,), tl.int64), mask=there, sem="acquire", scope="sys"
+            own_flags, tl.zeros((RANKS,), tl.int64), mask=is_rank, sem="acquire", scope="sys"
         )
-        missing = tl.sum((there & (seen // CALLS < number)).to(tl.int32), 0)
+        missing = tl.sum((is_rank & (seen // CALLS < number)).to(tl.int32), 0)
         polls += 1
         if polls % POLLS == 0:
-            enough = (tl.load(control_ptr, volatile=True) != 0) | (
+            is_over = (tl.load(control_ptr, volatile=True) != 0) | (
                 globaltimer() - begun > timeout_ns
             )
             # Threads read the clock at different times, so agree on one answer.
-            gave_up = tl.max(tl.zeros((RANKS,), tl.int32) + enough.to(tl.int32), 0) > 0
+            gave_up = tl.max(tl.zeros((RANKS,), tl.int32) + is_over.to(tl.int32), 0) > 0
     # All threads have read the old number by now, because the sums above synchronize them.
     tl.store(state_ptr, number)
-    wrong = tl.where(
-        seen // CALLS < number, 1, tl.where((seen // CALLS == number) & (seen != says), 2, 0)
+    rank_states = tl.where(
+        seen // CALLS < number, 1, tl.where((seen // CALLS == number) & (seen != flag_value), 2, 0)
     )
-    wrong = tl.where(there, wrong, 0)
-    if tl.sum(wrong, 0) > 0:
-        tl.store(control_ptr + 2 + ranks, wrong, mask=there)
-        tl.store(control_ptr + 1, 1)
+    rank_states = tl.where(is_rank, rank_states, 0)
+    if tl.sum(rank_states, 0) > 0:
+        tl.store(control_ptr + 2 + ranks, rank_states, mask=is_rank)  # from RANK_STATES on
+        tl.store(control_ptr + 1, 1)  # FAILED
         tl.store(state_ptr + 1, 1)
 
 
@@ -105,7 +105,7 @@ def _copy(from_ptrs, to_ptrs, columns, live, words):
 @triton.jit(do_not_specialize=["rank", "num_ranks", "tokens", "most_tokens", "top_k", "num_local"])
 def publish_kernel(
     bases_ptr, state_ptr, x_ptr, ids_ptr, rank, num_ranks, tokens, most_tokens, top_k, num_local,
-    x_at, ids_at, words,
+    x_offset, ids_offset, words,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program copies some tiles of x, and sends some pieces of ids."""
@@ -115,7 +115,7 @@ def publish_kernel(
     programs = tl.num_programs(0)
     words = tl.multiple_of(words, 4)
     blocks = tl.cdiv(words, BLOCK)
-    own = _at(tl.load(bases_ptr + rank), x_at, x_ptr)
+    own = _address(tl.load(bases_ptr + rank), x_offset, x_ptr)
     for tile in range(program, tl.cdiv(tokens, ROWS) * blocks, programs):
         rows = tile // blocks * ROWS + tl.arange(0, ROWS)
         columns = tile % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -127,14 +127,14 @@ def publish_kernel(
         peer = piece % num_ranks
         pairs = piece // num_ranks * PAIRS + tl.arange(0, PAIRS)
         ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
-        theirs = _at(tl.load(bases_ptr + peer), ids_at, ids_ptr) + rank * room + pairs
-        tl.store(theirs, tl.where(ids < 0, -1, ids - peer * num_local), mask=pairs < room)
+        their_ptrs = _address(tl.load(bases_ptr + peer), ids_offset, ids_ptr) + rank * room + pairs
+        tl.store(their_ptrs, tl.where(ids < 0, -1, ids - peer * num_local), mask=pairs < room)
 
 
 @triton.jit(do_not_specialize=["most_tokens", "top_k", "num_local"])
 def gather_kernel(
-    bases_ptr, state_ptr, order_ptr, ends_ptr, out_ptr, most_tokens, top_k, num_local, x_at,
-    places_at, words,
+    bases_ptr, state_ptr, order_ptr, ends_ptr, out_ptr, most_tokens, top_k, num_local, x_offset,
+    places_offset, words,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program pulls some tiles of received rows, and sends their places to the rows' ranks."""
@@ -150,19 +150,21 @@ def gather_kernel(
         pairs -= source * most_tokens * top_k
         bases = tl.load(bases_ptr + source)
         if tile % blocks == 0:
-            tl.store(_at(bases, places_at, order_ptr) + pairs, rows, mask=live)
-        theirs = _at(bases, x_at, out_ptr) + tl.multiple_of(
+            tl.store(_address(bases, places_offset, order_ptr) + pairs, rows, mask=live)
+        their_ptrs = _address(bases, x_offset, out_ptr) + tl.multiple_of(
             (pairs // top_k).to(tl.int64) * words, 4
         )
         columns = tile % blocks * BLOCK + tl.arange(0, BLOCK)
-        _copy(theirs, out_ptr + tl.multiple_of(rows.to(tl.int64) * words, 4), columns, live, words)
+        _copy(
+            their_ptrs, out_ptr + tl.multiple_of(rows.to(tl.int64) * words, 4), columns, live, words
+        )
 
 
 @triton.jit(do_not_specialize=["rank", "tokens", "num_local", "known"])
 def collect_kernel(
-    bases_ptr, state_ptr, weights_ptr, ids_ptr, out_ptr, rank, tokens, num_local, known, places_at,
-    y_at, out_stride,
-    width, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    bases_ptr, state_ptr, weights_ptr, ids_ptr, out_ptr, rank, tokens, num_local, known,
+    places_offset, y_offset, out_stride, width,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program computes some tiles of the outputs, with sums as in `align.combine_kernel`.
 
@@ -171,7 +173,7 @@ def collect_kernel(
     if tl.load(state_ptr + 1) != 0:
         return
     blocks = tl.cdiv(width, BLOCK)
-    places = _at(tl.load(bases_ptr + rank), places_at, ids_ptr)
+    places = _address(tl.load(bases_ptr + rank), places_offset, ids_ptr)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS) * blocks, tl.num_programs(0)):
         rows = (tile // blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         columns = tile % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -181,8 +183,10 @@ def collect_kernel(
             pairs = rows * K + k
             experts = tl.load(ids_ptr + pairs, mask=rows < tokens, other=-1)
             is_there = (experts >= 0) & (experts < known)
-            y = _at(
-                tl.load(bases_ptr + tl.where(is_there, experts // num_local, rank)), y_at, out_ptr
+            y = _address(
+                tl.load(bases_ptr + tl.where(is_there, experts // num_local, rank)),
+                y_offset,
+                out_ptr,
             )
             y += tl.load(places + pairs, mask=is_there, other=0).to(tl.int64) * width
             readable = is_there[:, None] & (columns < width)[None, :]
@@ -203,15 +207,16 @@ def barrier(
 ) -> None:
     """Run a barrier on the device: wait until the streams of all ranks have reached it.
 
-    The barrier fails after `timeout_s`, if the host sets control[TOLD], or if ranks are in
-    different calls (call % CALLS). Then control[FAILED] becomes 1, control[WRONG + r] becomes 1 for
-    a rank that has not arrived and 2 for a rank in another call, and all later calls do nothing.
+    The barrier fails after `timeout_s`, if the host sets control[ABORT], or if ranks are in
+    different calls (call % CALLS). Then control[FAILED] becomes 1, and control[RANK_STATES + r]
+    becomes 1 for a rank r that has not arrived and 2 for a rank r in another call. All later calls
+    do nothing.
 
     Example: state [6, 0], call 5, flags of the own region [7, 7, 8] * CALLS + [5, 5, 9] -> state
     [7, 0]. Rank 2 has already reached the next barrier.
     """
     num_ranks = len(bases_R)
-    assert len(control) == WRONG + num_ranks, (control.shape, num_ranks)
+    assert len(control) == RANK_STATES + num_ranks, (control.shape, num_ranks)
     room = max(32, triton.next_power_of_2(num_ranks))  # no two threads for one rank
     meet_kernel[(1,)](
         bases_R, state, control, rank, num_ranks, call % CALLS, int(timeout_s * 1e9),
@@ -222,7 +227,7 @@ def barrier(
 def publish(
     bases_R: Tensor, state: Tensor, rank: int, x_TW: Tensor, ids_TK: Tensor, most_tokens: int,
     num_local: int,
-    x_at: int, ids_at: int, programs: int,
+    x_offset: int, ids_offset: int, programs: int,
 ) -> None:  # fmt: skip
     """Start a dispatch: copy activations to the own region, and send the ids to all ranks.
 
@@ -235,22 +240,23 @@ def publish(
     Example: rank 0 of two with 2 experts each, ids [[1, 2]], M 2 -> to rank 0 [[1, 2], [-1, -1]],
     to rank 1 [[-1, 0], [-1, -1]]
     """
-    (tokens, words), top_k = x_TW.shape, ids_TK.shape[1]
+    tokens, words = x_TW.shape
+    top_k = ids_TK.shape[1]
     assert tokens == len(ids_TK) <= most_tokens, (x_TW.shape, ids_TK.shape, most_tokens)
     assert x_TW.is_contiguous(), x_TW.stride()
     assert ids_TK.is_contiguous(), ids_TK.stride()
     assert ids_TK.dtype == x_TW.dtype == torch.int32, (ids_TK.dtype, x_TW.dtype)
     publish_kernel[(programs,)](
         bases_R, state, x_TW, ids_TK, rank, len(bases_R), tokens, most_tokens, top_k, num_local,
-        x_at, ids_at, words,
+        x_offset, ids_offset, words,
         PAIRS=PAIRS, **_tile(words), num_warps=16,
     )  # fmt: skip
 
 
 def gather(
     bases_R: Tensor, state: Tensor, order_N: Tensor, ends_e: Tensor, most_tokens: int, top_k: int,
-    x_at: int,
-    places_at: int, out_PW: Tensor, programs: int,
+    x_offset: int,
+    places_offset: int, out_PW: Tensor, programs: int,
 ) -> None:  # fmt: skip
     """Finish a dispatch: pull the activation of each sorted pair to `out`.
 
@@ -265,16 +271,16 @@ def gather(
     assert out_PW.is_contiguous(), out_PW.stride()
     assert out_PW.shape[0] >= order_N.shape[0], (out_PW.shape, order_N.shape)
     gather_kernel[(programs,)](
-        bases_R, state, order_N, ends_e, out_PW, most_tokens, top_k, len(ends_e), x_at, places_at,
-        out_PW.shape[1],
+        bases_R, state, order_N, ends_e, out_PW, most_tokens, top_k, len(ends_e), x_offset,
+        places_offset, out_PW.shape[1],
         **_tile(out_PW.shape[1]), num_warps=16,
     )  # fmt: skip
 
 
 def collect(
     bases_R: Tensor, state: Tensor, rank: int, weights_TK: Tensor, ids_TK: Tensor, num_local: int,
-    places_at: int,
-    y_at: int, out_TD: Tensor, programs: int,
+    places_offset: int,
+    y_offset: int, out_TD: Tensor, programs: int,
 ) -> None:  # fmt: skip
     """Combine: write the weighted sum over k = 0..K-1 of the experts' outputs to `out_TD`.
 
@@ -295,7 +301,7 @@ def collect(
         block = min(SUMS, triton.next_power_of_2(width))
         collect_kernel[(programs,)](
             bases_R, state, weights_TK, ids_TK, out_TD, rank, tokens, num_local,
-            len(bases_R) * num_local, places_at,
-            y_at, out_TD.stride(0), width,
+            len(bases_R) * num_local, places_offset,
+            y_offset, out_TD.stride(0), width,
             K=top_k, ROWS=SUMS // block, BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -31,7 +31,7 @@ HOPPER = (9, 0)  # compute capability
 ROWS = 128  # query rows of one KV head that one of its programs computes
 MAX_SPLITS = 128  # limit of the splits of a context
 # Config tables have this entry, beside the parameters of paged_attention.py, if FA3 was faster.
-WINS: Config = {"fa3": 1}
+FASTER: Config = {"fa3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,9 @@ def misfit(dim: int, v_dim: int, *, sinks: bool = False, latent: bool = False) -
     return f"FlashAttention-3 does not support {kind} of width {widths}"
 
 
-def wins(device: torch.device, shape: AttentionShape, new_tokens: int) -> bool:
-    """Return whether `moeserve tune` measured it to be faster if the longest row has `new_tokens`.
+def is_faster(device: torch.device, shape: AttentionShape, new_tokens: int) -> bool:
+    """Return whether `moeserve tune` measured FlashAttention-3 to be faster if the longest row has
+    `new_tokens` new tokens.
 
     There are no measurements for blocks of one token (sparse attention), nor for long rows if the
     kernels here have a single program size.
@@ -96,9 +97,8 @@ def wins(device: torch.device, shape: AttentionShape, new_tokens: int) -> bool:
     is_few = new_tokens <= few // shape.group
     if shape.block_size == 1 or (few == many and not is_few):
         return False
-    return bool(
-        launch_of(shape, shape.dtype, few if is_few else many, facts_of(device).name).get("fa3")
-    )
+    block_m = few if is_few else many
+    return bool(launch_of(shape, shape.dtype, block_m, facts_of(device).name).get("fa3"))
 
 
 def plan_attention(
@@ -127,7 +127,13 @@ def plan_attention(
     padding_T = torch.arange(tokens, device=blocks_RN.device) >= offsets_R1[-1] if padded else None
     lengths_R = starts_R + (offsets_R1[1:] - offsets_R1[:-1])
     return FlashMetadata(
-        shape, blocks_RN.int(), lengths_R, offsets_R1, bounds.new_tokens, splits, padding_T
+        shape=shape,
+        blocks_RN=blocks_RN.int(),
+        lengths_R=lengths_R,
+        offsets_R1=offsets_R1,
+        new_tokens=bounds.new_tokens,
+        splits=splits,
+        padding_T=padding_T,
     )
 
 
@@ -152,7 +158,7 @@ def attention(
         q = q_THd[..., v_d:]
         qv = q_THd[..., :v_d]
         k = k_cache[..., v_d:]
-    found = getattr(importlib.import_module(PACKAGE), FUNCTION)(
+    result = getattr(importlib.import_module(PACKAGE), FUNCTION)(
         q=q, k_cache=k, v_cache=v_cache, qv=qv, cache_seqlens=plan.lengths_R,
         page_table=plan.blocks_RN,
         cu_seqlens_q=plan.offsets_R1, max_seqlen_q=plan.new_tokens, softmax_scale=1.0, causal=True,
@@ -161,5 +167,5 @@ def attention(
         softcap=soft_cap, num_splits=plan.splits,
     ).flatten(1)  # fmt: skip
     if plan.padding_T is not None:
-        found.masked_fill_(plan.padding_T[:, None], 0)
-    return found if out is None else out.copy_(found)
+        result.masked_fill_(plan.padding_T[:, None], 0)
+    return result if out is None else out.copy_(result)

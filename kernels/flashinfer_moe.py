@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels import grouped_gemm
-from moeserve.kernels.configs import Config, facts_of, known
+from moeserve.kernels.configs import Config, facts_of, known_configs
 from moeserve.kernels.grouped_fp8 import Scaled
 
 FUNCTION = "cutlass_fused_moe"
@@ -24,8 +24,8 @@ HOPPER = (9, 0)  # compute capability
 ALIGNED = 8  # widths must be multiples of 8 elements of 16 bits (16 bytes)
 NOT_MEASURED = "flashinfer was not measured to be faster on this card; `moeserve tune` finds out"
 # Config tables have this entry, beside the parameters of grouped_gemm.py, if FlashInfer was faster.
-WINS: Config = {"flashinfer": 1}
-CONFIG: Config = {**WINS, "block_m": 128}  # launch parameters that select FlashInfer
+FASTER: Config = {"flashinfer": 1}
+CONFIG: Config = {**FASTER, "block_m": 128}  # launch parameters that select FlashInfer
 
 
 def _function() -> Any:
@@ -54,7 +54,8 @@ def is_faster(device: torch.device, experts: int, width: int, dim: int, dtype: t
     """Return whether `moeserve tune` measured FlashInfer to be faster for any number of rows."""
     shape = grouped_gemm.shape_of(experts, width, dim, dtype)
     return any(
-        config.get("flashinfer") for config in known("grouped_gemm", facts_of(device).name, shape)
+        config.get("flashinfer")
+        for config in known_configs("grouped_gemm", facts_of(device).name, shape)
     )
 
 
@@ -77,16 +78,21 @@ def fused_moe(
     strides, so inputs are made contiguous.
     """
     out = torch.empty_like(x_TD) if out is None else out
-    blocks = isinstance(w2, Scaled)
-    first, second, scales = (
-        (w31.values, w2.values, [w31.scales, w2.scales]) if blocks else (w31, w2, [])
-    )
+    has_block_scales = isinstance(w2, Scaled)
+    if has_block_scales:
+        w31_values = w31.values
+        w2_values = w2.values
+        scales = [w31.scales, w2.scales]
+    else:
+        w31_values = w31
+        w2_values = w2
+        scales = []
     assert out.is_contiguous(), out.stride()
     if len(x_TD):
         _function()(
-            x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), first, second,
+            x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), w31_values, w2_values,
             x_TD.dtype, scales,
-            output=out, use_deepseek_fp8_block_scale=blocks, use_fused_finalize=False,
+            output=out, use_deepseek_fp8_block_scale=has_block_scales, use_fused_finalize=False,
         )  # fmt: skip
     return out
 

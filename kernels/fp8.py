@@ -66,13 +66,13 @@ def quantise_kernel(
 
 
 def quantise(
-    x_MK: Tensor, to: Alignment | None = None, act: Act | None = None
+    x_MK: Tensor, alignment: Alignment | None = None, act: Act | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return e4m3 values [M, K] and fp32 scales [M, G].
 
     A scale is the largest magnitude of its block, at least 1e-4, divided by 448.
 
-    to: quantize only the rows of these experts' tiles; all other results are undefined.
+    alignment: quantize only the rows of these experts' tiles; all other results are undefined.
     act: apply this activation first; x then has 2 K columns, gate and up.
 
     [[448, -1]] -> values [[448, -1]], scales [[1]]; [[896, 1]] -> values [[448, 0.5]], scales [[2]]
@@ -82,12 +82,17 @@ def quantise(
     assert x_MK.stride(1) == 1, x_MK.stride()
     values_MK = x_MK.new_empty((rows, width), dtype=E4M3)
     scales_MG = x_MK.new_empty((rows, triton.cdiv(width, BLOCK)), dtype=torch.float32)
-    tables = (None, None, None) if to is None else (to.ends_e, to.expert_Z, to.row_Z)
-    if programs := rows if to is None else len(to.expert_Z) * to.block_m:
+    if alignment is None:
+        tables: tuple[Tensor | None, ...] = (None, None, None)
+        programs = rows
+    else:
+        tables = (alignment.ends_e, alignment.expert_Z, alignment.row_Z)
+        programs = len(alignment.expert_Z) * alignment.block_m
+    if programs:
         grid = (programs, triton.cdiv(width, BLOCK * BLOCKS))
         quantise_kernel[grid](
             x_MK, values_MK, scales_MG, *tables, x_MK.stride(0), width,
-            BLOCK_M=to.block_m if to else 1, BLOCKS=BLOCKS,
+            BLOCK_M=alignment.block_m if alignment else 1, BLOCKS=BLOCKS,
             BLOCK=BLOCK, ACT=act, num_warps=4,
         )  # fmt: skip
     return values_MK, scales_MG
@@ -125,11 +130,9 @@ def widen(values_eCK: Tensor, scales_eCG: Tensor, counts_e: Tensor, out_eCD: Ten
 
     values [[[448, -1], [1, 1]]], scales [[[2], [1]]], counts [1] -> [[[896, -2], [undefined]]]
     """
-    (experts, room, _), (_, width, step), out_width = (
-        values_eCK.shape,
-        values_eCK.stride(),
-        out_eCD.shape[2],
-    )
+    experts, room, _ = values_eCK.shape
+    _, width, step = values_eCK.stride()
+    out_width = out_eCD.shape[2]
     assert (values_eCK.stride(0), step) == (room * width, 1), values_eCK.stride()
     assert out_eCD.is_contiguous(), out_eCD.stride()
     widen_kernel[(experts, triton.cdiv(room, ROWS), triton.cdiv(out_width, BLOCK))](

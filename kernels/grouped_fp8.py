@@ -17,7 +17,7 @@ from torch import Tensor
 from moeserve.kernels import tiles
 from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
-from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.configs import Config, tuned_config
 from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks
 
 
@@ -65,10 +65,10 @@ def fp8_kernel(
         tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M
     )
     groups = tl.cdiv(inner, BLOCK)
-    fan = 2 if UP else 1
+    num_matrices = 2 if UP else 1
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
     x_scale_ptrs = x_scale_ptr + sources.to(tl.int64) * groups
-    base = expert * (fan * width)
+    base = expert * (num_matrices * width)
     first = block * BLOCK_N
     last = width - 1
     w_scale_ptr += (base + first) // BLOCK * groups
@@ -117,7 +117,7 @@ def launch_fp8_of(num_rows: int, num_experts: int, width: int, dim: int, device:
         "up_stages": 4 if large else 3,
     }
     default |= {"down_block_n": 128, "down_warps": 4, "down_stages": 4}
-    return tuned("grouped_fp8", device, shape_of(num_experts, width, dim), num_rows, default)
+    return tuned_config("grouped_fp8", device, shape_of(num_experts, width, dim), num_rows, default)
 
 
 def shape_of(num_experts: int, width: int, dim: int) -> str:
@@ -127,12 +127,13 @@ def shape_of(num_experts: int, width: int, dim: int) -> str:
 
 def _launch(
     x: Scaled, w: Scaled, bias: Tensor | None, out: Tensor, out_scales: Tensor | None,
-    to: Alignment, top_k: int,
+    alignment: Alignment, top_k: int,
     act: Act | None, config: Config,
 ) -> None:  # fmt: skip
     is_up = act is not None
     tiles.check_bias(bias, w)
-    (_, outputs, inner), name = w.values.shape, "up" if is_up else "down"
+    _, outputs, inner = w.values.shape
+    name = "up" if is_up else "down"
     width = outputs // 2 if is_up else outputs
     block_n = config[f"{name}_block_n"]
     assert x.values.dtype == w.values.dtype == E4M3, (x.values.dtype, w.values.dtype)
@@ -146,20 +147,20 @@ def _launch(
     x_scales = x.scales.reshape(len(x.values), groups).contiguous()
     for scales, shape in (
         (x_scales, (len(x.values), groups)),
-        (w.scales, (len(to.ends_e), outputs // BLOCK, groups)),
+        (w.scales, (len(alignment.ends_e), outputs // BLOCK, groups)),
     ):
         assert scales.shape == shape, (scales.shape, shape)
         assert scales.is_contiguous(), scales.stride()
     weights, tma = tiles.weights_argument(w.values, block_n, BLOCK, bool(config["tma"]))
-    num_tiles = len(to.expert_Z)
+    num_tiles = len(alignment.expert_Z)
     if not num_tiles:
         return
     fp8_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x.values, x_scales, weights, w.scales, bias, out, out_scales, to.order_N, to.ends_e,
-        to.expert_Z, to.row_Z,
+        x.values, x_scales, weights, w.scales, bias, out, out_scales, alignment.order_N,
+        alignment.ends_e, alignment.expert_Z, alignment.row_Z,
         num_tiles, x.values.stride(0), out.stride(0), width, inner, top_k, ACT=act,
         EVEN=inner % BLOCK == 0, TMA=tma,
-        GROUP=config["group"], BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK=BLOCK,
+        GROUP=config["group"], BLOCK_M=alignment.block_m, BLOCK_N=block_n, BLOCK=BLOCK,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip
 
@@ -167,7 +168,7 @@ def _launch(
 def gate_up_fp8(
     x: Scaled,
     w13: Scaled,
-    to: Alignment,
+    alignment: Alignment,
     config: Config,
     top_k: int = 1,
     act: Act = SWIGLU_ACT,
@@ -184,15 +185,20 @@ def gate_up_fp8(
     0.7311 / 448.
     """
     width = w13.values.shape[1] // 2
-    rows = len(x.values) if to.order_N is None else len(to.order_N)
+    rows = len(x.values) if alignment.order_N is None else len(alignment.order_N)
     values = x.values.new_empty((rows, width))
     scales = x.scales.new_empty((rows, width // BLOCK))
-    _launch(x, w13, bias_eF, values, scales, to, top_k, act, config)
+    _launch(x, w13, bias_eF, values, scales, alignment, top_k, act, config)
     return Scaled(values, scales)
 
 
 def down_fp8(
-    h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor, bias_eD: Tensor | None = None
+    h: Scaled,
+    w2: Scaled,
+    alignment: Alignment,
+    config: Config,
+    out: Tensor,
+    bias_eD: Tensor | None = None,
 ) -> Tensor:
     """Compute `grouped_gemm.down` with e4m3 inputs.
 
@@ -201,5 +207,5 @@ def down_fp8(
     Example: one row of 128 inputs with value 2 and scale 1/2, weights with value 1 and scale 1/128
     -> 128 results of 1.
     """
-    _launch(h, w2, bias_eD, out, None, to, 1, None, config)
+    _launch(h, w2, bias_eD, out, None, alignment, 1, None, config)
     return out

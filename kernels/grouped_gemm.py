@@ -16,7 +16,7 @@ from torch import Tensor
 from moeserve.kernels import tiles
 from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
-from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.configs import Config, tuned_config
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -84,12 +84,20 @@ def launch_of(
     width is I, dim is D. Example with 8 experts: 8 rows -> block_m 16; 8,192 rows -> block_m 128.
     """
     rows = num_rows / num_experts
-    block_m = 16 if rows <= 8 else 32 if rows <= 24 else 64 if rows <= 96 else 128
+    block_m = next((size for size, most in ((16, 8), (32, 24), (64, 96)) if rows <= most), 128)
     big = block_m == 128
-    default = {"block_m": block_m, "tma": 1, "group": 8 if big else 1}
-    default |= {"up_block_n": 128 if big else 64, "up_warps": 8 if big else 4, "up_stages": 4}
-    default |= {"down_block_n": 128, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
-    return tuned(
+    default = {
+        "block_m": block_m,
+        "tma": 1,
+        "group": 8 if big else 1,
+        "up_block_n": 128 if big else 64,
+        "up_warps": 8 if big else 4,
+        "up_stages": 4,
+        "down_block_n": 128,
+        "down_warps": 8 if big else 4,
+        "down_stages": 3 if big else 4,
+    }
+    return tuned_config(
         "grouped_gemm", device, shape_of(num_experts, width, dim, dtype), num_rows, default
     )
 
@@ -104,29 +112,34 @@ def _launch(
     w: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    to: Alignment,
+    alignment: Alignment,
     top_k: int,
     act: Act | None,
     config: Config,
 ) -> None:
-    name, width = ("down", w.shape[1]) if act is None else ("up", w.shape[1] // 2)
+    if act is None:
+        name = "down"
+        width = w.shape[1]
+    else:
+        name = "up"
+        width = w.shape[1] // 2
     tiles.check_bias(bias, w)
     assert x.dtype == w.dtype == out.dtype, (x.dtype, w.dtype, out.dtype)
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
-    assert len(w) == len(to.ends_e), (w.shape, len(to.ends_e))
+    assert len(w) == len(alignment.ends_e), (w.shape, len(alignment.ends_e))
     assert x.shape[1] == w.shape[2], (x.shape, w.shape)
     block_n = config[f"{name}_block_n"]
     depth = tiles.block_k(w.shape[2], w.dtype)
     weights, tma = tiles.weights_argument(w, block_n, depth, bool(config["tma"]))
-    num_tiles = len(to.expert_Z)
+    num_tiles = len(alignment.expert_Z)
     if not num_tiles:
         return
     grouped_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x, weights, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0),
-        out.stride(0),
+        x, weights, bias, out, alignment.order_N, alignment.ends_e, alignment.expert_Z,
+        alignment.row_Z, num_tiles, x.stride(0), out.stride(0),
         width, w.shape[2], top_k, ACT=act, EVEN=w.shape[2] % depth == 0, TMA=tma,
         GROUP=config["group"],
-        BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK_K=depth,
+        BLOCK_M=alignment.block_m, BLOCK_N=block_n, BLOCK_K=depth,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip
 
@@ -134,7 +147,7 @@ def _launch(
 def gate_up(
     x: Tensor,
     w13_eFD: Tensor,
-    to: Alignment,
+    alignment: Alignment,
     config: Config,
     top_k: int = 1,
     act: Act = SWIGLU_ACT,
@@ -145,36 +158,37 @@ def gate_up(
     Rows after the last expert's end are undefined. Sums over D are fp32, in one order for any
     number of rows, and rounded once.
 
-    x: the tokens' activations [T, D], where pair p reads row p // top_k. If `to` has no order:
-        sorted rows.
+    x: the tokens' activations [T, D], where pair p reads row p // top_k. If `alignment` has no
+        order: sorted rows.
     w13_eFD: the gate weights come first.
     config: from `launch_of`.
     bias_eF: fp32.
 
     Example: x [[1]], w13 [[[2], [3]]] -> [[silu(2) * 3]] = [[5.2848]]
     """
-    rows = x.shape[0] if to.order_N is None else len(to.order_N)
+    rows = x.shape[0] if alignment.order_N is None else len(alignment.order_N)
     out = x.new_empty((rows, w13_eFD.shape[1] // 2))
-    _launch(x, w13_eFD, bias_eF, out, to, top_k, act, config)
+    _launch(x, w13_eFD, bias_eF, out, alignment, top_k, act, config)
     return out
 
 
 def down(
     h_NI: Tensor,
     w2_eDI: Tensor,
-    to: Alignment,
+    alignment: Alignment,
     config: Config,
     out: Tensor | None = None,
     bias_eD: Tensor | None = None,
 ) -> Tensor:
     """Return w2 h + b2 [N, D] for each sorted row, with its expert's weights.
 
-    The result of a sorted row is written to the row of its pair, or to the same row if `to` has no
-    order. Rows of pairs without an expert are not written. Sums and rounding are as in `gate_up`.
+    The result of a sorted row is written to the row of its pair, or to the same row if `alignment`
+    has no order. Rows of pairs without an expert are not written. Sums and rounding are as in
+    `gate_up`.
 
     Example: h [[4], [5]] of pairs [1, 0] with expert 0, w2 [[[1], [2]]] -> [[5, 10], [4, 8]]
     """
     if out is None:
         out = h_NI.new_empty((h_NI.shape[0], w2_eDI.shape[1]))
-    _launch(h_NI, w2_eDI, bias_eD, out, to, 1, None, config)
+    _launch(h_NI, w2_eDI, bias_eD, out, alignment, 1, None, config)
     return out

@@ -19,7 +19,7 @@ from torch import Tensor
 from moeserve.kernels import tiles
 from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
-from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.configs import Config, tuned_config
 from moeserve.kernels.fp8 import E4M3
 
 GROUPS = (16, 32, 64, 128)  # group sizes of 4-bit weights
@@ -69,11 +69,9 @@ class Narrow:
 
         Example: fp8, 2,048 inputs, groups of 128 -> 128
         """
-        return (
-            half_of(self.group)
-            if self.in_pairs
-            else math.gcd(self.values.shape[-1], self.group, tiles.STEP_BYTES)
-        )
+        if self.in_pairs:
+            return half_of(self.group)
+        return math.gcd(self.values.shape[-1], self.group, tiles.STEP_BYTES)
 
 
 def half_of(group: int) -> int:
@@ -93,11 +91,13 @@ def pack_int4(
     half = half_of(group)
     assert values.shape[-1] % (2 * half) == 0, (values.shape, group)
     low, high = values.unflatten(-1, (-1, 2, half)).unbind(-2)
-    moved = [
-        None if part is None else part.transpose(-1, -2).contiguous() for part in (scales, zeros)
-    ]
-    assert moved[0] is not None
-    return Narrow(group, (low | high << 4).flatten(-2).contiguous(), moved[0], moved[1], floats)
+    return Narrow(
+        group=group,
+        values=(low | (high << 4)).flatten(-2).contiguous(),
+        scales=scales.transpose(-1, -2).contiguous(),
+        zeros=None if zeros is None else zeros.transpose(-1, -2).contiguous(),
+        floats=floats,
+    )
 
 
 @triton.jit
@@ -162,16 +162,16 @@ def _group(scale_ptr, zero_ptr, places, mask):
 def _groups(scale_ptr, zero_ptr, places, step, mask, SHARED: tl.constexpr):
     """Load (scales, zeros) of the low and of the high inputs. SHARED: both are in one group."""
     scales, zeros = _group(scale_ptr, zero_ptr, places, mask)
-    more_scales = scales
-    more_zeros = zeros
+    high_scales = scales
+    high_zeros = zeros
     if not SHARED:
-        more_scales, more_zeros = _group(scale_ptr, zero_ptr, places + step, mask)
-    return scales, zeros, more_scales, more_zeros
+        high_scales, high_zeros = _group(scale_ptr, zero_ptr, places + step, mask)
+    return scales, zeros, high_scales, high_zeros
 
 
 @triton.jit
 def _step(
-    total, values, x_low, x_high, scales, zeros, more_scales, more_zeros, SHARED: tl.constexpr,
+    total, values, x_low, x_high, scales, zeros, high_scales, high_zeros, SHARED: tl.constexpr,
     PAIRS: tl.constexpr,
     FLOATS: tl.constexpr,
 ):  # fmt: skip
@@ -184,9 +184,9 @@ def _step(
         if not SHARED:
             total += part * scales[:, None]
             part = tl.zeros_like(part)
-        high = _widened(values >> 4, more_zeros, x_high, FLOATS)
+        high = _widened(values >> 4, high_zeros, x_high, FLOATS)
         part = tl.dot(high, x_high, part, input_precision="ieee")
-        total += part * more_scales[:, None]
+        total += part * high_scales[:, None]
     else:
         total += tl.dot(values.to(x_low.dtype), x_low, input_precision="ieee") * scales[:, None]
     return total
@@ -225,31 +225,31 @@ def weight_only_kernel(
         zero_ptr += expert.to(tl.int64) * tl.cdiv(inner, INPUTS) * outputs
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    EACH: tl.constexpr = 2 if PAIRS else 1
-    SHARED: tl.constexpr = INPUTS >= EACH * HALF
-    for k in range(0, inner, EACH * HALF):
+    PER_VALUE: tl.constexpr = 2 if PAIRS else 1
+    SHARED: tl.constexpr = INPUTS >= PER_VALUE * HALF
+    for k in range(0, inner, PER_VALUE * HALF):
         # Load all scales first, so that they arrive while the tensor cores work.
         places = k // INPUTS * outputs + columns
-        scales, zeros, more_scales, more_zeros = _groups(
+        scales, zeros, high_scales, high_zeros = _groups(
             scale_ptr, zero_ptr, places, outputs, mask, SHARED
         )
         if UP:
-            up_scales, up_zeros, up_more_scales, up_more_zeros = _groups(
+            up_scales, up_zeros, up_high_scales, up_high_zeros = _groups(
                 scale_ptr, zero_ptr, places + width, outputs, mask, SHARED
             )
         low = tl.trans(tiles.load_rows(x_ptrs, live, k, inner, HALF, True))
         high = low
         if PAIRS:
             high = tl.trans(tiles.load_rows(x_ptrs, live, k + HALF, inner, HALF, True))
-        at = k // EACH
-        stride = inner // EACH
-        values = tiles.load_weights(w, base, first, last, at, stride, BLOCK_N, HALF, True, TMA)
+        column = k // PER_VALUE
+        stride = inner // PER_VALUE
+        values = tiles.load_weights(w, base, first, last, column, stride, BLOCK_N, HALF, True, TMA)
         total = _step(
-            total, values, low, high, scales, zeros, more_scales, more_zeros, SHARED, PAIRS, FLOATS
+            total, values, low, high, scales, zeros, high_scales, high_zeros, SHARED, PAIRS, FLOATS
         )
         if UP:
             values = tiles.load_weights(
-                w, base + width, first, last, at, stride, BLOCK_N, HALF, True, TMA
+                w, base + width, first, last, column, stride, BLOCK_N, HALF, True, TMA
             )
             total_up = _step(
                 total_up,
@@ -258,8 +258,8 @@ def weight_only_kernel(
                 high,
                 up_scales,
                 up_zeros,
-                up_more_scales,
-                up_more_zeros,
+                up_high_scales,
+                up_high_zeros,
                 SHARED,
                 PAIRS,
                 FLOATS,
@@ -296,15 +296,14 @@ def launch_narrow_of(
         "up_block_n": 64,
         "up_warps": 8 if big else 4,
         "up_stages": 4,
-    }
-    default |= {
         "down_block_n": 128 if big else 64,
         "down_warps": 8 if big else 4,
         "down_stages": 3 if big else 4,
     }
-    default |= {"block_m": 128} if big else {}
+    if big:
+        default["block_m"] = 128
     shape = shape_of(num_experts, width, dim, kind, group, dtype)
-    return tuned("grouped_weight_only", device, shape, num_rows, default)
+    return tuned_config("grouped_weight_only", device, shape, num_rows, default)
 
 
 def shape_of(
@@ -319,12 +318,14 @@ def _launch(
     w: Narrow,
     bias: Tensor | None,
     out: Tensor,
-    to: Alignment,
+    alignment: Alignment,
     top_k: int,
     act: Act | None,
     config: Config,
 ) -> None:
-    (experts, outputs, inner), pairs, half = w.shape, w.in_pairs, w.half
+    experts, outputs, inner = w.shape
+    pairs = w.in_pairs
+    half = w.half
     name = "down" if act is None else "up"
     tiles.check_bias(bias, w)
     width = outputs // 2 if name == "up" else outputs
@@ -339,15 +340,15 @@ def _launch(
         )
         assert part is None or part.is_contiguous(), part.stride()
     weights, tma = tiles.weights_argument(w.values, block_n, half, bool(config["tma"]))
-    num_tiles = len(to.expert_Z)
+    num_tiles = len(alignment.expert_Z)
     if not num_tiles:
         return
     weight_only_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x, weights, w.scales, w.zeros, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z,
-        num_tiles, x.stride(0),
+        x, weights, w.scales, w.zeros, bias, out, alignment.order_N, alignment.ends_e,
+        alignment.expert_Z, alignment.row_Z, num_tiles, x.stride(0),
         out.stride(0), width, inner, top_k, ACT=act, PAIRS=pairs, FLOATS=w.floats, TMA=tma,
         GROUP=config["group"],
-        INPUTS=w.group, HALF=half, BLOCK_M=to.block_m, BLOCK_N=block_n,
+        INPUTS=w.group, HALF=half, BLOCK_M=alignment.block_m, BLOCK_N=block_n,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip
 
@@ -355,7 +356,7 @@ def _launch(
 def gate_up_narrow(
     x: Tensor,
     w13: Narrow,
-    to: Alignment,
+    alignment: Alignment,
     config: Config,
     top_k: int = 1,
     act: Act = SWIGLU_ACT,
@@ -368,16 +369,16 @@ def gate_up_narrow(
     Example: 64 inputs of 1, int4 gate and up weights with value 9 and scale 1/64, groups of 32 ->
     silu(1) * 1 = 0.7311
     """
-    rows = x.shape[0] if to.order_N is None else len(to.order_N)
+    rows = x.shape[0] if alignment.order_N is None else len(alignment.order_N)
     out = x.new_empty((rows, w13.shape[1] // 2))
-    _launch(x, w13, bias_eF, out, to, top_k, act, config)
+    _launch(x, w13, bias_eF, out, alignment, top_k, act, config)
     return out
 
 
 def down_narrow(
     h_NI: Tensor,
     w2: Narrow,
-    to: Alignment,
+    alignment: Alignment,
     config: Config,
     out: Tensor | None = None,
     bias_eD: Tensor | None = None,
@@ -388,5 +389,5 @@ def down_narrow(
     """
     if out is None:
         out = h_NI.new_empty((h_NI.shape[0], w2.shape[1]))
-    _launch(h_NI, w2, bias_eD, out, to, 1, None, config)
+    _launch(h_NI, w2, bias_eD, out, alignment, 1, None, config)
     return out

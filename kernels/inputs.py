@@ -45,12 +45,17 @@ class StepArrays:
         cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device
     ) -> "StepArrays":
         """Allocate uninitialized arrays."""
-        i32, i64 = (
-            partial(torch.empty, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)
+        empty_i32 = partial(torch.empty, dtype=torch.int32, device=device)
+        empty_i64 = partial(torch.empty, dtype=torch.int64, device=device)
+        return cls(
+            ids_T=empty_i64(tokens),
+            positions_T=empty_i64(tokens),
+            slot_mapping_GT=empty_i64((groups, tokens)),
+            blocks_GRB=empty_i32((groups, rows, blocks)),
+            sample_N=empty_i64(samples),
+            offsets_R1=empty_i32(rows + 1),
+            starts_R=empty_i32(rows),
         )
-        blocks_GRB = i32((groups, rows, blocks))
-        ends = (i32(rows + 1), i32(rows))
-        return cls(i64(tokens), i64(tokens), i64((groups, tokens)), blocks_GRB, i64(samples), *ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class StepWords:
     rows: int
     tokens: int
     samples: int
-    most: int  # the most tokens of a row
+    max_row_tokens: int  # the most tokens of a row
 
     @classmethod
     def of(
@@ -76,7 +81,11 @@ class StepWords:
         """
         words = np.concatenate((slots_R, starts_R, offsets_R1, sample_N)).astype(np.int32)
         return cls(
-            words, len(slots_R), int(offsets_R1[-1]), len(sample_N), int(np.diff(offsets_R1).max())
+            words=words,
+            rows=len(slots_R),
+            tokens=int(offsets_R1[-1]),
+            samples=len(sample_N),
+            max_row_tokens=int(np.diff(offsets_R1).max()),
         )
 
 
@@ -206,7 +215,9 @@ def fill_step(
         == out.slot_mapping_GT.stride(1)
         == 1
     )
-    longest = max(step.most, num_blocks, all_tokens - step.tokens, all_rows + 1, all_samples)
+    longest = max(
+        step.max_row_tokens, num_blocks, all_tokens - step.tokens, all_rows + 1, all_samples
+    )
     step_kernel[(all_rows + 1, triton.cdiv(longest, BLOCK), groups)](
         table, blocks, words,
         out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRB, out.sample_N,

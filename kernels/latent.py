@@ -39,80 +39,87 @@ def latent_rope_cache_kernel(
     """Program (t, 0) writes the cache entry of token t, the others BLOCK_H query heads each."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    real = token < num_real
+    is_token = token < num_real
     columns = tl.arange(0, BLOCK_P)
-    present = columns < tl.where(real, ROPE, 0)  # padding is not read, so its queries become zero
+    # Padding is not read, so its queries become zero.
+    present = columns < tl.where(is_token, ROPE, 0)
     cos = tl.load(cos_ptr + token * ROPE + columns, mask=present, other=0.0)
     sin = tl.load(sin_ptr + token * ROPE + columns, mask=present, other=0.0)
     swapped = tl.where(columns < ROPE // 2, columns + ROPE // 2, columns - ROPE // 2)
     if part > 0:
         heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         there = (heads < HEADS)[:, None]
-        at = q_ptr + token * q_stride + heads[:, None] * (NOPE + ROPE)
-        y = (
-            rotated(
-                at + NOPE,
-                there & present[None, :],
-                None,
-                cos,
-                sin,
-                swapped,
-                eps,
-                ROPE,
-                None,
-                False,
-                False,
-            )
-            * scale
+        q_ptrs = q_ptr + token * q_stride + heads[:, None] * (NOPE + ROPE)
+        y = rotated(
+            q_ptrs + NOPE,
+            there & present[None, :],
+            None,
+            cos,
+            sin,
+            swapped,
+            eps,
+            D=ROPE,
+            CLIP=None,
+            NORM=False,
+            NORM_LAST=False,
         )
-        to = (
+        y = y * scale
+        absorbed_ptrs = (
             absorbed_ptr
             + token * absorbed_stride
             + heads[:, None] * (RANK + ROPE)
             + RANK
             + columns[None, :]
         )
-        tl.store(to, y.to(absorbed_ptr.dtype.element_ty), mask=there & (columns < ROPE)[None, :])
-        plain = tl.arange(0, BLOCK_N)
-        x = tl.load(
-            at + plain[None, :], mask=there & (plain < tl.where(real, NOPE, 0))[None, :], other=0.0
+        tl.store(
+            absorbed_ptrs,
+            y.to(absorbed_ptr.dtype.element_ty),
+            mask=there & (columns < ROPE)[None, :],
         )
-        to_plain = out_ptr + (token * HEADS + heads)[:, None] * NOPE + plain[None, :]
+        nope_columns = tl.arange(0, BLOCK_N)
+        x = tl.load(
+            q_ptrs + nope_columns[None, :],
+            mask=there & (nope_columns < tl.where(is_token, NOPE, 0))[None, :],
+            other=0.0,
+        )
+        out_ptrs = out_ptr + (token * HEADS + heads)[:, None] * NOPE + nope_columns[None, :]
         scaled = (x.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
-        tl.store(to_plain, scaled, mask=there & (plain < NOPE)[None, :])
-    elif real:
+        tl.store(out_ptrs, scaled, mask=there & (nope_columns < NOPE)[None, :])
+    elif is_token:
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         written = (tl.arange(0, 1) < tl.where(slot >= 0, 1, 0))[:, None]
-        at_entry = kv_ptr + token * kv_stride + tl.zeros((1, 1), tl.int64)
-        to_entry = cache_ptr + slot * (RANK + ROPE) + tl.zeros((1, 1), tl.int64)
+        kv_entry_ptr = kv_ptr + token * kv_stride + tl.zeros((1, 1), tl.int64)
+        cache_entry_ptr = cache_ptr + slot * (RANK + ROPE) + tl.zeros((1, 1), tl.int64)
         key = rotated(
-            at_entry + RANK,
+            kv_entry_ptr + RANK,
             written & present[None, :],
             None,
             cos,
             sin,
             swapped,
             eps,
-            ROPE,
-            None,
-            False,
-            False,
+            D=ROPE,
+            CLIP=None,
+            NORM=False,
+            NORM_LAST=False,
         )
         tl.store(
-            to_entry + RANK + columns[None, :],
+            cache_entry_ptr + RANK + columns[None, :],
             key.to(cache_ptr.dtype.element_ty),
             mask=written & present[None, :],
         )
         latent_columns = tl.arange(0, BLOCK_L)
         inside = written & (latent_columns < RANK)[None, :]
         latent = normalised(
-            tl.load(at_entry + latent_columns[None, :], mask=inside, other=0.0).to(tl.float32),
+            tl.load(kv_entry_ptr + latent_columns[None, :], mask=inside, other=0.0).to(tl.float32),
             eps,
             RANK,
         )
         latent *= tl.load(norm_ptr + latent_columns, mask=latent_columns < RANK, other=0.0)[None, :]
         tl.store(
-            to_entry + latent_columns[None, :], latent.to(cache_ptr.dtype.element_ty), mask=inside
+            cache_entry_ptr + latent_columns[None, :],
+            latent.to(cache_ptr.dtype.element_ty),
+            mask=inside,
         )
 
 
@@ -120,7 +127,7 @@ def latent_rope_cache(
     q_THe: Tensor,
     kv_TC: Tensor,
     rule: "LatentRule",
-    at: "RopeCacheInputs",
+    rope_cache: "RopeCacheInputs",
     latent_cache: Tensor,
     q_THC: Tensor,
 ) -> Tensor:
@@ -139,8 +146,11 @@ def latent_rope_cache(
     Example: n 1, p 2, L 1, scale 2, rotation by 90 degrees; q [1, 1, 0], kv [3, 1, 0], norm 5 ->
     entry [5, 0, 1], q_THC [.., 0, 2] and the result [2]
     """
-    (cos_T1p, sin_T1p, slot_mapping_T), norm_L = at, rule.norm_L
-    (tokens, heads, width), rope, capacity = q_THe.shape, cos_T1p.shape[2], latent_cache.shape[3]
+    cos_T1p, sin_T1p, slot_mapping_T = rope_cache
+    norm_L = rule.norm_L
+    tokens, heads, width = q_THe.shape
+    rope = cos_T1p.shape[2]
+    capacity = latent_cache.shape[3]
     rank = capacity - rope
     nope = width - rope
     assert q_THe.stride()[1:] == (width, 1), q_THe.stride()
@@ -186,15 +196,17 @@ def order_kernel(
     query = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_L
     last = tl.load(positions_ptr + query)
-    at = first + tl.arange(0, BLOCK_L)
+    positions = first + tl.arange(0, BLOCK_L)
     order = tl.full((BLOCK_L,), LOWEST, tl.int64)
     if first <= last:
         table_ptr = blocks_ptr + tl.load(rows_ptr + query) * table_stride
         heads = tl.arange(0, BLOCK_J)
         d = tl.arange(0, BLOCK_D)
-        block = tl.load(table_ptr + at // BLOCK_SIZE, mask=at <= last, other=0).to(tl.int64)
-        k_ptrs = cache_ptr + (block * BLOCK_SIZE + at % BLOCK_SIZE)[:, None] * D + d[None, :]
-        k = tl.load(k_ptrs, mask=(at <= last)[:, None] & (d < D)[None, :], other=0.0)
+        block = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions <= last, other=0).to(
+            tl.int64
+        )
+        k_ptrs = cache_ptr + (block * BLOCK_SIZE + positions % BLOCK_SIZE)[:, None] * D + d[None, :]
+        k = tl.load(k_ptrs, mask=(positions <= last)[:, None] & (d < D)[None, :], other=0.0)
         q_ptrs = q_ptr + (query * HEADS + heads[None, :]) * D + d[:, None]
         q = tl.load(q_ptrs, mask=(heads < HEADS)[None, :] & (d < D)[:, None], other=0.0)
         weights = tl.load(weights_ptr + query * HEADS + heads, mask=heads < HEADS, other=0.0)[
@@ -205,14 +217,16 @@ def order_kernel(
         score = tl.sum(tl.where((heads < HEADS)[None, :], gated, 0.0), 1)
         score = tl.where(score == score, tl.where(score == 0, 0.0, score), float("inf"))
         bits = score.to(tl.int32, bitcast=True).to(tl.int64)
-        order = tl.where(at <= last, ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 31) - at, LOWEST)
-    tl.store(out_ptr + query * length + at, order, mask=at < length)
+        order = tl.where(
+            positions <= last, ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 31) - positions, LOWEST
+        )
+    tl.store(out_ptr + query * length + positions, order, mask=positions < length)
 
 
 def index_select(
     q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, rows_S: Tensor, positions_S: Tensor,
     blocks_RN: Tensor,
-    context: int, top_k: int, most: int,
+    context: int, top_k: int, max_queries: int,
 ) -> Tensor:  # fmt: skip
     """Return the slots (block * block_size + offset) of the selected tokens, int64 [S, K].
 
@@ -223,11 +237,12 @@ def index_select(
     cache: index keys [blocks, block size, 1, d], of q's dtype.
     rows_S, positions_S: int64, the block table and the position of each query.
     context: L, at least `top_k` and the number of positions that any query sees.
-    most: queries computed at once, which bounds the memory.
+    max_queries: queries computed at once, which bounds the memory.
 
     Example: d 1, q 1, weight 1, keys [5, 1, 7] in block 0, top_k 2 -> [0, 2]
     """
-    (_, heads, dim), size = q_SJd.shape, cache.shape[1]
+    _, heads, dim = q_SJd.shape
+    size = cache.shape[1]
     assert cache.shape[2:] == (1, dim), (cache.shape, q_SJd.shape)
     assert (q_SJd.dtype, weights_SJ.dtype) == (cache.dtype, torch.float32), (
         q_SJd.dtype,
@@ -240,8 +255,8 @@ def index_select(
     )
     block_j, block_d = (max(LEAST, triton.next_power_of_2(width)) for width in (heads, dim))
     parts = []
-    for start in range(0, len(q_SJd), most):
-        part = slice(start, start + most)
+    for start in range(0, len(q_SJd), max_queries):
+        part = slice(start, start + max_queries)
         q = q_SJd[part]
         rows = rows_S[part]
         order_SL = torch.empty((len(q), context), dtype=torch.int64, device=q.device)

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.kernels.configs import Config, facts_of, tuned
+from moeserve.kernels.configs import Config, facts_of, tuned_config
 from moeserve.kernels.tiles import block_k, load_rows, load_weights, tile_of, weights_argument
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
-    x_ptr, w, bias_ptr, out_ptr, num_rows, x_stride, out_stride, x_head, out_head, width, inner,
+    x_ptr, w, bias_ptr, out_ptr, num_rows, x_stride, out_stride, x_head_stride, out_head_stride,
+    width, inner,
     EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -25,8 +26,8 @@ def linear_kernel(
     The weights of the heads are contiguous.
     """
     head = tl.program_id(1)
-    x_ptr += head.to(tl.int64) * x_head
-    out_ptr += head.to(tl.int64) * out_head
+    x_ptr += head.to(tl.int64) * x_head_stride
+    out_ptr += head.to(tl.int64) * out_head_stride
     tile, block = tile_of(
         tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP
     )
@@ -58,16 +59,21 @@ def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device:
     fill the device.
     """
     block_m = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
-    block_n = 64 if block_m < 128 else 128 if num_rows <= 512 or width <= 128 else 256
+    if block_m < 128:
+        block_n = 64
+    elif num_rows <= 512 or width <= 128:
+        block_n = 128
+    else:
+        block_n = 256
     default = {
         "block_m": block_m,
         "block_n": block_n,
         "warps": 4 if block_n == 64 else 8,
         "tma": 1,
         "group": 8,
+        "stages": 6 if block_n == 64 else 4,
     }
-    default["stages"] = 6 if block_n == 64 else 4
-    return tuned("linear", device, shape_of(width, inner, dtype), num_rows, default)
+    return tuned_config("linear", device, shape_of(width, inner, dtype), num_rows, default)
 
 
 def shape_of(width: int, inner: int, dtype: torch.dtype) -> str:
@@ -92,7 +98,7 @@ def linear(
     x [[1, 2]], w [[3, 4], [5, 6]], bias [0, 1] -> [[11, 18]]
     """
     out = x_MK.new_empty((x_MK.shape[0], w_NK.shape[0])) if out_MN is None else out_MN
-    _multiply(x_MK, w_NK, bias_N, out, 1, 0, 0, config)
+    _multiply(x_MK, w_NK, bias_N, out, heads=1, x_head_stride=0, out_head_stride=0, config=config)
     return out
 
 
@@ -114,10 +120,10 @@ def heads_linear(
         w_HNK.flatten(0, 1),
         None,
         out[:, 0],
-        heads,
-        x_THK.stride(1),
-        out.stride(1),
-        config,
+        heads=heads,
+        x_head_stride=x_THK.stride(1),
+        out_head_stride=out.stride(1),
+        config=config,
     )
     return out
 
@@ -127,18 +133,20 @@ def _multiply(
     w_PK: Tensor,
     bias_N: Tensor | None,
     out_MN: Tensor,
+    *,
     heads: int,
-    x_head: int,
-    out_head: int,
+    x_head_stride: int,
+    out_head_stride: int,
     config: Config | None,
 ) -> None:
     """Write the products of all heads.
 
-    x_MK, out_MN: the rows of the first head. Those of the next head are `x_head` and `out_head`
-        elements further on.
+    x_MK, out_MN: the rows of the first head. Those of the next head begin `x_head_stride` and
+        `out_head_stride` elements later.
     w_PK: the weights of all heads.
     """
-    (rows, inner), width = x_MK.shape, w_PK.shape[0] // heads
+    rows, inner = x_MK.shape
+    width = w_PK.shape[0] // heads
     assert inner == w_PK.shape[1], (x_MK.shape, w_PK.shape)
     assert out_MN.shape == (rows, width), (out_MN.shape, rows, width)
     assert x_MK.dtype == w_PK.dtype, (x_MK.dtype, w_PK.dtype)
@@ -150,8 +158,8 @@ def _multiply(
     weights, tma = weights_argument(w_PK, block_n, depth, bool(config["tma"]))
     if rows:
         linear_kernel[(triton.cdiv(rows, block_m) * triton.cdiv(width, block_n), heads)](
-            x_MK, weights, bias_N, out_MN, rows, x_MK.stride(0), out_MN.stride(0), x_head, out_head,
-            width, inner,
+            x_MK, weights, bias_N, out_MN, rows, x_MK.stride(0), out_MN.stride(0), x_head_stride,
+            out_head_stride, width, inner,
             EVEN=inner % depth == 0, TMA=tma, GROUP=config["group"], BLOCK_M=block_m,
             BLOCK_N=block_n, BLOCK_K=depth,
             num_warps=config["warps"], num_stages=config["stages"],

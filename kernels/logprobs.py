@@ -62,13 +62,13 @@ def key_of(x, index):
 def first_of(keys, n, PLACES: tl.constexpr):
     """Return the indices of the n largest keys [rows, columns] in order, padded with -1."""
     place = tl.arange(0, PLACES)
-    found = tl.full((PLACES,), -1, tl.int32)
+    indices = tl.full((PLACES,), -1, tl.int32)
     for i in range(n):
         best = tl.max(tl.max(keys, axis=1), axis=0)
         index = tl.where(best == REMOVED, -1, (best & LOW).to(tl.int32) ^ LOW)
-        found = tl.where(place == i, index, found)
+        indices = tl.where(place == i, index, indices)
         keys = tl.where(keys == best, REMOVED, keys)
-    return found
+    return indices
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -26,7 +26,7 @@ from moeserve.kernels.attention_plan import (
     most_slots,
 )
 from moeserve.kernels.attention_sums import merge_kernel, row_floats, split_space
-from moeserve.kernels.configs import Config, facts_of, tuned
+from moeserve.kernels.configs import Config, facts_of, tuned_config
 
 SCALE_BYTES = 4  # of the fp32 scale in an int8 cache entry
 INVARIANT_M = 64  # the smallest M of Hopper's wgmma instruction
@@ -165,9 +165,16 @@ def plan_attention(
         capacity = space.numel() // (shape.groups * block_m * row_floats(shape.v_dim))
         if min_new <= bounds.new_tokens:
             work = list_work(
-                starts_R, offsets_R1, bounds, tile, *shape.limits, capacity, min_new, max_new
+                starts_R,
+                offsets_R1,
+                bounds,
+                tile,
+                *shape.limits,
+                capacity=capacity,
+                least=min_new,
+                most=max_new,
             )
-            passes.append(Pass(block_m, tile, min_new > 1, work))
+            passes.append(Pass(block_m=block_m, tile=tile, flat=min_new > 1, work=work))
         min_new = max_new + 1
     return AttentionMetadata(shape, blocks_RN, starts_R, offsets_R1, passes, space)
 
@@ -193,7 +200,9 @@ def attention(
 
     Example: one head of width 1, q 1, keys [0, ln 3], values [4, 8] -> (4 + 3 * 8) / (1 + 3) = [7]
     """
-    (tokens, heads, d), shape, v_d = q_THd.shape, plan.shape, plan.shape.v_dim
+    tokens, heads, d = q_THd.shape
+    shape = plan.shape
+    v_d = shape.v_dim
     assert (heads, d, q_THd.dtype) == (shape.heads, shape.dim, shape.dtype), (
         q_THd.shape,
         q_THd.dtype,
@@ -210,9 +219,10 @@ def attention(
     shared = v_d < d and v_cache.stride() == k_cache.stride()
     assert not (quantised and shared), "an int8 entry has one scale"
     assert k_cache.is_contiguous(), k_cache.stride()
-    assert v_cache.data_ptr() == k_cache.data_ptr() if shared else v_cache.is_contiguous(), (
-        v_cache.stride()
-    )
+    if shared:
+        assert v_cache.data_ptr() == k_cache.data_ptr(), "values are not part of the keys"
+    else:
+        assert v_cache.is_contiguous(), v_cache.stride()
     for cache, width in ((k_cache, d), (v_cache, v_d)):
         entry = width + SCALE_BYTES if quantised else width
         assert cache.shape[1:] == (shape.block_size, shape.kv_heads, entry), (cache.shape, shape)
@@ -289,7 +299,7 @@ def launch_of(shape: AttentionShape, cache_dtype: torch.dtype, block_m: int, dev
     else:
         warps = 4 if block_m == 64 and shape.dim <= 128 and cache_dtype != torch.int8 else 8
         default = {"num_warps": warps, "num_stages": 3 if shape.dim <= 128 else 2, "programs": 32}
-    return tuned("paged_attention", device, shape_of(shape, cache_dtype), block_m, default)
+    return tuned_config("paged_attention", device, shape_of(shape, cache_dtype), block_m, default)
 
 
 def shape_of(shape: AttentionShape, cache_dtype: torch.dtype) -> str:

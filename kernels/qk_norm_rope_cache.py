@@ -35,7 +35,7 @@ def normalised(x, eps, D: tl.constexpr):
 
 @triton.jit
 def rotated(
-    at, inside, weights, cos, sin, swapped, eps,
+    head_ptrs, inside, weights, cos, sin, swapped, eps,
     D: tl.constexpr, CLIP: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Load heads [B, d], normalize them (NORM), clip them and rotate each pair (i, i + d/2).
@@ -43,9 +43,9 @@ def rotated(
     NORM_LAST: normalize after the rotation. All in fp32.
     """
     columns = tl.arange(0, cos.shape[0])
-    x = tl.load(at + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(head_ptrs + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     # These loads hit the cache, because they read the same lines.
-    other = tl.load(at + swapped[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(head_ptrs + swapped[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM and not NORM_LAST:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = x * inverse * tl.load(weights + columns[None, :], mask=inside, other=0.0)
@@ -62,21 +62,21 @@ def _store_entries(y, cache_ptr, scales_ptr, entries, inside, D: tl.constexpr, E
 
     For int8, the scale of a head is its largest magnitude / 127.
     """
-    to = cache_ptr + entries[:, None] * ENTRY + tl.arange(0, y.shape[1])[None, :]
+    entry_ptrs = cache_ptr + entries[:, None] * ENTRY + tl.arange(0, y.shape[1])[None, :]
     if scales_ptr is None:
-        tl.store(to, y.to(cache_ptr.dtype.element_ty), mask=inside)
+        tl.store(entry_ptrs, y.to(cache_ptr.dtype.element_ty), mask=inside)
     else:
         # The maximum of the bits as integers: NaN is above infinity, so it is not lost.
         bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        most = bits.to(tl.float32, bitcast=True)
-        scale = tl.where(most < float("inf"), tl.div_rn(most, 127.0), float("nan"))
+        largest = bits.to(tl.float32, bitcast=True)
+        scale = tl.where(largest < float("inf"), tl.div_rn(largest, 127.0), float("nan"))
         share = tl.where(
             (scale > 0)[:, None], tl.div_rn(y, tl.where(scale > 0, scale, 1.0)[:, None]), 0.0
         )
         # Round to the nearest integer, ties to even: floats near 1.5 * 2^23 are integers.
         whole = share + 12582912.0 - 12582912.0
         whole = tl.minimum(tl.maximum(whole, -127.0), 127.0)  # a denormal scale is inexact
-        tl.store(to, whole.to(tl.int8), mask=inside)
+        tl.store(entry_ptrs, whole.to(tl.int8), mask=inside)
         tl.store(
             scales_ptr + entries * (ENTRY // 4) + D // 4,
             scale,
@@ -100,9 +100,9 @@ def qk_norm_rope_cache_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
-    real = token < num_real
+    is_token = token < num_real
     swapped = tl.where(columns < D // 2, columns + D // 2, columns - D // 2)
-    present = columns < tl.where(real, D, 0)  # padding is not read, so its queries become zero
+    present = columns < tl.where(is_token, D, 0)  # padding is not read, so its queries become zero
     cos = tl.load(cos_ptr + token * D + columns, mask=present, other=0.0)
     sin = tl.load(sin_ptr + token * D + columns, mask=present, other=0.0)
     NORM: tl.constexpr = weights_ptr is not None
@@ -111,33 +111,38 @@ def qk_norm_rope_cache_kernel(
     if part < query_programs:
         heads = part * BLOCK_H + tl.arange(0, BLOCK_H)
         inside = (heads < HEADS)[:, None] & present[None, :]
-        at = qk_ptr + token * qk_stride + heads[:, None] * D
+        head_ptrs = qk_ptr + token * qk_stride + heads[:, None] * D
         weights = weights_ptr + heads[:, None] * D if NORM else None
-        y = rotated(at, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM, NORM_LAST) * scale
-        to = q_ptr + token * (HEADS * D) + heads[:, None] * D + columns[None, :]
-        tl.store(
-            to, y.to(q_ptr.dtype.element_ty), mask=(heads < HEADS)[:, None] & (columns < D)[None, :]
+        y = (
+            rotated(head_ptrs, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM, NORM_LAST)
+            * scale
         )
-    elif real:
+        out_ptrs = q_ptr + token * (HEADS * D) + heads[:, None] * D + columns[None, :]
+        tl.store(
+            out_ptrs,
+            y.to(q_ptr.dtype.element_ty),
+            mask=(heads < HEADS)[:, None] & (columns < D)[None, :],
+        )
+    elif is_token:
         heads = (part - query_programs) * BLOCK_G + tl.arange(0, BLOCK_G)
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         written = heads < tl.where(slot >= 0, KV_HEADS, 0)
         inside = written[:, None] & present[None, :]
-        at = qk_ptr + token * qk_stride + (HEADS + heads)[:, None] * D
+        head_ptrs = qk_ptr + token * qk_stride + (HEADS + heads)[:, None] * D
         weights = weights_ptr + (HEADS + heads)[:, None] * D if NORM else None
-        k = rotated(at, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM, NORM_LAST)
+        k = rotated(head_ptrs, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM, NORM_LAST)
         entries = slot * KV_HEADS + heads
         _store_entries(k, k_ptr, k_scales_ptr, entries, inside, D, D + PAST)
         v_columns = tl.arange(0, BLOCK_V)
         v_inside = written[:, None] & (v_columns < V_D)[None, :]
-        at_values = (
+        value_ptrs = (
             qkv_ptr
             + token * stride
             + (HEADS + KV_HEADS) * D
             + heads[:, None] * V_D
             + v_columns[None, :]
         )
-        v = tl.load(at_values, mask=v_inside, other=0.0).to(tl.float32)
+        v = tl.load(value_ptrs, mask=v_inside, other=0.0).to(tl.float32)
         if NORM_VALUES:
             v = normalised(v, eps, V_D)
         _store_entries(_clipped(v, CLIP), v_ptr, v_scales_ptr, entries, v_inside, V_D, V_D + PAST)
@@ -146,7 +151,7 @@ def qk_norm_rope_cache_kernel(
 def qk_norm_rope_cache(
     qkv_TN: Tensor,
     rule: "HeadRule",
-    at: "RopeCacheInputs",
+    rope_cache: "RopeCacheInputs",
     cache: "LayerCache",
     normed_THd: Tensor | None = None,
 ) -> Tensor:
@@ -161,19 +166,18 @@ def qk_norm_rope_cache(
     Example: one head of width 2, scale 2, rotation by 90 degrees; q [1, 0], k [1, 0] -> q [0, 2],
     k [0, 1]
     """
-    (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
-    (tokens, width), heads, kv_heads, d = (
-        qkv_TN.shape,
-        rule.num_heads,
-        rule.num_kv_heads,
-        cos_T1d.shape[2],
-    )
-    both = heads + kv_heads
+    cos_T1d, sin_T1d, slot_mapping_T = rope_cache
+    k_cache, v_cache = cache
+    tokens, width = qkv_TN.shape
+    heads = rule.num_heads
+    kv_heads = rule.num_kv_heads
+    d = cos_T1d.shape[2]
+    num_qk_heads = heads + kv_heads
     past = SCALE_BYTES if k_cache.dtype == torch.int8 else 0
     v_d = v_cache.shape[3] - past
     qk = qkv_TN if normed_THd is None else normed_THd
-    assert width == both * d + kv_heads * v_d, (qkv_TN.shape, heads, kv_heads, d, v_d)
-    assert qk is qkv_TN or (*qk.shape[1:], *qk.stride()[1:]) == (both, d, d, 1), (
+    assert width == num_qk_heads * d + kv_heads * v_d, (qkv_TN.shape, heads, kv_heads, d, v_d)
+    assert qk is qkv_TN or (*qk.shape[1:], *qk.stride()[1:]) == (num_qk_heads, d, d, 1), (
         qk.shape,
         qk.stride(),
     )

@@ -72,46 +72,50 @@ def causal_conv_kernel(
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = columns < C
     rows = tl.arange(0, BLOCK_R)
-    behind = (rows < num_rows) & (
+    has_ended = (rows < num_rows) & (
         tl.load(offsets_ptr + 1 + rows, mask=rows < num_rows, other=0) <= token
     )
-    row = tl.sum(behind.to(tl.int32), 0).to(tl.int64)
+    row = tl.sum(has_ended.to(tl.int32), 0).to(tl.int64)
     y = tl.zeros((BLOCK_C,), tl.float32)
     if row < num_rows:
         start = tl.load(starts_ptr + row)
         position = start + (token - tl.load(offsets_ptr + row)).to(tl.int32)
         tile = position // TILE
-        held = tl.maximum(start - 1, 0) // TILE  # the tile of the last token that is cached
+        cached_tile = tl.maximum(start - 1, 0) // TILE  # the tile of the last token that is cached
         table_ptr = blocks_ptr + row * table_stride
         block = tl.load(table_ptr + tile // TILES).to(tl.int64)
-        held_block = tl.load(table_ptr + held // TILES).to(tl.int64)
-        to_border = borders_ptr + (block * TILES + tile % TILES) * (K - 1) * C + columns
-        at_border = borders_ptr + (held_block * TILES + held % TILES) * (K - 1) * C + columns
+        cached_block = tl.load(table_ptr + cached_tile // TILES).to(tl.int64)
+        own_border_ptrs = borders_ptr + (block * TILES + tile % TILES) * (K - 1) * C + columns
+        border_ptrs = (
+            borders_ptr + (cached_block * TILES + cached_tile % TILES) * (K - 1) * C + columns
+        )
         kept = columns < tl.where(block > 0, C, 0)
         first = columns < tl.where((position % TILE == 0) & (block > 0), C, 0)
         for j in tl.static_range(K):
             back = K - 1 - j
-            at = position - back
-            in_tile = at - held * TILE
-            is_new = at >= start
-            in_rows = (at < start) & (in_tile >= 0)
-            in_border = (at < start) & (in_tile < 0) & (at >= 0)
-            at_x = x_ptr + (token - back) * x_stride + columns
-            at_row = rows_ptr + (held_block * BLOCK_SIZE + at % BLOCK_SIZE) * C + columns
-            new = tl.load(at_x, mask=columns < tl.where(is_new, C, 0), other=0.0)
-            row_x = tl.load(at_row, mask=columns < tl.where(in_rows, C, 0), other=0.0)
+            input_position = position - back
+            in_tile = input_position - cached_tile * TILE
+            is_new = input_position >= start
+            in_rows = (input_position < start) & (in_tile >= 0)
+            in_border = (input_position < start) & (in_tile < 0) & (input_position >= 0)
+            new_ptrs = x_ptr + (token - back) * x_stride + columns
+            row_ptrs = (
+                rows_ptr + (cached_block * BLOCK_SIZE + input_position % BLOCK_SIZE) * C + columns
+            )
+            new = tl.load(new_ptrs, mask=columns < tl.where(is_new, C, 0), other=0.0)
+            row_x = tl.load(row_ptrs, mask=columns < tl.where(in_rows, C, 0), other=0.0)
             border_x = tl.load(
-                at_border + (in_tile + K - 1) * C,
+                border_ptrs + (in_tile + K - 1) * C,
                 mask=columns < tl.where(in_border, C, 0),
                 other=0.0,
             )
             x = tl.where(is_new, new.to(tl.float32), tl.where(in_rows, row_x, border_x))
             y += tl.load(weight_ptr + columns * K + j, mask=inside, other=0.0) * x
             if j < K - 1:
-                tl.store(to_border + j * C, x, mask=first)
+                tl.store(own_border_ptrs + j * C, x, mask=first)
             else:
-                to_row = rows_ptr + (block * BLOCK_SIZE + position % BLOCK_SIZE) * C + columns
-                tl.store(to_row, x, mask=kept)
+                own_row_ptrs = rows_ptr + (block * BLOCK_SIZE + position % BLOCK_SIZE) * C + columns
+                tl.store(own_row_ptrs, x, mask=kept)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + columns, mask=inside, other=0.0)
         if SILU:
@@ -137,7 +141,9 @@ def causal_conv(
 
     Example: x [1, 2, 3], weight [10, 1], bias 5 -> [6, 17, 28]
     """
-    (tokens, channels), num_inputs, size = x_TC.shape, weight_CK.shape[1], plan.block_size
+    tokens, channels = x_TC.shape
+    num_inputs = weight_CK.shape[1]
+    size = plan.block_size
     plan.check(caches, (size, 1, channels), (size // plan.tile, num_inputs - 1, channels))
     assert num_inputs <= plan.tile, (num_inputs, plan.tile)
     assert x_TC.stride(1) == 1, x_TC.stride()
@@ -179,9 +185,11 @@ def _cached_rows(
 
 
 @triton.jit
-def _read(x_t, grown, weights, state, u):
+def _read(x_t, border_decay, weights, state, u):
     """Return what a query or key reads from the border's state and the tile's earlier tokens."""
-    return tl.sum(state * (x_t * grown), 1) + tl.sum(u * tl.sum(x_t * weights, 1)[None, :], 1)
+    return tl.sum(state * (x_t * border_decay), 1) + tl.sum(
+        u * tl.sum(x_t * weights, 1)[None, :], 1
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -196,7 +204,7 @@ def recurrence_kernel(
     """One program computes BLOCK_V values of one head of one row, token by token.
 
     The state S^T [v, d] at the border, and k [TILE, d], u^T [v, TILE] and s [TILE, D] of the
-    present tile's tokens stay in registers.
+    present tile's tokens stay in registers. s: the sum of log decays from the border to a token.
     """
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -213,62 +221,75 @@ def recurrence_kernel(
     rows = tl.arange(0, TILE)
     values = part * BLOCK_V + tl.arange(0, BLOCK_V)
     # The tile of the last cached token: the tile of the first new token, or the one before it.
-    held = tl.maximum(start - 1, 0) // TILE
+    cached_tile = tl.maximum(start - 1, 0) // TILE
     inside_v = values < V
-    at_state = head * D * V + d * V + values[:, None]
-    count = tl.where(start < end, start - held * TILE, 0)
-    block = tl.load(table_ptr + held // TILES).to(tl.int64)
-    slots = block * BLOCK_SIZE + held % TILES * TILE + rows
+    state_offsets = head * D * V + d * V + values[:, None]
+    count = tl.where(start < end, start - cached_tile * TILE, 0)
+    block = tl.load(table_ptr + cached_tile // TILES).to(tl.int64)
+    slots = block * BLOCK_SIZE + cached_tile % TILES * TILE + rows
     k, s, u = _cached_rows(
         k_rows_ptr + (slots * KEY_HEADS + key_head) * D,
         s_rows_ptr + (slots * HEADS + head) * DECAYS,
         u_rows_ptr + (slots * HEADS + head) * V, rows < count, d, decays, values, D, DECAYS, V,
     )  # fmt: skip
-    last = tl.sum(tl.where((rows == count - 1)[:, None], s, 0.0), 0)[None, :]
-    from_state = states_ptr + (block * TILES + held % TILES) * (HEADS * D * V) + at_state
-    state = tl.load(from_state, mask=inside_v[:, None] & (d < tl.where(count > 0, D, 0)), other=0.0)
+    # The sum s of the last token before the present one
+    log_decay_sum = tl.sum(tl.where((rows == count - 1)[:, None], s, 0.0), 0)[None, :]
+    cached_state_ptrs = (
+        states_ptr + (block * TILES + cached_tile % TILES) * (HEADS * D * V) + state_offsets
+    )
+    state = tl.load(
+        cached_state_ptrs, mask=inside_v[:, None] & (d < tl.where(count > 0, D, 0)), other=0.0
+    )
 
     for tile in range(start // TILE, (end + TILE - 1) // TILE):
         border = tile * TILE
         block = tl.load(table_ptr + tile // TILES).to(tl.int64)
         if border >= start:
-            state = tl.dot(u, k * tl.exp(last - s), state * tl.exp(last), input_precision="ieee")
+            state = tl.dot(
+                u,
+                k * tl.exp(log_decay_sum - s),
+                state * tl.exp(log_decay_sum),
+                input_precision="ieee",
+            )
             if block > 0:
-                to_state = states_ptr + (block * TILES + tile % TILES) * (HEADS * D * V) + at_state
-                tl.store(to_state, state, mask=inside_v[:, None] & (d < D))
+                border_state_ptrs = (
+                    states_ptr + (block * TILES + tile % TILES) * (HEADS * D * V) + state_offsets
+                )
+                tl.store(border_state_ptrs, state, mask=inside_v[:, None] & (d < D))
             k = tl.zeros_like(k)
             s = tl.zeros_like(s)
             u = tl.zeros_like(u)
-            last = tl.zeros_like(last)
+            log_decay_sum = tl.zeros_like(log_decay_sum)
         for position in range(tl.maximum(border, start), tl.minimum(border + TILE, end)):
             token = first_token + (position - start)
             q_t = tl.load(q_ptr + token * q_stride + key_head * D + d, mask=d < D, other=0.0)
             k_t = tl.load(k_ptr + token * k_stride + key_head * D + d, mask=d < D, other=0.0)
             u_t = tl.load(v_ptr + token * v_stride + head * V + values, mask=inside_v, other=0.0)
-            last += tl.load(
+            log_decay_sum += tl.load(
                 decay_ptr + token * decay_stride + head * DECAYS + decays,
                 mask=decays < DECAYS,
                 other=0.0,
             )
-            grown = tl.exp(last)
-            weights = tl.exp(last - s) * k  # zero for later tokens of the tile, whose k is zero
+            border_decay = tl.exp(log_decay_sum)
+            # Zero for later tokens of the tile, whose k is zero
+            weights = tl.exp(log_decay_sum - s) * k
             if beta_ptr is not None:
                 u_t = tl.load(beta_ptr + token * beta_stride + head) * (
-                    u_t - _read(k_t, grown, weights, state, u)
+                    u_t - _read(k_t, border_decay, weights, state, u)
                 )
-            o_t = _read(q_t, grown, weights, state, u) + tl.sum(q_t * k_t) * u_t
+            o_t = _read(q_t, border_decay, weights, state, u) + tl.sum(q_t * k_t) * u_t
             tl.store(out_ptr + (token * HEADS + head) * V + values, o_t, mask=inside_v)
-            this = rows == position - border
-            k = tl.where(this[:, None], k_t, k)
-            s = tl.where(this[:, None], last, s)
-            u = tl.where(this[None, :], u_t[:, None], u)
+            is_current = rows == position - border
+            k = tl.where(is_current[:, None], k_t, k)
+            s = tl.where(is_current[:, None], log_decay_sum, s)
+            u = tl.where(is_current[None, :], u_t[:, None], u)
             if block > 0:
                 slot = block * BLOCK_SIZE + position % BLOCK_SIZE
                 tl.store(u_rows_ptr + (slot * HEADS + head) * V + values, u_t, mask=inside_v)
                 if part == 0:
                     tl.store(
                         s_rows_ptr + (slot * HEADS + head) * DECAYS + decays,
-                        last,
+                        log_decay_sum,
                         mask=decays < DECAYS,
                     )
                     if head % (HEADS // KEY_HEADS) == 0:
@@ -308,11 +329,9 @@ def recurrence(
 
     Example: d 1, v 1, q and k 1, v [3, 5], log decay ln 0.5, no beta -> [3, 0.5 * 3 + 5] = [3, 6.5]
     """
-    (_, keys, dim), (tokens, heads, v_dim), decays = (
-        q_TGd.shape,
-        v_THv.shape,
-        log_decay_THD.shape[2],
-    )
+    _, keys, dim = q_TGd.shape
+    tokens, heads, v_dim = v_THv.shape
+    decays = log_decay_THD.shape[2]
     assert heads % keys == 0, (heads, keys)
     assert decays in (1, dim), (decays, dim)
     assert k_TGd.shape == q_TGd.shape, (k_TGd.shape, q_TGd.shape)
@@ -325,10 +344,7 @@ def recurrence(
         (size, heads, decays),
     )
     for x, width in ((q_TGd, dim), (k_TGd, dim), (v_THv, v_dim), (log_decay_THD, decays)):
-        assert x.stride()[1:] == (width, 1) or x.stride()[1:] == (1, 1) == (width, 1), (
-            x.shape,
-            x.stride(),
-        )
+        assert x.stride()[1:] == (width, 1), (x.shape, x.stride())
         assert x.dtype == torch.float32, x.dtype
     assert beta_TH is None or beta_TH.stride(1) == 1, beta_TH
     out_THv = v_THv.new_zeros((tokens, heads, v_dim))

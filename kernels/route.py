@@ -52,24 +52,26 @@ def _keep_groups(
     if GROUP_TOP == 2:
         scores += _score_of(tl.max(tl.where(keys == best[:, None], LOWEST, keys), 1))
     groups = tl.arange(0, GROUPS)
-    waiting = tl.where(groups < num_groups, _keys(scores, groups), LOWEST)
+    group_keys = tl.where(groups < num_groups, _keys(scores, groups), LOWEST)
     kept = groups < 0
     for _ in range(KEEP):
-        chosen = waiting == tl.max(waiting, 0)
+        chosen = group_keys == tl.max(group_keys, 0)
         kept = kept | chosen
-        waiting = tl.where(chosen, LOWEST, waiting)
+        group_keys = tl.where(chosen, LOWEST, group_keys)
     return tl.where(kept[:, None], keys, LOWEST)
 
 
 @triton.jit
-def _weight(score, first, scores, keys, band, SCORE: tl.constexpr):
-    """Return the weight of the next expert before normalization. first: the best score.
+def _weight(score, best_score, scores, keys, band, SCORE: tl.constexpr):
+    """Return the weight of the next expert before normalization.
+
+    best_score: that of the token's first expert.
 
     sparsemixer: the softmax of the score over the remaining experts that are not far below it.
     """
     weight = score
     if SCORE == "softmax_selected":
-        weight = tl.exp(score - first)
+        weight = tl.exp(score - best_score)
     elif SCORE == "sparsemixer":
         far = (score - scores) / tl.maximum(
             tl.abs(scores), score, propagate_nan=tl.PropagateNan.ALL
@@ -93,15 +95,15 @@ def _divided(weights_K, total, epsilon, floor, SCORE: tl.constexpr, RENORMALIZE:
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
-    logits_ptr, bias_ptr, expert_scale_ptr, live_ptr, ids_ptr, weights_ptr, num_tokens, row_stride,
-    num_groups,
-    group_size, epsilon, floor, scale, band,
+    logits_ptr, bias_ptr, expert_scale_ptr, num_tokens_ptr, ids_ptr, weights_ptr, num_tokens,
+    row_stride, num_groups, group_size, epsilon, floor, scale, band,
     K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr,
     GROUP_TOP: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
     """One program routes one token.
 
+    num_tokens_ptr: None, or the number of tokens on the device, which replaces num_tokens.
     GROUPS x SIZE: padded shape of all experts. CHOICES: K, padded. KEEP: number of groups to keep,
     0 for all. band: relative distance of "far" in sparsemixer.
     """
@@ -109,8 +111,8 @@ def route_kernel(
     choices = tl.arange(0, CHOICES)
     ids_K = tl.full((CHOICES,), -1, tl.int32)
     weights_K = tl.zeros((CHOICES,), tl.float32)
-    if live_ptr is not None:
-        num_tokens = tl.load(live_ptr)
+    if num_tokens_ptr is not None:
+        num_tokens = tl.load(num_tokens_ptr)
     if token < num_tokens:
         group = tl.arange(0, GROUPS)[:, None]
         place = tl.arange(0, SIZE)[None, :]
@@ -120,13 +122,13 @@ def route_kernel(
             logits_ptr + token * row_stride + experts, mask=inside, other=-float("inf")
         ).to(tl.float32)
         scores = _scores(logits, inside, SCORE)
-        judged = scores
+        selection_scores = scores
         if bias_ptr is not None:
-            judged += tl.load(bias_ptr + experts, mask=inside, other=0.0)
-        keys = tl.where(inside, _keys(judged, experts), LOWEST)
+            selection_scores += tl.load(bias_ptr + experts, mask=inside, other=0.0)
+        keys = tl.where(inside, _keys(selection_scores, experts), LOWEST)
         if KEEP > 0:
             keys = _keep_groups(keys, num_groups, KEEP, GROUP_TOP, GROUPS)
-        first = _score_of(tl.max(tl.max(keys, 1), 0))
+        best_score = _score_of(tl.max(tl.max(keys, 1), 0))
         total = 0.0
         for k in range(K):
             best = tl.max(tl.max(keys, 1), 0)
@@ -134,7 +136,7 @@ def route_kernel(
             weight = _score_of(best)
             if bias_ptr is not None:
                 weight = tl.sum(tl.sum(tl.where(chosen, scores, 0.0), 1), 0)
-            weight = _weight(weight, first, scores, keys, band, SCORE)
+            weight = _weight(weight, best_score, scores, keys, band, SCORE)
             total += weight
             ids_K = tl.where(choices == k, (-best & 0xFFFF).to(tl.int32), ids_K)
             weights_K = tl.where(choices == k, weight, weights_K)
@@ -165,7 +167,8 @@ def route(
 
     Example: logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2]
     """
-    (tokens, experts), groups = logits_TE.shape, rule.groups
+    tokens, experts = logits_TE.shape
+    groups = rule.groups
     size = experts // groups
     assert experts % groups == 0, (experts, groups)
     assert rule.kept_groups == groups or size >= rule.num_group_scores, (experts, rule)
@@ -183,13 +186,13 @@ def route(
     if rule.score == "sparsemixer":  # supports neither bias nor groups
         bias_E = None
         keep = 0
-    live = num_tokens if isinstance(num_tokens, Tensor) else None
+    device_num_tokens = num_tokens if isinstance(num_tokens, Tensor) else None
     limit = num_tokens if isinstance(num_tokens, int) else tokens
     if tokens:
         route_kernel[(tokens,)](
-            logits_TE, bias_E, expert_scale_E, live, ids_TK, weights_TK, limit, logits_TE.stride(0),
-            groups, size,
-            rule.epsilon, rule.floor, rule.scale, 2 * rule.jitter, K=top_k, SCORE=rule.score,
+            logits_TE, bias_E, expert_scale_E, device_num_tokens, ids_TK, weights_TK, limit,
+            logits_TE.stride(0), groups, size, rule.epsilon, rule.floor, rule.scale,
+            2 * rule.jitter, K=top_k, SCORE=rule.score,
             RENORMALIZE=rule.renormalize, KEEP=keep,
             GROUP_TOP=rule.num_group_scores, GROUPS=triton.next_power_of_2(groups),
             SIZE=triton.next_power_of_2(size),

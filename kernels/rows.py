@@ -53,15 +53,15 @@ def add_rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    x_at = x_ptr + row[:, None] * x_stride + column[None, :]
-    residual_at = residual_ptr + row[:, None] * residual_stride + column[None, :]
-    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    x_ptrs = x_ptr + row[:, None] * x_stride + column[None, :]
+    residual_ptrs = residual_ptr + row[:, None] * residual_stride + column[None, :]
+    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
     # Round the sum first, so that the norm's input is the residual that the next layer reads.
     total = (x + residual).to(x_ptr.dtype.element_ty)
-    tl.store(residual_at, total, mask=inside)
+    tl.store(residual_ptrs, total, mask=inside)
     tl.store(
-        x_at,
+        x_ptrs,
         normed(total.to(tl.float32), weight, eps, width).to(x_ptr.dtype.element_ty),
         mask=inside,
     )

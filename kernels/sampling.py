@@ -8,8 +8,8 @@ rows do not interact, so a row's token depends on nothing but the row.
 
 `apply_bitmask` applies grammar masks before. runner/sampling/reference.py is the specification.
 
-Sizes: S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens; C masked rows, W words
-of 32 tokens.
+Sizes: S rows, V vocabulary, B tiles of TILE tokens, P parts of RACE_BLOCK tokens; C masked rows, W
+words of 32 tokens.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from moeserve.kernels.cut import cut, distance, near_enough
 
 TILE = 512
 TILES = 4  # tiles per program of `tile_peaks_kernel`
-RACED = 2048  # tokens per program of `race_kernel`
-MASKED = 4096  # tokens per program of `bitmask_kernel`
+RACE_BLOCK = 2048  # tokens per program of `race_kernel`
+MASK_BLOCK = 4096  # tokens per program of `bitmask_kernel`
 # Status of a row.
 FINE = tl.constexpr(0)
 NOT_FINITE = tl.constexpr(1)
@@ -119,7 +119,7 @@ def row_kernel(
 
 
 @triton.jit
-def mixed(ids):
+def hash_of(ids):
     """Return a uint32 hash of token ids: murmur3's finalizer of id * 2^32 / golden ratio."""
     x = (ids + 1).to(tl.uint32) * 0x9E3779B1
     x = (x ^ (x >> 16)) * 0x85EBCA6B
@@ -136,7 +136,7 @@ def log_time(ids, low, high):
 
     low, high: uint32, the row's random key.
     """
-    x = (mixed(ids) ^ low) * 0x85EBCA6B
+    x = (hash_of(ids) ^ low) * 0x85EBCA6B
     x = (x ^ (x >> 16) ^ high) * 0xC2B2AE35
     x = (x ^ (x >> 15)) * 0x7FEB352D
     u = ((x >> 1).to(tl.int32).to(tl.float32) + 0.5) * SCALE
@@ -218,7 +218,7 @@ def sample(
     if not num_rows:
         return tokens_S, status_S
     num_tiles = triton.cdiv(width, TILE)
-    num_parts = triton.cdiv(width, RACED)
+    num_parts = triton.cdiv(width, RACE_BLOCK)
     tile_peaks_SB = _new(num_rows, num_tiles)
     ids_SB = _new(num_rows, num_tiles, dtype=torch.int32)
     peaks_S = _new(num_rows)
@@ -249,7 +249,7 @@ def sample(
         race_kernel[(num_rows, num_parts)](
             logits_SV, peaks_S, rows.temperature_S, farthest_S, rows.low_S, rows.high_S, times_SP,
             ids_SP,
-            logits_SV.stride(0), width, num_parts, HOPELESS=HOPELESS, BLOCK=RACED, num_warps=4,
+            logits_SV.stride(0), width, num_parts, HOPELESS=HOPELESS, BLOCK=RACE_BLOCK, num_warps=4,
         )  # fmt: skip
         winner_kernel[(num_rows,)](
             times_SP,
@@ -270,17 +270,18 @@ def bitmask_kernel(x_ptr, rows_ptr, bits_ptr, stride, width, words, BLOCK: tl.co
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(bits_ptr + row * words + token // 32, mask=token < width, other=-1)
     is_banned = ((word >> (token % 32)) & 1) == 0
-    at = x_ptr + tl.load(rows_ptr + row) * stride + token
-    tl.store(at, tl.full((BLOCK,), float("-inf"), x_ptr.dtype.element_ty), mask=is_banned)
+    logit_ptrs = x_ptr + tl.load(rows_ptr + row) * stride + token
+    tl.store(logit_ptrs, tl.full((BLOCK,), float("-inf"), x_ptr.dtype.element_ty), mask=is_banned)
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
     """Set the tokens whose bit is 0 to -inf in the given rows (int64), in place."""
-    (count, words), width = bits_CW.shape, x_rV.shape[1]
+    count, words = bits_CW.shape
+    width = x_rV.shape[1]
     assert words * 32 >= width, (words, width)
     assert x_rV.stride(1) == 1, x_rV.stride()
     assert bits_CW.is_contiguous(), bits_CW.stride()
-    grid = count, triton.cdiv(width, MASKED)
+    grid = count, triton.cdiv(width, MASK_BLOCK)
     bitmask_kernel[grid](
-        x_rV, rows_C, bits_CW, x_rV.stride(0), width, words, BLOCK=MASKED, num_warps=4
+        x_rV, rows_C, bits_CW, x_rV.stride(0), width, words, BLOCK=MASK_BLOCK, num_warps=4
     )

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moeserve.kernels.recurrence import TileMetadata
 
-CHANNELS = (
-    32  # per program; the same for all numbers of ranks, because sums over n may depend on it
-)
+# Channels per program. They are the same for all numbers of ranks, because the bits of sums over n
+# may depend on them.
+CHANNELS = 32
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -37,9 +37,9 @@ def selective_scan_kernel(
     n = tl.arange(0, BLOCK_N)
     inside = columns < C
     inside_n = n < N
-    whole = inside_n[:, None] & inside[None, :]
-    at_state = n[:, None] * C + columns[None, :]
-    a = tl.load(a_ptr + at_state, mask=whole, other=0.0)
+    inside_state = inside_n[:, None] & inside[None, :]
+    state_offsets = n[:, None] * C + columns[None, :]
+    a = tl.load(a_ptr + state_offsets, mask=inside_state, other=0.0)
     skip = tl.load(skip_ptr + columns, mask=inside, other=0.0)
     state = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     begin = tl.where(start < end, tl.maximum(start - 1, 0) // TILE * TILE, end)
@@ -48,11 +48,11 @@ def selective_scan_kernel(
         is_new = position >= start
         block = tl.load(blocks_ptr + row * table_stride + tile // TILES).to(tl.int64)
         if position % TILE == 0:
-            border_ptr = states_ptr + (block * TILES + tile % TILES) * (N * C) + at_state
+            border_ptr = states_ptr + (block * TILES + tile % TILES) * (N * C) + state_offsets
             if position < start:
-                state = tl.load(border_ptr, mask=whole, other=0.0)
+                state = tl.load(border_ptr, mask=inside_state, other=0.0)
             elif block > 0:
-                tl.store(border_ptr, state, mask=whole)
+                tl.store(border_ptr, state, mask=inside_state)
         token = first_token + (position - start)
         slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         x_row = x_rows_ptr + slot * C
@@ -98,19 +98,20 @@ def selective_scan(
     Example: C 1, N 1, x [3, 5], dt 1, a ln 0.5, b and c 1, skip 10 -> [3 + 30, 0.5 * 3 + 5 + 50] =
     [33, 56.5]
     """
-    (tokens, channels), numbers, size = x_TC.shape, len(a_NC), plan.block_size
+    tokens, channels = x_TC.shape
+    state_size = len(a_NC)
+    size = plan.block_size
     plan.check(
         caches,
-        (size // plan.tile, numbers, channels),
-        *[(size, 1, channels)] * 2,
-        (size, 1, numbers),
+        (size // plan.tile, state_size, channels),
+        (size, 1, channels),
+        (size, 1, channels),
+        (size, 1, state_size),
     )
     assert dt_TC.shape == x_TC.shape, (dt_TC.shape, x_TC.shape)
-    assert b_TN.shape == c_TN.shape == (tokens, numbers), (b_TN.shape, c_TN.shape)
-    assert (a_NC.is_contiguous(), skip_C.is_contiguous()) == (True, True), (
-        a_NC.stride(),
-        skip_C.stride(),
-    )
+    assert b_TN.shape == c_TN.shape == (tokens, state_size), (b_TN.shape, c_TN.shape)
+    assert a_NC.is_contiguous(), a_NC.stride()
+    assert skip_C.is_contiguous(), skip_C.stride()
     for x in (x_TC, dt_TC, a_NC, b_TN, c_TN, skip_C):
         assert (x.dtype, x.stride(-1)) == (torch.float32, 1), (x.dtype, x.stride())
     out_TC = x_TC.new_zeros((tokens, channels))
@@ -120,7 +121,7 @@ def selective_scan(
             plan.offsets_R1,
             x_TC.stride(0), dt_TC.stride(0), b_TN.stride(0), c_TN.stride(0),
             plan.blocks_RN.stride(0),
-            C=channels, N=numbers, BLOCK_SIZE=size, TILE=plan.tile,
-            BLOCK_C=CHANNELS, BLOCK_N=triton.next_power_of_2(numbers), num_warps=1,
+            C=channels, N=state_size, BLOCK_SIZE=size, TILE=plan.tile,
+            BLOCK_C=CHANNELS, BLOCK_N=triton.next_power_of_2(state_size), num_warps=1,
         )  # fmt: skip
     return out_TC

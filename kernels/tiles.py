@@ -111,7 +111,7 @@ def tile_rows(rows: float) -> dict[str, int]:
     8 -> block_m 16; 1000 -> block_m 64
     """
     return {
-        "block_m": 16 if rows <= 8 else 32 if rows <= 24 else 64,
+        "block_m": next((size for size, most in ((16, 8), (32, 24)) if rows <= most), 64),
         "tma": 1,
         "group": 8 if rows > 64 else 1,
     }
@@ -139,13 +139,15 @@ def block_k(inner: int, dtype: torch.dtype) -> int:
 
 
 def weights_argument(
-    w: Tensor, rows: int, columns: int, wanted: bool
+    w: Tensor, rows: int, columns: int, use_tma: bool
 ) -> tuple[Tensor | TensorDescriptor, bool]:
     """Return the kernel argument for weights [..., K], and whether it is a tensor descriptor.
 
-    A descriptor lets Hopper's copy engine (TMA) load tiles. wanted: use one if alignment allows.
+    A descriptor lets Hopper's copy engine (TMA) load tiles.
+
+    use_tma: return a descriptor if alignment allows.
     """
     assert w.is_contiguous(), w.stride()
-    if not wanted or w.data_ptr() % 16 or w.shape[-1] * w.element_size() % 16:
+    if not use_tma or w.data_ptr() % 16 or w.shape[-1] * w.element_size() % 16:
         return w, False
     return TensorDescriptor.from_tensor(w.view(-1, w.shape[-1]), [rows, columns]), True

@@ -29,11 +29,11 @@ from moeserve.kernels import (
     flashinfer_moe,
     grouped_fp8,
     grouped_gemm,
+    grouped_weight_only,
+    linear,
     paged_attention,
     tiles,
 )
-from moeserve.kernels import grouped_weight_only as narrow
-from moeserve.kernels import linear as dense
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.configs import Config, facts_of
@@ -90,14 +90,15 @@ class Job:
     # The GEMMs that `run` launches last, by the prefix of their parameters' names. Empty if cost.py
     # cannot predict the kernel.
     products: Mapping[str, cost.Product] = field(default_factory=dict)
-    rival: Config | None = None  # parameters that select an optional package; its bits may differ
+    # Parameters that select the kernel of an optional package, whose bits may differ.
+    rival: Config | None = None
 
 
 Maker = Callable[..., Iterator[Job]]  # makes the jobs of a shape on a `device`
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     config: Config
@@ -107,7 +108,9 @@ class Found:
     wrong_configs: Sequence[Config]  # that gave other bits than the defaults
 
 
-def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = NUM_PASSES) -> Found:
+def search(
+    job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = NUM_PASSES
+) -> SearchResult:
     """Search the fastest config by coordinate descent.
 
     The descent begins at the fastest of the defaults and `first`.
@@ -137,12 +140,18 @@ def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = N
             best = min(({**best, name: value} for value in (best[name], *values)), key=measured)
     best_ms = measured(best)
     if job.rival is not None:
-        other = {**best, **job.rival}
+        rival = {**best, **job.rival}
         with suppress(*CANNOT_RUN):
             best, best_ms = min(
-                (best, best_ms), (other, timer(lambda: job.run(other))), key=itemgetter(1)
+                (best, best_ms), (rival, timer(lambda: job.run(rival))), key=itemgetter(1)
             )
-    return Found(best, default_ms, best_ms, len(times), wrong_configs)
+    return SearchResult(
+        config=best,
+        default_ms=default_ms,
+        best_ms=best_ms,
+        num_tried=len(times),
+        wrong_configs=wrong_configs,
+    )
 
 
 def _key(name: str, config: Config) -> Key:
@@ -152,7 +161,7 @@ def _key(name: str, config: Config) -> Key:
 
 def variants(job: Job) -> list[Config]:
     """Return configs that together use every variant of the kernels that needs a compilation."""
-    found = {}
+    configs = {}
     for block_m, *values in itertools.product(job.choices["block_m"], BLOCKS, WARPS, STAGES):
         wanted = {
             f"{name}{part}": v
@@ -161,8 +170,8 @@ def variants(job: Job) -> list[Config]:
         }
         possible = {name: value for name, value in wanted.items() if value in job.choices[name]}
         config = {**job.default, "block_m": block_m, **possible}
-        found[tuple(config.values())] = config
-    return list(found.values())
+        configs[tuple(config.values())] = config
+    return list(configs.values())
 
 
 def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
@@ -172,8 +181,10 @@ def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
     """
     job = next(make(device=torch.device("meta")))
     try:
-        found = cost.compiled_by(lambda: job.run(config), len(job.products))
-        return {_key(name, config): facts for name, facts in zip(job.products, found, strict=True)}
+        all_facts = cost.compiled_by(lambda: job.run(config), len(job.products))
+        return {
+            _key(name, config): facts for name, facts in zip(job.products, all_facts, strict=True)
+        }
     except CANNOT_RUN:
         return {}
 
@@ -187,13 +198,13 @@ def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[C
     every = ({**job.default, **dict(zip(names, values, strict=True))}
              for values in itertools.product(*(job.choices[name] for name in names)))  # fmt: skip
     predict = predictor(job, facts, card)
-    found: list[Config] = []
+    best_configs: list[Config] = []
     for predicted_s, config in sorted(((predict(c), c) for c in every), key=lambda pair: pair[0]):
-        if len(found) == NUM_TRIES or math.isinf(predicted_s):
+        if len(best_configs) == NUM_TRIES or math.isinf(predicted_s):
             break
-        if all(sum(config[name] != other[name] for name in names) > 1 for other in found):
-            found.append(config)
-    return found
+        if all(sum(config[name] != other[name] for name in names) > 1 for other in best_configs):
+            best_configs.append(config)
+    return best_configs
 
 
 def predictor(
@@ -213,11 +224,9 @@ def predictor(
             "group": group,
             **dict(zip(COMPILED_PARAMETERS, values, strict=True)),
         }
-        return (
-            cost.seconds(facts[key], job.products[key[0]], card, config)
-            if key in facts
-            else math.inf
-        )
+        if key not in facts:
+            return math.inf
+        return cost.seconds(facts[key], job.products[key[0]], card, config)
 
     def predict(config: Config) -> float:
         total = sum(seconds(_key(name, config), config["group"]) for name in job.products)
@@ -257,26 +266,31 @@ def grouped_jobs(
                 return flashinfer_moe.fused_moe(
                     x, ids, torch.ones(ids.shape, device=device), *products.weights
                 )
-            config = deep_gemm.chosen(config)
+            config = deep_gemm.with_deep_gemm(config)
             return products.run(x, align(ids, experts, config["block_m"]), config, top_k)
 
         size = tokens * top_k
         default = products.launch(size, *products.launch_args, facts_of(device).name)
         up = replace(products.up, rows=size)
         both = {"up_": up, "down_": replace(up, width=dim, inner=width, matrices=1)}
-        rival = (
-            deep_gemm.WINS
-            if kind == "fp8" and deep_gemm.unsupported_reason(device) is None
-            else None
-        )
+        rival = None
+        if kind == "fp8" and deep_gemm.unsupported_reason(device) is None:
+            rival = deep_gemm.FASTER
         if (
             kind == "plain"
             and dtype != torch.float32
             and flashinfer_moe.unsupported_reason(device, False) is None
         ):
-            rival = flashinfer_moe.WINS
+            rival = flashinfer_moe.FASTER
         yield Job(
-            products.family, products.shape, size, default, products.choices, _run, both, rival
+            family=products.family,
+            shape=products.shape,
+            size=size,
+            default=default,
+            choices=products.choices,
+            run=_run,
+            products=both,
+            rival=rival,
         )
 
 
@@ -304,21 +318,30 @@ def _plain_products(
     )
     launch_args = experts, width, dim, dtype
 
-    def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
-        return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
+    def _run(x: Tensor, alignment: Alignment, config: Config, top_k: int) -> Tensor:
+        return grouped_gemm.down(
+            grouped_gemm.gate_up(x, w13, alignment, config, top_k), w2, alignment, config
+        )
 
     up = cost.Product(
-        0, experts, width, dim, tiles.block_k(dim, dtype), 2, dtype.itemsize, dtype.itemsize
+        rows=0,
+        experts=experts,
+        width=width,
+        inner=dim,
+        depth=tiles.block_k(dim, dtype),
+        matrices=2,
+        weight_bytes=dtype.itemsize,
+        row_bytes=dtype.itemsize,
     )
     return _Products(
-        "grouped_gemm",
-        grouped_gemm.launch_of,
-        launch_args,
-        grouped_gemm.shape_of(*launch_args),
-        GROUPED,
-        _run,
-        up,
-        (w13, w2),
+        family="grouped_gemm",
+        launch=grouped_gemm.launch_of,
+        launch_args=launch_args,
+        shape=grouped_gemm.shape_of(*launch_args),
+        choices=GROUPED,
+        run=_run,
+        up=up,
+        weights=(w13, w2),
     )
 
 
@@ -334,48 +357,74 @@ def _fp8_products(
     w13 = _weights(2 * width, dim)
     w2 = _weights(dim, width)
 
-    def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
-        hidden = deep_gemm.gate_up(grouped_fp8.Scaled(*quantise(x)), w13, to, config, top_k)
-        return deep_gemm.down(hidden, w2, to, config, x.new_zeros((len(x) * top_k, dim)))
+    def _run(x: Tensor, alignment: Alignment, config: Config, top_k: int) -> Tensor:
+        hidden = deep_gemm.gate_up(grouped_fp8.Scaled(*quantise(x)), w13, alignment, config, top_k)
+        return deep_gemm.down(hidden, w2, alignment, config, x.new_zeros((len(x) * top_k, dim)))
 
     launch_args = experts, width, dim
-    up = cost.Product(0, experts, width, dim, BLOCK, 2, 1, 1)
+    up = cost.Product(
+        rows=0,
+        experts=experts,
+        width=width,
+        inner=dim,
+        depth=BLOCK,
+        matrices=2,
+        weight_bytes=1,
+        row_bytes=1,
+    )
     return _Products(
-        "grouped_fp8",
-        grouped_fp8.launch_fp8_of,
-        launch_args,
-        grouped_fp8.shape_of(*launch_args),
-        FP8,
-        _run,
-        up,
+        family="grouped_fp8",
+        launch=grouped_fp8.launch_fp8_of,
+        launch_args=launch_args,
+        shape=grouped_fp8.shape_of(*launch_args),
+        choices=FP8,
+        run=_run,
+        up=up,
     )
 
 
 def _weight_only_products(
     kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> _Products:
-    def _weights(rows: int, columns: int) -> narrow.Narrow:
+    def _weights(rows: int, columns: int) -> grouped_weight_only.Narrow:
         values = torch.randint(0, 16, (experts, rows, columns), dtype=torch.uint8, device=device)
         group = {"int4": 128, "fp4": 32}.get(kind, columns)
         scales = torch.full((experts, rows, -(-columns // group)), columns**-0.5 / 8, device=device)
         if kind != "int8":
-            return narrow.pack_int4(values, scales, None, group, floats=kind == "fp4")
-        return narrow.Narrow(group, values.view(torch.int8), scales.transpose(1, 2).contiguous())
+            return grouped_weight_only.pack_int4(values, scales, None, group, floats=kind == "fp4")
+        return grouped_weight_only.Narrow(
+            group, values.view(torch.int8), scales.transpose(1, 2).contiguous()
+        )
 
     w13 = _weights(2 * width, dim)
     w2 = _weights(dim, width)
 
-    def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
-        hidden = narrow.gate_up_narrow(x, w13, to, config, top_k)
-        return narrow.down_narrow(hidden, w2, to, config, x.new_zeros((len(hidden), dim)))
+    def _run(x: Tensor, alignment: Alignment, config: Config, top_k: int) -> Tensor:
+        hidden = grouped_weight_only.gate_up_narrow(x, w13, alignment, config, top_k)
+        return grouped_weight_only.down_narrow(
+            hidden, w2, alignment, config, x.new_zeros((len(hidden), dim))
+        )
 
     launch_args = experts, width, dim, kind, w2.group, dtype
-    shape = narrow.shape_of(*launch_args)
-    depth = w2.half * (1 + w2.in_pairs)
-    weight_bytes = (w2.values.nbytes + w2.scales.nbytes) / math.prod(w2.shape)
-    up = cost.Product(0, experts, width, dim, depth, 2, weight_bytes, dtype.itemsize)
+    shape = grouped_weight_only.shape_of(*launch_args)
+    up = cost.Product(
+        rows=0,
+        experts=experts,
+        width=width,
+        inner=dim,
+        depth=w2.half * (2 if w2.in_pairs else 1),
+        matrices=2,
+        weight_bytes=(w2.values.nbytes + w2.scales.nbytes) / math.prod(w2.shape),
+        row_bytes=dtype.itemsize,
+    )
     return _Products(
-        "grouped_weight_only", narrow.launch_narrow_of, launch_args, shape, GROUPED, _run, up
+        family="grouped_weight_only",
+        launch=grouped_weight_only.launch_narrow_of,
+        launch_args=launch_args,
+        shape=shape,
+        choices=GROUPED,
+        run=_run,
+        up=up,
     )
 
 
@@ -384,22 +433,29 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
     w = random(width, inner, dtype=dtype, device=device)
     for rows in TOKENS:
         x = random(rows, inner, dtype=dtype, device=device)
-        default = dense.launch_of(rows, width, inner, dtype, facts_of(device).name)
+        default = linear.launch_of(rows, width, inner, dtype, facts_of(device).name)
 
         def _run(config: Config, x: Tensor = x) -> Tensor:
-            return dense.linear(x, w, config=config)
+            return linear.linear(x, w, config=config)
 
         product = cost.Product(
-            rows, 1, width, inner, tiles.block_k(inner, dtype), 1, dtype.itemsize, dtype.itemsize
+            rows=rows,
+            experts=1,
+            width=width,
+            inner=inner,
+            depth=tiles.block_k(inner, dtype),
+            matrices=1,
+            weight_bytes=dtype.itemsize,
+            row_bytes=dtype.itemsize,
         )
         yield Job(
-            "linear",
-            dense.shape_of(width, inner, dtype),
-            rows,
-            default,
-            LINEAR,
-            _run,
-            {"": product},
+            family="linear",
+            shape=linear.shape_of(width, inner, dtype),
+            size=rows,
+            default=default,
+            choices=LINEAR,
+            run=_run,
+            products={"": product},
         )
 
 
@@ -409,11 +465,10 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
     seen = set()
     cache = (DECODE_ROWS * per_row + 1, shape.block_size, shape.kv_heads)
     k = random(*cache, shape.dim, dtype=shape.dtype, device=device)
-    v = (
-        k[..., : shape.v_dim]
-        if shape.latent
-        else random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
-    )
+    if shape.latent:
+        v = k[..., : shape.v_dim]
+    else:
+        v = random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
     misfit = flash_attention.misfit(
         shape.dim, shape.v_dim, latent=shape.latent
     ) or flash_attention.unsupported_reason(device)
@@ -457,8 +512,16 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
 
         default = paged_attention.launch_of(shape, k.dtype, block_m, facts_of(device).name)
         name = paged_attention.shape_of(shape, k.dtype)
-        rival = flash_attention.WINS if flash_plan else None
-        yield Job("paged_attention", name, block_m, default, ATTENTION, _run, rival=rival)
+        rival = flash_attention.FASTER if flash_plan else None
+        yield Job(
+            family="paged_attention",
+            shape=name,
+            size=block_m,
+            default=default,
+            choices=ATTENTION,
+            run=_run,
+            rival=rival,
+        )
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

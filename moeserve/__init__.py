@@ -27,6 +27,7 @@ __all__ = [
     "__version__",
 ]
 
+# The module of each exported name.
 _HOME = {
     "AsyncClient": "moeserve.client",
     "AsyncEngine": "moeserve.frontend.async_engine",

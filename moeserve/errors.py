@@ -103,7 +103,7 @@ def place_of(error: BaseException) -> str:
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """The prompt alone does not fit into the model's context."""
 
-    num_tokens = 0  # of the prompt
+    num_tokens = 0  # tokens of the prompt
     max_tokens = 0  # tokens of the longest prompt that leaves one token for the answer
     exact = True  # False: num_tokens is a lower bound
 

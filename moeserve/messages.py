@@ -79,7 +79,7 @@ class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
 class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Connect the engine with the other ranks of its group, for one epoch of membership.
 
-    It replaces an earlier Join, whose connections the engine drops first.
+    A Join replaces an earlier Join, whose connections the engine drops first.
     """
 
     epoch: int
@@ -114,8 +114,8 @@ EngineIn = Submit | Abort | AbortAll | Drain | Ping | Join | UpdatePlacement | T
 class Phase(msgspec.Struct, frozen=True, tag=True):
     """The progress of the engine's start."""
 
-    name: str  # for people
-    percent: int  # of the whole start
+    name: str  # description of the phase, for people
+    percent: int  # percent of the whole start
     elapsed_s: float
 
 
@@ -140,7 +140,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     step_s: float = 0.0  # expected duration of the longest step; 0: short
     num_moe_layers: int = 0
     num_experts: int = 0
-    expert_bytes: int = 0  # of one expert in one layer
+    expert_bytes: int = 0  # size of one expert in one layer
     checkpoint: str = ""  # fingerprint of the loaded checkpoint; "": none was loaded
     # Everything that decides the bits of a request's logits; empty: they depend on other requests
     numerics: dict[str, str] = {}
@@ -152,7 +152,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
     ids: list[int]
     values: list[float]
-    rank: int  # of the first id, by probability; 1 is the most likely
+    rank: int  # rank of the first id, by probability; 1 is the most likely
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -189,7 +189,7 @@ class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
     num_cached_states: int = 0  # including those in use
     num_drafts: list[int] = []  # verified draft tokens, by position after the last sampled token
     num_accepted: list[int] = []  # accepted draft tokens, likewise
-    # With experts on disk: hits, misses, microseconds of waiting, bytes read
+    # With experts on disk: hits, misses, microseconds of waiting, bytes read. Otherwise empty.
     expert_cache: tuple[int, ...] = ()
 
 
@@ -272,14 +272,14 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     counts: bytes  # int64 [layers, experts], row-major
     num_layers: int
-    version: int  # of the active placement
+    version: int  # version of the active placement
 
 
 class PlacementResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A placement is active on this engine, or failed after its first `layers` layers (error).
+    """A placement is active on this engine, or has failed after its first `layers` layers.
 
-    After a failure all ranks have the same state: these layers are active, and the others are
-    unchanged.
+    error: why the placement has failed; "": it is active. After a failure, all ranks have the same
+    state: the first `layers` layers are active, and the others are unchanged.
     """
 
     version: int

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from moeserve.errors import ConfigError
 
-PREFIX = "moeserve."  # of entry point groups
+PREFIX = "moeserve."  # prefix of the groups of entry points
 VARIABLE = "MOESERVE_PLUGINS"
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Registry(Mapping[str, T]):
     ) -> None:
         """Create a registry.
 
-        group: of the entry points.
+        group: the group of the entry points.
         built_in: name -> "module:attribute".
         reserved: names that plugins must not have.
         misfit: function of a plugin's name and object that returns why the object is not such a

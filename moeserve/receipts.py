@@ -46,7 +46,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     numerics: dict[str, str]  # see `messages.Ready`
     prompt_token_ids: list[int]
     seed: str  # decimal, because it may have more bits than a number in JavaScript
-    sampling: SamplingParams  # of this sequence, resolved by the server
+    sampling: SamplingParams  # parameters of this sequence, resolved by the server
     grammar: GrammarSpec | None = None  # replaces structured_outputs in `sampling`
     marked: bool = False  # see `FrontEnd.generate`
     token_ids: list[int]
@@ -62,11 +62,11 @@ class Computed(NamedTuple):
     """A recomputed answer."""
 
     token_ids: list[int]
-    digests: list[bytes]  # of each token's logits
+    digests: list[bytes]  # the digest of each token's logits
     finish_reason: str | None
     stop_reason: int | str | None
     text: str = ""
-    logprobs: Sequence[Logprobs] = ()  # of each token, if requested
+    logprobs: Sequence[Logprobs] = ()  # one for each token, if requested
 
 
 def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:

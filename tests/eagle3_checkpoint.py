@@ -123,10 +123,10 @@ class Reference:
         self.embed_VD = embed_VD
         self.config = {**HEAD, **config}
 
-    def combine(self, aux_TN: Tensor) -> Tensor:
+    def combine(self, aux_TA: Tensor) -> Tensor:
         if self.config.get("norm_before_fc"):
-            aux_TN = self._norm(aux_TN, "input_norm")
-        return linear(aux_TN, self.tensors["fc.weight"])
+            aux_TA = self._norm(aux_TA, "input_norm")
+        return linear(aux_TA, self.tensors["fc.weight"])
 
     def forward(self, ids_T: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [T, V] and the next hidden states [T, D].

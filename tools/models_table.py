@@ -30,20 +30,23 @@ For people who choose a model: the supported architectures, and what works with 
 `tools/models_table.py` writes this page from the registry (`moeserve/models/registry.py`), and a
 test compares the two.
 
-A checkpoint is served if its `config.json` names one of these architectures, and has no key that
-changes the numbers in a way that is not implemented; such a key is refused by name.
+A checkpoint is served if its `config.json` names one of the architectures in the table. Some keys
+of `config.json` select variants of a model. If a variant is not implemented, the checkpoint is
+refused with the name of the key.
 
-- **All families** support data parallelism (`--dp`), expert parallelism (`--ep`), tensor
-  parallelism (`--tp`), prefix caching, preemption, replay, dual-batch overlap, and every weight
-  format of [quantization.md](quantization.md). Not all support an int8 KV cache or MTP heads: see
-  the table.
+- **All families** support data parallelism (`--dp`), tensor parallelism (`--tp`), prefix caching,
+  preemption, recovery from a dead engine, and the weight formats of
+  [quantization.md](quantization.md). MoE families also support expert parallelism (`--ep`) and
+  dual-batch overlap.
+- **Some families** support an int8 KV cache or MTP heads: see the table.
 - **Tests** (`tests/models`) compare the tokens and logits of every family with those of
   transformers' implementation, and the bits of a request alone with its bits in a batch. They use
   small random checkpoints on CPUs; no family has run on a GPU yet ([gpu.md](gpu.md)).
 - **Code of a checkpoint.** Pickled weights are refused, and Python files (`auto_map`) are never
   imported. A chat template is a program in Jinja, which runs in a sandbox process with limits on
-  time and memory ([security.md](security.md)). Links may point to files below the model's folder,
-  and from a snapshot of the Hugging Face cache to its `blobs`; others are refused.
+  time and memory ([security.md](security.md)).
+- **Symbolic links** may point to files below the model's folder, and from a snapshot of the Hugging
+  Face cache to its `blobs`. Other links are refused.
 - **Names.** A model is a folder, a GGUF file (`model.gguf`, `X.GGUF`, a blob of Ollama), or a copy
   in the Hugging Face cache: `org/name`, and `org/name/Q4` or `org/name/file.gguf` for a folder or a
   file in it.
@@ -53,16 +56,40 @@ The columns have the sizes of transformers' default configuration. If a model ha
 layers, their values are separated by `;`, in the order of the column "mixers". Equal values are
 written once.
 
-- **mixers**: the attention (query heads / KV heads) or recurrence of the layers.
+- **mixers**: the attention (query heads / KV heads) or recurrence of the layers; see the terms
+  below.
 - **KV**: elements of the KV cache per token and layer, or of a recurrent layer's state
   ([recurrent.md](recurrent.md)).
 - **layers see**: the positions that a token attends to.
-- **experts**: the experts of a token, of all routed experts, and the width of shared experts.
-- **router**: how experts are scored and weighted. "Softmax selected" is a softmax over the chosen
-  experts only; "x 2.5" is the factor of the weights.
-- **int8 KV**: whether `kv_cache_dtype: int8` is supported; states stay fp32.
+- **experts**: how many of the routed experts a token uses, and the total width of shared experts.
+- **router**: how experts are scored and weighted; see the terms below.
+- **int8 KV**: whether a [KV cache in int8](quantization.md#the-kv-cache-in-int8) is supported.
+  Recurrent states stay in fp32.
 - **MTP**: whether an MTP head is loaded if the checkpoint has one
   ([speculation.md](speculation.md)).
+
+Terms of the column "mixers":
+
+- *latent, rank 512 + 64*: latent attention (MLA), with the widths of the compressed keys and values
+  and of the rotary key
+- *index heads*: heads of an indexer, which chooses the tokens that a query attends to (sparse
+  attention)
+- *head norms, full norms*: norms of queries and keys, in each head or over all heads together
+- *unit norms*: norms of queries and keys without weights
+- *value norm*: a norm of values, without weights
+- *shared kv*: values are the keys before norm and rotary embedding
+- *sinks*: a learned score per head without a value (attention sink)
+- *no rotation*: no rotary embedding
+- *gate*: the result of attention is multiplied by a gate, per head or per element
+
+Terms of the column "router":
+
+- *+ bias*: a bias is added to scores when experts are chosen, not to weights
+- *4 of 8 groups*: experts are chosen from the 4 best of 8 groups of experts
+- *renormalized*: the weights of a token's experts sum to 1
+- *softmax selected*: a softmax over the chosen experts only
+- *sparsemixer*: Phi-3.5-MoE's: for each choice a softmax over the experts whose logits are near it
+- *x 2.5*: the weights are multiplied by 2.5
 
 | architecture | mixers | KV | layers see | experts | router | int8 KV | MTP |
 |---|---|---|---|---|---|---|---|

@@ -39,8 +39,8 @@ M = TypeVar("M")
 class Inbox(Generic[M]):
     """A queue of at most `limit` messages for one owner, first in, first out.
 
-    It belongs to one event loop, and only the owner reads. Putting a message raises Overloaded if
-    the inbox is full and ActorStopped if it is closed, so a sender always knows at once that its
+    An inbox belongs to one event loop, and only the owner reads it. `put` raises Overloaded if the
+    inbox is full, and ActorStopped if it is closed. So a sender always knows at once that its
     message will not be read.
     """
 
@@ -52,7 +52,7 @@ class Inbox(Generic[M]):
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False  # whether `wake` was called since the last drain
         self._when_room: list[Callable[[], None]] = []
-        self._cause: str | None = None  # of the close; None: open
+        self._cause: str | None = None  # why the inbox was closed; None: it is open
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -105,14 +105,14 @@ class Inbox(Generic[M]):
         return messages
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, on the loop, when half of a full inbox is free again, or when it is
-        closed.
+        """Call `callback` once, on the loop, when at least half of the inbox is free, or when the
+        inbox is closed.
         """
         self._when_room.append(callback)
         self._notify_room()
 
     def _notify_room(self) -> None:
-        # Only once half is free, so that a sleeping sender is woken for a batch, not per message.
+        # Wait until half is free, so that a sleeping sender is woken once per batch of messages.
         if self._when_room and (len(self._queue) <= self.limit // 2 or self.closed):
             waiting = self._when_room
             self._when_room = []
@@ -137,7 +137,7 @@ class Actor(Generic[M]):
 
     An error in `handle` or `turn` ends the actor, and `run` raises it.
 
-    inbox: where its messages arrive, for example from a connection to another process.
+    inbox: where the actor's messages arrive, for example from a connection to another process.
     """
 
     def __init__(self, name: str, inbox: Inbox[M] | None = None) -> None:

@@ -19,7 +19,7 @@ from moeserve.actor.process import Child, Forked, end_now
 from moeserve.actor.tasks import spawn
 
 IS_SUPPORTED = sys.platform == "linux"
-IMPORTS_TIMEOUT_S = 120.0  # for the server
+IMPORTS_TIMEOUT_S = 120.0  # time for the server's imports
 FORK_TIMEOUT_S = 5.0  # a fork takes about 20 ms
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -34,24 +34,28 @@ class ForkServer:
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock, server_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         try:
             self.child = Child.start(
-                "fork server", [*command, str(theirs.fileno())], None, pass_fds=[theirs.fileno()]
+                "fork server",
+                [*command, str(server_sock.fileno())],
+                document=None,
+                pass_fds=[server_sock.fileno()],
             )
         except BaseException:
             self._sock.close()
             raise
         finally:
-            theirs.close()
+            server_sock.close()
         self._imports = spawn(
             self._receive(), name="fork server imports", on_error=self._imports_failed
         )
         self._lock = asyncio.Lock()
 
     def _imports_failed(self, _name: str, error: Exception) -> None:
-        self.child.kill(f"did not do its imports: {error}")  # nothing if it is dead already
+        # Does nothing if the server is dead already.
+        self.child.kill(f"did not do its imports: {error}")
 
     @property
     def warm(self) -> bool:
@@ -90,23 +94,23 @@ class ForkServer:
 
     async def _fork(self, argument: int) -> Forked:
         async with self._lock:
-            ours, theirs = _pipes()
+            parent_fds, child_fds = _pipes()
             try:
                 with _adopting():
-                    socket.send_fds(self._sock, [bytes([argument])], theirs)
+                    socket.send_fds(self._sock, [bytes([argument])], child_fds)
                     pid = await asyncio.wait_for(self._receive(), FORK_TIMEOUT_S)
                     if not pid:
                         raise OSError("there are too many processes, or too little memory")
-                    # Does not wait: raises OSError unless it is a child of ours.
+                    # Does not wait. Raises OSError unless the fork is a child of this process.
                     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # noqa: ASYNC222
             except BaseException as error:
                 if isinstance(error, TimeoutError):
                     self.child.kill("did not fork in time")
-                _close(ours)
+                _close(parent_fds)
                 raise
             finally:
-                _close(theirs)
-            return Forked(pid, *ours)
+                _close(child_fds)
+            return Forked(pid, *parent_fds)
 
     async def _receive(self) -> int:
         message = await asyncio.get_running_loop().sock_recv(self._sock, 32)
@@ -172,8 +176,10 @@ def serve(fd: int) -> int:
 
 
 def _fork_orphan() -> int | None:
-    """Fork twice. Return None in the fork. In the server, return the pid of the fork once it is an
-    orphan, or 0 if forking failed.
+    """Fork twice, so that the second fork is an orphan, which the requesting process adopts.
+
+    Return None in the second fork. In the server, return its pid once it is an orphan, or 0 if
+    forking failed.
     """
     reader, writer = os.pipe()
     try:
@@ -197,12 +203,12 @@ def _fork_orphan() -> int | None:
 
 def fork_child() -> Forked | None:
     """Fork this process, which must have one thread. Return None in the child. Raises OSError."""
-    ours, theirs = _pipes()
+    parent_fds, child_fds = _pipes()
     pid = os.fork()
-    _close(theirs if pid else ours)
+    _close(child_fds if pid else parent_fds)
     if pid:
-        return Forked(pid, *ours)
-    _redirect(*theirs)
+        return Forked(pid, *parent_fds)
+    _redirect(*child_fds)
     return None
 
 

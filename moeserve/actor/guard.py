@@ -33,7 +33,9 @@ class Birth(msgspec.Struct, frozen=True):
 
 
 def adopt(on_document: Callable[[bytes], object] = lambda document: None) -> bytes:
-    """Tie this process to its parent, and return the start document (JSON). To be called first.
+    """Tie this process to its parent, and return the start document (JSON).
+
+    To be called first.
 
     Exits with code 77 if the parent is gone already.
 
@@ -45,7 +47,7 @@ def adopt(on_document: Callable[[bytes], object] = lambda document: None) -> byt
     if line is None:
         _end_with_parent("the parent ended before it sent a start document")
     birth = _decode(line)
-    if os.getppid() != birth.parent_pid:  # it died before `die_with_parent`
+    if os.getppid() != birth.parent_pid:  # the parent died before `die_with_parent`
         _end_with_parent("the parent ended during start-up")
     threading.Thread(
         target=_hold_lifeline, args=[lines, on_document], name="lifeline", daemon=True

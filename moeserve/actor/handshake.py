@@ -21,7 +21,7 @@ from zmq.utils import z85
 from moeserve.errors import ConfigError
 
 MIN_SECRET_BYTES = 16
-MAX_PATH_BYTES = 107  # of a Unix socket (sun_path without the final zero)
+MAX_PATH_BYTES = 107  # length of a Unix socket's path (sun_path without the final zero)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -88,26 +88,35 @@ class Keys:
 
 
 def secure(socket: zmq.Socket[Any], keys: Keys, *, listens: bool) -> None:
-    """Set up CURVE encryption and authentication of a socket, before it is bound or connected."""
-    public, secret = keys.client_public, keys.client_secret
-    if listens:
-        public, secret = keys.server_public, keys.server_secret
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    """Set up CURVE encryption and authentication of a socket, before it is bound or connected.
+
+    listens: whether the socket is that of the listener.
+    """
     if listens:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
     else:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
     socket.setsockopt(zmq.IPV6, 1)
 
 
 def keys_of(secret: bytes) -> Keys:
-    """Derive the keys from a secret. They are equal on all machines."""
-    pairs = []
-    for side in (b"server", b"client"):
-        private = z85.encode(hmac.digest(secret, b"moeserve curve 1 " + side, hashlib.sha256))
-        pairs += [zmq.curve_public(private), private]
-    return Keys(*pairs)
+    """Derive the keys from a secret. The same secret gives the same keys on all machines."""
+
+    def private_key(side: bytes) -> bytes:
+        return z85.encode(hmac.digest(secret, b"moeserve curve 1 " + side, hashlib.sha256))
+
+    server_secret = private_key(b"server")
+    client_secret = private_key(b"client")
+    return Keys(
+        server_public=zmq.curve_public(server_secret),
+        server_secret=server_secret,
+        client_public=zmq.curve_public(client_secret),
+        client_secret=client_secret,
+    )
 
 
 def token_of(secret: bytes, purpose: str) -> str:
@@ -124,10 +133,11 @@ def read_secret(path: str) -> bytes:
         info = os.stat(path)
         secret = Path(path).read_bytes().strip()
     mode = stat.S_IMODE(info.st_mode)
-    # A Kubernetes Secret in a pod whose user is not root: the file belongs to root and may be read
-    # by the pod's group (fsGroup).
-    others = 0o037 if info.st_uid == 0 != os.geteuid() else 0o077
-    if mode & others:
+    # A Kubernetes Secret in a pod whose user is not root: the file belongs to root, and the pod's
+    # group (fsGroup) may read it.
+    is_kubernetes_secret = info.st_uid == 0 and os.geteuid() != 0
+    forbidden_mode = 0o037 if is_kubernetes_secret else 0o077
+    if mode & forbidden_mode:
         raise ConfigError(
             f"--cluster-key-file: {path} can be read by others (mode {mode:o}); run: chmod 600"
             f" {path}"

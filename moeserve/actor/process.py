@@ -42,7 +42,7 @@ class Death:
     exit_code: int  # as in `subprocess`: a negative one is minus the signal
     lived_s: float
     log_tail: tuple[str, ...]  # its last log lines
-    reason: str = ""  # why moeserve killed it, if it did
+    reason: str = ""  # why moeserve killed the process, if it did
     stranded: bool = False  # its machine was lost, which is not the process's fault
 
     @property
@@ -119,8 +119,9 @@ class Process(ABC):
         return not self._death.done()
 
     async def death(self) -> Death:
-        """Wait until the process has ended and its last log lines were read. May be awaited by
-        several tasks.
+        """Wait until the process has ended and its last log lines were read.
+
+        Several tasks may await this.
         """
         return await asyncio.shield(self._death)
 
@@ -157,7 +158,7 @@ class Child(Process):
         self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None]
     ) -> None:
         super().__init__(name, process.pid)
-        self._kill_reason = ""  # of the first `kill`
+        self._kill_reason = ""  # reason of the first `kill`
         self._process = process
         self._born_at_s = time.monotonic()
         self._log = _LogLines(forward)
@@ -181,12 +182,15 @@ class Child(Process):
         forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
     ) -> "Child":
-        """Start `command`, and send it `document` (JSON; None: nothing) over stdin, which nobody
-        else can read.
+        """Start `command`, and send it `document` over stdin, which nobody else can read.
 
         The child must first call `guard.adopt()`. The lines of its stdout and stderr are passed to
-        `forward` with control characters escaped, and the last ones are kept as its log tail.
-        pass_fds: descriptors that it inherits. Raises ConfigError.
+        `forward` with control characters escaped. The last lines are kept as its log tail.
+
+        document: JSON; None: send nothing.
+        pass_fds: descriptors that the child inherits.
+
+        Raises ConfigError.
         """
         with ConfigError.instead_of(OSError, f"cannot start {name} ({command[0]})"):
             process = subprocess.Popen(
@@ -268,7 +272,14 @@ class Child(Process):
                 transport.close()
         finally:
             process.stdin.close()  # the lifeline, so that a child without a watcher ends, too
-        return Death(self.name, self.pid, code, lived_s, tuple(self._log.tail), self._kill_reason)
+        return Death(
+            name=self.name,
+            pid=self.pid,
+            exit_code=code,
+            lived_s=lived_s,
+            log_tail=tuple(self._log.tail),
+            reason=self._kill_reason,
+        )
 
 
 def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name: str) -> None:

@@ -36,19 +36,19 @@ class RestartPolicy:
 class Supervisor(ABC):
     """Keeps one process running, while `run` runs.
 
-    A subclass starts the process. It calls `progress` while the process starts, and `serving` once
-    it is ready.
+    A subclass starts the process. It calls `note_progress` while the process starts, and
+    `note_ready` once the process is ready.
     """
 
     def __init__(self, name: str, policy: RestartPolicy | None = None) -> None:
         self.name = name
         self.policy = policy or RestartPolicy()
         self.child: Process | None = None
-        self._deaths: deque[float] = deque()  # times of the last ones
+        self._death_times_s: deque[float] = deque()  # the last deaths, within window_s
         self._retired = asyncio.Event()
         self._starting: asyncio.Future[Process] | None = None
         self._progressed_at_s = 0.0
-        self._ready_at_s: float | None = None  # when the child became ready; None: it has not
+        self._ready_at_s: float | None = None  # when the child became ready; None: it is not ready
 
     @abstractmethod
     async def begin(self, incarnation: int) -> Process:
@@ -58,7 +58,7 @@ class Supervisor(ABC):
         """
 
     @abstractmethod
-    async def curable(self, death: Death) -> bool:
+    async def is_curable(self, death: Death) -> bool:
         """Return whether a restart may help."""
 
     @abstractmethod
@@ -71,28 +71,37 @@ class Supervisor(ABC):
         Cancellation kills the process.
         """
         for incarnation in count():
-            self.progress()
-            self._ready_at_s = self.child = None
+            self.note_progress()
+            self._ready_at_s = None
+            self.child = None
             death = await self._run_once(incarnation)
-            pause_s = self._pause_after(death, await self.curable(death))
+            pause_s = self._count_death(death, is_curable=await self.is_curable(death))
             await self.on_death(death, pause_s)
             if pause_s is None or await self._retired_within(pause_s):
                 break
         return death
 
     async def _run_once(self, incarnation: int) -> Death:
-        never = Death(self.name, 0, -signal.SIGKILL, 0.0, (), "was stopped before it began")
+        death_before_start = Death(
+            name=self.name,
+            pid=0,
+            exit_code=-signal.SIGKILL,
+            lived_s=0.0,
+            log_tail=(),
+            reason="was stopped before it began",
+        )
         if self._retired.is_set():
-            return never
+            return death_before_start
         starting = asyncio.create_task(self.begin(incarnation), name=f"start of {self.name}")
         self._starting = starting
         try:
-            child = self.child = await starting
+            child = await starting
+            self.child = child
         except asyncio.CancelledError:
             if not self._retired.is_set():
                 raise
-            return never
-        if self._retired.is_set():  # `stop` has found no child
+            return death_before_start
+        if self._retired.is_set():  # while the child was started, so that `stop` did not find it
             child.kill("was stopped at its start")
         try:
             self._check_progress(child)
@@ -114,11 +123,11 @@ class Supervisor(ABC):
         if self._starting is not None:
             self._starting.cancel()
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """Record progress of the starting process."""
         self._progressed_at_s = time.monotonic()
 
-    def serving(self) -> None:
+    def note_ready(self) -> None:
         """Record that the process is ready."""
         self._ready_at_s = time.monotonic()
 
@@ -132,13 +141,13 @@ class Supervisor(ABC):
         else:
             child.kill(f"showed no progress for {self.policy.silence_s:g} s during start-up")
 
-    def _pause_after(self, death: Death, curable: bool) -> float | None:
-        """Return the seconds until the restart; None: there is none."""
+    def _count_death(self, death: Death, *, is_curable: bool) -> float | None:
+        """Count and log a death. Return the seconds until the restart; None: there is none."""
         if self._retired.is_set():
             return None
         policy = self.policy
         now_s = time.monotonic()
-        if not curable:
+        if not is_curable:
             log.log(
                 logging.ERROR if death.exit_code else logging.INFO,
                 "%s; not started again",
@@ -146,13 +155,13 @@ class Supervisor(ABC):
             )
             return None
         if self._ready_at_s is not None and now_s - self._ready_at_s >= policy.proven_s:
-            self._deaths.clear()
+            self._death_times_s.clear()
             log.error("%s; starting it again at once", death.summary)
             return 0.0
-        self._deaths.append(now_s)
-        while self._deaths[0] < now_s - policy.window_s:
-            self._deaths.popleft()
-        num_deaths = len(self._deaths)
+        self._death_times_s.append(now_s)
+        while self._death_times_s[0] < now_s - policy.window_s:
+            self._death_times_s.popleft()
+        num_deaths = len(self._death_times_s)
         if num_deaths > policy.max_deaths:
             log.critical(
                 "%s; giving up: %d deaths within %g s", death.summary, num_deaths, policy.window_s

@@ -35,9 +35,9 @@ In = TypeVar("In")
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 128 * 2**20
-MAX_SOCKETS = 16_384  # of one process; a wire has three
+MAX_SOCKETS = 16_384  # ZeroMQ's sockets of one process; a wire has three
 MAX_QUEUED_FRAMES = 10_000  # in each direction
-MAX_FRAMES_PER_TURN = 256  # of the loop, so that a flood does not block everything else
+MAX_FRAMES_PER_TURN = 256  # per turn of the loop, so that a flood does not block the loop
 HEARTBEAT_INTERVAL_MS = 1000  # over TCP
 HEARTBEAT_TIMEOUT_MS = 5000  # a machine that is silent for this long is lost
 NEVER_MS = 2**30  # 12 days; a wire without a peer is closed long before
@@ -84,7 +84,7 @@ class ZmqWire(Generic[Out, In]):
     listener chooses a free port, which its `address` then contains.
     token: the secret of both ends.
     receives: the union of the messages that may arrive.
-    inbox: where they are put.
+    inbox: where these messages are put.
     notice: converts a `PeerGone` into a message for the inbox.
 
     Raises ConfigError if the address cannot be used.
@@ -111,15 +111,16 @@ class ZmqWire(Generic[Out, In]):
         self._hello = Hello(PROTOCOL_VERSION, token)
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
         self._route: list[bytes] = []  # frames that address the peer: its identity on a ROUTER
-        self._peer_fd: int | None = None
-        self._was_connected = False  # perhaps to a stranger
+        self._peer_fd: int | None = None  # descriptor of the connection to the peer
+        self._was_connected = False  # whether there was a connection, perhaps to a stranger
         self._end_cause: str | None = None  # why the wire has ended; None: it has not
         self._loop = asyncio.get_running_loop()
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._open(keys)
 
     def _open(self, keys: Keys | None) -> None:
-        self._socket = socket = _context().socket(self._kind)
+        socket = _context().socket(self._kind)
+        self._socket = socket
         socket.set_hwm(MAX_QUEUED_FRAMES)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
@@ -155,7 +156,7 @@ class ZmqWire(Generic[Out, In]):
         self._loop.call_soon(self._on_monitor)
 
     def send(self, msg: Out) -> bool:
-        """Send a message without blocking. Return False if there is no peer yet or any more.
+        """Send a message without blocking. Return False if there is no peer, yet or any more.
 
         Raises Overloaded if the peer does not keep up, and ValueError for a message of more than
         MAX_FRAME_BYTES.
@@ -207,6 +208,7 @@ class ZmqWire(Generic[Out, In]):
         self._loop.call_soon(self._read)
 
     def _read_one(self) -> bool:
+        """Read one frame, and deliver or drop it. Return False if none has arrived."""
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -301,13 +303,15 @@ class ZmqWire(Generic[Out, In]):
         )
 
     def _read_rest(self) -> None:
-        """Deliver what arrived before the end, beyond the inbox's limit if need be, because the
-        notice must come after it.
+        """Deliver the messages that arrived before the end, beyond the inbox's limit if need be.
+
+        The notice must come after these messages.
         """
         while self._end_cause is None and self._read_one():
             pass
 
     def _lose(self, cause: str) -> None:
+        """End the wire, and put the notice into the inbox."""
         if self._end(cause) and not self.inbox.closed:
             self.inbox.put(self._notice(PeerGone(cause)), force=True)
 

@@ -41,7 +41,7 @@ class Attention(Mixer):
     norm_last: bool = False  # apply the norms after the rotary embedding (Hunyuan)
     value_norm: bool = False  # an RMS norm of each value head, without weights (Gemma 4)
     clip: float | None = None  # clamp queries, keys and values to this magnitude (OLMoE)
-    scale: float | None = None  # of scores; None: head_dim ** -0.5
+    scale: float | None = None  # factor of scores; None: head_dim ** -0.5
     query_scale: QueryScale | None = None  # position-dependent (Llama-4)
     shared_kv: bool = False  # values are the keys before norm and rotary embedding (Gemma 4)
     value_scale: float = 1.0  # factor of values (MiMo-V2)
@@ -59,8 +59,8 @@ class Attention(Mixer):
         return self.v_dim or self.head_dim
 
     @property
-    def is_one_call(self) -> bool:
-        """Whether one fused kernel can compute the block (`ops.attention_block`)."""
+    def can_be_one_call(self) -> bool:
+        """Whether one fused kernel can compute the layer (`ops.attention_block`)."""
         needs_other_steps = (
             self.qk_norm == "full"
             or self.query_scale
@@ -147,24 +147,31 @@ class Attention(Mixer):
         results = self.num_heads * v_dim
 
         def rows(first: int, count: int, total: int, size: int) -> tuple[int, slice]:
+            """Return the number of a tensor's rows, and this rank's rows, for heads of `size`."""
             return total * size, slice(first * size, (first + count) * size)
 
         kv = local.first_kv, local.count_kv, self.num_kv_heads
-        each = dim + v_dim if self.gate_in_q else dim
+        q_size = dim + v_dim if self.gate_in_q else dim  # rows of a head in q_proj
         parts = [
-            ("q_proj", *rows(local.first, local.count, self.num_heads, each)),
+            ("q_proj", *rows(local.first, local.count, self.num_heads, q_size)),
             ("k_proj", *rows(*kv, dim)),
             ("k_proj" if self.shared_kv else "v_proj", *rows(*kv, v_dim)),
         ]
         block.stack(
-            "qkv", [(f"{x}.weight", n, taken) for x, n, taken in parts], self.inputs * width
+            "qkv",
+            [(f"{name}.weight", num_rows, own_rows) for name, num_rows, own_rows in parts],
+            self.inputs * width,
         )
         if self.qkv_bias:
-            block.stack("qkv_bias", [(f"{x}.bias", n, taken) for x, n, taken in parts])
+            block.stack(
+                "qkv_bias",
+                [(f"{name}.bias", num_rows, own_rows) for name, num_rows, own_rows in parts],
+            )
         if self.qk_norm in ("head", "full"):
-            for x, n, _ in parts[:2]:
-                size = dim if self.qk_norm == "head" else n  # of q_proj without gates
-                block.add(f"{x[0]}_norm", (size,), f"{x[0]}_norm.weight")
+            for name, num_rows, _ in parts[:2]:
+                size = dim if self.qk_norm == "head" else num_rows  # "full": q_proj has no gates
+                norm = f"{name[0]}_norm"  # q_norm or k_norm
+                block.add(norm, (size,), f"{norm}.weight")
         block.add("out", (width, results), "o_proj.weight", sharded=True)
         if self.out_bias:
             block.add("out_bias", (width,), "o_proj.bias", sharded=True)

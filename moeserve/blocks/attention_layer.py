@@ -19,7 +19,7 @@ from moeserve.blocks.mixer import QueryScale
 from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.ops.attention import (
-    CUT,
+    CONTEXT_CUT,
     MAX_CONTEXT_ELEMENTS,
     MAX_SCORES,
     QUERY_BLOCK,
@@ -28,9 +28,10 @@ from moeserve.ops.attention import (
 )
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import (
-    Cut,
+    GraphBreak,
     HeadShape,
     LayerCache,
+    PlanRows,
     Positions,
     RopeCacheInputs,
     RowContext,
@@ -42,12 +43,17 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """The inputs of one step that layers of one KV group with the same heads and rope share."""
+    """The inputs of one step that layers of one KV group with the same heads and rope share.
 
-    at: RopeCacheInputs
-    plan: Any  # attention metadata from `ops.plan_attention`; with `cut`, a function that makes it
-    width: int  # H * v
-    cut: Cut | None = None  # piecewise CUDA graphs: runs attention outside of graphs
+    Piecewise CUDA graphs run attention between two graphs. Then `graph_break` and `make_plan` are
+    set instead of `plan`, because each step that replays the graphs needs its own metadata.
+    """
+
+    rope_cache: RopeCacheInputs
+    width: int  # width of the results, H * v
+    plan: Any = None  # attention metadata from `ops.plan_attention`
+    make_plan: PlanRows | None = None  # returns the metadata of a step
+    graph_break: GraphBreak | None = None
     scale_T11: Tensor | None = None  # factors of queries
 
     def attend(
@@ -62,15 +68,19 @@ class AttentionStep:
         attention = ops.attention
         if sinks_H is not None or soft_cap:
             attention = partial(attention, sinks_H=sinks_H, soft_cap=soft_cap)
-        if self.cut is None:
+        if self.graph_break is None:
             return attention(q_THd, *cache, self.plan)
-        return self.cut(
-            q_THd, self.plan, lambda q, plan, out: attention(q, *cache, plan, out=out), self.width
+        assert self.make_plan is not None
+        return self.graph_break(
+            q_THd,
+            self.make_plan,
+            lambda q, plan, out: attention(q, *cache, plan, out=out),
+            self.width,
         )
 
 
 class QueryScales:
-    """A table of the factors of a `QueryScale`, fp32, looked up by position."""
+    """The factors of a `QueryScale` by position, fp32."""
 
     def __init__(self, scale: QueryScale, max_position: int, device: torch.device) -> None:
         self._every = scale.every
@@ -96,12 +106,17 @@ class PrepareAttention:
 
     def __call__(self, step: StepInputs, positions: Positions) -> AttentionStep:
         """Look up rotary angles, and plan attention."""
-        at = RopeCacheInputs(
-            *self.rotary.of_heads(positions), step.groups[self.group].slot_mapping_T
+        cos_T1d, sin_T1d = self.rotary.of_heads(positions)
+        slot_mapping_T = step.groups[self.group].slot_mapping_T
+        graph_break = step.graph_break
+        return AttentionStep(
+            rope_cache=RopeCacheInputs(cos_T1d, sin_T1d, slot_mapping_T),
+            width=self.shape.num_heads * self.shape.v_dim,
+            plan=self.plan_rows(step) if graph_break is None else None,
+            make_plan=None if graph_break is None else self.plan_rows,
+            graph_break=graph_break,
+            scale_T11=None if self.scales is None else self.scales(positions),
         )
-        plan = self.plan_rows if step.cut else self.plan_rows(step)
-        scale_T11 = None if self.scales is None else self.scales(positions)
-        return AttentionStep(at, plan, self.shape.num_heads * self.shape.v_dim, step.cut, scale_T11)
 
     def plan_rows(self, step: StepInputs) -> Any:
         """Return the attention metadata of a step."""
@@ -115,10 +130,11 @@ class AttentionLayer:
     """
 
     def __init__(self, spec: Attention, build: Builder, name: str, group: int) -> None:
-        """name: prefix of the parameters. group: the KV group of the layer."""
+        """Build the layer. name: prefix of its parameters. group: its KV group."""
         self.spec = spec
         self.tp = build.tp
-        self.ops = ops = build.ops
+        ops = build.ops
+        self.ops = ops
         heads = spec.local_heads(build.world)
         dim = spec.head_dim
         if spec.gate_in_q:
@@ -126,7 +142,7 @@ class AttentionLayer:
         if (order := half_layout(spec.rope, dim)) is not None:
             _reorder(spec, heads, build, name, order)
         head_norms = None
-        # fp32 weights of the norms over all query heads, and over all key heads (OLMoE)
+        # fp32 weights of the two norms over all query heads and over all key heads (OLMoE)
         self.full_norms = None
         if spec.qk_norm == "unit":
             head_norms = torch.ones(heads.count + heads.count_kv, dim, device=ops.device)
@@ -160,19 +176,21 @@ class AttentionLayer:
         )
         # Opaque to torch.compile, because `attend` may end one CUDA graph and begin another.
         self._attend = ops.opaque(AttentionStep.attend)
-        self.block = None
+        self.fused_call = None  # computes the whole layer, if the kernels have such a call
+        # With tensor parallelism, the fused call ends before the output projection.
         fused_out = self.out.part if self.tp.size == 1 else None
-        if ops.attention_block is not None and spec.is_one_call and can_fuse(self.qkv, fused_out):
-            self.block = ops.attention_block(
+        attention_block = ops.attention_block
+        if attention_block and spec.can_be_one_call and can_fuse(self.qkv, fused_out):
+            self.fused_call = attention_block(
                 self.qkv, fused_out, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap
             )
 
     def __call__(
         self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Return the block's output [T, D]. Writes the new keys and values to `cache` first."""
-        if self.block is not None:
-            y = self.block(x_TD, step.at, cache, step.plan)
+        """Return the layer's output [T, D]. Writes the new keys and values to `cache` first."""
+        if self.fused_call is not None:
+            y = self.fused_call(x_TD, step.rope_cache, cache, step.plan)
             if self.tp.size == 1:
                 return y
             return self.out(self.tp.gather_columns(y, context.channel), context)
@@ -180,7 +198,7 @@ class AttentionLayer:
         normed = None
         if self.full_norms is not None:
             normed = self._normalise_fully(qkv, self.full_norms, context)
-        q_THd = self.ops.qk_norm_rope_cache(qkv, self.rule, step.at, cache, normed)
+        q_THd = self.ops.qk_norm_rope_cache(qkv, self.rule, step.rope_cache, cache, normed)
         if step.scale_T11 is not None:
             q_THd = (q_THd * step.scale_T11).to(q_THd.dtype)
         attended = self._attend(step, self.ops, q_THd, cache, self.sinks_H, self.spec.soft_cap)
@@ -221,30 +239,34 @@ class AttentionLayer:
     def workspace(
         spec: Attention, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
+        """See `mixer_workspace`."""
         shape = spec.head_shape(tp_size)
         d = spec.head_dim
         heads = shape.num_heads
         kv_heads = shape.num_kv_heads
         qk_width = (heads + kv_heads) * d
         result_width = heads * shape.v_dim
-        num_bytes = tokens * (
-            (qk_width + kv_heads * shape.v_dim) * itemsize
-            + qk_width * (5 * FP32 + itemsize)
-            + 2 * max(heads * d, result_width) * itemsize
-        )
-        num_bytes += tokens * result_width * 3 * FP32 if spec.gate != "none" else 0
+        # The product qkv.
+        num_bytes = tokens * (qk_width + kv_heads * shape.v_dim) * itemsize
+        # Queries and keys in fp32: converted, normed, weighted, clipped and rotated. Then rounded.
+        num_bytes += tokens * qk_width * (5 * FP32 + itemsize)
+        # The queries and results of attention.
+        num_bytes += tokens * 2 * max(heads * d, result_width) * itemsize
+        if spec.gate != "none":
+            # Gates, their sigmoid, and the product with the results, in fp32.
+            num_bytes += tokens * result_width * 3 * FP32
+        # The results of all heads, and the output.
         num_bytes += gathered_bytes(tokens, spec.num_heads * shape.v_dim + width, itemsize, tp_size)
         if spec.qk_norm == "full" and tp_size > 1:
+            # The queries and keys of all ranks: gathered, and four fp32 copies for their norms.
             all_qk_width = qk_width * tp_size
-            num_bytes += (
-                gathered_bytes(tokens, all_qk_width, itemsize, tp_size)
-                + 4 * FP32 * tokens * all_qk_width
-            )
+            num_bytes += gathered_bytes(tokens, all_qk_width, itemsize, tp_size)
+            num_bytes += tokens * all_qk_width * 4 * FP32
         return num_bytes + item_bytes(shape, max_len, itemsize)
 
 
 def _split_off_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
-    """Move the rows of gates from qkv, where they follow the queries of each head, to `gate`."""
+    """Move the rows of gates from qkv to `gate`. In qkv, they follow the queries of each head."""
     per_head = spec.head_dim + spec.value_dim
     num_queries = heads.count * per_head
     queries = [h * per_head + i for h in range(heads.count) for i in range(spec.head_dim)]
@@ -291,9 +313,10 @@ def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: li
     rows = [*moved, *range(len(moved), len(moved) + heads.count_kv * spec.value_dim)]
     build.reorder(name + "qkv", rows)
     build.reorder(name + "qkv_bias", rows)
-    for x, count in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
-        every = count if spec.qk_norm == "full" else 1
-        build.reorder(f"{name}{x}_norm", [head * dim + i for head in range(every) for i in order])
+    for part, num_heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
+        num_normed = num_heads if spec.qk_norm == "full" else 1  # heads with weights of their own
+        normed = [head * dim + i for head in range(num_normed) for i in order]
+        build.reorder(f"{name}{part}_norm", normed)
 
 
 def item_bytes(shape: HeadShape, max_len: int, itemsize: int) -> int:
@@ -303,8 +326,15 @@ def item_bytes(shape: HeadShape, max_len: int, itemsize: int) -> int:
     """
     d = shape.dim
     longest = padded_context(max_len)
-    scores = max(4 * MAX_SCORES, QUERY_BLOCK * (shape.num_heads // shape.num_kv_heads) * longest)
+    queries_per_kv_head = shape.num_heads // shape.num_kv_heads
+    num_scores = max(4 * MAX_SCORES, QUERY_BLOCK * queries_per_kv_head * longest)
     # fp32, because with an int8 cache attention computes in fp32 for any dtype of activations.
-    item = scores * FP32 * (5 + d // TILE)
-    context = max(MAX_CONTEXT_ELEMENTS, shape.num_kv_heads * d * CUT)
-    return item + context * (itemsize + FP32) + 2 * INT64 * shape.num_kv_heads * longest
+    # The scores, and temporaries of their products, masks and exponentials.
+    num_bytes = num_scores * 5 * FP32
+    # The sums of weighted values: d elements for each tile of TILE scores.
+    num_bytes += num_scores * (d // TILE) * FP32
+    # The keys and values of one cut: as they are cached, and converted to fp32.
+    num_bytes += max(MAX_CONTEXT_ELEMENTS, shape.num_kv_heads * d * CONTEXT_CUT) * (itemsize + FP32)
+    # The cache rows of all positions, for each KV head: of the item, and of one cut.
+    num_bytes += 2 * shape.num_kv_heads * longest * INT64
+    return num_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.blocks.linear import ColumnLinear, GatedMLP, widened
+from moeserve.blocks.linear import ColumnLinear, GatedMLP, pad_part
 from moeserve.blocks.rope import RopeSpec
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.blocks.weight_slots import WeightSlots
@@ -25,10 +25,10 @@ from moeserve.ops.table import Ops
 class Builder:
     """Takes parameters out of `params`, and packs them into layers."""
 
-    width: int  # of the model
-    eps: float  # of norms
+    width: int  # width of the model
+    eps: float  # epsilon of norms
     max_position: int  # positions that a request may have
-    params: MutableMapping[str, Any]  # becomes empty
+    params: MutableMapping[str, Any]  # becomes empty while layers are built
     ops: Ops
     world: World
     tp: TensorParallel
@@ -64,8 +64,12 @@ class Builder:
     def columns(
         self, name: str, num_columns: int, tp: TensorParallel | None = None
     ) -> ColumnLinear:
-        """Build a product whose output columns are sharded; `name` has this rank's columns."""
-        return ColumnLinear(self.part(name, num_columns, tp or self.tp), num_columns, tp or self.tp)
+        """Build a product whose output columns are sharded.
+
+        name: the parameter with this rank's columns.
+        """
+        tp = tp or self.tp
+        return ColumnLinear(self.part(name, num_columns, tp), num_columns, tp)
 
     def part(
         self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1
@@ -75,7 +79,7 @@ class Builder:
         parts: number of weights of num_columns outputs each that are stacked in `name`.
         """
         for key in (name, name + "_bias"):
-            self.slots.prepare(key, partial(widened, num_columns=num_columns, tp=tp, parts=parts))
+            self.slots.prepare(key, partial(pad_part, num_columns=num_columns, tp=tp, parts=parts))
         return self.linear(name)
 
     def norm(self, name: str, factor: float = 1.0) -> Tensor:
@@ -93,8 +97,9 @@ class Builder:
         shift = self.norm_shift
 
         def pack(ops: Ops, *weights: Tensor) -> Tensor:
-            each = (weight.float() + shift if shift else weight.float() for weight in weights)
-            return torch.cat([w.expand(n, -1) for w, n in zip(each, counts, strict=True)], 0)
+            shifted = (weight.float() + shift if shift else weight.float() for weight in weights)
+            expanded = [w.expand(count, -1) for w, count in zip(shifted, counts, strict=True)]
+            return torch.cat(expanded, 0)
 
         norms: Tensor = self.slots.load(names, pack)
         return norms

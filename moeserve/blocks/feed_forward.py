@@ -20,7 +20,7 @@ class Dense:
     size: int  # inner width
     bias: bool = False
     activation: Activation = SWIGLU
-    name: str = "mlp"  # of the module in the checkpoint
+    name: str = "mlp"  # name of the module in the checkpoint
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of every product whose weights are read for each token."""
@@ -68,7 +68,7 @@ class MoE:
     beside: Dense | None = None
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `Dense`. Without the routed experts, of which a step reads only the chosen ones."""
+        """See `Dense`. Routed experts are omitted, because a step reads only the chosen ones."""
         shared = self.shared.products(width) if self.shared else []
         beside = self.beside.products(width) if self.beside else []
         return [(self.num_experts, width), *shared, *beside]
@@ -79,16 +79,16 @@ class MoE:
         See `Mixer.plan` for the arguments.
         """
         block = plan.block(param_prefix, tensor_prefix)
-        per_expert = (self.num_experts,)
+        expert_shape = (self.num_experts,)
         router_fp32 = self.router.fp32
-        block.add("router", (*per_expert, plan.width), "mlp.gate.weight", fp32=router_fp32)
+        block.add("router", (*expert_shape, plan.width), "mlp.gate.weight", fp32=router_fp32)
         if self.router_bias:
-            block.add("router_bias", per_expert, "mlp.gate.bias", fp32=router_fp32)
+            block.add("router_bias", expert_shape, "mlp.gate.bias", fp32=router_fp32)
         if self.router.bias:
             name = "mlp.gate.e_score_correction_bias"
-            block.add("router_choice_bias", per_expert, name, fp32=True)
+            block.add("router_choice_bias", expert_shape, name, fp32=True)
         if self.expert_scale:
-            block.add("expert_scale", per_expert, "router.per_expert_scale", fp32=True)
+            block.add("expert_scale", expert_shape, "router.per_expert_scale", fp32=True)
         if self.beside:
             self.beside.plan(plan, param_prefix + "dense_", tensor_prefix)
             norm_shape = (plan.width,)
@@ -96,13 +96,13 @@ class MoE:
             block.add("experts_norm", norm_shape, "pre_feedforward_layernorm_2.weight")
             block.add("dense_post_norm", norm_shape, "post_feedforward_layernorm_1.weight")
             block.add("experts_post_norm", norm_shape, "post_feedforward_layernorm_2.weight")
-        local = plan.placement.local(plan.num_moe, plan.world.expert_rank)
+        local = plan.placement.local_experts(plan.num_moe, plan.world.expert_rank)
         plan.num_moe += 1
         names = spelling(plan.names.experts, plan.present, tensor_prefix)
         plan.extend(self.plan_experts(names, tensor_prefix, local, plan.width, param_prefix))
         if not names.in_one:
             remote = set(range(self.num_experts)) - set(local)
-            plan.elsewhere.update(
+            plan.on_other_ranks.update(
                 tensor_prefix + name.format(expert)
                 for expert in remote
                 for name in (names.gate, names.up, names.down)

@@ -23,7 +23,7 @@ from moeserve.blocks.linear import (
 from moeserve.blocks.norm import Norm
 from moeserve.blocks.weight_slots import Pack
 from moeserve.comm.tensor import ALONE
-from moeserve.moe.all2all.layout import TERMS
+from moeserve.moe.all2all.layout import MAX_TERMS
 from moeserve.moe.experts.base import Experts, ExpertWeights
 from moeserve.moe.layer import MoELayer, SharedExpert
 from moeserve.moe.physical import LogicalToPhysical
@@ -52,8 +52,8 @@ def feed_forward_workspace(
 ) -> int:
     """Return an upper bound of the bytes that a call needs in addition to the residual stream.
 
-    width: of the model.
-    tokens: of a step, including padding.
+    width: the width of the model.
+    tokens: the number of tokens of a step, including padding.
     itemsize: bytes of an element.
     """
     if isinstance(spec, Dense):
@@ -122,7 +122,11 @@ class DenseBesideExperts:
     def __call__(
         self, x_TD: Tensor, context: RowContext, ubatch: UBatch, stream_TD: Tensor
     ) -> Tensor:
-        """Return the block's output [T, D]. x_TD: the input of the MLP."""
+        """Return the block's output [T, D].
+
+        x_TD: the input of the MLP.
+        stream_TD: the residual stream, which the norms of router and experts read.
+        """
         dense_TD = self.dense_post_norm(self.mlp(x_TD, context))
         routed_TD = self.moe(
             self.experts_norm(stream_TD), context, ubatch, self.router_norm(stream_TD)
@@ -132,12 +136,9 @@ class DenseBesideExperts:
 
 def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBesideExperts:
     """Build experts beside a dense MLP. The router's input is scaled by D ** -0.5."""
+    scale_of = {"router_norm": build.width**-0.5}
     norms = {
-        norm: Norm(
-            build.ops,
-            build.eps,
-            build.norm(name + norm, build.width**-0.5 if norm == "router_norm" else 1.0),
-        )
+        norm: Norm(build.ops, build.eps, build.norm(name + norm, scale_of.get(norm, 1.0)))
         for norm in ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm")
     }
     mlp = build.gated(name + "dense_", dense.size, build.tp, dense.activation)
@@ -154,21 +155,26 @@ def build_router(spec: MoE, build: Builder, name: str) -> Router:
 
 def dense_workspace(inner: int, width: int, tokens: int, itemsize: int, tp_size: int) -> int:
     """Return an upper bound of the bytes of a dense block; see `feed_forward_workspace`."""
-    return tokens * (4 * inner + 2 * width) * itemsize + gathered_bytes(
-        tokens, inner + width, itemsize, tp_size
-    )
+    # Gate and up, their product and a temporary: 4 * inner. The input and the output: 2 * width.
+    num_bytes = tokens * (4 * inner + 2 * width) * itemsize
+    return num_bytes + gathered_bytes(tokens, inner + width, itemsize, tp_size)
 
 
 def moe_workspace(spec: MoE, width: int, tokens: int, itemsize: int, tp_size: int) -> int:
     """Return an upper bound of the bytes of an MoE block; see `feed_forward_workspace`."""
-    shared = max(block.size for block in (spec.shared, spec.beside, Dense(size=0)) if block)
-    dense = tokens * (4 * shared + 2 * width) * itemsize
+    dense_size = max(block.size for block in (spec.shared, spec.beside, Dense(size=0)) if block)
+    # A dense MLP or shared expert, as in `dense_workspace`.
+    dense = tokens * (4 * dense_size + 2 * width) * itemsize
     own = padded_rows(-(-tokens // tp_size), LARGEST_PAD)  # tokens that this rank sends to experts
-    pairs = own * spec.top_k
-    grouped = 2 * pairs * width * itemsize + 4 * pairs * INT64
-    expert = own * (4 * spec.size + 2 * width) * itemsize  # if all tokens choose the same expert
+    pairs = own * spec.top_k  # pairs of a token and one of its experts
+    # The inputs and results of all pairs, and four index arrays.
+    grouped = pairs * (2 * width * itemsize + 4 * INT64)
+    # One expert, if all tokens choose the same one: as in `dense_workspace`.
+    expert = own * (4 * spec.size + 2 * width) * itemsize
+    # The router's logits, two fp32 copies, and three index arrays.
     scores = tokens * spec.num_experts * (itemsize + 2 * FP32 + 3 * INT64)
-    combine = TERMS * (itemsize + 2 * FP32) + own * width * itemsize
+    # Terms of the sums over a token's experts: as received, and two fp32 copies. Then the sums.
+    combine = MAX_TERMS * (itemsize + 2 * FP32) + own * width * itemsize
     return (
         grouped
         + max(expert, combine, dense + combine, scores)

@@ -17,7 +17,7 @@ class GatedDelta(RecurrentMixer):
     """H heads with a state [d, v] each."""
 
     # Ranks shard query heads, each with the value heads that use it.
-    shared = ("num_k_heads", "recurrent heads")
+    tp_units = ("num_k_heads", "recurrent heads")
     num_k_heads: int
     num_v_heads: int
     k_dim: int

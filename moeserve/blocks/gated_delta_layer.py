@@ -43,9 +43,9 @@ class GatedDeltaLayer(RecurrentLayer):
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.decay_H = build.fp32(name + "decay", lambda decay: -exp(decay))
         self.dt_bias_H = build.fp32(name + "dt_bias")
-        self.unit = unit_weights(spec.k_dim, self.ops.device)  # for `unit_heads`
+        self.unit = unit_weights(spec.k_dim, self.ops.device)  # weights for `unit_heads`
         self.norm_v = build.fp32(name + "norm")
-        self._block = None
+        self._fused_call = None  # computes the whole layer, if the kernels have such a call
         out = self.out.part if self.tp.size == 1 else None
         if self.ops.recurrent_block is not None and can_fuse(self.inputs, self.gates, out):
             rule = RecurrentRule(
@@ -54,14 +54,14 @@ class GatedDeltaLayer(RecurrentLayer):
                 unit=(*self.unit, UNIT_EPS / spec.k_dim),
             )  # fmt: skip
             sizes = (spec.k_dim, spec.v_dim)
-            self._block = self.ops.recurrent_block(
+            self._fused_call = self.ops.recurrent_block(
                 self.inputs, self.gates, out, rule, *sizes, self.ops.dtype
             )
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]. Writes the tokens' inputs and states to `cache`."""
-        if self._block is not None:
-            y = self._block(x_TD, cache, step)
+        """Return the layer's output [T, D]. Writes the tokens' inputs and states to `cache`."""
+        if self._fused_call is not None:
+            y = self._fused_call(x_TD, cache, step)
             return y if self.tp.size == 1 else self.project_back(y, context)
         spec = self.spec
         ops = self.ops
@@ -89,17 +89,25 @@ class GatedDeltaLayer(RecurrentLayer):
     def workspace(
         spec: GatedDelta, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
+        """See `mixer_workspace`."""
         _, values, qk, v = spec.local(tp_size)
-        num_bytes = tokens * (
-            (qk + 2 * v) * itemsize + (3 * (qk + v) + 5 * v + 8 * values) * FP32 + v * itemsize
-        )
+        # The product `in`: queries, keys, values and output gates.
+        num_bytes = tokens * (qk + 2 * v) * itemsize
+        # The convolution's inputs and results, and normed queries and keys with values, in fp32.
+        num_bytes += tokens * 3 * (qk + v) * FP32
+        # The recurrence's results, their norm, gates and normed results together, their product.
+        num_bytes += tokens * 5 * v * FP32
+        # Beta and log decays, with temporaries.
+        num_bytes += tokens * 8 * values * FP32
+        # The rounded product.
+        num_bytes += tokens * v * itemsize
         return num_bytes + gathered_bytes(
             tokens, spec.num_v_heads * spec.v_dim + width, itemsize, tp_size
         )
 
 
 def by_part(sizes: list[int], heads: int) -> list[int]:
-    """Return the order of rows that regroups them from by-head to by-part.
+    """Return the order of rows that regroups rows sorted by head into rows sorted by part.
 
     sizes: rows of each part of a head. For example sizes [1, 2], 2 heads -> [0, 3, 1, 2, 4, 5].
     """

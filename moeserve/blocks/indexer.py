@@ -28,7 +28,10 @@ class Indexer:
         return () if self.shared else (CacheTensor("index", 1, self.dim),)
 
     def products(self, width: int, q_rank: int) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of every matrix product. width: of the model."""
+        """Return (outputs, inputs) of every matrix product.
+
+        width: the width of the model.
+        """
         if self.shared:
             return []
         return [(self.num_heads * self.dim, q_rank), (self.dim, width), (self.num_heads, width)]

@@ -33,7 +33,7 @@ from moeserve.ops.selected import (
 )
 from moeserve.ops.table import Ops
 
-EPS = 1e-6  # of the norm of keys
+EPS = 1e-6  # epsilon of the norm of keys
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,11 @@ class PrepareSelection(PrepareAttention):
     top_k: int = 0
 
     def __call__(self, step: StepInputs, positions: Positions) -> AttentionStep:
-        """Look up rotary angles, and plan attention. It runs inside of CUDA graphs."""
-        return PrepareAttention.__call__(self, replace(step, cut=None), positions)
+        """Look up rotary angles, and plan attention.
+
+        Without graph breaks: attention with selection runs inside of CUDA graphs.
+        """
+        return PrepareAttention.__call__(self, replace(step, graph_break=None), positions)
 
     def plan_rows(self, step: StepInputs) -> SelectedRows:
         """Return the attention metadata of a step."""
@@ -100,8 +103,8 @@ def attend_to_chosen(step: AttentionStep, ops: Ops, q_THC: Tensor, cache: LayerC
         return ops.attention(q_THC, *cache, rows.plain)
     out = q_THC.new_zeros((len(q_THC), step.width))
     if rows.plain is not None:
-        others_N = rows.selection.others_N
-        out[others_N] = ops.attention(q_THC.index_select(0, others_N), *cache, rows.plain)
+        other_tokens = rows.selection.other_tokens
+        out[other_tokens] = ops.attention(q_THC.index_select(0, other_tokens), *cache, rows.plain)
     tokens_S = rows.selection.tokens_S
     latent = cache[0]
     width = cache[1].shape[3]
@@ -121,12 +124,12 @@ class IndexerLayer:
     prepare: PrepareSelection
     queries: LinearMethod  # q_rank -> J * d
     keys: LinearMethod  # D -> d
-    norm: Norm  # of keys
+    norm: Norm  # the norm of keys
     weights: LinearMethod  # D -> J, fp32: the weights of heads in a score
 
     def write(self, x_TD: Tensor, context: RowContext, step: AttentionStep, cache: Tensor) -> None:
         """Write the tokens' keys, after norm and rope in fp32, to `cache` [blocks, size, 1, d]."""
-        cos_T1p, sin_T1p, slot_mapping_T = step.at
+        cos_T1p, sin_T1p, slot_mapping_T = step.rope_cache
         real = len(slot_mapping_T)
         k_T1d = self.norm(self.keys(x_TD, context)[:real].float())[:, None]
         k_T1d = _rotate(k_T1d, cos_T1p[:real], sin_T1p[:real])
@@ -147,7 +150,7 @@ class IndexerLayer:
         rows: SelectedRows = step.plan
         assert rows.selection is not None
         tokens_S = rows.selection.tokens_S
-        cos, sin = (table.index_select(0, tokens_S) for table in step.at[:2])
+        cos, sin = (table.index_select(0, tokens_S) for table in step.rope_cache[:2])
         chosen = context.select(tokens_S)
         q_SJd = self.queries(narrow_TN.index_select(0, tokens_S), chosen).view(
             len(tokens_S), -1, self.spec.dim
@@ -201,16 +204,18 @@ def build_indexer(
 
 def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, itemsize: int) -> int:
     """Return an upper bound of the bytes that selection adds to one call of MLA."""
-    heads = spec.num_heads * spec.dim
-    num_bytes = tokens * (
-        heads * (2 * itemsize + 4 * FP32) + width * (itemsize + FP32) + 5 * spec.dim * FP32
-    )
-    tables = 6 * tokens * padded_context(spec.top_k) * INT64
-    # Elements of keys or products that are in memory at once
+    q_width = spec.num_heads * spec.dim
+    # Index queries: the product, rounded after rope, and four fp32 temporaries of rope.
+    num_bytes = tokens * q_width * (2 * itemsize + 4 * FP32)
+    # The inputs of selecting tokens, and their fp32 copy for the weights of heads.
+    num_bytes += tokens * width * (itemsize + FP32)
+    # Index keys in fp32: converted, normed and rotated.
+    num_bytes += tokens * spec.dim * 5 * FP32
+    # Six arrays with the selected positions of each token.
+    num_bytes += 6 * tokens * padded_context(spec.top_k) * INT64
+    # Six arrays of as many keys or products as are in memory at once.
     num_elements = max(MAX_SCORES, spec.num_heads * MIN_KEYS, spec.dim * MIN_KEYS)
-    return (
-        num_bytes
-        + tables
-        + 6 * num_elements * FP32
-        + (MAX_QUERIES + 2) * padded_context(max_len) * 6 * INT64
-    )
+    num_bytes += 6 * num_elements * FP32
+    # Six arrays with one element per query of a chunk and position of its context.
+    num_bytes += 6 * (MAX_QUERIES + 2) * padded_context(max_len) * INT64
+    return num_bytes

@@ -16,7 +16,7 @@ from moeserve.blocks.weights import WeightPlan
 class KimiDelta(RecurrentMixer):
     """H heads with a state [d, d] each (Kimi-Linear)."""
 
-    shared = "num_heads", "recurrent heads"
+    tp_units = "num_heads", "recurrent heads"
     num_heads: int
     head_dim: int
     conv: int  # K

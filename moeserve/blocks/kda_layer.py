@@ -37,11 +37,11 @@ class KimiDeltaLayer(RecurrentLayer):
             name + "decay", lambda decay: -exp(decay[0, 0])[first : first + heads]
         )
         self.dt_bias_C = build.fp32(name + "dt_bias")
-        self.unit = unit_weights(spec.head_dim, self.ops.device)  # for `unit_heads`
+        self.unit = unit_weights(spec.head_dim, self.ops.device)  # weights for `unit_heads`
         self.norm_d = build.fp32(name + "norm")
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]. Writes the tokens' inputs and states to `cache`."""
+        """Return the layer's output [T, D]. Writes the tokens' inputs and states to `cache`."""
         ops = self.ops
         d = self.spec.head_dim
         heads = self.spec.num_heads // self.tp.size
@@ -70,9 +70,14 @@ class KimiDeltaLayer(RecurrentLayer):
     def workspace(
         spec: KimiDelta, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
+        """See `mixer_workspace`."""
         part = spec.size // tp_size
         narrow = 2 * spec.head_dim + spec.num_heads
-        num_bytes = tokens * (
-            part * (6 * itemsize + 15 * FP32) + narrow * (2 * itemsize + 2 * FP32)
-        )
+        # The products to queries, keys, values, decays and output gates, and the rounded result.
+        num_bytes = tokens * part * 6 * itemsize
+        # In fp32: queries, keys and values (the convolution's inputs and results, normed), decays,
+        # the recurrence's results, their norm and the gated results, with temporaries.
+        num_bytes += tokens * part * 15 * FP32
+        # The bottlenecks of decays and output gates and the betas: the product and copies of it.
+        num_bytes += tokens * narrow * (2 * itemsize + 2 * FP32)
         return num_bytes + gathered_bytes(tokens, spec.size + width, itemsize, tp_size)

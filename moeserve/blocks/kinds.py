@@ -47,9 +47,9 @@ def mixer_workspace(
 ) -> int:
     """Return an upper bound of the bytes that a call needs in addition to the residual stream.
 
-    width: of the model.
-    tokens: of a step, including padding.
-    max_len: the longest context in tokens.
+    width: the width of the model.
+    tokens: the number of tokens of a step, including padding.
+    max_len: the length of the longest context in tokens.
     itemsize: bytes of an element.
     """
     layer = MIXERS[type(spec).__name__]

@@ -30,15 +30,15 @@ _VALUES_UP = "self_attn.v_b_proj.weight"
 class LatentAttention(Mixer):
     """Attention of H heads to one latent per token."""
 
-    shared = "num_heads", "heads on latents"
+    tp_units = "num_heads", "heads on latents"
     num_heads: int
     nope_dim: int  # n
     rope_dim: int  # p; if `rope` is None, it is not rotated either (Kimi-Linear)
     v_dim: int
     rank: int  # L
     q_rank: int | None  # rank of compressed queries; None: queries are one product (V2-Lite)
-    bias: bool = False  # of the products to latents, and of the output projection
-    scale: float | None = None  # of scores; None: (n + p) ** -0.5
+    bias: bool = False  # whether the products to latents and the output projection have biases
+    scale: float | None = None  # factor of scores; None: (n + p) ** -0.5
     query_scale: QueryScale | None = None  # position-dependent (Mistral 4)
     # Selects the tokens that a query attends to; None: all. Needs compressed queries.
     indexer: Indexer | None = None

@@ -25,7 +25,8 @@ from moeserve.ops.latent import HeadsLinear, LatentRule
 from moeserve.ops.linear import LinearMethod, can_fuse
 from moeserve.ops.table import Ops
 
-EPS = 1e-6  # of the norms of latents and compressed queries, whatever the model's other norms use
+# Epsilon of the norms of latents and compressed queries, whatever the model's other norms use.
+EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class LatentAttentionLayer:
     def __init__(self, spec: LatentAttention, build: Builder, name: str, group: int) -> None:
         self.spec = spec
         self.tp = build.tp
-        self.ops = ops = build.ops
+        ops = build.ops
+        self.ops = ops
         local = spec.heads(build.world)
         nope = spec.nope_dim
         heads = local.stop - local.start
@@ -74,7 +76,7 @@ class LatentAttentionLayer:
         # D -> H * (n + p)
         self.queries: CompressedQueries | LinearMethod = last_q
         if spec.q_rank is not None:
-            narrow = build.linear(name + "q_a"), build.norm(name + "q_norm")
+            narrow = build.linear(name + "q_a"), build.norm(name + "q_norm")  # product and norm
             self.queries = CompressedQueries(ops, *narrow, last_q)
         self.latents = build.linear(name + "kv_a")  # D -> C
 
@@ -104,34 +106,35 @@ class LatentAttentionLayer:
         )
         if spec.indexer is not None:
             assert spec.rope is not None, "an indexer needs a rotary embedding"
-            self.prepare = selecting = prepare_selection(build, self.prepare, spec.indexer.top_k)
+            selecting = prepare_selection(build, self.prepare, spec.indexer.top_k)
+            self.prepare = selecting
             self.indexer = build_indexer(
                 spec.indexer, build, name, selecting, spec.rope, spec.rope_dim
             )
         self._selects = spec.indexer is not None
         self._attend = ops.opaque(attend_to_chosen if self._selects else AttentionStep.attend)
         self._choose = ops.opaque(IndexerLayer.choose)
-        self._block = None
+        self._fused_call = None  # computes the whole layer, if the kernels have such a call
         fused_out = self.out.part if self.tp.size == 1 else None
         if (
             ops.latent_block is not None
-            and spec.query_scale is None  # the block has none
+            and spec.query_scale is None  # the fused call has no query scale
             and can_fuse(narrow and narrow[0], last_q, self.latents, fused_out)
         ):
-            self._block = ops.latent_block(
+            self._fused_call = ops.latent_block(
                 narrow, last_q, self.latents, self.up, self.down, fused_out, self.rule, ops.dtype
             )
 
     def __call__(
         self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Return the block's output [T, D]. Writes latents and index keys to `cache` first."""
+        """Return the layer's output [T, D]. Writes latents and index keys to `cache` first."""
         latent, *index = cache
         if self.indexer is not None:
             self.indexer.write(x_TD, context, step, *index)
-        if self._block is not None and not (self._selects and step.plan.selection):
+        if self._fused_call is not None and not (self._selects and step.plan.selection):
             plan = step.plan.plain if self._selects else step.plan
-            y = self._block(x_TD, step.at, latent, plan)
+            y = self._fused_call(x_TD, step.rope_cache, latent, plan)
             if self.tp.size == 1:
                 return y
             return self.out(self.tp.gather_columns(y, context.channel), context)
@@ -147,7 +150,7 @@ class LatentAttentionLayer:
         q_THe = q_THe.view(len(x_TD), heads, -1)
         kv_TC = self.latents(x_TD, context)
         q_THC = x_TD.new_empty((len(x_TD), heads, self.spec.entry))
-        q_THn = self.ops.latent_rope_cache(q_THe, kv_TC, self.rule, step.at, latent, q_THC)
+        q_THn = self.ops.latent_rope_cache(q_THe, kv_TC, self.rule, step.rope_cache, latent, q_THC)
         self.up(q_THn, out=q_THC[..., :rank])
         if step.scale_T11 is not None:
             q_THC = (q_THC * step.scale_T11).to(q_THC.dtype)
@@ -159,20 +162,16 @@ class LatentAttentionLayer:
     def workspace(
         spec: LatentAttention, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
+        """See `mixer_workspace`."""
         shape = spec.head_shape(tp_size)
         queries = shape.num_heads * (spec.nope_dim + spec.rope_dim)
-        absorbed = shape.num_heads * (2 * spec.entry + spec.rank + spec.v_dim)
-        num_bytes = tokens * (
-            (queries + (spec.q_rank or 0) + spec.entry + absorbed) * itemsize
-            + (2 * queries + spec.entry) * FP32
-        )
-        return (
-            num_bytes
-            + (
-                indexer_workspace(spec.indexer, width, tokens, max_len, itemsize)
-                if spec.indexer
-                else 0
-            )
-            + gathered_bytes(tokens, spec.num_heads * spec.v_dim + width, itemsize, tp_size)
-            + item_bytes(shape, max_len, itemsize)
-        )
+        # Queries, compressed queries and latents.
+        num_bytes = tokens * (queries + (spec.q_rank or 0) + spec.entry) * itemsize
+        # Per head: queries to latents, without and with their scale, attended latents, and values.
+        num_bytes += tokens * shape.num_heads * (2 * spec.entry + spec.rank + spec.v_dim) * itemsize
+        # Queries (converted and rotated) and latents, in fp32.
+        num_bytes += tokens * (2 * queries + spec.entry) * FP32
+        num_bytes += gathered_bytes(tokens, spec.num_heads * spec.v_dim + width, itemsize, tp_size)
+        if spec.indexer:
+            num_bytes += indexer_workspace(spec.indexer, width, tokens, max_len, itemsize)
+        return num_bytes + item_bytes(shape, max_len, itemsize)

@@ -20,7 +20,7 @@ class Lightning(RecurrentMixer):
     num_heads: int
     head_dim: int
     rope: RopeSpec
-    decay: float  # of the layer; the log decay of a head is its slope times -decay
+    decay: float  # the layer's decay; the log decay of a head is its slope times -decay
     norm_groups: int  # groups of heads whose results have a common RMS norm
 
     @property

@@ -25,7 +25,7 @@ from moeserve.ops.inputs import LayerCache, Positions, RowContext, StepInputs
 class LightningStep:
     """The inputs of one step that layers share."""
 
-    tiles: Any  # from `ops.plan_tiles`
+    tiles: Any  # the result of `ops.plan_tiles`
     cos_T1d: Tensor  # rotary angles, for `rotary`
     sin_T1d: Tensor
 
@@ -64,7 +64,7 @@ class LightningLayer(RecurrentLayer):
         self.qkv = build.linear(name + "qkv")  # D -> 3 H * d
         self.gate = build.linear(name + "gate")  # D -> H * d
         self.qk_norms = build.norm(name + "q_norm"), build.norm(name + "k_norm")
-        self.scale = dim**-0.5  # of queries
+        self.scale = dim**-0.5  # factor of queries
         decays = torch.tensor(spec.log_decays, dtype=torch.float64).float()
         self.log_decay_H1 = decays[self.tp.rank * heads : (self.tp.rank + 1) * heads, None].to(
             device
@@ -76,7 +76,7 @@ class LightningLayer(RecurrentLayer):
     def __call__(
         self, x_TD: Tensor, step: LightningStep, cache: LayerCache, context: RowContext
     ) -> Tensor:
-        """Return the block's output [T, D]. Writes the tokens' states to `cache`."""
+        """Return the layer's output [T, D]. Writes the tokens' states to `cache`."""
         ops = self.ops
         heads = len(self.log_decay_H1)
         tokens = len(x_TD)
@@ -109,10 +109,16 @@ class LightningLayer(RecurrentLayer):
     def workspace(
         spec: Lightning, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
+        """See `mixer_workspace`."""
         heads = spec.num_heads // tp_size
         dim = spec.head_dim
-        num_bytes = tokens * heads * dim * (5 * itemsize + 10 * FP32)
-        states = 3 * heads * dim * dim * FP32  # inside of the recurrence
+        # The products to queries, keys, values and gates, and the rounded result.
+        num_bytes = tokens * heads * dim * 5 * itemsize
+        # In fp32: queries, keys and values (converted, normed, rotated), the recurrence's results,
+        # their norm and the gated results.
+        num_bytes += tokens * heads * dim * 10 * FP32
+        # Three copies of the states, inside of the recurrence.
+        states = 3 * heads * dim * dim * FP32
         return (
             num_bytes
             + states

@@ -1,7 +1,7 @@
 """Linear layers and MLPs whose output columns are sharded over an engine's ranks.
 
-One rank computes each column, with all inputs, so results are bitwise those of the unsharded
-product. Shapes: M rows, K inputs, N outputs, of which this rank has n (padded with zeros), T
+One rank computes each column, with all inputs. So results have the bits of the unsharded product.
+ Shapes: M rows, K inputs, N outputs, of which this rank has n (padded with zeros), T
 tokens, D model width, I inner width.
 """
 
@@ -22,12 +22,12 @@ from moeserve.ops.table import Ops
 W = TypeVar("W", Tensor, Quantised)
 FP32 = 4  # bytes
 INT64 = 8  # bytes
-# Copies of gathered columns in memory: sent (kept for a while), received, and in order
+# Copies of gathered columns in memory: as sent (kept for a while), as received, and in order.
 GATHERED_COPIES = 3
 
 
-def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
-    """Gather the columns of all ranks, without padding. Returns a contiguous [M, N]."""
+def gather_unpadded(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
+    """Return the columns of all ranks without their padding, contiguous [M, N]."""
     all_MN = part_Mn if tp.size == 1 else tp.gather_columns(part_Mn, channel)
     return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
 
@@ -37,14 +37,14 @@ def gathered_bytes(rows: int, columns: int, itemsize: int, tp_size: int) -> int:
     return 0 if tp_size == 1 else GATHERED_COPIES * rows * (columns + tp_size) * itemsize
 
 
-def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:
+def pad_part(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:
     """Pad a rank's rows of a weight (or elements of a bias) with zeros, to one size on all ranks.
 
     num_columns: outputs of the unsharded product. parts: number of stacked weights, each of which
     is sharded by itself.
     """
     if isinstance(part_nK, Quantised):
-        return part_nK.each(lambda part: widened(part, num_columns, tp, parts=parts))
+        return part_nK.each(lambda part: pad_part(part, num_columns, tp, parts=parts))
     missing = -(-num_columns // tp.size) - part_nK.shape[0] // parts
     if not missing:
         return part_nK
@@ -63,7 +63,7 @@ class ColumnLinear:
 
     def __call__(self, x_MK: Tensor, context: RowContext) -> Tensor:
         """Return all columns [M, N]."""
-        return whole(self.part(x_MK, context), self.num_columns, self.tp, context.channel)
+        return gather_unpadded(self.part(x_MK, context), self.num_columns, self.tp, context.channel)
 
 
 @dataclass(eq=False, repr=False)
@@ -81,27 +81,28 @@ class GatedMLP:
     activation: Activation = SWIGLU
 
     def __post_init__(self) -> None:
-        self._run = self.ops.trace(self._all)
-        self.block = None
+        self._run = self.ops.trace(self._compute)
+        self.fused_call = None  # computes the whole MLP, if the kernels have such a call
         if (
             self.ops.mlp_block is not None
             and self.tp.size == 1
             and can_fuse(self.gate_up, self.down.part)
         ):
-            self.block = self.ops.mlp_block(
+            self.fused_call = self.ops.mlp_block(
                 self.gate_up, self.down.part, self.activation, self.ops.dtype
             )
 
     def __call__(self, x_TD: Tensor, context: RowContext) -> Tensor:
         """Return the MLP's output [T, D] on every rank."""
-        if self.block is not None:
-            return self.block(x_TD)
+        if self.fused_call is not None:
+            return self.fused_call(x_TD)
         y_TD: Tensor = self._run(x_TD, context)
         return y_TD
 
-    def _all(self, x_TD: Tensor, context: RowContext) -> Tensor:
+    def _compute(self, x_TD: Tensor, context: RowContext) -> Tensor:
         part_Ti = self.ops.act_mul(self.gate_up(x_TD, context), self.activation)
-        return self.down(whole(part_Ti, self.inner_size, self.tp, context.channel), context)
+        all_TI = gather_unpadded(part_Ti, self.inner_size, self.tp, context.channel)
+        return self.down(all_TI, context)
 
 
 def pack_gate(ops: Ops, gate_1D: Tensor) -> LinearMethod:

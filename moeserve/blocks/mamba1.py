@@ -16,13 +16,13 @@ from moeserve.blocks.weights import WeightPlan
 class Mamba1(RecurrentMixer):
     """C channels with a state [N] each."""
 
-    shared = "channels", "channels"
+    tp_units = "channels", "channels"
     channels: int  # C
     state: int  # N
     rank: int  # R
     conv: int  # K
     conv_bias: bool = True
-    bias: bool = False  # of the products in and out
+    bias: bool = False  # whether the products `in` and `out` have biases
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs, then the state, x, dt and B of

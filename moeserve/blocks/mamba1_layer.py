@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import FP32, gathered_bytes, whole
+from moeserve.blocks.linear import FP32, gather_unpadded, gathered_bytes
 from moeserve.blocks.mamba1 import Mamba1
 from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.ops.elementwise import exp
@@ -38,15 +38,14 @@ class Mamba1Layer(RecurrentLayer):
         self.norms = [build.norm(f"{name}{part}_norm") for part in ("dt", "b", "c")]
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]. Writes the tokens' inputs and states to `cache`."""
+        """Return the layer's output [T, D]. Writes the tokens' inputs and states to `cache`."""
         spec = self.spec
         ops = self.ops
         dtype = x_TD.dtype
         inputs, gates = self.inputs(x_TD, context).chunk(2, 1)
         x_TC = ops.causal_conv(inputs, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
-        selected = self.select(
-            whole(x_TC.to(dtype), spec.channels, self.tp, context.channel), context
-        )
+        all_channels = gather_unpadded(x_TC.to(dtype), spec.channels, self.tp, context.channel)
+        selected = self.select(all_channels, context)
         ends = spec.rank, spec.rank + spec.state
         steps_TR, b_TN, c_TN = (
             ops.rms_norm(part.float().contiguous(), weight, self.eps)
@@ -61,14 +60,20 @@ class Mamba1Layer(RecurrentLayer):
     def workspace(
         spec: Mamba1, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
+        """See `mixer_workspace`."""
         local = spec.channels // tp_size
         selected = spec.rank + 2 * spec.state
-        num_bytes = tokens * (
-            local * (5 * itemsize + 12 * FP32)
-            + spec.channels * itemsize
-            + selected * 3 * (itemsize + FP32)
-        )
-        # Inside of the convolution and the scan
-        states = (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32
+        # The product `in` (inputs and gates), rounded convolved inputs, time steps, and the result.
+        num_bytes = tokens * local * 5 * itemsize
+        # In fp32: the convolution, time steps, the scan, gates and results, with temporaries.
+        num_bytes += tokens * local * 12 * FP32
+        # The convolved channels of all ranks.
+        num_bytes += tokens * spec.channels * itemsize
+        # Low-rank time steps, B and C: the product, their parts and their norms.
+        num_bytes += tokens * selected * 3 * (itemsize + FP32)
+        # Inside of the convolution: four copies of a tile with the inputs before it.
+        states = 4 * (TILE + spec.conv) * local * FP32
+        # Inside of the scan: four copies of the states of a tile's tokens, and two single states.
+        states += (4 * TILE + 2) * spec.state * local * FP32
         gathered = gathered_bytes(tokens, 2 * spec.channels + width, itemsize, tp_size)
         return num_bytes + states + gathered

@@ -40,7 +40,7 @@ class Mamba2Layer(RecurrentLayer):
         # Norms of groups: first without weights (ones of a group's size), then times the weights
         self.norm_I = build.fp32(name + "norm")
         self.ones_i = torch.ones(inner // groups, device=self.ops.device)
-        self._block = None
+        self._fused_call = None  # computes the whole layer, if the kernels have such a call
         out = self.out.part if self.tp.size == 1 else None
         if self.ops.recurrent_block is not None and can_fuse(self.inputs, out):
             rule = RecurrentRule(
@@ -49,14 +49,14 @@ class Mamba2Layer(RecurrentLayer):
                 skip_H1=self.skip_H1, time_limit=spec.time_limit,
             )  # fmt: skip
             sizes = (spec.state_dim, spec.head_dim)
-            self._block = self.ops.recurrent_block(
+            self._fused_call = self.ops.recurrent_block(
                 self.inputs, None, out, rule, *sizes, self.ops.dtype
             )
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]. Writes the tokens' inputs and states to `cache`."""
-        if self._block is not None:
-            y = self._block(x_TD, cache, step)
+        """Return the layer's output [T, D]. Writes the tokens' inputs and states to `cache`."""
+        if self._fused_call is not None:
+            y = self._fused_call(x_TD, cache, step)
             return y if self.tp.size == 1 else self.project_back(y, context)
         spec = self.spec
         ops = self.ops
@@ -82,11 +82,18 @@ class Mamba2Layer(RecurrentLayer):
     def workspace(
         spec: Mamba2, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
+        """See `mixer_workspace`."""
         _, heads, inner, shared = spec.local(tp_size)
-        num_bytes = tokens * (
-            (3 * inner + 2 * shared + heads) * itemsize
-            + (8 * inner + 4 * shared + 6 * heads) * FP32
-        )
+        # The product `in`: gates, x, B, C and time steps. Then the rounded result.
+        num_bytes = tokens * (3 * inner + 2 * shared + heads) * itemsize
+        # In fp32: x (the convolution's inputs and results, scaled by time steps, weighted by skip),
+        # the recurrence's results, gates and results concatenated, their product.
+        num_bytes += tokens * 8 * inner * FP32
+        # In fp32: B and C, as inputs and results of the convolution.
+        num_bytes += tokens * 4 * shared * FP32
+        # In fp32: time steps and log decays, with temporaries.
+        num_bytes += tokens * 6 * heads * FP32
+        # Inside of the recurrence.
         states = 4 * heads * spec.state_dim * spec.head_dim * FP32
         return (
             num_bytes

@@ -38,8 +38,8 @@ class CacheRead:
     """The cost of reading earlier positions, for estimates of step times."""
 
     window: int | None  # number of positions before a query that it reads; None: all
-    elements: int  # read per position
-    operations: int  # per query and position
+    elements: int  # elements that a query reads per position
+    operations: int  # floating-point operations per query and position
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +79,23 @@ class MixerLayer(Protocol):
 class Mixer(ABC):
     """The specification of a mixer. `blocks/kinds.py` has the layer class that computes it."""
 
-    # The field with the number of units that tensor-parallel ranks divide evenly, and their name
-    shared: ClassVar[tuple[str, str]]
+    # What tensor-parallel ranks divide evenly: the name of the field with the number of units, and
+    # a name of the units for errors.
+    tp_units: ClassVar[tuple[str, str]]
     rope: RopeSpec | None  # the rotary embedding, if any
     rule: KVRule = FULL  # how long cache entries are needed
 
     @property
     def possible_tp(self) -> list[int]:
         """The supported tensor-parallel sizes, in ascending order."""
-        return divisors(getattr(self, self.shared[0]))
+        field, _ = self.tp_units
+        return divisors(getattr(self, field))
 
     @property
     def sharing(self) -> str:
         """The units that ranks divide, for errors, such as "12 query heads on 4 KV heads"."""
-        return f"{getattr(self, self.shared[0])} {self.shared[1]}"
+        field, units = self.tp_units
+        return f"{getattr(self, field)} {units}"
 
     @abstractmethod
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
@@ -112,22 +115,28 @@ class Mixer(ABC):
 
     @abstractmethod
     def products(self, width: int) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of every matrix product. width: of the model."""
+        """Return (outputs, inputs) of every matrix product.
+
+        width: the width of the model.
+        """
 
     def obstacle(self, kernels: str) -> str:
-        """Return why kernels ("native", "triton" or "fa3") do not support it; empty if they do."""
+        """Return why kernels do not support the mixer; empty: they do.
+
+        kernels: "native", "triton" or "fa3".
+        """
         return ""
 
     def cache_obstacle(self, dtype: str) -> str:
-        """Return why a cache in `dtype` ("int8") is not supported; empty if it is."""
+        """Return why a cache in `dtype` ("int8") is not supported; empty: it is supported."""
         return ""
 
     @abstractmethod
     def plan(self, plan: "WeightPlan", param_prefix: str, tensor_prefix: str) -> None:
         """Add the block's parameters to a plan.
 
-        param_prefix: of the parameters' names.
-        tensor_prefix: of the tensors' names in the checkpoint.
+        param_prefix: the prefix of the parameters' names.
+        tensor_prefix: the prefix of the tensors' names in the checkpoint.
         """
 
 
@@ -145,8 +154,8 @@ class RecurrentMixer(Mixer):
 def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
     """Return the cache of `ops.causal_conv`.
 
-    It has the inputs of a tile's tokens, and the last inputs before the tile, which its
-    convolutions still read.
+    The cache has the inputs of a tile's tokens, and the last inputs before the tile, because the
+    convolutions of its first tokens read them.
     """
     return CacheTensor("conv", 1, channels), CacheTensor(
         "conv_border", inputs - 1, channels, per_tile=True

@@ -31,7 +31,7 @@ class Norm:
         return normed.to(x_TD.dtype)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm of the sum, the sum). May overwrite the arguments."""
+        """Return the norm of the sum, and the sum. May overwrite the arguments."""
         if not self.centred:
             return self.ops.add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps)
         total_TD = x_TD + residual_TD

@@ -12,7 +12,7 @@ from moeserve.blocks.mixer import Prepare
 from moeserve.ops.inputs import Positions, RowContext, StepInputs
 from moeserve.ops.table import Ops
 
-UNIT_EPS = 1e-6  # of the L2 norms of queries and keys
+UNIT_EPS = 1e-6  # epsilon of the L2 norms of queries and keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,10 +31,10 @@ class RecurrentLayer:
     """Base class of recurrent mixers."""
 
     def __init__(self, build: Builder, name: str, group: int) -> None:
-        """name: prefix of the parameters. group: the KV group of the layer."""
+        """Build the common parts. name: prefix of the parameters. group: the layer's KV group."""
         self.ops = build.ops
         self.tp = build.tp
-        self.eps = build.eps  # of norms
+        self.eps = build.eps  # epsilon of norms
         self.prepare: Prepare = build.shared(
             ("tiles", group), partial(PrepareTiles, build.ops, group)
         )

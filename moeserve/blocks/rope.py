@@ -26,7 +26,7 @@ class RopeSpec:
     attention_factor: float = 1.0  # factor of cos and sin
     size: int | None = None  # rotate only the first elements of a head; None: all
     interleaved: bool = False  # pairs are adjacent elements (GPT-J, DeepSeek)
-    still: int = 0  # the slowest pairs, as many, are not rotated (Gemma 4)
+    still: int = 0  # number of the slowest pairs, which are not rotated (Gemma 4)
     # longrope: factors of the wavelengths. The long ones, and long_attention_factor, apply if
     # requests may be longer than original_max_position.
     short_factors: tuple[float, ...] = ()

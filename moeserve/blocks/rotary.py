@@ -75,7 +75,7 @@ class RotaryTable:
     def __init__(
         self, rope: RopeSpec | None, head_dim: int, max_position: int, device: torch.device
     ) -> None:
-        self._same = rope is None
+        self._has_one_row = rope is None
         if rope is None:
             self.cos, self.sin = (
                 torch.full((1, head_dim // 2), value, device=device) for value in (1.0, 0.0)
@@ -96,7 +96,7 @@ class RotaryTable:
     def __call__(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions, fp32 [T, d / 2] each."""
         positions_T = positions.text_T
-        rows_T = torch.zeros_like(positions_T) if self._same else positions_T
+        rows_T = torch.zeros_like(positions_T) if self._has_one_row else positions_T
         return self.cos.index_select(0, rows_T), self.sin.index_select(0, rows_T)
 
     def of_heads(self, positions: Positions) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,10 @@ from moeserve.blocks.weights import WeightPlan
 class ShortConv(RecurrentMixer):
     """D channels, each convolved over its last K inputs (LFM2)."""
 
-    shared = "channels", "channels"
+    tp_units = "channels", "channels"
     channels: int
     conv: int  # K
-    bias: bool = False  # of both products and the convolution
+    bias: bool = False  # whether both products and the convolution have biases
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs."""

@@ -29,7 +29,7 @@ class ShortConvLayer(RecurrentLayer):
         self.bias_C = build.fp32(name + "conv_bias") if spec.bias else None
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, context: RowContext) -> Tensor:
-        """Return the block's output [T, D]. Writes the convolution's inputs to `cache`."""
+        """Return the layer's output [T, D]. Writes the convolution's inputs to `cache`."""
         in_gate_TC, out_gate_TC, x_TC = self.inputs(x_TD, context).float().chunk(3, 1)
         gated_TC = in_gate_TC * x_TC
         y_TC = self.ops.causal_conv(gated_TC, self.conv_CK, self.bias_C, False, cache, step)
@@ -39,8 +39,12 @@ class ShortConvLayer(RecurrentLayer):
     def workspace(
         spec: ShortConv, width: int, tokens: int, max_len: int, itemsize: int, tp_size: int
     ) -> int:
+        """See `mixer_workspace`."""
         local = spec.channels // tp_size
-        num_bytes = (
-            tokens * local * (4 * itemsize + 6 * FP32) + 4 * (TILE + spec.conv) * local * FP32
-        )
+        # The product `in` (two gates and the inputs), and the rounded result.
+        num_bytes = tokens * local * 4 * itemsize
+        # In fp32: gates and inputs, gated inputs, the convolution's results, gated results.
+        num_bytes += tokens * local * 6 * FP32
+        # Inside of the convolution: four copies of a tile with the inputs before it.
+        num_bytes += 4 * (TILE + spec.conv) * local * FP32
         return num_bytes + gathered_bytes(tokens, spec.channels + width, itemsize, tp_size)

@@ -18,7 +18,7 @@ from torch import Tensor
 from moeserve.ops.native_layer import allocate_new
 from moeserve.ops.table import Ops
 
-Step = Callable[[Any], Any]  # changes a parameter's values before they are packed
+Transform = Callable[[Any], Any]  # changes a parameter's values before they are packed
 Pack = Callable[..., Any]  # (ops, *values) -> packed weights
 
 
@@ -32,6 +32,15 @@ class WeightSlot:
     put: Callable[..., None]  # (destination, pack, ops, *values): writes new values in place
 
 
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """How a parameter is made from another one."""
+
+    source: str
+    transform: Transform
+    num_before: int  # transforms of the source that come before
+
+
 class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
     """The slots of each parameter, usually one. `load` removes parameters from `params`."""
 
@@ -39,10 +48,8 @@ class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
         self._params = params
         self._ops = ops
         self._slots: dict[str, list[WeightSlot]] = defaultdict(list)
-        self._steps: dict[str, list[Step]] = defaultdict(list)
-        # Derived parameter -> its source, the function that makes it, and the number of the
-        # source's steps that come before
-        self._derived: dict[str, tuple[str, Step, int]] = {}
+        self._transforms: dict[str, list[Transform]] = defaultdict(list)
+        self._derivations: dict[str, Derivation] = {}  # by the name of the derived parameter
 
     def __getitem__(self, name: str) -> tuple[WeightSlot, ...]:
         if name not in self._slots:
@@ -55,24 +62,26 @@ class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
     def __len__(self) -> int:
         return len(self._slots)
 
-    def prepare(self, name: str, step: Step) -> None:
-        """Apply `step` to a parameter before it is packed, if there is one of this name."""
+    def prepare(self, name: str, transform: Transform) -> None:
+        """Transform a parameter before it is packed, if there is one of this name."""
         if name in self._params:
-            self._params[name] = step(self._params.pop(name))
-            self._steps[name].append(step)
+            self._params[name] = transform(self._params.pop(name))
+            self._transforms[name].append(transform)
 
-    def derive(self, name: str, source: str, step: Step, value: Any = None) -> None:
+    def derive(self, name: str, source: str, transform: Transform, value: Any = None) -> None:
         """Add a parameter `name`, made from `value`, or from the parameter `source` if present."""
         if value is None and source not in self._params:
             return
-        self._params[name] = step(self._params[source] if value is None else value)
-        self._derived[name] = (source, step, len(self._steps[source]))
+        self._params[name] = transform(self._params[source] if value is None else value)
+        num_before = len(self._transforms[source])
+        self._derivations[name] = Derivation(source, transform, num_before)
 
     def load(self, names: Sequence[str], pack: Pack, put: Callable[..., None] | None = None) -> Any:
         """Pack parameters together, and return the packed weights.
 
-        All but the first may be absent; `pack` gets None for them. put: writes new values in place
-        (default: packs them and copies the result).
+        All parameters but the first may be absent. `pack` gets None for an absent one.
+
+        put: writes new values in place. The default packs them and copies the result.
         """
         first, *others = names
         values = [self._params.pop(first), *(self._params.pop(name, None) for name in others)]
@@ -98,28 +107,32 @@ class WeightSlots(Mapping[str, tuple[WeightSlot, ...]]):
         """
         ops = self._ops.packing_into(allocate_new) if self._ops.native else self._ops
         prepared = dict(values)
-        for name, (source, step, num_steps) in self._derived.items():
+        for name, derivation in self._derivations.items():
+            source = derivation.source
             if source in values:
-                prepared[name] = step(self._prepared(values[source], source, num_steps))
+                value = self._transformed(values[source], source, derivation.num_before)
+                prepared[name] = derivation.transform(value)
         for name in values:
-            prepared[name] = self._prepared(values[name], name)
-        for name, (source, _, _) in self._derived.items():
-            if source in values:
-                prepared[name] = self._prepared(prepared[name], name)
+            prepared[name] = self._transformed(values[name], name)
+        for name, derivation in self._derivations.items():
+            if derivation.source in values:
+                prepared[name] = self._transformed(prepared[name], name)
         for slot in {id(slot): slot for name in prepared for slot in self[name]}.values():
             missing = [n for n in slot.names if n not in prepared and n in self._slots]
             assert not missing, f"{missing} must be written together with {slot.names}"
             slot.put(slot.destination, slot.pack, ops, *map(prepared.get, slot.names))
 
-    def _prepared(self, value: Any, name: str, num_steps: int | None = None) -> Any:
-        for step in self._steps[name][:num_steps]:
-            value = step(value)
+    def _transformed(self, value: Any, name: str, num_transforms: int | None = None) -> Any:
+        """Return a value after the first transforms of its parameter (None: after all)."""
+        for transform in self._transforms[name][:num_transforms]:
+            value = transform(value)
         return value
 
 
 def _overwrite(destination: Any, pack: Pack, ops: Ops, *values: Any) -> None:
-    old, new = (memory_of(packed) for packed in (destination, pack(ops, *values)))
-    for old_tensor, new_tensor in zip(old, new, strict=True):
+    old_tensors = memory_of(destination)
+    new_tensors = memory_of(pack(ops, *values))
+    for old_tensor, new_tensor in zip(old_tensors, new_tensors, strict=True):
         assert (old_tensor.shape, old_tensor.dtype) == (new_tensor.shape, new_tensor.dtype), (
             old_tensor.shape,
             new_tensor.shape,

@@ -96,7 +96,8 @@ class Names:
 class WeightPlan:
     """Collects the parameters and pieces of a load plan.
 
-    width: of the model. present: names of the checkpoint's tensors.
+    width: the width of the model.
+    present: the names of the checkpoint's tensors.
     """
 
     def __init__(
@@ -115,18 +116,19 @@ class WeightPlan:
         self.num_moe = 0  # MoE layers planned so far
         self.params: list[Param] = []
         self.pieces: list[Piece] = []
-        self.elsewhere: set[str] = set()  # tensors that other ranks load
+        self.on_other_ranks: set[str] = set()  # names of tensors that other ranks load
 
     def spell(self, tensor_prefix: str, name: str) -> str:
-        """Return the checkpoint's name of a layer's tensor: the first present, or the usual one.
+        """Return the checkpoint's name of a layer's tensor: the first that is present, or the usual
+        one.
 
-        tensor_prefix: of the layer. name: the name that blocks use, which GGUF tensors have, too
-        (loader/gguf_config.py).
+        tensor_prefix: the layer's prefix.
+        name: the name that blocks use. GGUF tensors have the same names (loader/gguf_config.py).
         """
         candidates = [
             tensor_prefix + spelling for spelling in (*self.names.spelled.get(name, ()), name)
         ]
-        return next((found for found in candidates if found in self.present), candidates[0])
+        return next((name for name in candidates if name in self.present), candidates[0])
 
     def add(
         self,
@@ -159,8 +161,8 @@ class WeightPlan:
         """
         # If all sources have the same name, they are stacked in one tensor.
         is_one_tensor = len(sources) > 1 and len({source for source, _, _ in sources}) == 1
-        start = 0  # of a source in the parameter
-        offset = 0  # of a source in its tensor
+        start = 0  # first row of a source in the parameter
+        offset = 0  # first row of a source in its tensor
         for source, count, rows in sources:
             end = start + rows.stop - rows.start
             total = sum(count for _, count, _ in sources) if is_one_tensor else count
@@ -177,8 +179,9 @@ class WeightPlan:
     def block(self, param_prefix: str, tensor_prefix: str, module: str = "") -> "BlockPlan":
         """Return a plan for one block of a layer.
 
-        param_prefix: of the parameters' names. tensor_prefix: of the tensors' names in the layer.
-        module: prefix of the block's tensors within the layer, such as "self_attn.".
+        param_prefix: the prefix of the parameters' names.
+        tensor_prefix: the prefix of the layer's tensors in the checkpoint.
+        module: the prefix of the block's tensors within the layer, such as "self_attn.".
         """
         return BlockPlan(self, param_prefix, tensor_prefix, module)
 
@@ -198,7 +201,7 @@ class WeightPlan:
         return LoadPlan(
             tuple(self.params),
             tuple(self.pieces),
-            frozenset({*ignored, *unneeded, *self.elsewhere}),
+            frozenset({*ignored, *unneeded, *self.on_other_ranks}),
         )
 
 

@@ -81,8 +81,8 @@ class ShownChoice:
         rows = self.logprobs.get("content") or self.logprobs.get("top_logprobs")
         if rows is None:
             return None
-        each = [row["top_logprobs"] if self.is_chat else row for row in rows]
-        return max((len(top or ()) for top in each), default=0)
+        alternatives = [row["top_logprobs"] if self.is_chat else row for row in rows]
+        return max((len(top or ()) for top in alternatives), default=0)
 
 
 @dataclass
@@ -113,31 +113,33 @@ def read_answers(path: Path) -> list[ReceiptInFile]:
 
 
 def _with_receipts(path: Path, answers: list[_Answer]) -> list[ReceiptInFile]:
-    found = [
+    receipts = [
         ReceiptInFile(choice.receipt, _shown_choice(choice))
         for answer in answers
         for choice in answer.choices
         if choice.receipt is not None
     ]
-    if found:
-        return found
+    if receipts:
+        return receipts
     raise ConfigError(
         f'{path} has an answer without a receipt: send the request with "receipt": true'
     )
 
 
 def _read_events(content: bytes) -> list[_Answer]:
-    data = [line.removeprefix(b"data:").strip() for line in content.splitlines()
-            if line.startswith(b"data:")]  # fmt: skip
-    return [msgspec.json.decode(line, type=_Answer) for line in data if line != b"[DONE]"]
+    data_lines = [line for line in content.splitlines() if line.startswith(b"data:")]
+    payloads = [line.removeprefix(b"data:").strip() for line in data_lines]
+    return [
+        msgspec.json.decode(payload, type=_Answer) for payload in payloads if payload != b"[DONE]"
+    ]
 
 
 def _merge_chunks(chunks: list[_Answer]) -> _Answer:
     """Merge a stream's chunks into a complete answer."""
-    whole: dict[int, _Choice] = {}
+    merged_choices: dict[int, _Choice] = {}
     for chunk in chunks:
         for choice in chunk.choices:
-            merged = whole.setdefault(choice.index, _Choice(choice.index))
+            merged = merged_choices.setdefault(choice.index, _Choice(choice.index))
             merged.finish_reason = choice.finish_reason or merged.finish_reason
             merged.stop_reason = choice.stop_reason or merged.stop_reason
             merged.receipt = choice.receipt or merged.receipt
@@ -151,7 +153,7 @@ def _merge_chunks(chunks: list[_Answer]) -> _Answer:
             for name, column in (choice.logprobs or {}).items():
                 merged.logprobs = merged.logprobs or {}
                 merged.logprobs[name] = merged.logprobs.get(name, []) + (column or [])
-    return _Answer(list(whole.values()))
+    return _Answer(list(merged_choices.values()))
 
 
 def _add_delta(message: _AnswerMessage, delta: _AnswerMessage) -> None:
@@ -159,9 +161,11 @@ def _add_delta(message: _AnswerMessage, delta: _AnswerMessage) -> None:
         message.content = (message.content or "") + delta.content
     if delta.reasoning is not None:
         message.reasoning = (message.reasoning or "") + delta.reasoning
-    calls = message.tool_calls = message.tool_calls or []
+    if message.tool_calls is None:
+        message.tool_calls = []
+    calls = message.tool_calls
     for call in delta.tool_calls or ():
-        if call.index >= len(calls):
+        if call.index >= len(calls):  # a new call; its arguments may continue in later chunks
             calls.append(call)
         else:
             calls[call.index].function.arguments += call.function.arguments
@@ -203,10 +207,11 @@ def answer_difference(
     )
     if difference:
         return difference
-    reasons = {receipt.finish_reason}
+    allowed_reasons = {receipt.finish_reason}
     if shown.calls and receipt.finish_reason == "stop":
-        reasons.add("tool_calls")  # stays "stop" if tool_choice named the tool
-    if shown.finish_reason not in reasons:
+        # The server shows "tool_calls", unless tool_choice named the tool.
+        allowed_reasons.add("tool_calls")
+    if shown.finish_reason not in allowed_reasons:
         return (
             f"finish_reason: {shown.finish_reason!r} in the answer, {receipt.finish_reason!r} "
             "computed"
@@ -227,8 +232,9 @@ def _text_difference(front: "FrontEnd", receipt: Receipt, shown: str, text: str)
 def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: ShownChoice, text: str) -> str:
     """Compare a message with its tokens' text, parsed in every way that the request allows.
 
-    A receipt has neither the tools nor whether the answer continues a message, so both are tried,
-    and one equal result is enough.
+    A receipt contains neither the tools nor whether the answer continues a message. So the text is
+    parsed without and with tools, as a new and as a continued message, and one equal result is
+    enough.
     """
     if not receipt.marked:
         return _first_difference("content", shown.content, text)
@@ -244,6 +250,7 @@ def _chat_difference(front: "FrontEnd", receipt: Receipt, shown: ShownChoice, te
             if not difference:
                 return ""
             differences.append(difference)
+    # Report the difference for a new message, parsed with tools if the answer has calls.
     return differences[2 if shown.calls else 0]
 
 
@@ -274,16 +281,19 @@ def _parts_difference(shown: ShownChoice, parts: "list[Part]") -> str:
             calls[-1].arguments += part.text
         else:
             texts[part.kind] += part.text
-    # The answer has no reasoning if the request had include_reasoning: false.
-    if shown.reasoning is not None and (
-        difference := _first_difference("reasoning", shown.reasoning, texts["reasoning"])
-    ):
-        return difference
+    if shown.reasoning is not None:  # None if the request had include_reasoning: false
+        difference = _first_difference("reasoning", shown.reasoning, texts["reasoning"])
+        if difference:
+            return difference
     if difference := _first_difference("content", shown.content, texts["content"]):
         return difference
-    if len(shown.calls) != len(calls):
-        return f"tool_calls: {len(shown.calls)} in the answer, {len(calls)} computed"
-    for i, (shown_call, computed_call) in enumerate(zip(shown.calls, calls, strict=True)):
+    return _calls_difference(shown.calls, calls)
+
+
+def _calls_difference(shown: list[_Function], computed: list[_Function]) -> str:
+    if len(shown) != len(computed):
+        return f"tool_calls: {len(shown)} in the answer, {len(computed)} computed"
+    for i, (shown_call, computed_call) in enumerate(zip(shown, computed, strict=True)):
         for name in ("name", "arguments"):
             where = f"tool_calls[{i}].function.{name}"
             if difference := _first_difference(
@@ -296,14 +306,13 @@ def _parts_difference(shown: ShownChoice, parts: "list[Part]") -> str:
 def _first_difference(name: str, shown: str, computed: str) -> str:
     if shown == computed:
         return ""
-    at = next(
+    start = next(
         (i for i, (a, b) in enumerate(zip(shown, computed, strict=False)) if a != b),
         min(len(shown), len(computed)),
     )
-    shown_text = shown[at : at + 20]
     return (
-        f"{name}: from character {at} on {shown_text!r} in the answer, {computed[at : at + 20]!r} "
-        "computed"
+        f"{name}: from character {start} on {shown[start : start + 20]!r} in the answer,"
+        f" {computed[start : start + 20]!r} computed"
     )
 
 
@@ -315,30 +324,23 @@ def _logprobs_difference(
     num_top = shown.num_logprobs
     if num_top is None:
         return ""
-    num = len(receipt.token_ids)
-    as_ids = "token_id:" in json.dumps(shown.logprobs)
+    num_tokens = len(receipt.token_ids)
+    as_ids = "token_id:" in json.dumps(shown.logprobs)  # tokens were requested as ids
     if shown.is_chat:
         logprob_format = LogprobFormat(front.tokenizer, num_top, as_ids=as_ids)
         expected = msgspec.to_builtins(logprob_format.chat_logprobs(computed.logprobs))["content"]
         return _rows_difference(shown.logprobs["content"], expected, "logprobs.content")
-    # The sampled token is an additional entry if it is not among the most likely ones.
-    for top in (num_top, num_top - 1):
-        logprob_format = LogprobFormat(front.tokenizer, max(top, 0), as_ids=as_ids)
+    # The sampled token is an additional entry if it is not among the most likely ones. So the
+    # request may have asked for one entry less than the largest number in the answer.
+    for requested_top in (num_top, num_top - 1):
+        logprob_format = LogprobFormat(front.tokenizer, max(requested_top, 0), as_ids=as_ids)
         columns, _ = logprob_format.completion_logprobs(receipt.token_ids, computed.logprobs)
         expected = msgspec.to_builtins(columns)
-        difference = next(
-            (
-                difference
-                for name in ("tokens", "token_logprobs", "top_logprobs")
-                # With `echo` the entries of the prompt come first.
-                if (
-                    difference := _rows_difference(
-                        shown.logprobs.get(name, [])[-num:], expected[name], f"logprobs.{name}"
-                    )
-                )
-            ),
-            "",
-        )
+        difference = ""
+        for name in ("tokens", "token_logprobs", "top_logprobs"):
+            # With `echo` the entries of the prompt come first.
+            rows = shown.logprobs.get(name, [])[-num_tokens:]
+            difference = difference or _rows_difference(rows, expected[name], f"logprobs.{name}")
         if not difference:
             return ""
     return difference

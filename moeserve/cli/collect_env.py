@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.plugins import VARIABLE, installed_plugins
-from moeserve.runner.cores import SYSTEM, assign_cpus, fast_cpus, nodes, shown
+from moeserve.runner.cores import SYSTEM, assign_cpus, fast_cpus, format_cpus, nodes
 from moeserve.version import __version__
 
 PACKAGES = (
@@ -121,10 +121,10 @@ def cpu(system: Path = SYSTEM) -> dict[str, Any]:
         "logical_cores": psutil.cpu_count(),
         "physical_cores": psutil.cpu_count(logical=False),
         "allowed_cores": len(allowed) or None,
-        "fast_cpus": shown(fast_cpus(allowed, system)) if allowed else None,
-        "numa_nodes": [shown(node) for node in nodes(allowed, system)],
+        "fast_cpus": format_cpus(fast_cpus(allowed, system)) if allowed else None,
+        "numa_nodes": [format_cpus(node) for node in nodes(allowed, system)],
         "one_rank_computes_on": (
-            shown(assign_cpus(allowed, 0, 1, system=system)[0]) if allowed else None
+            format_cpus(assign_cpus(allowed, 0, 1, system=system)[0]) if allowed else None
         ),
         "cgroup_cores": None if quota == "max" or not period else int(quota) / int(period),
         "load_average": list(os.getloadavg()),
@@ -180,8 +180,9 @@ def torch_facts() -> dict[str, Any]:
             for line in torch.__config__.show().splitlines()
             if "settings" not in line
         ],
-        "kernels": (ops := pick_ops("cpu", torch.bfloat16)).chosen,  # last: it changes the threads
-        "lossless_compression": ops.compresses,
+        # last: it changes the threads
+        "kernels": (ops := pick_ops("cpu", torch.bfloat16)).description,
+        "lossless_compression": ops.supports_lossless,
     }
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import yaml
 
-from moeserve.cli.settings import SECRET_SETTINGS, ResolvedSettings, add_flags, resolve, settings
+from moeserve.cli.settings import (
+    SECRET_SETTINGS,
+    ResolvedSettings,
+    add_flags,
+    all_settings,
+    resolve,
+)
 from moeserve.errors import ConfigError
 
 
@@ -27,9 +33,9 @@ class Show:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Print the settings."""
-        is_file = args.model and Path(args.model).is_file() and not args.model.endswith(".gguf")
-        if args.model and not args.config and (is_file or args.model.endswith((".yaml", ".yml"))):
-            args.model, args.config = None, args.model
+        if args.model and not args.config and _is_settings_file(args.model):
+            args.config = args.model
+            args.model = None
         print(rendered(resolve(args)))
         return 0
 
@@ -53,10 +59,17 @@ class Check:
         return 0
 
 
+def _is_settings_file(path: str) -> bool:
+    """Return whether an argument names a YAML file rather than a model."""
+    if path.endswith((".yaml", ".yml")):
+        return True
+    return Path(path).is_file() and not path.endswith(".gguf")
+
+
 def rendered(resolved: ResolvedSettings) -> str:
     """Return all settings as YAML, with origins as comments and without secrets."""
     lines: list[str] = []
-    for setting in settings():
+    for setting in all_settings():
         if f"{setting.section}:" not in lines:
             lines.append(f"{setting.section}:")
         value = getattr(getattr(resolved.config, setting.section), setting.name)

@@ -53,7 +53,8 @@ def picture(shown: ExpertStatus) -> str:
     ]
     for rank in range(len(loads[0]) if loads else 0):
         cells = "".join(SHADES[_shade(layer[rank], sum(layer) / len(layer))] for layer in loads)
-        share = sum(layer[rank] for layer in loads) / (sum(map(sum, loads)) or 1)
+        total = sum(map(sum, loads)) or 1
+        share = sum(layer[rank] for layer in loads) / total
         lines.append(f"rank {rank:>3} {share:6.1%} |{cells}|")
     for engine in shown.engines:
         lines.append(
@@ -73,9 +74,11 @@ def rank_loads(shown: ExpertStatus) -> list[list[float]]:
     loads = []
     for physical, recent in zip(shown.placement.experts, shown.load.recent, strict=True):
         tokens = [recent[expert] / physical.count(expert) for expert in physical]
-        loads.append([sum(tokens[at : at + per_rank]) for at in range(0, len(tokens), per_rank)])
+        first_of_ranks = range(0, len(tokens), per_rank)
+        loads.append([sum(tokens[first : first + per_rank]) for first in first_of_ranks])
     return loads
 
 
 def _shade(load: float, mean: float) -> int:
+    """Return an index in SHADES: 2 for the mean, 4 for twice the mean or more."""
     return min(len(SHADES) - 1, round(load / mean * 2)) if mean else 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from moeserve.cluster.launch import protocol
 from moeserve.cluster.launch.files import KINDS, Deployment
 from moeserve.cluster.launch.kubernetes import run_on_kubernetes
-from moeserve.cluster.launch.on_ray import STRATEGIES, on_ray
+from moeserve.cluster.launch.on_ray import STRATEGIES, start_ray_actors
 from moeserve.cluster.launch.protocol import Order, PartHello
 from moeserve.cluster.launch.supervise import Launch
 from moeserve.cluster.launch.targets import (
@@ -46,7 +46,7 @@ _TARGETS_OF_FLAG = {  # flag -> the targets for which it has an effect
     "namespace": ("kubernetes",),
     "image": ("kubernetes", "print lws", "print compose"),
 }
-# Settings of serve that the launcher sets
+# Settings of `moeserve serve` that the launcher sets, so users must not.
 _LAUNCHER_SETTINGS = ("nnodes", "node_rank", "cluster_key_file")
 
 
@@ -62,11 +62,9 @@ class ServeCommand:
         from moeserve.cli.settings import setting_named
 
         given = getattr(self.flags, name)
-        return (
-            default
-            if given is None
-            else int(setting_named(name).read(given, f"flag {_flag(name)}"))
-        )
+        if given is None:
+            return default
+        return int(setting_named(name).read(given, f"flag {_flag(name)}"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,17 +175,17 @@ def run(args: argparse.Namespace) -> int:
     command = _with_engines(command, len(targets), slots_per_machine)
     key = secrets.token_urlsafe(32) if len(targets) > 1 else ""
 
-    def order(rank: int, machine_0: PartHello) -> Order:
-        own = {
+    def make_order(rank: int, hello_of_first: PartHello) -> Order:
+        env_of_machine = {
             protocol.NNODES: str(len(targets)),
             protocol.NODE_RANK: str(rank),
-            protocol.ADDRESS: str(machine_0.address),
-            protocol.PORT: str(machine_0.port),
+            protocol.ADDRESS: str(hello_of_first.address),
+            protocol.PORT: str(hello_of_first.port),
         }
-        return Order(command.words, env | own, os.getcwd(), key)
+        return Order(words=command.words, env=env | env_of_machine, folder=os.getcwd(), key=key)
 
-    launch = Launch(targets, order, _number(args.max_restarts or "10", "--max-restarts", 0, 10**6))
-    return asyncio.run(launch.run())
+    max_restarts = _number(args.max_restarts or "10", "--max-restarts", low=0, high=10**6)
+    return asyncio.run(Launch(targets, make_order, max_restarts).run())
 
 
 def _parse_command(words: Sequence[str]) -> ServeCommand:
@@ -201,24 +199,30 @@ def _parse_command(words: Sequence[str]) -> ServeCommand:
         )
     flags = parse(build_parser("serve"), list(words[1:]))
     for name in _LAUNCHER_SETTINGS:
-        origin = _flag(name) if getattr(flags, name) is not None else f"MOESERVE_{name.upper()}"
-        if origin.startswith("--") or os.environ.get(origin):
+        variable = f"MOESERVE_{name.upper()}"
+        origin = ""
+        if getattr(flags, name) is not None:
+            origin = _flag(name)
+        elif os.environ.get(variable):
+            origin = variable
+        if origin:
             raise ConfigError(
-                f"{origin}: omit it, because the launcher numbers the machines and gives them a "
-                "common key"
+                f"{origin}: omit it, because the launcher numbers the machines and gives them a"
+                " common key"
             )
     return ServeCommand(list(words), flags)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for flags without effect, and for missing required flags."""
-    where = next(name for name in _TARGET_FLAGS if getattr(args, name))
-    named = where if where != "print" else f"print {args.print}"
-    for name, ways in _TARGETS_OF_FLAG.items():
-        if getattr(args, name) and not {where, named} & set(ways):
-            raise ConfigError(f"{_flag(name)} is only for {', '.join(map(_flag, ways))}")
-    if where in _FILE_TARGETS and not args.nodes:
-        raise ConfigError(f"--{named} needs --nodes N, the number of machines")
+    target = next(name for name in _TARGET_FLAGS if getattr(args, name))
+    # The same with the kind of file, as `_TARGETS_OF_FLAG` has it.
+    target_and_kind = target if target != "print" else f"print {args.print}"
+    for name, targets in _TARGETS_OF_FLAG.items():
+        if getattr(args, name) and not {target, target_and_kind} & set(targets):
+            raise ConfigError(f"{_flag(name)} is only for {', '.join(map(_flag, targets))}")
+    if target in _FILE_TARGETS and not args.nodes:
+        raise ConfigError(f"--{target_and_kind} needs --nodes N, the number of machines")
     if args.kubernetes and not args.image:
         raise ConfigError("--kubernetes needs --image IMAGE, which the nodes can pull")
 
@@ -228,11 +232,11 @@ def _targets(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
     if args.slurm:
         return in_slurm(os.environ), None
     if args.ray:
-        nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS) if args.nodes else None
-        gpus = _number(args.gpus_per_node or "0", "--gpus-per-node", 0, 1024)
-        return on_ray(nodes, args.ray_address, args.ray_placement or "spread", gpus), None
+        nodes = _number(args.nodes, "--nodes", low=1, high=MAX_HOSTS) if args.nodes else None
+        gpus = _number(args.gpus_per_node or "0", "--gpus-per-node", low=0, high=1024)
+        return start_ray_actors(nodes, args.ray_address, args.ray_placement or "spread", gpus), None
     if args.local:
-        return on_this_machine(_number(args.local, "--local", 1, MAX_HOSTS)), None
+        return on_this_machine(_number(args.local, "--local", low=1, high=MAX_HOSTS)), None
     hosts = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)
     return over_ssh(hosts, args.python, args.ssh_option), common_slots(hosts)
 
@@ -251,7 +255,7 @@ def _with_engines(
         )
     num_engines = num_machines * (slots_per_machine or tp) // tp
     if command.flags.dp is None and (command.flags.config or os.environ.get("MOESERVE_DP")):
-        return command
+        return command  # `serve` reads the number from the file or the variable
     dp = command.number("dp", num_engines)
     if slots_per_machine is not None and dp != num_engines:
         raise ConfigError(
@@ -293,26 +297,25 @@ def _number(text: str, flag: str, low: int, high: int) -> int:
 
 
 def _deployment(args: argparse.Namespace, command: ServeCommand) -> Deployment:
-    nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS)
-    model = Path(command.flags.model or "/")
-    command = _with_engines(command, nodes, None)
-    if args.print not in ("slurm", "systemd") and not model.is_absolute() and model.exists():
+    nodes = _number(args.nodes, "--nodes", low=1, high=MAX_HOSTS)
+    model = Path(command.flags.model) if command.flags.model else None
+    command = _with_engines(command, nodes, slots_per_machine=None)
+    in_containers = args.print not in ("slurm", "systemd")
+    if in_containers and model is not None and not model.is_absolute() and model.exists():
         raise ConfigError(
             f"MODEL {model}: containers need an absolute path; use {model.absolute()}"
         )
+    # Port 0 is any free port, which a container's definition cannot name.
+    min_port = 1 if in_containers else 0
+    port = _number(str(command.number("port", 8000)), "--port", low=min_port, high=65535)
     return Deployment(
         words=command.words[1:],
         nodes=nodes,
-        model=Path(command.flags.model) if command.flags.model else None,
+        model=model,
         rendezvous=command.flags.rendezvous,
         host_given=command.flags.host is not None,
         https=command.flags.ssl_certfile is not None,
-        port=_number(
-            str(command.number("port", 8000)),
-            "--port",
-            {"slurm": 0, "systemd": 0}.get(args.print, 1),
-            65535,
-        ),
+        port=port,
         drain_s=command.number("shutdown_timeout", 30),
         image=args.image or "moeserve",
     )

@@ -102,8 +102,11 @@ def _main(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"moeserve {__version__}")
         return 0
-    two = " ".join(words[:2])
-    name, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
+    name = " ".join(words[:2])
+    rest = words[2:]
+    if name not in COMMANDS:  # a command of one word, such as `serve`
+        name = words[0]
+        rest = words[1:]
     if name not in COMMANDS:
         return _no_command(name, rest)
     from moeserve.errors import ConfigError, MoeserveError
@@ -144,16 +147,17 @@ def build_parser(name: str) -> "argparse.ArgumentParser":
 def parse(parser: "argparse.ArgumentParser", words: list[str]) -> "argparse.Namespace":
     """Parse a command's arguments. Unknown ones end the process with a hint."""
     known = parser._option_string_actions
-    if "--max-num-seqs" not in known:
+    has_serve_flags = "--max-num-seqs" in known
+    if not has_serve_flags:
         args, unknown = parser.parse_known_args(words)
         advice: Callable[[str], str] = lambda flag: ""  # noqa: E731
-    else:  # a command with the flags of `moeserve serve`: translate flags of vLLM and SGLang
-        from moeserve.cli.foreign_flags import merge, table, translate
+    else:  # translate flags of vLLM and SGLang
+        from moeserve.cli.foreign_flags import flag_table, merge, translate
 
         translation = translate(words, known)
         args, unknown = parser.parse_known_args(translation.words)
         merge(args, translation.settings)
-        advice = table().advice
+        advice = flag_table().advice
         for note in translation.notes:
             print(f"{parser.prog}: {note}", file=sys.stderr)
     if unknown:
@@ -173,8 +177,8 @@ def _unknown_arguments(
     names = {flag.lstrip("-"): flag for flag in known}
     if why := advice(spelled):
         hint = f"; {why}"
-    elif near := get_close_matches(spelled.lstrip("-"), names, 1, cutoff=0.7):
-        hint = f"; did you mean {names[near[0]]}?"
+    elif similar := get_close_matches(spelled.lstrip("-"), names, 1, cutoff=0.7):
+        hint = f"; did you mean {names[similar[0]]}?"
     else:
         hint = f"; `{parser.prog} --help` lists the flags"
     parser.exit(USAGE_ERROR, f"{parser.prog}: unknown argument {word!r}{hint}\n")
@@ -183,14 +187,16 @@ def _unknown_arguments(
 def _no_command(word: str, rest: list[str]) -> int:
     from difflib import get_close_matches
 
-    inside = [name for name in COMMANDS if name.startswith(word + " ")]
-    if inside and (not rest or rest[0] in ("-h", "--help")):
-        print(overview(inside))
+    subcommands = [name for name in COMMANDS if name.startswith(word + " ")]
+    if subcommands and (not rest or rest[0] in ("-h", "--help")):
+        print(overview(subcommands))
         return 0 if rest else USAGE_ERROR
-    wrong = f"{word} {rest[0]}" if inside else word
-    near = get_close_matches(wrong, inside or list(COMMANDS), 1)
-    hint = f"did you mean `moeserve {near[0]}`?" if near else "`moeserve --help` lists the commands"
-    print(f"moeserve: unknown command {wrong!r}; {hint}", file=sys.stderr)
+    unknown = f"{word} {rest[0]}" if subcommands else word
+    similar = get_close_matches(unknown, subcommands or list(COMMANDS), 1)
+    hint = "`moeserve --help` lists the commands"
+    if similar:
+        hint = f"did you mean `moeserve {similar[0]}`?"
+    print(f"moeserve: unknown command {unknown!r}; {hint}", file=sys.stderr)
     return USAGE_ERROR
 
 

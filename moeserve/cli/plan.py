@@ -13,18 +13,18 @@ from moeserve.cli.simulate import (
     add_load_flags,
     add_tables_flag,
     add_zipf_flag,
+    forms_one_group,
     read_load,
     read_rate,
     read_spec,
     simulate,
-    together,
 )
 from moeserve.errors import ConfigError, DoesNotFit
 
 if TYPE_CHECKING:
     from moeserve.config import Config
     from moeserve.models.spec import ModelSpec
-    from moeserve.plan.candidates import Candidate, Estimate, Workload
+    from moeserve.plan.candidates import Candidate, Workload
     from moeserve.plan.hardware import Cluster
     from moeserve.plan.trace import RequestTrace
 
@@ -34,7 +34,7 @@ _SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class _Rated(NamedTuple):
-    """A layout, and the requests per second that it can serve by the closed form."""
+    """A layout, and the requests per second that it can serve by the closed-form estimate."""
 
     capacity: float
     candidate: Candidate
@@ -43,7 +43,7 @@ class _Rated(NamedTuple):
 class _Simulated(NamedTuple):
     """A layout that was simulated at the load."""
 
-    goal_ratio: float  # of the worst latency to its goal; below 1: all goals are met
+    goal_ratio: float  # the largest ratio of a latency to its goal; below 1: all goals are met
     candidate: Candidate
     result: dict[str, Any]
 
@@ -74,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the layouts, the best one, and its bottleneck. Raises DoesNotFit if none fits."""
-    from moeserve.models.spec import model_size
     from moeserve.plan.candidates import Workload, candidates
     from moeserve.plan.hardware import read_gpus
     from moeserve.plan.tables import read_tables
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.rates:
         raise ConfigError("give the requests per second, such as --rates 20/s")
     goals = read_slo(args.slo)
-    load = Workload(read_rate(args.rates), args.input, args.output, **goals)
+    load = Workload(rate=read_rate(args.rates), input=args.input, output=args.output, **goals)
     trace = read_load(args)
     if math.isinf(load.rate):
         raise ConfigError("--rates inf: a plan needs a finite rate")
@@ -90,23 +89,7 @@ def run(args: argparse.Namespace) -> int:
     config = resolve(args).config
     spec = read_spec(config.model.model)
     config = _with_context(config, spec, args.input + args.output)
-    size = model_size(spec)
-    kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored)) or spec.dtype
-    unit, name = (1e9, "B") if size.total >= 1e9 else (1e6, "M")
-    total = size.total / unit
-    active = size.active / unit
-    print(
-        f"{spec.architecture}: {total:.1f} {name} parameters, {active:.1f} {name} for a token, "
-        f"{kinds}"
-    )
-    print(
-        f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
-        f"{f', {cluster.link.name} between machines' if cluster.nodes > 1 else ''}"
-    )
-    print(
-        f"{load.rate:g} requests/s of {args.input} + {args.output} tokens; max_model_len "
-        f"{config.model.max_model_len}\n"
-    )
+    _print_inputs(spec, cluster, load, config)
     tables = read_tables(args.tables, cluster.device) if args.tables else None
     layouts = list(candidates(spec, config, cluster, args.zipf, tables))
     possible = [candidate for candidate in layouts if not candidate.refused]
@@ -118,19 +101,29 @@ def run(args: argparse.Namespace) -> int:
     rated = [_Rated(candidate.capacity(load), candidate) for candidate in possible]
     rated.sort(key=lambda rating: -rating.capacity)
     _print_layouts(rated, load)
-    refused: dict[str, list[str]] = {}
-    for candidate in layouts:
-        if candidate.refused:
-            refused.setdefault(candidate.refused.split(". ")[0], []).append(candidate.name)
-    for why, names in refused.items():
-        print(
-            f"refused: {why}:\n    {', '.join(names)}\n"
-            if args.explain
-            else f"refused: {len(names)}: {why}\n"
-        )
-    best = _confirm(rated[:NUM_SIMULATED], load, trace)
+    _print_refused(layouts, explain=args.explain)
+    best = _simulate_best(rated[:NUM_SIMULATED], load, trace)
     _print_best(best, rated, load, cluster, args.explain)
     return 0
+
+
+def _print_inputs(spec: ModelSpec, cluster: Cluster, load: Workload, config: Config) -> None:
+    """Print the model, the devices and the load."""
+    from moeserve.models.spec import model_size
+
+    size = model_size(spec)
+    weight_formats = " and ".join(dict.fromkeys(form.kind for form in spec.stored)) or spec.dtype
+    unit, unit_name = (1e9, "B") if size.total >= 1e9 else (1e6, "M")
+    print(
+        f"{spec.architecture}: {size.total / unit:.1f} {unit_name} parameters,"
+        f" {size.active / unit:.1f} {unit_name} for a token, {weight_formats}"
+    )
+    link = f", {cluster.link.name} between machines" if cluster.nodes > 1 else ""
+    print(f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}{link}")
+    print(
+        f"{load.rate:g} requests/s of {load.input} + {load.output} tokens; max_model_len"
+        f" {config.model.max_model_len}\n"
+    )
 
 
 def read_slo(text: str) -> dict[str, float]:
@@ -152,11 +145,12 @@ def read_slo(text: str) -> dict[str, float]:
 def _with_context(config: Config, spec: ModelSpec, tokens: int) -> Config:
     """Return the config with max_model_len set to twice the usual request, unless it was given.
 
-    Work space for the model's full context may take more memory than the weights.
+    Workspace for the model's full context may take more memory than the weights.
     """
     if config.model.max_model_len is None:
-        rounded = min(spec.max_position, -(-2 * tokens // 1024) * 1024)
-        config = replace(config, model=replace(config.model, max_model_len=rounded))
+        rounded_up = -(-2 * tokens // 1024) * 1024
+        max_model_len = min(spec.max_position, rounded_up)
+        config = replace(config, model=replace(config.model, max_model_len=max_model_len))
     if config.model.max_model_len is not None and config.model.max_model_len <= tokens:
         raise ConfigError(
             f"requests of {tokens} tokens do not fit into {config.model.max_model_len} positions: "
@@ -174,24 +168,35 @@ def _print_layouts(rated: list[_Rated], load: Workload) -> None:
         estimate = candidate.estimate(load)
         assert memory is not None
         num_tokens = memory.limits.num_blocks * memory.limits.block_size
-        words = (
+        columns = (
             f"{candidate.name:<{width}}{memory.weight_bytes / 1e9:>9.1f}"
-            f"{memory.kv_bytes / 1e9:>8.1f}{num_tokens / 1e3:>7.0f}k"
+            f"{memory.kv_bytes / 1e9:>8.1f}{num_tokens / 1e3:>7.0f}k{capacity:>9.1f}"
         )
-        words += f"{capacity:>9.1f}"
         if estimate is None:
-            print(f"{words}  overloaded at this rate")
+            print(f"{columns}  overloaded at this rate")
         else:
             print(
-                f"{words}{1e3 * estimate.ttft_s:>9.0f}{1e3 * estimate.itl_s:>8.1f}"
+                f"{columns}{1e3 * estimate.ttft_s:>9.0f}{1e3 * estimate.itl_s:>8.1f}"
                 f"{estimate.rows:>6.0f}  {estimate.bottleneck}"
             )
     print()
 
 
-def _confirm(
-    rated: list[_Rated], load: Workload, trace: RequestTrace
-) -> tuple[Candidate, Estimate | None, dict[str, Any]]:
+def _print_refused(layouts: list[Candidate], *, explain: bool) -> None:
+    """Print the refused layouts by cause: their names if `explain`, otherwise their number."""
+    names_by_cause: dict[str, list[str]] = {}
+    for candidate in layouts:
+        if candidate.refused:
+            cause = candidate.refused.split(". ")[0]
+            names_by_cause.setdefault(cause, []).append(candidate.name)
+    for cause, names in names_by_cause.items():
+        if explain:
+            print(f"refused: {cause}:\n    {', '.join(names)}\n")
+        else:
+            print(f"refused: {len(names)}: {cause}\n")
+
+
+def _simulate_best(rated: list[_Rated], load: Workload, trace: RequestTrace) -> _Simulated:
     """Simulate layouts at the load. Return the one that meets the goals with the largest margin, or
     misses them by least.
     """
@@ -206,36 +211,33 @@ def _confirm(
         simulation = simulate(limits, groups, candidate.cost, trace, candidate.config)
         result = summarise(simulation.clients, simulation.steps)
         goal_ratio = max(
+            0.0,
             result["p99_ttft_ms"] / (1e3 * load.ttft_s),
             result["p99_tpot_ms"] / (1e3 * load.itl_s),
-            0.0,
-            0.0 if math.isfinite(load.itl_s + load.ttft_s) else load.rate / max(capacity, 1e-9),
         )
+        if not math.isfinite(load.itl_s + load.ttft_s):
+            # A goal is missing, so how close the load is to the capacity counts, too.
+            goal_ratio = max(goal_ratio, load.rate / max(capacity, 1e-9))
         print(
-            f"simulated {candidate.name}: {result['output_throughput']:,.0f} tokens/s; ms at p50 "
-            "/ p99: first token "
-            f"{result['p50_ttft_ms']:,.0f} / {result['p99_ttft_ms']:,.0f}, per token "
-            f"{result['p50_tpot_ms']:.1f} / "
-            f"{result['p99_tpot_ms']:.1f}"
+            f"simulated {candidate.name}: {result['output_throughput']:,.0f} tokens/s; ms at p50"
+            f" / p99: first token {result['p50_ttft_ms']:,.0f} / {result['p99_ttft_ms']:,.0f},"
+            f" per token {result['p50_tpot_ms']:.1f} / {result['p99_tpot_ms']:.1f}"
         )
         simulated.append(_Simulated(goal_ratio, candidate, result))
-    best = min(simulated, key=lambda tried: tried.goal_ratio)
-    return best.candidate, best.candidate.estimate(load), best.result
+    return min(simulated, key=lambda simulation: simulation.goal_ratio)
 
 
 def _print_best(
-    best: tuple[Candidate, Estimate | None, dict[str, Any]],
-    rated: list[_Rated],
-    load: Workload,
-    cluster: Cluster,
-    explain: bool,
+    best: _Simulated, rated: list[_Rated], load: Workload, cluster: Cluster, explain: bool
 ) -> None:
-    candidate, estimate, result = best
+    candidate = best.candidate
+    result = best.result
+    estimate = candidate.estimate(load)
     max_rate = next(capacity for capacity, other in rated if other is candidate)
     meets_goals = (
         result["p99_ttft_ms"] <= 1e3 * load.ttft_s and result["p99_tpot_ms"] <= 1e3 * load.itl_s
     )
-    spans_machines = cluster.nodes > 1 and together(candidate.config)
+    spans_machines = cluster.nodes > 1 and forms_one_group(candidate.config)
     nnodes = f" --nnodes {cluster.nodes}" if spans_machines else ""
     print(
         f"\nbest: moeserve serve MODEL {candidate.name} --max-model-len "
@@ -259,23 +261,27 @@ def _print_best(
         f"{100 * estimate.prefill_share:.0f} % of steps have prefill; "
         f"bottleneck: {estimate.bottleneck}"
     )
-    if explain and candidate.cost is not None and candidate.memory is not None:
-        weights = candidate.cost.weights
-        memory = candidate.memory
-        if candidate.cost.measured:
-            print(
-                f"measured kernels: {', '.join(candidate.cost.measured)}; the rest is from the "
-                "roofline"
-            )
-        print(
-            f"each rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, "
-            f"{weights.num_local_experts} experts of "
-            f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.num_moe_layers} layers, "
-            f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and "
-            "LM head, "
-            f"{memory.workspace_bytes / 1e9:.2f} GB of work space, "
-            f"{memory.bytes_per_token / 1e3:.1f} kB of KV per token"
-        )
-        shares = candidate.cost.expert_shares
-        if shares is not None:
-            print(f"the busiest rank has {shares.imbalance:.2f} times the mean load of experts")
+    if explain:
+        _print_sizes(candidate)
+
+
+def _print_sizes(candidate: Candidate) -> None:
+    """Print the sizes behind the result."""
+    cost = candidate.cost
+    memory = candidate.memory
+    assert cost is not None
+    assert memory is not None
+    weights = cost.weights
+    if cost.measured:
+        print(f"measured kernels: {', '.join(cost.measured)}; the rest is from the roofline")
+    print(
+        f"each rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers,"
+        f" {weights.num_local_experts} experts of {weights.expert_bytes / 1e6:.1f} MB in each of"
+        f" {weights.num_moe_layers} layers,"
+        f" {(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and LM head,"
+        f" {memory.workspace_bytes / 1e9:.2f} GB of work space,"
+        f" {memory.bytes_per_token / 1e3:.1f} kB of KV per token"
+    )
+    if cost.expert_shares is not None:
+        imbalance = cost.expert_shares.imbalance
+        print(f"the busiest rank has {imbalance:.2f} times the mean load of experts")

@@ -90,11 +90,11 @@ async def _run(args: argparse.Namespace) -> int:
     if not output.path.parent.is_dir():
         folder = output.path.parent
         raise ConfigError(f"cannot write {output.path}: there is no directory {folder}")
-    remaining = [line for line in lines if line.key not in done_keys]
+    remaining_lines = [line for line in lines if line.key not in done_keys]
     if done_keys:
-        num_done = len(lines) - len(remaining)
+        num_done = len(lines) - len(remaining_lines)
         print(f"{num_done} of {len(lines)} lines are answered already", file=sys.stderr)
-    if not remaining:
+    if not remaining_lines:
         return 0
     async with AsyncExitStack() as stack:
         if args.base_url:
@@ -103,9 +103,10 @@ async def _run(args: argparse.Namespace) -> int:
         else:
             client = await stack.enter_async_context(local_server(resolve(args).config))
         num_failed = await answer(
-            client, remaining, output, args.max_concurrency, quiet=args.disable_tqdm
+            client, remaining_lines, output, args.max_concurrency, quiet=args.disable_tqdm
         )
-    print(f"{len(remaining)} lines answered, {num_failed} of them with an error", file=sys.stderr)
+    num_lines = len(remaining_lines)
+    print(f"{num_lines} lines answered, {num_failed} of them with an error", file=sys.stderr)
     return 0
 
 
@@ -145,11 +146,16 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
         context.front = front
         await front.wait_ready()
         context.started = True
-        block = asyncio.current_task()
+        block_task = asyncio.current_task()
+        assert block_task is not None
+        is_in_block = True
         death = spawn(front.died(), name="death of the engine", on_error=log_error)
-        assert block is not None
-        has_left = False  # the block has ended and must not be cancelled
-        death.add_done_callback(lambda task: task.cancelled() or has_left or block.cancel())
+
+        def cancel_block(death: asyncio.Task[Exception]) -> None:
+            if is_in_block and not death.cancelled():
+                block_task.cancel()
+
+        death.add_done_callback(cancel_block)
         try:
             yield client
         except asyncio.CancelledError:
@@ -157,7 +163,7 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
                 raise death.result() from None
             raise
         finally:
-            has_left = True
+            is_in_block = False
             death.cancel()
 
 
@@ -180,6 +186,7 @@ async def answer(
     loop = asyncio.get_running_loop()
 
     async def run_in_writer(work: Callable[..., None], *args: bytes) -> None:
+        """Run work on the file in its thread."""
         with ConfigError.instead_of(OSError, f"cannot write {output.path}"):
             await loop.run_in_executor(writer, work, *args)
 
@@ -203,20 +210,21 @@ async def answer(
 
 
 async def _send(client: AsyncClient, line: BatchLine) -> tuple[bool, bytes]:
+    """Send a line's request. Return whether it succeeded, and the line of the result."""
     if line.fault is not None:
         return False, line.refusal()
     transport = client.transport
     try:
         body, headers = await transport.read("POST", transport.root_url + line.url, line.body)
-    except Unreachable:
+    except Unreachable:  # a RequestError that ends the run
         raise
     except RequestError as error:
-        fault = {
+        fields = {
             "message": error.message,
             "type": error.type,
             "param": error.param,
             "code": error.code,
         }
-        encoded = msgspec.json.encode({"error": fault})
+        encoded = msgspec.json.encode({"error": fields})
         return False, line.result(error.http_status, error.request_id, encoded)
     return True, line.result(200, headers.get("x-request-id"), body)

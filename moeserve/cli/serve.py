@@ -69,11 +69,9 @@ def _this_machine(resolved: ResolvedSettings) -> _Machine:
 
     config = resolved.config
     given_names = {path.removeprefix("parallel.") for path in resolved.origins}
-    parallel, allocated = allocation.fill_in(config.parallel, given_names, os.environ)
+    parallel, allocated = allocation.complete_settings(config.parallel, given_names, os.environ)
     if allocated is None:
-        if "nnodes" not in given_names and (
-            warning := allocation.outside_of_slurm_step(os.environ)
-        ):
+        if "nnodes" not in given_names and (warning := allocation.slurm_step_warning(os.environ)):
             _print(warning)
         return _Machine(config)
     from moeserve.cluster.check_parallel import rendezvous_of

@@ -52,10 +52,10 @@ class Setting:
 
     section: str
     name: str
-    kind: Any
+    kind: Any  # type of its values
     help: str
     flag: str | None
-    env: str | None
+    env: str | None  # environment variable
     field: dataclasses.Field[Any]
 
     @property
@@ -66,9 +66,9 @@ class Setting:
     def read(self, value: Any, origin: str) -> Any:
         """Convert and check `value`. Raises ConfigError that names its origin."""
         with ConfigError.instead_of(ValueError, origin, f" ({self.help})"):
-            found = convert(self.kind, value)
-        check_range(self.field, found, origin)
-        return found
+            converted = convert(self.kind, value)
+        check_range(self.field, converted, origin)
+        return converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +80,28 @@ class ResolvedSettings:
 
 
 @functools.cache
-def settings() -> tuple[Setting, ...]:
+def all_settings() -> tuple[Setting, ...]:
     """Return every setting, in the order of the config tree."""
-    found = []
+    settings = []
     for section, kind in SECTIONS.items():
         hints = get_type_hints(kind)
         for field in dataclasses.fields(kind):
             name = field.name
-            help = field.metadata["help"]
             flag = field.metadata["flag"]
-            if flag == "":
+            if flag == "":  # named after the field; None: no flag
                 flag = "--" + name.replace("_", "-")
-            env = PREFIX + name.upper() if flag or name == "model" else None
-            found.append(Setting(section, name, hints[name], help, flag, env, field))
-    return tuple(found)
+            settings.append(
+                Setting(
+                    section=section,
+                    name=name,
+                    kind=hints[name],
+                    help=field.metadata["help"],
+                    flag=flag,
+                    env=PREFIX + name.upper() if flag or name == "model" else None,
+                    field=field,
+                )
+            )
+    return tuple(settings)
 
 
 def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: bool = True) -> None:
@@ -115,7 +123,7 @@ def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: boo
         help="YAML file with settings by section (see `moeserve config show`)",
     )
     groups = {section: parser.add_argument_group(title) for section, title in TITLES.items()}
-    for setting in settings():
+    for setting in all_settings():
         if setting.flag is None:
             continue
         kind, _ = strip_optional(setting.kind)
@@ -155,15 +163,15 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Re
     of an invalid value.
     """
     path = getattr(args, "config", None)
-    file = read_file(Path(path)) if path else {}
+    file_values = read_file(Path(path)) if path else {}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     origins: dict[str, str] = {}
-    given_flags = getattr(args, "foreign_flags", {})
-    for setting in settings():
-        given = getattr(args, setting.name, None)
-        if given is not None:
-            flag = given_flags.get(setting.name, setting.flag)
-            value = given
+    # Flags of other servers that were translated to settings, by the setting's name.
+    foreign_flags = getattr(args, "foreign_flags", {})
+    for setting in all_settings():
+        value = getattr(args, setting.name, None)
+        if value is not None:
+            flag = foreign_flags.get(setting.name, setting.flag)
             origin = f"flag {flag}" if flag else "argument MODEL"
         elif setting.env and env.get(setting.env):
             value = env[setting.env]
@@ -173,8 +181,8 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Re
                     f"{origin}={value!r} was set by Kubernetes for a service named 'moeserve'; "
                     "give the pod enableServiceLinks: false, or pass --port"
                 )
-        elif setting.path in file:
-            value = file[setting.path]
+        elif setting.path in file_values:
+            value = file_values[setting.path]
             origin = f"{path}: {setting.path}"
         else:
             continue
@@ -212,7 +220,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict | None):
         raise ConfigError(f"{path}: expected sections such as `server:`, got {document!r:.64}")
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for section, body in (document or {}).items():
         if section not in SECTIONS:
             raise ConfigError(
@@ -222,28 +230,33 @@ def read_file(path: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{path}: {section}: expected `name: value` lines below it, got {body!r:.64}"
             )
-        known = [setting.name for setting in settings() if setting.section == section]
+        known = [setting.name for setting in all_settings() if setting.section == section]
         for name, value in (body or {}).items():
             if name not in known:
                 raise ConfigError(
                     f"{path}: unknown setting {section}.{name}{_hint('it belongs', name, known)}"
                 )
-            found[f"{section}.{name}"] = value
-    return found
+            values[f"{section}.{name}"] = value
+    return values
 
 
 def _hint(advice: str, name: Any, known: Iterable[str]) -> str:
-    home = _settings_by_name().get(name)
-    return f"; {advice} under `{home.section}:`" if home else nearest(name, known)
+    """Return the end of an error message: the section of a setting with this name, or a similar
+    name.
+    """
+    setting = _settings_by_name().get(name)
+    return f"; {advice} under `{setting.section}:`" if setting else suggestion(name, known)
 
 
 def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the MOESERVE_* variables of no setting, each with a hint. Most are misspelled."""
-    known = [VARIABLE, *(s.env for s in settings() if s.env)]
-    unknown = [n for n in env if n.startswith(PREFIX) and n not in known]
-    others = ("_SERVICE_", "_PORT_", "_LAUNCH_")  # set by Kubernetes and `moeserve launch`
+    known = [VARIABLE, *(setting.env for setting in all_settings() if setting.env)]
+    unknown = [name for name in env if name.startswith(PREFIX) and name not in known]
+    not_settings = ("_SERVICE_", "_PORT_", "_LAUNCH_")  # set by Kubernetes and `moeserve launch`
     return [
-        name + nearest(name, known) for name in unknown if not any(word in name for word in others)
+        name + suggestion(name, known)
+        for name in unknown
+        if not any(word in name for word in not_settings)
     ]
 
 
@@ -252,19 +265,17 @@ def setting_named(name: str) -> Setting:
     return _settings_by_name()[name]
 
 
-def nearest(word: Any, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: the nearest known name, or all."""
+def suggestion(word: Any, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown name: a similar known name, or all."""
     close_names = get_close_matches(str(word), list(known), 1)
-    return (
-        f"; did you mean {close_names[0]!r}?"
-        if close_names
-        else f"; known: {', '.join(sorted(known))}"
-    )
+    if close_names:
+        return f"; did you mean {close_names[0]!r}?"
+    return f"; known: {', '.join(sorted(known))}"
 
 
 @functools.cache
 def _settings_by_name() -> Mapping[str, Setting]:
-    return {setting.name: setting for setting in settings()}
+    return {setting.name: setting for setting in all_settings()}
 
 
 _BOOLS = {
@@ -289,8 +300,9 @@ def parse_int(text: str) -> int:
     if match is None:
         raise ValueError(f"expected a whole number such as 4096, 25.6k or 2GiB, got {text!r}")
     digits, unit, suffix = match.groups()
-    base = 1024 if suffix.startswith("i") or (unit.isupper() and not suffix) else 1000
-    scale: int = base ** " kmgt".index(unit.lower() or " ")
+    is_binary = suffix.startswith("i") or (unit.isupper() and not suffix)
+    base = 1024 if is_binary else 1000
+    scale: int = base ** " kmgt".index(unit.lower() or " ")  # the exponent of k is 1, of m 2, ...
     number = Fraction(digits.replace("_", "")) * scale
     if number.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number")
@@ -300,7 +312,7 @@ def parse_int(text: str) -> int:
 def strip_optional(kind: Any) -> tuple[Any, bool]:
     """Split a type: int | None -> (int, True); int -> (int, False)."""
     if get_origin(kind) in (Union, types.UnionType):
-        (inner,) = (k for k in get_args(kind) if k is not type(None))
+        (inner,) = (member for member in get_args(kind) if member is not type(None))
         return inner, True
     return kind, False
 
@@ -309,46 +321,41 @@ def convert(kind: Any, value: Any) -> Any:
     """Convert `value` (text from a flag or variable, or a YAML value) to `kind`. Raises ValueError
     that says what was expected.
     """
-    inner, optional = strip_optional(kind)
-    if value is None and optional:
+    inner, is_optional = strip_optional(kind)
+    if value is None and is_optional:
         return None
     if inner is int and isinstance(value, str):
         return parse_int(value)
-    form = get_origin(inner) or inner
-    texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    form = get_origin(inner) or inner  # such as tuple, Literal, bool
+    texts = value if isinstance(value, list) else [value]
     if not all(_is_utf8(text) for text in texts if isinstance(text, str)):
         raise ValueError(
             f"expected text in UTF-8, got {value!a:.64}; rename the file, or use a locale of"
             " UTF-8 such as LC_ALL=C.UTF-8"
         )
     try:
-        found = msgspec.convert(
-            _TEXT_PARSERS[form](value)
-            if form in _TEXT_PARSERS and isinstance(value, str)
-            else value,
-            kind,
-        )
-        if (
-            found == ""
-            or (form is tuple and not all(found))
-            or (form is float and not math.isfinite(found))
-        ):
+        parsed = value
+        if isinstance(value, str) and form in _TEXT_PARSERS:
+            parsed = _TEXT_PARSERS[form](value)
+        converted = msgspec.convert(parsed, kind)
+        has_empty_text = converted == "" or (form is tuple and not all(converted))
+        if has_empty_text or (form is float and not math.isfinite(converted)):
             raise ValueError
-    except (ValueError, KeyError):  # msgspec.ValidationError is one
+    except (ValueError, KeyError):  # msgspec.ValidationError is a ValueError
         expected = _EXPECTED_VALUES.get(form) or f"one of {', '.join(map(str, get_args(inner)))}"
-        expected += " (in quotes, as YAML reads it otherwise)" * (
-            form is Literal and isinstance(value, bool)
-        )
+        if form is Literal and isinstance(value, bool):
+            expected += " (in quotes, as YAML reads it otherwise)"
         shown = repr(value)
-        raise ValueError(
-            f"expected {expected}, got {shown if len(shown) <= 64 else shown[:61] + '...'}"
-        ) from None
-    return found
+        if len(shown) > 64:
+            shown = shown[:61] + "..."
+        raise ValueError(f"expected {expected}, got {shown}") from None
+    return converted
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether a text can be sent to other processes. Bytes of a path that are not UTF-8 become
-    surrogates, which cannot be encoded.
+    """Return whether a text can be sent to other processes.
+
+    Python reads bytes of a path that are not UTF-8 as surrogates, which cannot be encoded.
     """
     try:
         text.encode()

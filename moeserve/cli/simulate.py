@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class _Setup(NamedTuple):
-    """What a simulation needs, from a device's data or from a calibration."""
+    """The engines of a simulation, from a device's data or from a calibration."""
 
     limits: Limits
     groups: tuple[KVGroup, ...]
     cost: StepCost
-    client_delay_s: float  # to the client and back, added to latencies
+    client_delay_s: float  # from the engine to the client and back, added to latencies
 
 
 def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> None:
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure:
         return _measure(config, args.measure)
     setup = _calibrated(args.calibration, config) if args.calibration else _modelled(args, config)
-    from moeserve.plan.report import summarise, table
+    from moeserve.plan.report import format_metrics, summarise
 
     trace = read_load(args)
     # The garbage collector would take a seventh of the time to look for cycles among millions of
@@ -156,14 +156,16 @@ def run(args: argparse.Namespace) -> int:
     result = summarise(simulation.clients, simulation.steps, setup.client_delay_s) | {
         "wall_s": round(took_s, 3)
     }
-    print(json.dumps(result, indent=2) if args.json else table(result))
-    if not args.json:
-        print(f"simulated in {took_s:.1f} s, {len(trace.arrivals) / took_s:,.0f} requests/s")
+    if args.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    print(format_metrics(result))
+    print(f"simulated in {took_s:.1f} s, {len(trace.arrivals) / took_s:,.0f} requests/s")
     return 0
 
 
 def read_load(args: argparse.Namespace) -> RequestTrace:
-    """Return the requests that the flags describe."""
+    """Return the requests that the flags describe. Raises ConfigError."""
     from moeserve.cli.bench.load import arrival_times
     from moeserve.plan.trace import read_trace, synthetic
 
@@ -197,8 +199,8 @@ def read_rate(text: str) -> float:
     return rate
 
 
-def together(config: Config) -> bool:
-    """Whether the engines step together, because their experts are sharded over all of them."""
+def forms_one_group(config: Config) -> bool:
+    """Return whether the engines run in lockstep, because the experts are sharded over them."""
     return config.parallel.ep == "on"
 
 
@@ -221,13 +223,13 @@ def simulate(
         # Shorter tables; the longest request still has room for one more token.
         max_model_len=min(limits.max_model_len, trace.longest + 1),
     )
-    simulation = partial(
-        Simulation, limits, groups, cost, config.parallel.dp, together=together(config)
+    make_simulation = partial(
+        Simulation, limits, groups, cost, config.parallel.dp, is_one_group=forms_one_group(config)
     )
     if is_countable(limits, groups, cost.windows, trace.longest):
         with suppress(Uncountable):
-            return simulation(counted=True).run(trace)
-    return simulation().run(trace)
+            return make_simulation(counted=True).run(trace)
+    return make_simulation().run(trace)
 
 
 def _modelled(args: argparse.Namespace, config: Config) -> _Setup:
@@ -258,17 +260,17 @@ def _modelled(args: argparse.Namespace, config: Config) -> _Setup:
 
 def _calibrated(path: Path, config: Config) -> _Setup:
     from moeserve.engine.blocks import groups_of
-    from moeserve.plan.calibration import MeasuredCost, limits_of, read
+    from moeserve.plan.calibration import MeasuredCost, limits_of, read_calibration
 
-    calibration = read(path)
+    calibration = read_calibration(path)
     spec = read_spec(config.model.model)
     parallel = config.parallel
-    measured = calibration.model, calibration.dp, calibration.tp
+    measured = (calibration.model, calibration.dp, calibration.tp)
     if measured != (spec.architecture, parallel.dp, parallel.tp):
         raise ConfigError(
-            f"--calibration {path} is of {measured[0]} with --dp {measured[1]} --tp "
-            f"{measured[2]}, and this is "
-            f"{spec.architecture} with --dp {parallel.dp} --tp {parallel.tp}; measure again"
+            f"--calibration {path} is of {calibration.model} with --dp {calibration.dp}"
+            f" --tp {calibration.tp}, and this is {spec.architecture} with --dp {parallel.dp}"
+            f" --tp {parallel.tp}; measure again"
         )
     limits = limits_of(calibration)
     return _Setup(
@@ -285,21 +287,23 @@ def read_spec(model: str) -> ModelSpec:
     from moeserve.models.hf_config import read_model_spec
 
     path = Path(model)
-    return read_model_spec(
-        path.parent if path.name == "config.json" and path.is_file() else resolve_model_dir(model)
-    )
+    if path.name == "config.json" and path.is_file():
+        return read_model_spec(path.parent)
+    return read_model_spec(resolve_model_dir(model))
 
 
 def _measure(config: Config, path: Path) -> int:
-    from moeserve.plan.calibration import write
+    from moeserve.plan.calibration import write_calibration
     from moeserve.plan.measure import measure
 
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--measure {path}: must be a file in a folder that exists")
-    found = asyncio.run(measure(config))
-    write(path, found)
-    print(f"{found.num_samples} steps, median error of the fit {100 * found.error:.1f} %")
-    print("\n".join(f"  {name:<20}{1e6 * value:>12.4f} us" for name, value in found.terms.items()))
-    print(f"  round trip to the client {1e3 * found.delay_s:.2f} ms")
+    calibration = asyncio.run(measure(config))
+    write_calibration(path, calibration)
+    error = 100 * calibration.error
+    print(f"{calibration.num_samples} steps, median error of the fit {error:.1f} %")
+    for name, seconds in calibration.terms.items():
+        print(f"  {name:<20}{1e6 * seconds:>12.4f} us")
+    print(f"  round trip to the client {1e3 * calibration.delay_s:.2f} ms")
     print(f"written: {path}")
     return 0

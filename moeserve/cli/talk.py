@@ -20,8 +20,8 @@ class Session:
     """One conversation with a model."""
 
     help = ""  # printed at the start and by /help
-    quick = ""  # the help text of -q
-    max_tokens: int | None = None
+    quick_help = ""  # the help text of --quick
+    max_tokens: int | None = None  # default of --max-tokens
 
     def __init__(self, client: AsyncClient, model: str, args: argparse.Namespace) -> None:
         self.client = client
@@ -44,10 +44,13 @@ class Session:
             metavar="NAME",
             help="model name (default: the server's first)",
         )
-        parser.add_argument("-q", "--quick", metavar="TEXT", help=cls.quick)
-        limit = f"maximum tokens of an answer [{cls.max_tokens or 'the context length'}]"
+        parser.add_argument("-q", "--quick", metavar="TEXT", help=cls.quick_help)
         parser.add_argument(
-            "--max-tokens", type=int, default=cls.max_tokens, metavar="N", help=limit
+            "--max-tokens",
+            type=int,
+            default=cls.max_tokens,
+            metavar="N",
+            help=f"maximum tokens of an answer [{cls.max_tokens or 'the context length'}]",
         )
         parser.add_argument(
             "--temperature",
@@ -73,12 +76,12 @@ class Session:
                 if args.quick is not None:
                     runner.run(session.answer(args.quick))
                     return 0
-                return _each_line(runner, session, name)
+                return _answer_lines(runner, session, name)
             finally:
                 runner.run(client.close())
 
-    def command(self, line: str) -> bool:
-        """Handle `line` if it is a command of this session; return whether it is one."""
+    def run_command(self, line: str) -> bool:
+        """Run `line` if it is a command of this session. Return whether it is one."""
         return False
 
     async def answer(self, line: str) -> None:
@@ -90,7 +93,7 @@ class CompleteSession(Session):
     """Completes each line as a separate prompt."""
 
     help = "enter a text to complete; /quit ends, /help prints this; Ctrl-C stops an answer"
-    quick = "complete this text, and exit"
+    quick_help = "complete this text, and exit"
     max_tokens = 128
 
     async def answer(self, line: str) -> None:
@@ -102,14 +105,14 @@ class ChatSession(Session):
     """A chat. If an answer is stopped or fails, its question is dropped from the conversation."""
 
     help = "/clear forgets the conversation, /quit ends, /help prints this; Ctrl-C stops an answer"
-    quick = "send this message, print the answer, and exit"
+    quick_help = "send this message, print the answer, and exit"
 
     def __init__(self, client: AsyncClient, model: str, args: argparse.Namespace) -> None:
         super().__init__(client, model, args)
-        self._first = (
-            [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-        )
-        self.messages: list[dict[str, Any]] = [*self._first]
+        self._first_messages: list[dict[str, Any]] = []
+        if args.system_prompt:
+            self._first_messages.append({"role": "system", "content": args.system_prompt})
+        self.messages = [*self._first_messages]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -121,10 +124,10 @@ class ChatSession(Session):
             help="system message at the start of the conversation",
         )
 
-    def command(self, line: str) -> bool:
-        """Forget the conversation at /clear; print the help for any other command."""
+    def run_command(self, line: str) -> bool:
+        """Forget the conversation at /clear. Print the help for any other command."""
         if line == "/clear":
-            self.messages = [*self._first]
+            self.messages = [*self._first_messages]
         elif line.startswith("/"):
             note(self.help)
         return line.startswith("/")
@@ -150,15 +153,16 @@ def _content(choice: Any) -> str | None:
     aside = delta.reasoning or delta.reasoning_content or ""
     for call in delta.tool_calls or ():
         function = call.get("function", {})
-        aside += (f"\n[call] {function['name']} " if function.get("name") else "") + function.get(
-            "arguments", ""
-        )
+        if function.get("name"):  # the first chunk of a call
+            aside += f"\n[call] {function['name']} "
+        aside += function.get("arguments", "")
     if aside:
         note(aside, end="")
     return str(delta.content) if delta.content else None
 
 
-def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
+def _answer_lines(runner: asyncio.Runner, session: Session, name: str) -> int:
+    """Answer lines until the input ends. Return the exit code."""
     prompt = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - line editing and history for input()
@@ -175,7 +179,7 @@ def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
             return 0
         if line == "/help":
             note(session.help)
-        elif line and not session.command(line):
+        elif line and not session.run_command(line):
             try:
                 runner.run(session.answer(line))
             except KeyboardInterrupt:
@@ -200,7 +204,9 @@ async def print_stream(
     """Print each piece as it arrives, and at the end the speed if `stats`. Returns the whole text
     and the finish reason.
     """
-    begin_s = first_s = last_s = time.perf_counter()
+    begin_s = time.perf_counter()
+    first_s = begin_s
+    last_s = begin_s
     num_tokens = 0
     text = ""
     reason = ""
@@ -212,16 +218,15 @@ async def print_stream(
                 reason = choice.finish_reason or reason
                 if piece := text_of(choice):
                     last_s = time.perf_counter()
-                    first_s = first_s if text else last_s
+                    if not text:
+                        first_s = last_s
                     text += piece
                     print(piece, end="", flush=True)
     print(flush=True)
     if stats and text:
-        rate = (
-            f"{(num_tokens - 1) / (last_s - first_s):.1f}"
-            if num_tokens > 1 and last_s > first_s
-            else "-"
-        )
+        rate = "-"
+        if num_tokens > 1 and last_s > first_s:
+            rate = f"{(num_tokens - 1) / (last_s - first_s):.1f}"
         note(f"[TTFT {1e3 * (first_s - begin_s):.0f} ms, {num_tokens} tokens, {rate} tok/s]")
     elif stats:
         note("[no tokens]")

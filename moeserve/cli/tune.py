@@ -23,20 +23,15 @@ if TYPE_CHECKING:
     import torch
 
     from moeserve.kernels.cost import Facts
-    from moeserve.kernels.tuning import Job, Key, Maker, Timer
+    from moeserve.kernels.tuning import Job, Key, Maker, SearchResult, Timer
     from moeserve.models.spec import ModelSpec
 
 FAMILIES = ("grouped_gemm", "linear", "paged_attention")
 DTYPES = ("bfloat16", "float16", "float32")
-WEIGHTS = {
-    "plain": 1,
-    "fp8": 128,
-    "int8": 16,
-    "int4": 128,
-    "fp4": 64,
-}  # format -> the number that the experts' widths must be multiples of
+# Formats of expert weights. The experts' widths must be multiples of these numbers.
+WEIGHTS = {"plain": 1, "fp8": 128, "int8": 16, "int4": 128, "fp4": 64}
 BLOCK_SIZE = 16
-COMPILERS = 16  # processes; each takes half a gigabyte
+MAX_COMPILERS = 16  # processes, each of which takes half a gigabyte
 COMMON = {  # the expert shapes and weight formats that --all measures
     "Qwen3-30B-A3B": ("E128 I768 D2048 K8", "plain"),
     "Qwen3-235B-A22B": ("E128 I1536 D4096 K8", "plain"),
@@ -100,13 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.out or user_folder()
     if args.list:
-        print(
-            "\n".join(line for place in (folder, FOLDER) for line in listing(place))
-            or "there are no tables"
-        )
+        lines = [*listing(folder), *listing(FOLDER)]
+        print("\n".join(lines) or "there are no tables")
         return 0
     experts = read_shape(args.shape) if args.shape else None
-    if (args.model is not None) + (experts is not None) + args.all != 1:
+    num_sources = sum((args.model is not None, experts is not None, args.all))
+    if num_sources != 1:
         raise ConfigError("tune needs a model directory or --shape or --all, and only one of them")
     if args.all and (args.weights or args.only):
         raise ConfigError(
@@ -126,17 +120,19 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = getattr(torch, args.dtype or (spec.dtype if spec else "bfloat16"))
     device = torch.device("cuda", torch.cuda.current_device())
-    wanted = [(experts, args.weights or "plain")]
+    shapes_and_weights = [(experts, args.weights or "plain")]
+    only = args.only
+    durations_ms = {}  # by default those of do_bench
     if args.all:
-        wanted = [(read_shape(shape), weights) for shape, weights in COMMON.values()]
-        args.only = "grouped_gemm"
+        shapes_and_weights = [(read_shape(shape), weights) for shape, weights in COMMON.values()]
+        only = "grouped_gemm"
+        durations_ms = {"warmup": 10, "rep": 40}
     makers = [
         make
-        for shape, weights in wanted
-        for make in makers_of(spec, shape, dtype, args.only, weights)
+        for shape, weights in shapes_and_weights
+        for make in makers_of(spec, shape, dtype, only, weights)
     ]
-    repeat = {"warmup": 10, "rep": 40} if args.all else {}
-    timer = partial(do_bench, return_mode="median", **repeat)
+    timer = partial(do_bench, return_mode="median", **durations_ms)
     return tune(makers, timer, device, folder, args.minutes if args.all else None)
 
 
@@ -154,10 +150,10 @@ def read_shape(text: str) -> ExpertShapes:
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"--shape {text!r} is not like 'E128 I768 D2048 K8'")
-    found = ExpertShapes(*map(int, match.groups()))
-    if not 0 < found.top_k <= found.num_experts or not found.width or not found.dim:
+    shapes = ExpertShapes(*map(int, match.groups()))
+    if not 0 < shapes.top_k <= shapes.num_experts or not shapes.width or not shapes.dim:
         raise ConfigError(f"--shape {text!r}: no size may be 0, and K may not be more than E")
-    return found
+    return shapes
 
 
 def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
@@ -183,10 +179,11 @@ def makers_of(
             spec.num_experts, spec.expert_size, spec.hidden_size, spec.experts_per_token
         )
     if experts is not None and only in (None, "grouped_gemm"):
-        if experts.width % WEIGHTS[weights] or experts.dim % WEIGHTS[weights]:
+        divisor = WEIGHTS[weights]
+        if experts.width % divisor or experts.dim % divisor:
             raise ConfigError(
-                f"--weights {weights} needs widths that are multiples of {WEIGHTS[weights]}, got "
-                f"{experts.width} and {experts.dim}"
+                f"--weights {weights} needs widths that are multiples of {divisor}, got"
+                f" {experts.width} and {experts.dim}"
             )
         yield partial(tuning.grouped_jobs, *experts, dtype, kind=weights)
     if spec is not None and only in (None, "linear"):
@@ -195,8 +192,8 @@ def makers_of(
     if spec is not None and only in (None, "paged_attention"):
         for heads in dict.fromkeys(layer.mixer.head_shape(1) for layer in spec.layers):
             if heads is not None:
-                widths = heads.num_heads, heads.num_kv_heads, heads.dim, heads.v_dim
-                yield partial(tuning.attention_jobs, AttentionShape(*widths, BLOCK_SIZE, dtype))
+                sizes = (heads.num_heads, heads.num_kv_heads, heads.dim, heads.v_dim)
+                yield partial(tuning.attention_jobs, AttentionShape(*sizes, BLOCK_SIZE, dtype))
 
 
 def compile_ahead(make: Maker, job: Job) -> dict[Key, Facts]:
@@ -208,12 +205,11 @@ def compile_ahead(make: Maker, job: Job) -> dict[Key, Facts]:
 
     facts: dict[Key, Facts] = {}
     if job.products:
-        workers = min(COMPILERS, os.cpu_count() or 1)
-        with ProcessPoolExecutor(workers, get_context("spawn"), cost.compile_only) as pool:
-            for found in pool.map(
-                partial(tuning.compile_variant, make), tuning.variants(job), chunksize=4
-            ):
-                facts |= found
+        num_workers = min(MAX_COMPILERS, os.cpu_count() or 1)
+        compile_variant = partial(tuning.compile_variant, make)
+        with ProcessPoolExecutor(num_workers, get_context("spawn"), cost.compile_only) as pool:
+            for new_facts in pool.map(compile_variant, tuning.variants(job), chunksize=4):
+                facts |= new_facts
     return facts
 
 
@@ -226,6 +222,8 @@ def tune(
 ) -> int:
     """Measure, and write each result at once, so that an interrupted search loses nothing.
 
+    Return the exit code.
+
     Args:
         makers: See `makers_of`.
         timer: Returns the milliseconds of a kernel.
@@ -236,59 +234,64 @@ def tune(
     """
     import triton
 
-    from moeserve.kernels.configs import facts_of, keep, table
+    from moeserve.kernels.configs import facts_of, save
     from moeserve.kernels.cost import CARDS
     from moeserve.kernels.tuning import NUM_PASSES, ranked, search
 
-    name = facts_of(device).name
-    by = f"moeserve {__version__}, triton {triton.__version__}"
-    begun_s = time.monotonic()
-    card = CARDS.get(name)
+    gpu = facts_of(device).name
+    measured_by = f"moeserve {__version__}, triton {triton.__version__}"
+    begun_at_s = time.monotonic()
+    card = CARDS.get(gpu)  # the GPU's cost model
     paths = set()
-    number = 0
+    num_jobs = 0
     if card is None:
         print(
-            f"no cost model of {name!r}, only of {', '.join(CARDS)}: searching longer, from the "
+            f"no cost model of {gpu!r}, only of {', '.join(CARDS)}: searching longer, from the "
             "defaults",
             flush=True,
         )
     for make in makers:
         facts: dict[Key, Facts] | None = None
         for job in make(device=device):
-            number += 1
+            num_jobs += 1
             if minutes is not None:
-                if (
-                    str(
-                        table(job.family, name, folder)
-                        .get(job.shape, {})
-                        .get(job.size, {})
-                        .get("by")
-                    )
-                    == by
-                ):
+                if _is_measured(job, gpu, folder, measured_by):
                     continue
-                if time.monotonic() - begun_s > 60 * minutes:
+                if time.monotonic() - begun_at_s > 60 * minutes:
                     print(f"{minutes:g} minutes are over; run the same command to continue")
                     return 0
-            if facts is None:
+            if facts is None:  # once for all jobs of a maker
                 facts = compile_ahead(make, job) if card else {}
-            first = ranked(job, facts, card) if card and facts else []
-            found = search(
-                job, timer, first, NUM_PASSES if not first else 1 if minutes is None else 0
+            predicted_best = ranked(job, facts, card) if card and facts else []
+            num_passes = NUM_PASSES
+            if predicted_best:  # they need a short search, or none
+                num_passes = 1 if minutes is None else 0
+            result = search(job, timer, predicted_best, num_passes)
+            paths.add(
+                save(job.family, gpu, job.shape, {job.size: result.config}, folder, measured_by)
             )
-            paths.add(keep(job.family, name, job.shape, {job.size: found.config}, folder, by))
-            gain = found.default_ms / found.best_ms
-            print(
-                f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> "
-                f"{found.best_ms:.4f} ms "
-                f"({gain:.2f} x), {found.num_tried} tried",
-                flush=True,
-            )
-            for config in found.wrong_configs:
-                print(f"  dropped, because its bits differ: {dict(config)}", flush=True)
-    if not number:
+            _print_result(job, result)
+    if not num_jobs:
         raise ConfigError("nothing to tune: the shape has no kernel of that family")
-    print(
-        "\n".join(f"written: {path}" for path in sorted(paths)) or "everything is already measured"
-    )
+    written = "\n".join(f"written: {path}" for path in sorted(paths))
+    print(written or "everything is already measured")
     return 0
+
+
+def _is_measured(job: Job, gpu: str, folder: Path, measured_by: str) -> bool:
+    """Return whether the tables have the job's configuration by these versions."""
+    from moeserve.kernels.configs import table
+
+    entry = table(job.family, gpu, folder).get(job.shape, {}).get(job.size, {})
+    return str(entry.get("by")) == measured_by
+
+
+def _print_result(job: Job, result: SearchResult) -> None:
+    gain = result.default_ms / result.best_ms
+    print(
+        f"{job.family} {job.shape}, {job.size}: {result.default_ms:.4f} ->"
+        f" {result.best_ms:.4f} ms ({gain:.2f} x), {result.num_tried} tried",
+        flush=True,
+    )
+    for config in result.wrong_configs:
+        print(f"  dropped, because its bits differ: {dict(config)}", flush=True)

@@ -29,18 +29,21 @@ class Verify:
         "a receipt or a list of receipts, a complete or streamed answer with receipts, "
         "or the output of a batch"
     )
-    chosen = "--key", "HEX", "public key of the expected signer (GET /v1/receipt-key)"
-    is_signed = True  # whether signatures are checked
+    # The flag that selects a signer or a request.
+    flag = "--key"
+    flag_metavar = "HEX"
+    flag_help = "public key of the expected signer (GET /v1/receipt-key)"
+    checks_signatures = True
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add file and model, and the flags of `moeserve serve`, which --help does not list."""
-        flag, metavar, text = cls.chosen
         parser.usage = (
-            f"%(prog)s FILE [{flag} {metavar}] [--model MODEL] [flags of `moeserve serve`]"
+            f"%(prog)s FILE [{cls.flag} {cls.flag_metavar}] [--model MODEL]"
+            " [flags of `moeserve serve`]"
         )
         parser.add_argument("file", type=Path, metavar="FILE", help=cls.about)
-        parser.add_argument(flag, metavar=metavar, dest="chosen", help=text)
+        parser.add_argument(cls.flag, metavar=cls.flag_metavar, dest="chosen", help=cls.flag_help)
         parser.add_argument(
             "--model", metavar="MODEL", help="Hugging Face model directory (default: demo)"
         )
@@ -50,14 +53,16 @@ class Verify:
     def run(cls, args: argparse.Namespace) -> int:
         """Print the result of each comparison; return 0 if all are equal."""
         config = resolve(args).config
+        # The engine here must neither sign nor log.
         config = replace(config, server=replace(config.server, receipt_key=None, request_log=None))
         what = f"cannot read {args.file}; expected {cls.about}"
         with ConfigError.instead_of((OSError, msgspec.DecodeError), what):
             entries = cls.read(args.file, args.chosen)
         num_faults = 0
-        if cls.is_signed:
-            num_faults = sum(_signature_faults(entry.receipt, args.chosen) for entry in entries)
-        num_faults += _count_faults(config, entries)
+        if cls.checks_signatures:
+            for entry in entries:
+                num_faults += _report_signature_faults(entry.receipt, args.chosen)
+        num_faults += _report_differences(config, entries)
         print("not equal" if num_faults else "equal")
         return 1 if num_faults else 0
 
@@ -71,17 +76,21 @@ class Replay(Verify):
     """Recomputes a request of a server's request log."""
 
     about = "the server's request_log"
-    chosen = "--id", "ID", "X-Request-Id of the request (default: that of the last line)"
-    is_signed = False
+    flag = "--id"
+    flag_metavar = "ID"
+    flag_help = "X-Request-Id of the request (default: that of the last line)"
+    checks_signatures = False
 
     @classmethod
     def read(cls, path: Path, chosen: str | None) -> list[ReceiptInFile]:
         """Return the log's lines about a request."""
         with path.open("rb") as file:
             lines = [msgspec.json.decode(line, type=Receipt) for line in file]
-        wanted = lines[-1].id if chosen is None and lines else chosen
-        if found := [ReceiptInFile(line) for line in lines if line.id == wanted]:
-            return found
+        wanted_id = chosen
+        if chosen is None and lines:
+            wanted_id = lines[-1].id
+        if entries := [ReceiptInFile(line) for line in lines if line.id == wanted_id]:
+            return entries
         raise ConfigError(f"{path} has no request {chosen!r}; ids are the answers' X-Request-Id")
 
 
@@ -102,26 +111,28 @@ class MakeReceiptKey:
         return 0
 
 
-def _signature_faults(receipt: Receipt, key: str | None) -> int:
+def _report_signature_faults(receipt: Receipt, key: str | None) -> int:
     """Print and count faults of version, signature and key."""
     from moeserve.frontend.signing_key import is_signed
 
-    checks = (
-        (
-            receipt.version == VERSION,
-            f"version: {receipt.version} is not supported; this moeserve supports {VERSION}",
-        ),
-        (
-            is_signed(receipt),
-            "signature: does not match: the receipt was changed, or was not signed with its "
-            "public key",
-        ),
-        (key in (None, receipt.public_key), f"key: {receipt.public_key or 'none'}, not {key}"),
-    )
-    return sum(_report(receipt, wrong) for good, wrong in checks if not good)
+    faults = []
+    if receipt.version != VERSION:
+        faults.append(
+            f"version: {receipt.version} is not supported; this moeserve supports {VERSION}"
+        )
+    if not is_signed(receipt):
+        faults.append(
+            "signature: does not match: the receipt was changed, or was not signed with its"
+            " public key"
+        )
+    if key not in (None, receipt.public_key):
+        faults.append(f"key: {receipt.public_key or 'none'}, not {key}")
+    for fault in faults:
+        _print_about(receipt, fault)
+    return len(faults)
 
 
-def _count_faults(config: Config, entries: list[ReceiptInFile]) -> int:
+def _report_differences(config: Config, entries: list[ReceiptInFile]) -> int:
     """Print and count differences. Recompute only answers of this model's weights."""
     from moeserve.loader.checkpoint import weights_digest
     from moeserve.loader.model_dir import resolve_model_dir
@@ -132,22 +143,28 @@ def _count_faults(config: Config, entries: list[ReceiptInFile]) -> int:
     for entry in entries:
         receipt = entry.receipt
         if receipt.links and receipt.links[0] != first_link(receipt):
-            num_faults += _report(
+            num_faults += 1
+            _print_about(
                 receipt,
                 "link 0 does not match this request, weights and numerics: one was changed",
             )
-        if not receipt.weights and not receipt.links:
-            _report(receipt, "weights: unknown when the request was logged, so not compared")
-        if receipt.weights != weights and (receipt.weights or receipt.links):
-            num_faults += _report(
-                receipt,
-                f"weights: {receipt.weights or 'unknown'}, but {config.model.model} has {weights}",
+        has_no_weights = not receipt.weights and not receipt.links  # a line of the request log
+        if has_no_weights:
+            _print_about(receipt, "weights: unknown when the request was logged, so not compared")
+        if receipt.weights != weights and not has_no_weights:
+            num_faults += 1
+            shown_weights = receipt.weights or "unknown"
+            _print_about(
+                receipt, f"weights: {shown_weights}, but {config.model.model} has {weights}"
             )
-        elif wrong := check_form(receipt):
-            num_faults += _report(receipt, f"form: {wrong}")
+        elif fault := check_form(receipt):
+            num_faults += 1
+            _print_about(receipt, f"form: {fault}")
         else:
             comparable.append(entry)
-    return num_faults + (asyncio.run(_recompute(config, comparable)) if comparable else 0)
+    if comparable:
+        num_faults += asyncio.run(_recompute(config, comparable))
+    return num_faults
 
 
 async def _recompute(config: Config, entries: list[ReceiptInFile]) -> int:
@@ -160,15 +177,18 @@ async def _recompute(config: Config, entries: list[ReceiptInFile]) -> int:
         for entry in entries:
             receipt = entry.receipt
             try:
-                wrong = await _entry_difference(front, entry)
+                fault = await _entry_difference(front, entry)
             except RequestError as error:
-                wrong = f"this engine rejects the request: {error}"
-            if others := dict(receipt.numerics.items() - ready.numerics.items()):
-                _report(
+                fault = f"this engine rejects the request: {error}"
+            if other_numerics := dict(receipt.numerics.items() - ready.numerics.items()):
+                _print_about(
                     receipt,
-                    f"the numerics differ, so bits may differ: {others}, here {ready.numerics}",
+                    f"the numerics differ, so bits may differ: {other_numerics}, here"
+                    f" {ready.numerics}",
                 )
-            num_faults += _report(receipt, wrong or _equal_parts(entry)) * bool(wrong)
+            if fault:
+                num_faults += 1
+            _print_about(receipt, fault or _equal_parts(entry))
     return num_faults
 
 
@@ -176,9 +196,9 @@ async def _entry_difference(front: "FrontEnd", entry: ReceiptInFile) -> str:
     """Return the first difference between receipt or answer and the computation; "" if none."""
     num_logprobs = None if entry.shown is None else entry.shown.num_logprobs
     computed = await compute_again(front, entry.receipt, num_logprobs)
-    wrong = difference(entry.receipt, computed)
-    if wrong or entry.shown is None:
-        return wrong
+    receipt_difference = difference(entry.receipt, computed)
+    if receipt_difference or entry.shown is None:
+        return receipt_difference
     return answer_difference(front, entry.receipt, entry.shown, computed)
 
 
@@ -203,14 +223,12 @@ async def compute_again(
     the engine rejects the request.
     """
     expected_ids = receipt.token_ids
-    params = receipt.sampling
-    min_tokens = min(params.min_tokens, len(expected_ids))
     params = msgspec.structs.replace(
-        params,
+        receipt.sampling,
         n=1,
         seed=int(receipt.seed),
         max_tokens=len(expected_ids),
-        min_tokens=min_tokens,
+        min_tokens=min(receipt.sampling.min_tokens, len(expected_ids)),
         receipt=True,
         logprobs=None if num_logprobs is None else min(num_logprobs, MAX_LOGPROBS),
     )
@@ -229,10 +247,16 @@ async def compute_again(
             if token_ids != expected_ids[: len(token_ids)]:
                 break
         digests = generation.sequences[0].digests[: len(token_ids)]
-    return Computed(token_ids, digests, delta.finish_reason, delta.stop_reason, text, logprobs)
+    return Computed(
+        token_ids=token_ids,
+        digests=digests,
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        text=text,
+        logprobs=logprobs,
+    )
 
 
-def _report(receipt: Receipt, what: str) -> int:
-    """Print a line about a receipt; return 1, for counting."""
-    print(f"{receipt.id or 'receipt'} {receipt.index}: {what}")
-    return 1
+def _print_about(receipt: Receipt, text: str) -> None:
+    """Print a line about a receipt."""
+    print(f"{receipt.id or 'receipt'} {receipt.index}: {text}")

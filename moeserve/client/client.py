@@ -140,18 +140,26 @@ class _Resource:
     async def _create(
         self,
         path: str,
-        kinds: tuple[type[protocol.Answer], type[protocol.Answer]],
         *,
+        whole: type[protocol.Answer],
+        chunk: type[protocol.Answer],
         extra_body: Mapping[str, Any] | None = None,
         extra_headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Any:
-        """Return an answer, or the stream of its chunks. kinds: the types of a whole answer and of
-        a chunk.
+        """Return an answer, or the stream of its chunks.
+
+        Args:
+            path: The route, after /v1.
+            whole: The type of a whole answer.
+            chunk: The type of a chunk.
+            extra_body: Further fields of the request's JSON.
+            extra_headers: Further headers.
+            timeout_s: Seconds of silence after which the request fails.
+            fields: The fields of the request's JSON.
         """
         url = self._transport.base_url + path
-        whole, chunk = kinds
         body = _without_none(**fields) | dict(extra_body or {})
         if not body.get("stream"):
             return await self._transport.fetch(
@@ -160,10 +168,13 @@ class _Resource:
         transport = self._transport
 
         async def reopen(last_id: str) -> ClientResponse:
-            headers = {**(extra_headers or {}), "Last-Event-ID": last_id}
-            max_retries = MAX_RESUME_TRIES
             return await transport.open(
-                "POST", url, body, headers=headers, timeout_s=timeout_s, max_retries=max_retries
+                "POST",
+                url,
+                body,
+                headers={**(extra_headers or {}), "Last-Event-ID": last_id},
+                timeout_s=timeout_s,
+                max_retries=MAX_RESUME_TRIES,
             )
 
         response = await transport.open(
@@ -206,9 +217,13 @@ class ChatCompletions(_Resource):
         None is omitted. `model` may be omitted if the server has one. `extra_headers` and
         `timeout_s` are for this request alone.
         """
-        kinds = (protocol.ChatCompletion, protocol.ChatCompletionChunk)
         return await self._create(
-            "/chat/completions", kinds, messages=messages, stream=stream or None, **fields
+            "/chat/completions",
+            whole=protocol.ChatCompletion,
+            chunk=protocol.ChatCompletionChunk,
+            messages=messages,
+            stream=stream or None,
+            **fields,
         )
 
 
@@ -232,7 +247,8 @@ class Completions(_Resource):
         """
         return await self._create(
             "/completions",
-            (protocol.Completion, protocol.Completion),
+            whole=protocol.Completion,
+            chunk=protocol.Completion,
             prompt=prompt,
             stream=stream or None,
             **fields,

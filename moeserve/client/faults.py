@@ -56,32 +56,33 @@ def request_error(status: int, body: bytes, headers: Mapping[str, str]) -> error
 
     A body of another shape becomes its message.
     """
-    found = read_error(body)
-    if found is None:
+    details = read_error(body)
+    if details is None:
         text = body[:200].decode("utf-8", "replace").strip()
-        found = ErrorBody(
+        details = ErrorBody(
             message=f"HTTP {status}: {text}" if text else f"HTTP {status} without a message"
         )
-    return build_error(status, found, headers)
+    return build_error(status, details, headers)
 
 
-def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> errors.RequestError:
+def build_error(status: int, details: ErrorBody, headers: Mapping[str, str]) -> errors.RequestError:
     """Return the exception for an error.
 
-    status 0: it came inside a stream, so its code decides, which may be a status (vLLM).
+    status: the HTTP status; 0 for an error inside a stream. Then the error's code decides, which
+    may be a status, as in vLLM.
     """
-    code = None if found.code is None else str(found.code)
+    code = None if details.code is None else str(details.code)
     if status == 0 and code is not None and code.isdecimal():
         status = int(code)
     kind = _BY_CODE.get(code or "") or _BY_STATUS.get(status)
     if kind is None:
         kind = errors.RequestError if 400 <= status < 500 else errors.RequestFailed
-    error = kind(found.message, code=code)
+    error = kind(details.message, code=code)
     if isinstance(error, errors.Overloaded):
         error.retry_after_s = retry_after_s(headers) or 1.0
-    error.param = found.param
-    if found.type is not None:
-        error.type = found.type
+    error.param = details.param
+    if details.type is not None:
+        error.type = details.type
     if status:
         error.http_status = status
     error.request_id = headers.get("x-request-id")
@@ -91,7 +92,7 @@ def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> er
 def should_retry(status: int, headers: Mapping[str, str]) -> bool:
     """Return whether to try again: after 408, 409, 429 and 5xx, unless `x-should-retry` decides.
 
-    Never if the server asks for a wait of more than 120 s, which the error says.
+    Returns False if the server asks for a wait of more than MAX_RETRY_AFTER_S.
     """
     requested_s = retry_after_s(headers)
     if requested_s is not None and requested_s > MAX_RETRY_AFTER_S:
@@ -120,8 +121,9 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 def delay_s(attempt: int, headers: Mapping[str, str]) -> float:
     """Return the seconds to wait after try number `attempt` (0 is the first).
 
-    It is the time that the server asks for, else 0.5 s, doubled each time up to 8 s, less up to a
-    quarter, so that clients do not all return at once.
+    If the server asks for a time, this is that time. Otherwise it is FIRST_DELAY_S, doubled each
+    time up to MAX_DELAY_S, and shortened at random by up to a quarter, so that clients do not all
+    return at once.
     """
     requested_s = retry_after_s(headers)
     if requested_s is not None and requested_s <= MAX_RETRY_AFTER_S:

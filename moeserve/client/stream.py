@@ -16,7 +16,7 @@ from moeserve.protocol import Answer
 
 T = TypeVar("T", bound=Answer)
 Reopen = Callable[[str], Awaitable[ClientResponse]]
-END_TIMEOUT_S = 1.0
+END_TIMEOUT_S = 1.0  # time to read the rest of the body after [DONE]
 MAX_EVENT_BYTES = 64 * 2**20
 
 
@@ -25,19 +25,22 @@ class SSEParser:
 
     Works on bytes, so that a character split over two pieces needs no care. Comments and fields
     other than `data` and `id` are skipped; several `data` lines of one event are joined by LF. An
-    event that the stream's end cuts off is never returned. last_id: of the last event that was
-    returned.
+    event that the stream's end cuts off is never returned.
+
+    last_id: the id of the last event that was returned, or of an event before the stream.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_id: str = "") -> None:
         self._partial_line = b""
-        self.last_id = self.id = ""
+        self.last_id = last_id
+        self._id = last_id  # the id in the last line with one
         self._data_lines: list[bytes] = []  # of the event that has begun
         self._num_data_bytes = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the data of each event that `piece` completes. Raises ValueError if one grows
-        beyond 64 MiB.
+        """Return the data of each event that `piece` completes.
+
+        Raises ValueError if an event grows beyond MAX_EVENT_BYTES.
         """
         *lines, self._partial_line = (
             (self._partial_line + piece).replace(b"\r\n", b"\n").split(b"\n")
@@ -48,9 +51,9 @@ class SSEParser:
                 self._data_lines.append(line[5:].removeprefix(b" "))
                 self._num_data_bytes += len(line)
             elif line.startswith(b"id:"):
-                self.id = line[3:].strip().decode("latin-1")
+                self._id = line[3:].strip().decode("latin-1")
             elif not line and self._data_lines:
-                self.last_id = self.id
+                self.last_id = self._id
                 events.append(b"\n".join(self._data_lines))
                 self._data_lines = []
                 self._num_data_bytes = 0
@@ -84,7 +87,7 @@ class Stream(Generic[T]):
         self._decode = msgspec.json.Decoder(kind).decode
         self._silence_s = silence_s
         self._reopen = reopen
-        self._resumed_after_id = ""  # last event when the stream was opened again
+        self._resumed_after_id = ""  # id of the last event before the stream was opened again
         self._parser = SSEParser()
         self._unread_events: deque[bytes] = deque()
         self._is_done = False
@@ -137,8 +140,7 @@ class Stream(Generic[T]):
             self._response = await self._reopen(last_id)
         except RequestError as error:
             raise fault from error
-        self._parser = SSEParser()
-        self._parser.last_id = self._parser.id = last_id
+        self._parser = SSEParser(last_id)
 
     def _chunk(self, data: bytes) -> T:
         if b'"error"' in data and (found := read_error(data)) is not None:
@@ -183,5 +185,5 @@ class Stream(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_is_done"):
+        if hasattr(self, "_is_done"):  # otherwise, __init__ has failed
             self.close()

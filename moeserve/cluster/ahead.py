@@ -17,7 +17,7 @@ _waiting: list[subprocess.Popen[bytes]] = []  # the process that waits for its o
 
 @contextmanager
 def early_engine(config: Config) -> Iterator[None]:
-    """Start an engine process for `take`, if the server will need exactly one.
+    """Start an engine process for `take_early_process`, if the server will need exactly one.
 
     On exit, the process is killed if nobody took it.
     """
@@ -31,11 +31,11 @@ def early_engine(config: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        while (process := take()) is not None:
+        while (process := take_early_process()) is not None:
             with process:
                 process.kill()
 
 
-def take() -> subprocess.Popen[bytes] | None:
+def take_early_process() -> subprocess.Popen[bytes] | None:
     """Return the process of `early_engine`, or None if there is none or it was taken already."""
     return _waiting.pop() if _waiting else None

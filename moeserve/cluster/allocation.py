@@ -23,7 +23,7 @@ _FLAGS = {"nnodes", "node_rank", "rendezvous"}
 _MAX_MACHINES = 1024  # the limit of --nnodes
 _FIRST_SPECIAL_STEP = 0xFFFFFF00  # Slurm's step ids from here on are batch scripts and shells
 _JOB_PORTS = range(20_000, 30_000)  # below the range of ephemeral ports
-_LEADERS = {"wkr": "ldr", "worker": "leader"}  # names of a Grove clique: of workers -> of leader
+_LEADERS = {"wkr": "ldr", "worker": "leader"}  # Grove's role of workers -> role of their leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +43,27 @@ class Allocation:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def find(env: Mapping[str, str]) -> Allocation | None:
+def find_allocation(env: Mapping[str, str]) -> Allocation | None:
     """Return the allocation that this process belongs to, None if it has only one machine.
 
     Raises ConfigError if a variable is missing or wrong, or if launchers contradict each other.
     """
     allocations = [
         allocation
-        for read in (_launch, _lws, _grove, _torchrun, _skypilot, _slurm)
-        if (allocation := read(_Variables(env))) is not None
+        for read_launcher in (_launch, _lws, _grove, _torchrun, _skypilot, _slurm)
+        if (allocation := read_launcher(_Environment(env))) is not None
     ]
     relevant = [allocation for allocation in allocations if allocation.num_nodes > 1]
-    if not relevant:
+    if not relevant:  # a local rank other than 0 has nothing to do even on a single machine
         relevant = [allocation for allocation in allocations if allocation.local_rank]
     if not relevant:
         return None
     first, *others = relevant
     for other in others:
         # torchrun numbers the machines in its own order, which changes with each elastic restart.
-        same_order = "torchrun" not in (first.source, other.source)
-        if first.num_nodes != other.num_nodes or (
-            same_order and first.node_rank != other.node_rank
-        ):
+        have_same_order = "torchrun" not in (first.source, other.source)
+        have_other_ranks = have_same_order and first.node_rank != other.node_rank
+        if first.num_nodes != other.num_nodes or have_other_ranks:
             claims = [
                 f"{each.source} says machine {each.node_rank} of {each.num_nodes}"
                 for each in (first, other)
@@ -76,10 +75,10 @@ def find(env: Mapping[str, str]) -> Allocation | None:
     return replace(first, local_rank=local_rank)
 
 
-def fill_in(
+def complete_settings(
     parallel: ParallelConfig, given: Collection[str], env: Mapping[str, str]
 ) -> tuple[ParallelConfig, Allocation | None]:
-    """Fill in the settings from the allocation, and return them with the allocation if it was used.
+    """Complete the settings from the allocation. Return them, and the allocation if it was used.
 
     Raises ConfigError if the user's settings contradict the environment.
 
@@ -87,10 +86,10 @@ def fill_in(
     """
     if set(given) >= _FLAGS or ("nnodes" in given and parallel.nnodes == 1):
         return parallel, None
-    allocation = find(env)
+    allocation = find_allocation(env)
     if allocation is None:
         return parallel, None
-    if allocation.local_rank:
+    if allocation.local_rank:  # this process will not serve, so it needs no settings
         return parallel, allocation
     allocated = {"nnodes": allocation.num_nodes, "node_rank": allocation.node_rank}
     for name, allocated_value in allocated.items():
@@ -116,13 +115,14 @@ def fill_in(
     return completed, allocation
 
 
-def outside_of_slurm_step(env: Mapping[str, str]) -> str:
+def slurm_step_warning(env: Mapping[str, str]) -> str:
     """Return a warning if a Slurm job has several machines, but this process is not a task of srun.
 
     Such a process runs in a batch script or a shell of salloc, on one machine. Return "" otherwise.
     """
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or ""
-    if _step(env) is not None or not re.fullmatch("[0-9]{1,4}", nodes) or int(nodes) < 2:
+    has_several = re.fullmatch("[0-9]{1,4}", nodes) is not None and int(nodes) > 1
+    if _slurm_step(env) is not None or not has_several:
         return ""
     return (
         f"this Slurm job has {nodes} machines, but this process serves on this machine alone; to"
@@ -130,7 +130,7 @@ def outside_of_slurm_step(env: Mapping[str, str]) -> str:
     )
 
 
-def expand(nodelist: str) -> list[str]:
+def expand_nodelist(nodelist: str) -> list[str]:
     """Expand a Slurm node list: "a[01-03,7],b" is a01, a02, a03, a7, b. Raises ValueError."""
     # `scontrol show hostnames` does the same, but is not available in a job's containers.
     parts = re.findall(r"(?:[^,\[\]\s]|\[[^\[\]\s]*\])+", nodelist)
@@ -138,10 +138,8 @@ def expand(nodelist: str) -> list[str]:
         raise ValueError("not a list such as a[01-03,7],b")
     names: list[str] = []
     for part in parts:
-        plain_or_numbers = re.split(r"\[(.*?)\]", part)  # plain text and numbers alternate
-        choices = [
-            _expand_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(plain_or_numbers)
-        ]
+        pieces = re.split(r"\[(.*?)\]", part)  # plain text and numbers alternate
+        choices = [_expand_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
         if len(names) + math.prod(map(len, choices)) > _MAX_MACHINES:
             raise ValueError(f"more than {_MAX_MACHINES} names")
         names += map("".join, itertools.product(*choices))
@@ -163,19 +161,19 @@ def _expand_numbers(text: str) -> list[str]:
     return numbers
 
 
-class _Variables:
+class _Environment:
     """An environment whose values are checked when read. Raises ConfigError with the variable."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self.env = env
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self.variables = variables
 
-    def any(self, *names: str) -> bool:
+    def is_any_set(self, *names: str) -> bool:
         """Return whether one of the variables is set."""
-        return any(self.env.get(name) for name in names)
+        return any(self.variables.get(name) for name in names)
 
     def text(self, name: str) -> str:
         """Return a variable that must be set."""
-        if value := self.env.get(name):
+        if value := self.variables.get(name):
             return value
         raise ConfigError(
             f"{name} is not set, but other variables of its launcher are; {BY_FLAGS}; {ALONE}"
@@ -185,18 +183,18 @@ class _Variables:
         """Return a number from `low` to `high`. why: appended to the error message."""
         value = self.text(name)
         if re.fullmatch("[0-9]{1,10}", value) is None or not low <= int(value) <= high:
-            raise self.wrong(
-                name, f"must be {low if low == high else f'a number from {low} to {high}'}{why}"
-            )
+            expected = str(low) if low == high else f"a number from {low} to {high}"
+            raise self.error(name, f"must be {expected}{why}")
         return int(value)
 
-    def rank(self, name: str, nodes: int, first: int = 0) -> int:
+    def rank(self, name: str, num_nodes: int, first: int = 0) -> int:
         """Return this machine's rank. The launcher's numbers begin with 0 at machine `first`."""
-        return first + self.number(name, 0, nodes - 1 - first, f" with {nodes} machines")
+        high = num_nodes - 1 - first
+        return first + self.number(name, low=0, high=high, why=f" with {num_nodes} machines")
 
-    def nodes(self, name: str) -> int:
+    def num_nodes(self, name: str) -> int:
         """Return the number of machines."""
-        return self.number(name, 1, _MAX_MACHINES)
+        return self.number(name, low=1, high=_MAX_MACHINES)
 
     def host(self, name: str, value: str | None = None) -> str:
         """Return a host name or IP address.
@@ -210,134 +208,158 @@ class _Variables:
             elif re.fullmatch(r"(?!-|.{254})[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*\.?", host) is None:
                 raise ValueError
         except ValueError:
-            raise self.wrong(name, "must have a host name or IP address") from None
+            raise self.error(name, "must have a host name or IP address") from None
         return host
 
-    def wrong(self, name: str, why: str) -> ConfigError:
+    def error(self, name: str, why: str) -> ConfigError:
         """Return the error about a variable's value."""
         return ConfigError(f"{name}={self.text(name)[:100]!r}: {why}; {BY_FLAGS}; {ALONE}")
 
 
-def _launch(read: _Variables) -> Allocation | None:
+def _launch(env: _Environment) -> Allocation | None:
     """`moeserve launch`, on any machine."""
-    if not read.any(protocol.NNODES):
+    if not env.is_any_set(protocol.NNODES):
         return None
-    nodes = read.nodes(protocol.NNODES)
-    rank = read.rank(protocol.NODE_RANK, nodes)
+    num_nodes = env.num_nodes(protocol.NNODES)
     return Allocation(
-        "moeserve launch",
-        nodes,
-        rank,
-        read.host(protocol.ADDRESS),
-        read.number(protocol.PORT, 1, 65535),
+        source="moeserve launch",
+        num_nodes=num_nodes,
+        node_rank=env.rank(protocol.NODE_RANK, num_nodes),
+        host=env.host(protocol.ADDRESS),
+        port=env.number(protocol.PORT, low=1, high=65535),
     )
 
 
-def _lws(read: _Variables) -> Allocation | None:
+def _lws(env: _Environment) -> Allocation | None:
     """LeaderWorkerSet 0.6 or newer."""
-    if not read.any("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"):
+    if not env.is_any_set("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"):
         return None
-    nodes = read.nodes("LWS_GROUP_SIZE")
+    num_nodes = env.num_nodes("LWS_GROUP_SIZE")
     return Allocation(
-        "LWS", nodes, read.rank("LWS_WORKER_INDEX", nodes), read.host("LWS_LEADER_ADDRESS")
+        source="LWS",
+        num_nodes=num_nodes,
+        node_rank=env.rank("LWS_WORKER_INDEX", num_nodes),
+        host=env.host("LWS_LEADER_ADDRESS"),
     )
 
 
-def _grove(read: _Variables) -> Allocation | None:
+def _grove(env: _Environment) -> Allocation | None:
     """A Grove scaling group with a clique of one leader, NAME-ldr, and one of workers, NAME-wkr.
 
     Dynamo makes such groups. Other groups are not the machines of one server.
     """
-    if not read.any("GROVE_PCSG_NAME"):
+    if not env.is_any_set("GROVE_PCSG_NAME"):
         return None
-    clique, _, role = read.text("GROVE_PCLQ_NAME").rpartition("-")
-    leader = _LEADERS.get(role, role)
-    if leader not in _LEADERS.values():
+    name, _, role = env.text("GROVE_PCLQ_NAME").rpartition("-")
+    leader_role = _LEADERS.get(role, role)
+    if leader_role not in _LEADERS.values():
         return None
-    nodes = read.nodes("GROVE_PCSG_TEMPLATE_NUM_PODS")
-    index = "GROVE_PCLQ_POD_INDEX"
-    rank = (
-        read.rank(index, nodes, 1)
-        if role != leader
-        else read.number(index, 0, 0, ": a group has one leader")
-    )
-    name = f"{clique}-{leader}-0"
-    service = read.host("GROVE_HEADLESS_SERVICE")
-    return Allocation("Grove", nodes, rank, f"{read.host('GROVE_PCLQ_NAME', name)}.{service}")
+    num_nodes = env.num_nodes("GROVE_PCSG_TEMPLATE_NUM_PODS")
+    index = "GROVE_PCLQ_POD_INDEX"  # within the clique
+    if role == leader_role:
+        rank = env.number(index, low=0, high=0, why=": a group has one leader")
+    else:
+        rank = env.rank(index, num_nodes, first=1)
+    leader_pod = f"{name}-{leader_role}-0"
+    service = env.host("GROVE_HEADLESS_SERVICE")
+    host = f"{env.host('GROVE_PCLQ_NAME', leader_pod)}.{service}"
+    return Allocation(source="Grove", num_nodes=num_nodes, node_rank=rank, host=host)
 
 
-def _torchrun(read: _Variables) -> Allocation | None:
-    # Other launchers set RANK and MASTER_ADDR, too.
-    if not read.any("TORCHELASTIC_RUN_ID", "GROUP_RANK"):
+def _torchrun(env: _Environment) -> Allocation | None:
+    # Other launchers also set RANK and MASTER_ADDR.
+    if not env.is_any_set("TORCHELASTIC_RUN_ID", "GROUP_RANK"):
         return None
-    size = read.number("WORLD_SIZE", 1)
-    local_size = read.number("LOCAL_WORLD_SIZE", 1)
+    size = env.number("WORLD_SIZE", low=1)
+    local_size = env.number("LOCAL_WORLD_SIZE", low=1)
     if size % local_size or size // local_size > _MAX_MACHINES:
-        raise read.wrong(
+        raise env.error(
             "WORLD_SIZE",
             f"must be a multiple of LOCAL_WORLD_SIZE={local_size}, at most {_MAX_MACHINES} times as"
             " much",
         )
-    nodes = size // local_size
-    node_rank = read.rank("GROUP_RANK", nodes)
-    read.number("LOCAL_RANK", 0, local_size - 1)
+    num_nodes = size // local_size
+    node_rank = env.rank("GROUP_RANK", num_nodes)
+    env.number("LOCAL_RANK", high=local_size - 1)  # raises if it is wrong
     # Derived from RANK, because LOCAL_RANK is 0 everywhere with --virtual-local-rank.
-    local_rank = read.number("RANK", 0, size - 1) - node_rank * local_size
+    local_rank = env.number("RANK", high=size - 1) - node_rank * local_size
     if not 0 <= local_rank < local_size:
-        raise read.wrong(
+        raise env.error(
             "RANK", f"contradicts GROUP_RANK={node_rank} and LOCAL_WORLD_SIZE={local_size}"
         )
-    port = read.number("MASTER_PORT", 1, 65535)
-    if read.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
+    port = env.number("MASTER_PORT", low=1, high=65535)
+    if env.variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun itself listens there, so use a port beside it.
         port += 1 if port < 65535 else -1
-    host = read.host("MASTER_ADDR")
-    return Allocation("torchrun", nodes, node_rank, host, port, local_rank)
+    return Allocation(
+        source="torchrun",
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        host=env.host("MASTER_ADDR"),
+        port=port,
+        local_rank=local_rank,
+    )
 
 
-def _skypilot(read: _Variables) -> Allocation | None:
-    if not read.any("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"):
+def _skypilot(env: _Environment) -> Allocation | None:
+    if not env.is_any_set("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"):
         return None
-    nodes = read.nodes("SKYPILOT_NUM_NODES")
-    hosts = read.text("SKYPILOT_NODE_IPS").split()
-    if len(hosts) != nodes:
-        raise read.wrong(
-            "SKYPILOT_NODE_IPS", f"has {len(hosts)} addresses, SKYPILOT_NUM_NODES is {nodes}"
+    num_nodes = env.num_nodes("SKYPILOT_NUM_NODES")
+    hosts = env.text("SKYPILOT_NODE_IPS").split()
+    if len(hosts) != num_nodes:
+        raise env.error(
+            "SKYPILOT_NODE_IPS", f"has {len(hosts)} addresses, SKYPILOT_NUM_NODES is {num_nodes}"
         )
-    rank = read.rank("SKYPILOT_NODE_RANK", nodes)
-    return Allocation("SkyPilot", nodes, rank, read.host("SKYPILOT_NODE_IPS", hosts[0]))
+    return Allocation(
+        source="SkyPilot",
+        num_nodes=num_nodes,
+        node_rank=env.rank("SKYPILOT_NODE_RANK", num_nodes),
+        host=env.host("SKYPILOT_NODE_IPS", hosts[0]),
+    )
 
 
-def _step(env: Mapping[str, str]) -> int | None:
+def _slurm_step(variables: Mapping[str, str]) -> int | None:
     """Return the Slurm step that this process is a task of, None in shells and batch scripts."""
-    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
-    if not step:
+    text = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID")
+    if not text:
         return None
-    number = _Variables({"SLURM_STEP_ID": step}).number("SLURM_STEP_ID")
-    return number if number < _FIRST_SPECIAL_STEP else None
+    step = _Environment({"SLURM_STEP_ID": text}).number("SLURM_STEP_ID")
+    return step if step < _FIRST_SPECIAL_STEP else None
 
 
-def _slurm(read: _Variables) -> Allocation | None:
+def _slurm(env: _Environment) -> Allocation | None:
     """A Slurm job step with one task on each machine. It may have fewer machines than its job."""
-    if (step := _step(read.env)) is None:
+    step = _slurm_step(env.variables)
+    if step is None:
         return None
-    has_step_size = read.any("SLURM_STEP_NUM_NODES")
-    nodes = read.nodes("SLURM_STEP_NUM_NODES" if has_step_size else "SLURM_NNODES")
-    if nodes == 1:  # also a shell of `srun --pty`
-        return Allocation("Slurm", 1, 0, "localhost")
-    tasks = read.number("SLURM_STEP_NUM_TASKS") if read.any("SLURM_STEP_NUM_TASKS") else nodes
-    if read.number("SLURM_LOCALID") or tasks != nodes:
-        name = "SLURM_LOCALID" if tasks == nodes else "SLURM_STEP_NUM_TASKS"
-        raise read.wrong(
-            name, f"each of the {nodes} machines needs one task: use srun --ntasks-per-node=1"
+    has_step_size = env.is_any_set("SLURM_STEP_NUM_NODES")
+    num_nodes = env.num_nodes("SLURM_STEP_NUM_NODES" if has_step_size else "SLURM_NNODES")
+    if num_nodes == 1:  # also a shell of `srun --pty`
+        return Allocation(source="Slurm", num_nodes=1, node_rank=0, host="localhost")
+    num_tasks = num_nodes
+    if env.is_any_set("SLURM_STEP_NUM_TASKS"):
+        num_tasks = env.number("SLURM_STEP_NUM_TASKS")
+    if env.number("SLURM_LOCALID") or num_tasks != num_nodes:
+        wrong_name = "SLURM_LOCALID" if num_tasks == num_nodes else "SLURM_STEP_NUM_TASKS"
+        raise env.error(
+            wrong_name,
+            f"each of the {num_nodes} machines needs one task: use srun --ntasks-per-node=1",
         )
-    name = "SLURM_STEP_NODELIST" if read.any("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    has_step_list = env.is_any_set("SLURM_STEP_NODELIST")
+    nodelist = "SLURM_STEP_NODELIST" if has_step_list else "SLURM_JOB_NODELIST"
     try:
-        hosts = expand(read.text(name))
+        hosts = expand_nodelist(env.text(nodelist))
     except ValueError as error:
-        raise read.wrong(name, str(error)) from None
-    if len(hosts) != nodes:
-        raise read.wrong(name, f"has {len(hosts)} names, the step {nodes} machines")
-    rank = read.rank("SLURM_NODEID", nodes)
+        raise env.error(nodelist, str(error)) from None
+    if len(hosts) != num_nodes:
+        raise env.error(nodelist, f"has {len(hosts)} names, the step {num_nodes} machines")
+    node_rank = env.rank("SLURM_NODEID", num_nodes)
     # Each step gets a different port, because jobs may share machine 0.
-    port = _JOB_PORTS[(read.number("SLURM_JOB_ID") + step) % len(_JOB_PORTS)]
-    return Allocation("Slurm", nodes, rank, read.host(name, hosts[0]), port)
+    port = _JOB_PORTS[(env.number("SLURM_JOB_ID") + step) % len(_JOB_PORTS)]
+    return Allocation(
+        source="Slurm",
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        host=env.host(nodelist, hosts[0]),
+        port=port,
+    )

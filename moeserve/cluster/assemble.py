@@ -1,6 +1,6 @@
 """Build an engine: its runner in a thread, then the EngineCore around it on the running loop.
 
-`form` connects the ranks of an engine to the other engines of its group.
+`join_group` connects the ranks of an engine to the other engines of its group.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from moeserve.engine.plan import Runner
     from moeserve.engine.vote import DPCoordinator, GroupRunner
 
-# What a builder returns: runner, resolved limits, facts for the front end, KV groups and
-# end-of-text token ids. Its arguments are the settings, the role and a Progress.
+# The result of a builder: runner, resolved limits, facts for the front end, KV groups and
+# end-of-text token ids. A builder's arguments are the settings, the role and a Progress.
 Built = tuple["Runner", Limits, Ready, "tuple[KVGroup, ...]", "tuple[int, ...]"]
 Progress = Callable[[str, int], None]  # called with the name of a phase and the percentage done
 
@@ -55,8 +55,8 @@ async def assemble(
 ) -> tuple[EngineCore, Ready]:
     """Build a runner and an EngineCore for it, and emit Phase messages meanwhile.
 
-    The loop is never blocked, not even by slow imports. Raises what the builder raises. If this is
-    cancelled, the building thread runs on, and its result is ignored.
+    The loop is never blocked, not even by slow imports. Raises the errors of the builder. If this
+    coroutine is cancelled, the building thread runs on, and its result is ignored.
 
     Args:
         builder: `module:function` that makes the runner, see `Built`.
@@ -64,10 +64,10 @@ async def assemble(
         born_s: monotonic time at which the start began.
     """
     loop = asyncio.get_running_loop()
-    is_over = False  # built, or cancelled
+    is_over = False  # the runner is built, or building it failed or was cancelled
 
     def emit_phase(name: str, percent: int) -> None:
-        if not is_over:
+        if not is_over:  # the thread may run on
             emit(Phase(name, percent, time.monotonic() - born_s))
 
     def progress(name: str, percent: int) -> None:  # called in the building thread
@@ -103,7 +103,7 @@ async def assemble(
     if isinstance(runner, SeveralRanks):
         runner.watch_traces(lambda traced: loop.call_soon_threadsafe(emit, traced))
     group_runner = cast("GroupRunner", runner)
-    core = GroupCore(scheduler, group_runner, inbox, emit, partial(form, group_runner))
+    core = GroupCore(scheduler, group_runner, inbox, emit, partial(join_group, group_runner))
     return core, ready
 
 
@@ -116,8 +116,8 @@ def kv_identity(ready: Ready) -> dict[str, bytes]:
     return {"model": ready.checkpoint.encode(), "numerics": numerics}
 
 
-async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
-    """Execute a Join: connect the runner's ranks and the coordinator, and return the latter.
+async def join_group(runner: GroupRunner, join: Join) -> DPCoordinator:
+    """Execute a Join: connect the runner's ranks and the coordinator, and return the coordinator.
 
     Raises PeerLost as soon as the coordinator or the runner fails, or another engine leaves before
     both are connected.
@@ -137,13 +137,13 @@ async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
         if joining.done():
             joining.result()
         coordinator = await opening
-        loss = loop.create_task(coordinator.wait_lost())
-        tasks.add(loss)
-        await asyncio.wait({joining, loss}, return_when=asyncio.FIRST_COMPLETED)
+        group_lost = loop.create_task(coordinator.wait_lost())
+        tasks.add(group_lost)
+        await asyncio.wait({joining, group_lost}, return_when=asyncio.FIRST_COMPLETED)
         if coordinator.lost is not None:
             raise coordinator.lost
         await joining
-        loss.cancel()
+        group_lost.cancel()
         return coordinator
     except BaseException as error:
         missing = error.missing if isinstance(error, PeerLost) else ()

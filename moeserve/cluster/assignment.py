@@ -6,14 +6,14 @@ from itertools import groupby
 from moeserve.config import ParallelConfig
 
 
-def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
+def assign_new_engines(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
     """Return the machine of each new engine, in ascending order.
 
     Each engine goes to the machine with the fewest engines; ties go to the lowest number.
 
     engines_on: the number of engines that each machine has already.
 
-    3, {0: 0, 1: 0} -> [0, 0, 1]
+    assign_new_engines(3, {0: 0, 1: 0}) -> [0, 0, 1]
     """
     counts = dict(engines_on)
     for _ in range(num_new):
@@ -23,17 +23,19 @@ def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
     ]
 
 
-def at_start(parallel: ParallelConfig) -> list[int]:
+def initial_machines(parallel: ParallelConfig) -> list[int]:
     """Return the machine of each engine at the start of a server."""
-    return spread(parallel.dp, dict.fromkeys(range(parallel.nnodes), 0))
+    return assign_new_engines(parallel.dp, dict.fromkeys(range(parallel.nnodes), 0))
 
 
-def equal_shares(machines: Sequence[int]) -> int:
+def num_equal_nodes(machines: Sequence[int]) -> int:
     """Return the number of machines if all have the same number of consecutive engines, else 1.
 
     machines: the machine of each engine.
 
     [0, 0, 1, 1] -> 2, [0, 0, 1] -> 1
     """
-    runs = [len(list(run)) for _, run in groupby(machines)]
-    return len(runs) if len(runs) == len(set(machines)) and len(set(runs)) == 1 else 1
+    run_lengths = [len(list(run)) for _, run in groupby(machines)]
+    are_consecutive = len(run_lengths) == len(set(machines))
+    are_equal = len(set(run_lengths)) == 1
+    return len(run_lengths) if are_consecutive and are_equal else 1

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from moeserve.runner.remote import Team
 
 NULL_STEP_TOKENS = 2048
-NULL_RUNNER_BYTES = 1 << 40  # no KV is ever allocated: only max_num_seqs and max_model_len count
+# KV budget of a null runner, which allocates no KV: only max_num_seqs and max_model_len count.
+NULL_RUNNER_BYTES = 1 << 40
 
 
 def build_runner(config: Config, role: Role, progress: Progress) -> Built:
@@ -63,9 +64,9 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
 class RankBuild(NamedTuple):
     """A runner whose model is loaded."""
 
-    threaded: Runner  # the runner that the engine calls
+    threaded: Runner  # the runner that the engine calls; it runs `runner` in a thread
     limits: Limits
-    runner: ModelRunnerBase  # of rank 0, inside `threaded`
+    runner: ModelRunnerBase  # of rank 0
 
 
 def _build_single(config: Config, role: Role, progress: Progress) -> RankBuild:
@@ -139,13 +140,9 @@ def _build_null(config: Config, spec: ModelSpec, began_at_s: float) -> Built:
     ready = _facts_of(
         config, spec, limits, began_at_s, dtype=spec.dtype, device="null", notes=tuple(notes)
     )
-    return (
-        NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3),
-        limits,
-        ready,
-        groups,
-        (),
-    )
+    runner = NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3)
+    no_eos_ids = ()
+    return runner, limits, ready, groups, no_eos_ids
 
 
 def _facts_of(
@@ -157,14 +154,17 @@ def _facts_of(
     weight_itemsize = bytes_per_weight(spec, config.model.quantization, itemsize)
     expert_itemsize = weight_itemsize
     num_expert_weights = len(spec.moe_layers) * spec.num_experts * spec.expert_weights
-    if (compressed := config.model.lossless_compression) != "off" and weight_itemsize == 2:
+    compression = config.model.lossless_compression
+    if compression != "off" and weight_itemsize == 2:
         from moeserve.ops.native_layer import BYTES_IN_12_BITS  # imports torch
 
         expert_itemsize = BYTES_IN_12_BITS
-        weight_itemsize = expert_itemsize if compressed == "all" else weight_itemsize
+        if compression == "all":
+            weight_itemsize = expert_itemsize
     # The embedding and the LM head, which are not quantized.
     num_head_weights = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
     num_other_weights = size.total - num_head_weights - num_expert_weights
+    other_bytes = num_other_weights * weight_itemsize + num_expert_weights * expert_itemsize
     return Ready(
         pid=os.getpid(),
         architecture=spec.architecture,
@@ -177,8 +177,7 @@ def _facts_of(
         eos_token_ids=spec.eos_token_ids,
         num_params=size.total,
         num_active_params=size.active,
-        weight_bytes=num_head_weights * itemsize
-        + int(num_other_weights * weight_itemsize + num_expert_weights * expert_itemsize),
+        weight_bytes=num_head_weights * itemsize + int(other_bytes),
         startup_s=time.monotonic() - began_at_s,
         num_moe_layers=len(spec.moe_layers),
         num_experts=spec.num_experts,

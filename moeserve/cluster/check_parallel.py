@@ -75,20 +75,20 @@ def check_scale(config: Config, spec: ModelSpec, dp: int) -> None:
 
 def _check_redundant(parallel: ParallelConfig, spec: ModelSpec) -> None:
     redundant = parallel.redundant_experts
-    experts = spec.num_experts
-    ranks = parallel.num_ranks
+    num_experts = spec.num_experts
+    num_ranks = parallel.num_ranks
     if not redundant:
         return
-    if not experts:
+    if not num_experts:
         raise ConfigError(f"--redundant-experts {redundant}: {spec.architecture} has no experts")
-    if parallel.ep == "off" or ranks == 1:
+    if parallel.ep == "off" or num_ranks == 1:
         raise ConfigError(
             f"--redundant-experts {redundant} needs experts sharded over several ranks (--dp,"
             " --tp, --ep on)"
         )
-    most = experts * (ranks - 1)
-    if redundant > most:
+    max_redundant = num_experts * (num_ranks - 1)
+    if redundant > max_redundant:
         raise ConfigError(
-            f"--redundant-experts {redundant}: at most {most} are of use for {experts} experts on"
-            f" {ranks} ranks, because then each rank has all of them"
+            f"--redundant-experts {redundant}: at most {max_redundant} are of use for"
+            f" {num_experts} experts on {num_ranks} ranks, because then each rank has all of them"
         )

@@ -43,7 +43,7 @@ log = logging.getLogger("moeserve.cluster.engine_main")
 
 CONNECT_TIMEOUT_S = 10.0  # for the wire to a front end
 LINGER_TIMEOUT_S = 2.0  # for the last messages to be sent
-LAST_PING = -1  # number of the ping that follows the last message of a lost front end
+LAST_PING = -1  # number of the ping that is sent after the last message of a lost front end
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
 
 def import_ahead() -> None:
     """Import what every rank needs. No import may leave a thread behind or use a device."""
-    gc.disable()  # imports make many objects, which are never garbage
+    gc.disable()  # imports make many objects, few of which are garbage
     with suppress(ImportError):
         import uvloop  # noqa: F401
     import moeserve.cluster.build
@@ -97,14 +97,16 @@ async def _serve(order: EngineOrder, next_orders: SimpleQueue[bytes]) -> int:
 
     link = FrontEndLink(order, inbox)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain)
-    send: Callable[[EngineOut], object] = link.wire.send
+    send: Callable[[EngineOut], object] = (
+        link.wire.send
+    )  # without --standby, the wire never changes
     if order.config.parallel.standby:
         send = link.send
         link.start_following(next_orders)
     try:
         await link.wire.connected(CONNECT_TIMEOUT_S)
         return await _run_engine(order, inbox, send)
-    except ActorStopped as exc:  # rejected by the front end, which logs why
+    except ActorStopped as exc:  # the front end has rejected the process, and logs why
         log.error("%s", exc)
         return 1
     except ConfigError as exc:
@@ -126,7 +128,8 @@ class FrontEndLink:
         self._following: asyncio.Task[None] | None = None
         self._inbox = inbox
         self._ready: Ready | None = None  # the engine's facts, once it is built
-        self._requests_dropped = asyncio.Event()  # the engine has dropped a lost front end's
+        # Set when the engine has dropped the requests of a lost front end.
+        self._requests_dropped = asyncio.Event()
         self.wire = self._connect(order)
 
     def _connect(self, order: EngineOrder) -> ZmqWire[EngineOut, EngineIn]:
@@ -142,7 +145,11 @@ class FrontEndLink:
         )
 
     def send(self, msg: EngineOut) -> None:
-        """Send the front end a message, or drop it if there is no front end."""
+        """Send the front end a message, or drop it if there is no front end.
+
+        The answer to LAST_PING is not sent: it shows that the engine has handled all messages of
+        the lost front end. A Ready is also kept for the next front end.
+        """
         match msg:
             case Pong(seq=seq) if seq == LAST_PING:
                 self._requests_dropped.set()
@@ -152,9 +159,10 @@ class FrontEndLink:
         self.wire.send(msg)
 
     def start_following(self, next_orders: SimpleQueue[bytes]) -> None:
-        """Serve the front end of each further order. An error in this task ends the process.
+        """Serve the front end of each further order, in a task.
 
-        Otherwise this engine would never answer the next front end. So that one starts another.
+        An error in the task ends the process, because the engine would never answer the next front
+        end, which then starts another process.
         """
         self._following = spawn(
             self.follow(next_orders), name="next front end", on_error=_on_following_failed
@@ -207,24 +215,24 @@ async def _run_engine(
     building = loop.create_task(
         assemble(order.config, order.builder, order.role, inbox, emit, order.born_s)
     )
-    stopping = loop.create_task(_wait_for_drain(inbox))
-    await asyncio.wait({building, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    drain_ordered = loop.create_task(_wait_for_drain(inbox))
+    await asyncio.wait({building, drain_ordered}, return_when=asyncio.FIRST_COMPLETED)
     if not building.done():
         building.cancel()
         emit(Stopped(""))
         return 0
-    stopping.cancel()
-    await asyncio.wait({stopping})
+    drain_ordered.cancel()
+    await asyncio.wait({drain_ordered})  # so that it puts the messages back into the inbox
     core, ready = building.result()
     gc.collect()
     gc.freeze()  # all objects that exist now are permanent, so no collection needs to scan them
     emit(ready)
     running = loop.create_task(core.run())  # emits Stopped at its end, even if it fails
-    rank_death: asyncio.Future[Exception] = loop.create_future()
+    rank_death: asyncio.Future[Exception] = loop.create_future()  # never, with a single rank
     if isinstance(core.runner, SeveralRanks):
         rank_death = loop.create_task(core.runner.died())
-    either: tuple[asyncio.Future[Any], ...] = running, rank_death
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    both_ends: tuple[asyncio.Future[Any], ...] = (running, rank_death)
+    await asyncio.wait(both_ends, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         # Retrieve the exception, so that asyncio does not log it: the cause is known already.
         running.add_done_callback(lambda task: task.cancelled() or task.exception())

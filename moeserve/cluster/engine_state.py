@@ -72,7 +72,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     stop_ordered: bool = False  # the fleet ordered it to stop
     ended_by_order: bool = False  # its process stopped as ordered
     left: bool = False  # it left the fleet, so its messages are ignored
-    end: EngineGone | None = None  # set when no restart follows
+    end: EngineGone | None = None  # the end of its last process, when no restart follows
 
     @property
     def name(self) -> str:
@@ -112,8 +112,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
             case m.Joined(epoch=epoch):
                 return _replace(self, epoch=epoch, left_group=None, has_served=True)
             case m.LeftGroup(epoch=epoch):
-                stale = epoch < self.epoch
-                return self if stale else _replace(self, epoch=0, left_group=event)
+                is_stale = epoch < self.epoch  # it has joined a later epoch since
+                return self if is_stale else _replace(self, epoch=0, left_group=event)
             case Held(held):
                 return _replace(self, held=held and self.grouped)
             case NewRequestsEnded(ordered):

@@ -84,12 +84,13 @@ class EngineSupervisor(Supervisor):
         self._inbox: Inbox[FromWire] = Inbox(f"{self.name} link", INBOX_LIMIT)
         self._wire: ZmqWire[m.EngineIn, FromWire] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._closing = False  # the front end may have stopped reading
-        self._stop_cause = ""  # from the process's Stopped message
-        # PeerGone, the last message of the process's wire, was handled.
+        self._closing = False  # `close` was called; then the front end may read no more
+        # Of the present process:
+        self._stop_cause = ""  # from its Stopped message
+        # Set when PeerGone, the last message of its wire, was handled.
         self._wire_end_handled = asyncio.Event()
-        self._end_reported = asyncio.Event()  # the process's EngineGone was handled
-        # Why the handshake failed. No process started here could connect, so it is permanent.
+        self._end_reported = asyncio.Event()  # set when its EngineGone was handled
+        # Why the handshake failed. A restart is useless, because every process would fail alike.
         self._handshake_error = ""
         self._wire_lost_at_s: float | None = None
 
@@ -114,8 +115,11 @@ class EngineSupervisor(Supervisor):
             was_sent = self.send(m.Drain(timeout_s))
         except Overloaded:
             was_sent = False  # end it by a signal
-        exit_timeout_s = 1.0 + (timeout_s if self._state().ready else 0.0)
-        await asyncio.wait([self._task], timeout=exit_timeout_s if was_sent else 0.0)
+        exit_timeout_s = 0.0
+        if was_sent:
+            # A process that is not ready has no requests to finish.
+            exit_timeout_s = 1.0 + (timeout_s if self._state().ready else 0.0)
+        await asyncio.wait([self._task], timeout=exit_timeout_s)
         if not self._task.done():
             await self.stop(term_s=STOP_S)
         await asyncio.wait([self._task])
@@ -137,7 +141,8 @@ class EngineSupervisor(Supervisor):
         """The process id, None while there is no process."""
         if self.child is None or not self.child.alive:
             return None
-        return self.child.pid or None  # 0 until another machine's agent has reported it
+        # A process on another machine has the id 0 until the agent has reported the real one.
+        return self.child.pid or None
 
     def kill(self, reason: str) -> None:
         """Send SIGKILL. reason: see `Process.kill`."""
@@ -207,7 +212,7 @@ class EngineSupervisor(Supervisor):
             self._inbox.put(m.Phase(self.host.waiting_phase, 0, elapsed_s), force=True)
             await asyncio.sleep(INTERVAL_S)
 
-    async def curable(self, death: Death) -> bool:  # called by `Supervisor.run`
+    async def is_curable(self, death: Death) -> bool:  # called by `Supervisor.run`
         if self._wire is not None and self._wire.greeted:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wire_end_handled.wait(), LAST_MESSAGES_S)
@@ -229,9 +234,13 @@ class EngineSupervisor(Supervisor):
         self._close_wire()
         self._end_reported.clear()
         cause = self._handshake_error or self._stop_cause or death.summary
-        tail = death.log_tail if death.exit_code and not is_config_error(death.exit_code) else ()
+        # The message of a ConfigError is enough for the user.
+        has_crashed = death.exit_code != 0 and not is_config_error(death.exit_code)
         end = EngineGone(
-            exit_code=death.exit_code, cause=cause, log_tail=tail, restart_in_s=again_in_s
+            exit_code=death.exit_code,
+            cause=cause,
+            log_tail=death.log_tail if has_crashed else (),
+            restart_in_s=again_in_s,
         )
         self._inbox.put(end, force=True)
         await self._end_reported.wait()
@@ -269,10 +278,10 @@ class EngineSupervisor(Supervisor):
                 self._on_wire_lost(cause)
                 return
             case m.Phase():
-                self.progress()
+                self.note_progress()
             case m.Ready():
                 self.progress_monitor = ProgressMonitor(time.monotonic(), msg.step_s)
-                self.serving()
+                self.note_ready()
             case m.Stopped(cause):
                 self._stop_cause = cause
         self._report(msg)
@@ -280,7 +289,10 @@ class EngineSupervisor(Supervisor):
             self._end_reported.set()
 
     def _on_wire_lost(self, cause: str) -> None:
-        """Note the time. The process should end by itself within EXIT_GRACE_S."""
+        """Note the time, and the error of a failed handshake.
+
+        The process should end by itself within EXIT_GRACE_S.
+        """
         was_connected = self._wire is not None and self._wire.greeted
         self._handshake_error = "" if was_connected else cause
         self._wire_lost_at_s = time.monotonic()
@@ -295,10 +307,10 @@ class EngineSupervisor(Supervisor):
         state = self._state()
         if state.ready is None:
             return
-        with suppress(Overloaded):  # the missing pong will show
+        with suppress(Overloaded):  # then there is no answer either, which `fault` detects
             self.send(ping)
-        # held, grouped: see EngineState
-        if fault := self.progress_monitor.fault(
+        fault = self.progress_monitor.fault(
             now_s, self.stall_s, held=state.held, grouped=state.grouped
-        ):
+        )
+        if fault:
             self.kill(fault)  # otherwise the other engines of its group would wait forever

@@ -28,7 +28,7 @@ class EngineTable:
     def __contains__(self, rank: int) -> bool:
         return rank in self._states
 
-    def of(self, ranks: Iterable[int]) -> list[EngineState]:
+    def states_of(self, ranks: Iterable[int]) -> list[EngineState]:
         """Return the states of these engines."""
         return [self._states[rank] for rank in ranks]
 
@@ -66,12 +66,12 @@ class EngineTable:
         return supervisor is not None and supervisor.send(msg)
 
     def wake(self) -> None:
-        """Make every `until` check its condition again."""
+        """Make every `wait_until` check its condition again."""
         for change in self._waiters:
             if not change.done():
                 change.set_result(None)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition on the states holds."""
         while not condition():
             change: asyncio.Future[None] = asyncio.get_running_loop().create_future()

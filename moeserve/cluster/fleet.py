@@ -20,14 +20,14 @@ from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.engine_state import EngineState
 from moeserve.cluster.fleet_state import FleetState
 from moeserve.cluster.heartbeat import UNHEALTHY_S
-from moeserve.cluster.host import FleetSnapshot, Root
+from moeserve.cluster.host import FleetSnapshot, Host, Root
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine
 from moeserve.cluster.scaling import Scaling
 from moeserve.cluster.view import FleetView
 from moeserve.config import Config
 
 if TYPE_CHECKING:
-    from moeserve.cluster.rebalancing import Rebalancing
+    from moeserve.cluster.rebalancing import FleetExperts
 
 POLICY = RestartPolicy(first_pause_s=0.05, proven_s=10.0)
 
@@ -53,7 +53,8 @@ class Fleet:
         self.outbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
         self.single = config.parallel.num_ranks == 1
         self._state = FleetState(single=self.single, emit=self._emit)
-        options = ({} if self.single else {"policy": POLICY}) | options
+        if not self.single:
+            options.setdefault("policy", POLICY)
         self.scaling = Scaling(self._state, config, self.outbox, root, options)
         self._snapshot: FleetSnapshot | None = None
         self._started = False
@@ -92,14 +93,14 @@ class Fleet:
             case m.Drain(deadline_s=timeout_s) if state.single:
                 state.drain(state.members[0], timeout_s)
             case m.Drain(deadline_s=timeout_s):
-                # Send it to the engines at the deadline. If one dies before, a new one can replace
-                # it only if all others are still in the group, even the idle ones.
+                # Drain the engines at the deadline only, and keep even idle ones in their group
+                # until then. If an engine dies before, a new one needs all others to form a group.
                 loop = asyncio.get_running_loop()
                 self._drain_timer = loop.call_later(timeout_s, state.stop_requests)
             case m.TraceNext():
                 for group in state.groups:
                     if group.complete:
-                        # One vote is enough: all engines of the group trace that step.
+                        # All engines of a group trace a step if one of them votes for it.
                         state.table.send(group.members[0], msg)
             case m.Ping() | m.Join() | m.UpdatePlacement() | m.AbortAll():
                 raise ValueError(f"a fleet sends {type(msg).__name__} itself")
@@ -131,7 +132,7 @@ class Fleet:
         return self._state.member_states
 
     @property
-    def experts(self) -> "Rebalancing | None":
+    def experts(self) -> "FleetExperts | None":
         """The experts if they are sharded over the engines, None if each engine has all of them."""
         return self._state.experts
 
@@ -154,10 +155,11 @@ class Fleet:
     def healthy(self) -> bool:
         """Whether some engines serve, and all of these make progress.
 
-        No engine may serve for UNHEALTHY_S, so that a group can be formed again.
+        A fleet without a serving engine stays healthy for UNHEALTHY_S, in which its group can be
+        formed again.
         """
         state = self._state
-        if state.ready is None or state.over:
+        if state.ready is None or state.has_ended:
             return False
         now_s = time.monotonic()
         serving = state.serving()
@@ -171,23 +173,20 @@ class Fleet:
     def view(self) -> FleetView:
         """A snapshot of the fleet."""
         state = self._state
-        hosts = self.scaling.machines.hosts if state.members else ()
-        drained = self.scaling.drained
+        hosts = self.scaling.rendezvous.hosts if state.members else ()
         return FleetView(
             dp=self.dp,
             tp=self.config.parallel.tp,
-            together=state.together,
+            is_one_group=state.is_one_group,
             epoch=max((group.epoch for group in state.groups), default=0),
             complete=all(group.complete for group in state.groups),
             waiting=state.traffic.num_waiting,
             engines=state.engine_views(),
             experts=state.experts.view() if state.experts is not None else None,
-            machines={
-                host.name: "here"
-                if not host.is_missing
-                else "drained"
-                if host in drained
-                else "missing"
-                for host in hosts
-            },
+            machines={host.name: self._machine_state(host) for host in hosts},
         )
+
+    def _machine_state(self, host: Host) -> str:
+        if not host.is_missing:
+            return "here"
+        return "drained" if host in self.scaling.drained else "missing"

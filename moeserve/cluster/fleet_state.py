@@ -10,7 +10,7 @@ import msgspec
 
 from moeserve import messages as m
 from moeserve.actor.tasks import log_error, spawn
-from moeserve.cluster.assignment import equal_shares
+from moeserve.cluster.assignment import num_equal_nodes
 from moeserve.cluster.engine_group import EngineGroup, combined
 from moeserve.cluster.engine_state import (
     EngineEvent,
@@ -29,7 +29,7 @@ from moeserve.cluster.view import EngineView
 from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moeserve.cluster.rebalancing import Rebalancing
+    from moeserve.cluster.rebalancing import FleetExperts
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +53,13 @@ class FleetState:
         self.table = EngineTable()
         self.members: tuple[int, ...] = ()  # ranks, in the order of their dp ranks in a group
         self.groups: tuple[EngineGroup, ...] = ()
-        self.experts: Rebalancing | None = None  # None if experts are not sharded over engines
-        self.traffic = Traffic(self.serving, self.table.send, self.fail)
+        self.experts: FleetExperts | None = None  # None if experts are not sharded over engines
+        self.traffic = Traffic(serving=self.serving, send=self.table.send, fail=self.fail)
         self.phase = m.Phase("starting", 0, 0.0)
         self.ready: m.Ready | None = None  # combined facts, once all engines have served
-        self.unserved_since_s: float | None = None  # monotonic time since when no engine serves
-        self.over = False  # the final EngineGone was sent
+        # Monotonic time since when no engine serves; None while one serves.
+        self.unserved_since_s: float | None = None
+        self.has_ended = False  # the final EngineGone was sent
         self.failure = ""  # the cause of the end, unless it was an ordered stop
         self._emit = emit
         self._drain_deadline_passed = False
@@ -67,20 +68,20 @@ class FleetState:
     # ---- members and groups
 
     @property
-    def together(self) -> bool:
+    def is_one_group(self) -> bool:
         """Whether the engines form one group."""
         return self.experts is not None
 
     @property
     def member_states(self) -> list[EngineState]:
         """The states of the members."""
-        return self.table.of(self.members)
+        return self.table.states_of(self.members)
 
     def serving(self) -> Collection[int]:
         """Return the ranks of the engines that may get requests."""
         return {state.rank for state in self.member_states if state.serving}
 
-    def shard_experts(self, experts: "Rebalancing") -> None:
+    def shard_experts(self, experts: "FleetExperts") -> None:
         """Make all engines one group that shares the experts."""
         self.experts = experts
 
@@ -100,10 +101,10 @@ class FleetState:
         for rank in ranks:
             self.table.apply(rank, LeftFleet())
             self._return_requests(rank, died=False, cause=cause)
-        # The group of all engines gets its new members by `regroup`.
-        emptied: list[EngineGroup] = []
-        if not self.together:
-            emptied = [group for group in self.groups if group.members[0] in ranks]
+        if self.is_one_group:  # the group gets its new members by `regroup`
+            return []
+        # Each group has a single member.
+        emptied = [group for group in self.groups if group.members[0] in ranks]
         self.groups = tuple(group for group in self.groups if group not in emptied)
         return emptied
 
@@ -117,7 +118,7 @@ class FleetState:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End the fleet because of an error in its own code."""
+        """Log an error in the fleet's own code, and end the fleet."""
         log.error("the fleet failed", exc_info=error)
         self.end(EngineGone(exit_code=1, cause=f"the fleet failed: {error!r}"))
 
@@ -133,7 +134,7 @@ class FleetState:
                 self.table.apply(rank, event)
             case _:
                 state = self.table.apply(rank, event)
-                if not state.left:  # otherwise its requests have gone to other engines
+                if not state.left:  # otherwise other engines have its requests now
                     self._on_message(rank, event)
 
     def _on_message(self, rank: int, msg: FromProcess) -> None:
@@ -157,20 +158,20 @@ class FleetState:
                 assert_never(msg)
 
     def _on_output(self, rank: int, output: m.StepOutput) -> None:
-        self.traffic.note(rank, output)
+        self.traffic.on_step_output(rank, output)
         record = output.record
         if record is not None and record.dp_rank != rank:
-            # An engine knows only its dp rank within the group.
+            # The engine has set its dp rank within the group, which is not its rank in the fleet.
             record = msgspec.structs.replace(record, dp_rank=rank)
             output = msgspec.structs.replace(output, record=record)
         self._emit(output)
 
     def _on_refused(self, rank: int, msg: m.Refused) -> None:
-        self.traffic.balancer.end(msg.rid)
+        self.traffic.balancer.remove_request(msg.rid)
         if msg.code != "server_draining" or self._drain_deadline_passed or self.single:
             self._emit(msg)
             return
-        # The engine got a SIGTERM. Another one takes over the request.
+        # The engine drains because it got a SIGTERM. Another engine takes over the request.
         self.table.apply(rank, NewRequestsEnded(ordered=False))
         self._emit(RequestsLost(rids=(msg.rid,), engine=rank, died=False, cause=msg.message))
 
@@ -178,11 +179,12 @@ class FleetState:
         if self.experts is None:
             self._emit(msg)  # the front end sums up the load
         elif isinstance(msg, m.PlacementResult):
-            self.experts.placed(msg)
+            self.experts.on_placement_result(msg)
         else:
-            self.experts.note(msg)
+            self.experts.add_load(msg)
 
     def _on_phase(self) -> None:
+        """Send the front end the phase of the slowest engine, unless the fleet serves."""
         phases = [state.phase for state in self.member_states]
         phase = min(phases, key=lambda phase: phase.percent)
         if phase != self.phase and (self.ready is None or not self.serving()):
@@ -192,7 +194,7 @@ class FleetState:
     def _check_groups(self) -> None:
         """Update the groups after a change in the state of an engine."""
         for group in self.groups:
-            group.check()
+            group.hold_if_incomplete()
         if self.unserved_since_s is None and not self.serving():
             self.unserved_since_s = time.monotonic()
 
@@ -205,7 +207,7 @@ class FleetState:
 
     def _return_requests(self, rank: int, *, died: bool, cause: str) -> None:
         """Return the requests of an engine to the front end."""
-        rids = self.traffic.balancer.close(rank)
+        rids = self.traffic.balancer.remove_engine(rank)
         if (rids or died) and not self.single:
             self._emit(RequestsLost(rids=rids, engine=rank, died=died, cause=cause))
 
@@ -219,27 +221,28 @@ class FleetState:
         state = self.table[rank]
         if state.left or rank not in self.members:
             return
-        if not (self.single or end.exit_code == 0 or end.cause.startswith(state.name)):
+        is_failure_of_one = not self.single and end.exit_code != 0
+        if is_failure_of_one and not end.cause.startswith(state.name):
             end = msgspec.structs.replace(end, cause=f"{state.name}: {end.cause}")
         if all(other.end is not None for other in self.member_states):
             self.end(end)
         elif end.exit_code == 0 and state.ended_by_order:
             self._close_group_of(rank)
-        elif self.together or not self.ready:
+        elif self.is_one_group or not self.ready:
             self.end(end)
         else:
             num_serving = len(self.serving())
             log.error("%s is not started again; %d engines continue", state.name, num_serving)
 
     def _close_group_of(self, rank: int) -> None:
-        """Close the engines that are starting, and would wait in vain for one that was stopped."""
-        others = [
+        """Close the group's engines that are starting: they would wait for one that was stopped."""
+        group_ranks = [
             other for group in self.groups if rank in group.members for other in group.members
         ]
-        for other in self.table.of(others):
+        for other in self.table.states_of(group_ranks):
             if not other.up and other.end is None:
                 closing = spawn(
-                    self.table.supervisor(other.rank).close(0.0),
+                    self.table.supervisor(other.rank).close(timeout_s=0.0),
                     name=f"close {other.name}",
                     on_error=log_error,
                 )
@@ -248,27 +251,28 @@ class FleetState:
 
     def end(self, gone: EngineGone) -> None:
         """Send the front end the final EngineGone. Later calls have no effect."""
-        if self.over:
+        if self.has_ended:
             return
-        self.over = True
+        self.has_ended = True
         self.ready = None
         self.failure = gone.cause if gone.exit_code else ""
         self._emit(gone)
 
     # ---- groups and facts
 
-    def on_formed(self, group: EngineGroup) -> None:
+    def on_group_formed(self, group: EngineGroup) -> None:
         """Handle that all engines of a group serve together."""
         self.unserved_since_s = None
-        states = self.table.of(group.members)
+        states = self.table.states_of(group.members)
         if self.experts is not None:
             facts = states[0].ready
-            num_nodes = equal_shares([state.machine for state in states])
+            num_nodes = num_equal_nodes([state.machine for state in states])
             expert_bytes = facts.expert_bytes if facts is not None else 0
-            self.experts.joined(group.placement, expert_bytes, num_nodes)
+            self.experts.on_group_formed(group.placement, expert_bytes, num_nodes)
         for state in states:
-            assert state.ready is not None
-            self.traffic.balancer.open(state.rank, state.ready.block_size, state.ready.num_blocks)
+            facts = state.ready
+            assert facts is not None
+            self.traffic.balancer.add_engine(state.rank, facts.block_size, facts.num_blocks)
         if self.ready is not None or all(other.complete for other in self.groups):
             self.announce()
         self.traffic.flush()
@@ -281,11 +285,11 @@ class FleetState:
 
     def announce(self) -> None:
         """Send the front end the combined facts of all engines, if they have changed."""
-        present = [state.ready for state in self.member_states if state.ready is not None]
-        if not present:
-            return  # all are being replaced, and are announced when they form a group
+        facts_of_engines = [state.ready for state in self.member_states if state.ready is not None]
+        if not facts_of_engines:
+            return  # all engines are being replaced, and are announced when they form a group
         try:
-            facts = combined(present)
+            facts = combined(facts_of_engines)
         except ConfigError as error:
             self.end(EngineGone(exit_code=error.exit_code, cause=str(error)))
             return
@@ -326,7 +330,7 @@ class FleetState:
                 state=state.label,
                 epoch=state.epoch,
                 restarts=state.restarts,
-                num_requests=len(loads[state.rank].live) if state.rank in loads else 0,
+                num_requests=len(loads[state.rank].live_rids) if state.rank in loads else 0,
             )
             for state in self.member_states
         )

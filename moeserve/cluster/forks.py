@@ -15,7 +15,7 @@ from moeserve.actor.forking import IS_SUPPORTED, ForkServer
 from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Child, to_stderr
 from moeserve.actor.tasks import cancel, log_error, spawn
-from moeserve.cluster.ahead import ENGINE, take
+from moeserve.cluster.ahead import ENGINE, take_early_process
 from moeserve.cluster.order import command_of
 from moeserve.config import Config
 from moeserve.errors import ConfigError
@@ -28,7 +28,7 @@ MAX_PAUSE_S = 60.0
 
 
 class LocalHost:
-    """This machine, which starts engines, from a fork server once `keep` was called.
+    """This machine, which starts engines: from a fork server once `keep_fork_server` was called.
 
     Belongs to one loop.
     """
@@ -37,7 +37,8 @@ class LocalHost:
         self.number = 0  # of the machine
         self.name = "node-0"  # engines on hosts with the same name can share memory
         self.folder = folder  # private, for sockets
-        self.is_missing = False  # as in `RemoteHost`
+        # As in `RemoteHost`: no engine ever waits for this machine.
+        self.is_missing = False
         self.waiting_phase = ""
         self._tp_size = 1
         self._server: ForkServer | None = None
@@ -52,7 +53,7 @@ class LocalHost:
         """The fork server if it is warm (has done its imports), otherwise None."""
         return self._server if self._server is not None and self._server.warm else None
 
-    def keep(self, config: Config) -> None:
+    def keep_fork_server(self, config: Config) -> None:
         """Run a fork server from now on, if the settings allow it and it is of use."""
         self._tp_size = config.parallel.tp
         is_wanted = config.parallel.fork_server == "on" and not config.device.null_runner
@@ -72,16 +73,18 @@ class LocalHost:
     ) -> Child:
         """Start an engine. Raises ConfigError.
 
-        order: JSON of an EngineOrder. forward: called with each line of the engine's log.
+        Args:
+            order: JSON of an EngineOrder.
+            forward: called with each line of the engine's log.
         """
         if self._server is not None:
             try:
                 forked = await self._server.fork(self._tp_size)
-            except OSError as error:  # TimeoutError is one, too
+            except OSError as error:  # also TimeoutError, which is a subclass
                 log.warning("%s was not forked, starting it as a new process: %s", name, error)
             else:
                 return Child.take(name, forked, order, forward=forward)
-        if (early := take()) is not None:
+        if (early := take_early_process()) is not None:
             return Child.take(name, early, order, forward=forward)
         return Child.start(name, command_of(ENGINE), order, forward=forward)
 
@@ -96,7 +99,7 @@ class LocalHost:
         while True:
             try:
                 server = self._server = ForkServer(command_of(FORK_SERVER))
-                with suppress(OSError):  # the death below has a better message
+                with suppress(OSError):  # the process died, and the warning below says how
                     await server.until_warm()
                     num_failures = 0
                     log.info("the fork server is warm (pid %d)", server.child.pid)

@@ -58,14 +58,15 @@ class ProgressMonitor:
         """Return why the engine must be killed, or "". The text continues "engine 0 ...".
 
         Args:
-            held: the engine waits for others, so it only has to answer. It may first have to finish
-                its steps, though, if it has just left its group.
-            grouped: one hanging engine stops the whole group. An engine that still answers gets
-                twice the time, because a silent one is more likely the cause.
+            held: the engine waits for other engines of its group, so it only has to answer.
+            grouped: the engine has a group, which one hanging engine stops as a whole. An engine
+                that still answers gets twice the time, because a silent one is more likely the
+                cause.
         """
         silent_s = now_s - self._answered_at_s
         if held:
             self._progress_at_s = now_s
+            # An engine that has just left its group answers only when its steps have ended.
             if silent_s > max(stall_s, 3 * self._step_s):
                 return f"has not answered for {silent_s:.0f} s"
             return ""

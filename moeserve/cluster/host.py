@@ -1,7 +1,8 @@
 """The machines that engine processes run on: this one (forks.py), or others with an agent.
 
-The agent (node.py) starts the processes. Each engine has its own wire to the front end; the agent's
-wire carries only starts, deaths and log lines.
+The agent (node.py) starts and ends the processes of its machine. Each engine has its own wire to
+the front end. The agent's wire carries the orders to the agent, and its reports of starts, deaths
+and log lines.
 """
 
 import asyncio
@@ -26,10 +27,10 @@ from moeserve.messages import PlacementTable
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0  # timeout for an admitted node to open its wire
-SHUTDOWN_S = 1.0  # timeout for a released node to disconnect
+CONNECT_S = 5.0  # timeout for an admitted agent to open its wire
+SHUTDOWN_S = 1.0  # timeout for a released agent to disconnect
 HEARTBEAT_S = 1.0
-RELEASED = "it was released"
+RELEASED = "it was released"  # the cause if the end of an agent was ordered
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +124,10 @@ class RemoteHost:
         return not self.connected.is_set()
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Return an address of this machine that the other one can reach, and the keys."""
+        """Return the address at which this machine listens for an engine, and the keys to use.
+
+        name: the engine's name, which only the addresses of Unix sockets need.
+        """
         return f"tcp://{self._address}:*", self._keys
 
     async def start(self, name: str, order: bytes) -> Process:
@@ -161,7 +165,7 @@ class RemoteHost:
         if self._serving is None:
             return
         if self._wire is not None:
-            # Let the node close the connection, because closing it here could lose the message.
+            # Let the agent close the connection, because closing it here could lose the message.
             self.send(Shutdown(cause))
             self._released = True
             await asyncio.wait([self._serving], timeout=SHUTDOWN_S)
@@ -189,7 +193,7 @@ class RemoteHost:
                     elif msg.id in self._processes:
                         self._on_message(self._processes[msg.id], msg)
             cause = RELEASED if self._released else gone.cause
-        except (ActorStopped, TimeoutError) as error:
+        except (ActorStopped, TimeoutError) as error:  # the agent did not connect
             cause = str(error)
         except Exception as error:
             cause = f"its link failed: {error!r}"
@@ -202,17 +206,17 @@ class RemoteHost:
             level = logging.INFO if cause == RELEASED else logging.WARNING
             log.log(level, "%s is gone: %s", self.name, cause)
             for process in self._processes.values():
-                process.strand(f"was lost with {self.name}: {cause}")
+                process.record_loss(f"was lost with {self.name}: {cause}")
             self._processes.clear()
 
     def _on_message(self, process: "RemoteProcess", msg: FromNode) -> None:
         match msg:
             case Started(pid=pid):
-                process.started(pid)
+                process.record_start(pid)
             case LogLine(text=text):
                 to_stderr(text)
             case Ended(death=death):
-                process.end(death)
+                process.record_death(death)
                 del self._processes[process.id]
 
 
@@ -224,7 +228,8 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int  # of the front end, from 0
     # When the front end was created, in tenths of a second. It is greater than that of all earlier
-    # front ends, even those of another root, whose engines may wait on other machines.
+    # front ends, even those of another root, whose engines may wait on other machines. Epochs and
+    # placement versions begin at a multiple of it, so that they are greater, too.
     made_at: int
     folder: str  # private, for sockets
     address: str  # at which the root's agent listens
@@ -241,7 +246,7 @@ class RootHost(RemoteHost):
     """This machine, whose engines are children of the root process and outlive the front end."""
 
     def __init__(self, root: Root) -> None:
-        super().__init__(0, 1, "", None)
+        super().__init__(number=0, num_machines=1, address="", keys=None)
         self.folder = root.folder
         self._number = root.number
         inbox: Inbox[FromNode | PeerGone] = Inbox("root link")
@@ -281,16 +286,25 @@ class RemoteProcess(Process):
         """Order the agent to send SIGTERM."""
         self._send(Signal(self.id))
 
-    def started(self, pid: int) -> None:
+    def record_start(self, pid: int) -> None:
         """Record that the process runs."""
         self.pid = pid
 
-    def strand(self, reason: str) -> None:
+    def record_loss(self, reason: str) -> None:
         """Record that the process was lost with its machine."""
-        lived_s = time.monotonic() - self._began_at_s
-        self.end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, (), reason, stranded=True))
+        self.record_death(
+            Death(
+                name=self.name,
+                pid=self.pid,
+                exit_code=-signal.SIGKILL,
+                lived_s=time.monotonic() - self._began_at_s,
+                log_tail=(),
+                reason=reason,
+                stranded=True,
+            )
+        )
 
-    def end(self, death: Death) -> None:
+    def record_death(self, death: Death) -> None:
         """Record the death of the process."""
         if not self._death.done():
             self._death.set_result(death)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INBOX_LIMIT = 100_000  # higher than for processes, because both readers share this loop
+# Messages in each direction that may wait. More than for processes (link.py), because both readers
+# share this loop.
+INBOX_LIMIT = 100_000
 ABORT_S = 1.0  # timeout for an engine to stop after its deadline
 
 
@@ -74,7 +76,7 @@ class LocalEngine:
                 Role(),
                 self._engine_inbox,
                 self._emit,
-                time.monotonic(),
+                born_s=time.monotonic(),
             )
             self.ready = ready
             self._emit(ready)

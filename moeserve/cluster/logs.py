@@ -24,13 +24,14 @@ def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text"
 
 class _TextLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        time_of_day = time.strftime("%H:%M:%S", time.localtime(record.created))
         source = record.name.removeprefix("moeserve.")
         lines = [
-            f"{at}.{int(record.msecs):03d} {record.levelname:<7} {source}:"
+            f"{time_of_day}.{int(record.msecs):03d} {record.levelname:<7} {source}:"
             f" {one_line(record.getMessage())}"
         ]
-        return "\n".join(lines + [f"    {one_line(line)}" for line in _trace(self, record)])
+        lines += [f"    {one_line(line)}" for line in _traceback_lines(self, record)]
+        return "\n".join(lines)
 
 
 class _JsonLine(logging.Formatter):
@@ -41,10 +42,10 @@ class _JsonLine(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if trace := _trace(self, record):
-            line["trace"] = "\n".join(trace)
+        if traceback := _traceback_lines(self, record):
+            line["trace"] = "\n".join(traceback)
         return msgspec.json.encode(line).decode()
 
 
-def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+def _traceback_lines(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
     return formatter.formatException(record.exc_info).splitlines() if record.exc_info else []

@@ -50,7 +50,7 @@ from moeserve.cluster.rendezvous import (
     Registration,
     Rejected,
     bracketed,
-    registration,
+    make_registration,
     resolve,
 )
 from moeserve.cluster.rundir import RunDir
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 JOIN_S = 4.0  # timeout from the start of the process, so that an error is printed within 5 s
 LAUNCHED_JOIN_S = 600.0  # timeout under a launcher, whose machine 0 may still pull an image
 MIN_JOIN_S = 1.0  # shortest timeout for joining, if the start of the process was slow
-RETRY_INTERVAL_S = 0.1
+RETRY_INTERVAL_S = 0.1  # between attempts to join, and between attempts to report an end
 KEEP_S = 30.0  # time for another front end to take over the engines of a lost one
 
 
@@ -113,11 +113,12 @@ async def _join_and_serve(config: Config, join_s: float) -> None:
     loss_cause = ""  # why the last front end was lost
     orphans: Orphans | None = {} if config.parallel.standby else None
     try:
-        own = await in_thread("model", lambda: registration(config, run_dir.path))
+        # In a thread, because it reads the checkpoint.
+        own_registration = await in_thread("model", lambda: make_registration(config, run_dir.path))
         deadline_s = clock() + max(MIN_JOIN_S, join_s - _process_age_s())
         while True:
             try:
-                admitted = await join(config, secret, own, deadline_s)
+                admitted = await join(config, secret, own_registration, deadline_s)
                 open_wire = wire_opener(admitted, keys_of(secret))
                 await NodeAgent(config, host, open_wire, orphans).run()
                 return
@@ -129,8 +130,10 @@ async def _join_and_serve(config: Config, join_s: float) -> None:
                 log.warning(
                     "%s; %d engines wait for another one, %g s", loss_cause, len(orphans), KEEP_S
                 )
-            except ConfigError as error:
-                raise EngineDied(f"{loss_cause}; {error}") if loss_cause else error from None
+            except ConfigError as error:  # this machine could not join
+                if loss_cause:
+                    raise EngineDied(f"{loss_cause}; {error}") from None
+                raise
     finally:
         await end_all(orphans)
         await host.close()
@@ -145,14 +148,16 @@ def wire_opener(admitted: Admitted, keys: Keys) -> OpenWire:
 
 
 async def end_all(orphans: Orphans | None) -> None:
-    """End the engines that wait for a front end."""
+    """End the engines that wait for a front end, and empty `orphans`."""
     engines = [orphans.pop(name) for name in list(orphans)] if orphans else []
     for engine in engines:
         engine.child.kill("was not needed any more")
     await asyncio.gather(*(engine.child.death() for engine in engines))
 
 
-async def join(config: Config, secret: bytes, own: Registration, deadline_s: float) -> Admitted:
+async def join(
+    config: Config, secret: bytes, own_registration: Registration, deadline_s: float
+) -> Admitted:
     """Register this machine at machine 0, and retry until the deadline (on the loop's clock).
 
     Raises ConfigError if machine 0 rejects this machine or does not answer.
@@ -179,18 +184,19 @@ async def join(config: Config, secret: bytes, own: Registration, deadline_s: flo
                             f"no answer from {address}: check --rendezvous, and that firewalls"
                             " allow its port"
                         )
-                    answer = await _register(address, secret, own)
+                    answer = await _register(address, secret, own_registration)
                     if isinstance(answer, Admitted):
                         return answer
                     if isinstance(answer, Rejected):
                         raise ConfigError(f"machine 0 rejected this machine: {answer.cause}")
                     cause = answer.cause
-                    if cause.startswith("nobody listens"):
+                    if cause.startswith("nobody listens"):  # an error of zmq_wire.connect
                         cause += ": start machine 0 first, or check --rendezvous"
+                # A short wait needs no log: the error at its end has the cause.
                 if cause != last_cause and deadline_s - clock() > JOIN_S:
                     log.info("waiting to join: %s", cause)
                 await asyncio.sleep(RETRY_INTERVAL_S)
-    raise ConfigError(f"machine {own.node_rank} could not join: {cause}")
+    raise ConfigError(f"machine {own_registration.node_rank} could not join: {cause}")
 
 
 def _process_age_s() -> float:
@@ -204,7 +210,7 @@ def _process_age_s() -> float:
 
 
 async def _register(
-    address: str, secret: bytes, own: Registration
+    address: str, secret: bytes, own_registration: Registration
 ) -> Admitted | Rejected | PeerGone:
     """Register once. Return the answer, or PeerGone with the cause if there is none."""
     inbox: Inbox[Admitted | Rejected | PeerGone] = Inbox("rendezvous")
@@ -212,7 +218,7 @@ async def _register(
     keys = keys_of(secret)
     wire = connect(address, token=token, receives=Admitted | Rejected, inbox=inbox, keys=keys)
     try:
-        wire.send(own)  # the wire sends its hello first
+        wire.send(own_registration)  # the wire sends its hello first
         return (await inbox.drain(wait=True))[0]
     finally:
         wire.close()
@@ -222,8 +228,9 @@ class NodeAgent(Actor[ToNode | PeerGone]):
     """Starts, ends and watches engines, as machine 0 orders.
 
     `run` returns when machine 0 stops. It raises EngineDied if machine 0 fails, FrontEndLost if
-    machine 0 is lost. The engines end with the agent, except if machine 0 is lost and there are
-    `orphans`: then the running engines are added to these, where the next agent finds them.
+    machine 0 is lost. The engines end with the agent. With --standby (`orphans` is not None),
+    engines outlive an agent that has lost machine 0: they are added to `orphans`, where the next
+    agent finds them.
     """
 
     def __init__(
@@ -235,7 +242,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         connect_s: float = JOIN_S,
     ) -> None:
         super().__init__("machine 0")
-        self.beats = 0  # heartbeats of machine 0
+        self.num_heartbeats = 0  # that machine 0 has sent
         self.snapshot: FleetSnapshot | None = None  # the last one that the root process received
         self._config = config
         self._host = host
@@ -257,7 +264,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             if not isinstance(error, ActorStopped | TimeoutError):
                 raise
             raise FrontEndLost(f"machine 0 is lost: {error}") from None
-        self._host.keep(self._config)
+        self._host.keep_fork_server(self._config)
         if self._config.parallel.node_rank:
             log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
             report_state("joined")
@@ -295,7 +302,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             case Signal():
                 self._signal(msg)
             case Heartbeat():
-                self.beats += 1
+                self.num_heartbeats += 1
             case FleetSnapshot():
                 self.snapshot = msg
             case Shutdown(cause=""):
@@ -319,7 +326,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             self._orphans |= {engine.child.name: engine for engine in self._engines.values()}
         else:
             for id in list(self._engine_tasks):
-                self._signal(Signal(id, "was ended with its machine's agent"))
+                self._signal(Signal(id, reason="was ended with its machine's agent"))
             await self._host.close()
         await asyncio.gather(*self._engine_tasks.values(), return_exceptions=True)
         self._wire.close()
@@ -330,14 +337,15 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         try:
             child = await self._take_orphan_or_start(msg, order)
         except ConfigError as error:
-            death = Death(msg.name, 0, 1, 0.0, (str(error),))
+            death = Death(name=msg.name, pid=0, exit_code=1, lived_s=0.0, log_tail=(str(error),))
         else:
             self._engines[msg.id] = RunningEngine(child, order)
             self._send(Started(msg.id, child.pid))
             death = await child.death()
             del self._engines[msg.id]
         del self._engine_tasks[msg.id]
-        while not self._send(Ended(msg.id, death)):  # noqa: ASYNC110  # once in a life
+        # The report must not be lost, so send it again while machine 0 does not keep up.
+        while not self._send(Ended(msg.id, death)):  # noqa: ASYNC110
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     def _on_task_failed(self, id: int, name: str, error: Exception) -> None:
@@ -348,7 +356,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         if engine is not None:
             engine.child.kill("was not watched any more")
         reason = f"the agent of its machine failed: {error!r}"
-        self._send(Ended(id, Death(name, 0, -signal.SIGKILL, 0.0, (), reason)))
+        self._send(Ended(id, _killed(name, reason)))
 
     async def _take_orphan_or_start(self, msg: Start, order: EngineOrder) -> Child:
         """Give the order to the orphan of that name, or start a new engine if it does not fit."""
@@ -393,16 +401,16 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         return msgspec.structs.replace(ordered, config=config, role=role, born_s=time.monotonic())
 
     def _signal(self, msg: Signal) -> None:
-        if (engine := self._engines.get(msg.id)) is None:
-            if (task := self._engine_tasks.pop(msg.id, None)) is not None:  # it is still starting
-                task.cancel()
-                reason = msg.reason or "was stopped before it began"
-                death = Death(task.get_name(), 0, -signal.SIGKILL, 0.0, (), reason)
-                self._send(Ended(msg.id, death))
-        elif msg.reason:
-            engine.child.kill(msg.reason)
-        else:
-            engine.child.terminate()
+        """End an engine by a signal, or cancel its start. An engine that has ended is ignored."""
+        if (engine := self._engines.get(msg.id)) is not None:
+            if msg.reason:
+                engine.child.kill(msg.reason)
+            else:
+                engine.child.terminate()
+        elif (starting := self._engine_tasks.pop(msg.id, None)) is not None:
+            starting.cancel()
+            reason = msg.reason or "was stopped before it began"
+            self._send(Ended(msg.id, _killed(starting.get_name(), reason)))
 
     def _send(self, msg: FromNode) -> bool:
         """Send a message. Return False if machine 0 does not keep up, so that it was dropped."""
@@ -411,6 +419,13 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         except Overloaded:
             return False
         return True
+
+
+def _killed(name: str, reason: str) -> Death:
+    """Return the death, by SIGKILL, of an engine whose process id and log are not known."""
+    return Death(
+        name=name, pid=0, exit_code=-signal.SIGKILL, lived_s=0.0, log_tail=(), reason=reason
+    )
 
 
 def can_take_over(started: EngineOrder, new: EngineOrder) -> bool:

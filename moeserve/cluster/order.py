@@ -29,27 +29,37 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
 
 def role_of(
     parallel: ParallelConfig,
-    together: bool,
-    number: int,
+    dp_rank: int,
     machines: Sequence[int],
     placement: PlacementTable | None,
+    *,
+    is_one_group: bool,
 ) -> Role:
-    """Return the role of engine `number`.
+    """Return the role of an engine.
 
     Args:
-        together: whether all engines form one group.
+        dp_rank: the number of the engine.
         machines: the machine of each engine.
         placement: the placement of the experts.
+        is_one_group: whether all engines form one group.
     """
     tp = parallel.tp
-    machine = machines[number]
-    here = machines.count(machine) * tp
-    before = machines[:number].count(machine) * tp
-    if together:
-        world = World(number * tp, len(machines) * tp, tp, ranks_on_host=here, host_rank=before)
+    machine = machines[dp_rank]
+    ranks_on_host = machines.count(machine) * tp
+    host_rank = machines[:dp_rank].count(machine) * tp
+    if is_one_group:
+        world = World(
+            rank=dp_rank * tp,
+            size=len(machines) * tp,
+            tp_size=tp,
+            ranks_on_host=ranks_on_host,
+            host_rank=host_rank,
+        )
     else:
-        world = World(size=tp, tp_size=tp, ep=False, ranks_on_host=here, host_rank=before)
-    return Role(world=world, grouped=together or tp > 1, placement=placement)
+        world = World(
+            size=tp, tp_size=tp, ep=False, ranks_on_host=ranks_on_host, host_rank=host_rank
+        )
+    return Role(world=world, grouped=is_one_group or tp > 1, placement=placement)
 
 
 class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +88,6 @@ def command_of(module: str) -> list[str]:
     """Return the command that runs `module` with this interpreter."""
     # -P omits the working directory from sys.path, so that a file torch.py there is not imported.
     # If the working directory is moeserve's own checkout, it must stay on the path.
-    root = Path(__file__).resolve().parents[2]
-    safe = [] if str(root) == os.getcwd() else ["-P"]
-    return [sys.executable, *safe, "-m", module]
+    checkout = Path(__file__).resolve().parents[2]
+    safe_path_flag = [] if str(checkout) == os.getcwd() else ["-P"]
+    return [sys.executable, *safe_path_flag, "-m", module]

@@ -44,9 +44,10 @@ MAX_HELLO_BYTES = 1 << 16
 MAX_GREETED = 4096  # nodes between hello and registration; a cluster has fewer machines
 ERROR_PAUSE_S = 0.1  # after an unexpected error
 LINGER_MS = 500  # for the last answers to be sent
-NUM_EPOCHS = 1 << 18  # epochs reserved for each front end, so that the next one's are higher
-_SHARED_SECTIONS = ("parallel", "cache", "scheduler", "device")  # of the config; must be equal
-# Settings of these sections that may differ.
+# Epochs reserved for each front end, so that those of the next one are higher.
+NUM_EPOCHS = 1 << 18
+# Sections of the config whose settings must be equal on all machines, with these exceptions:
+_SHARED_SECTIONS = ("parallel", "cache", "scheduler", "device")
 _OWN_SETTINGS = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
 
 
@@ -56,7 +57,7 @@ class Registration(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     node_rank: int
     version: str  # of moeserve
     model: str  # fingerprint of the checkpoint
-    settings: dict[str, str | int | float | bool | None]  # those that must be equal everywhere
+    settings: dict[str, str | int | float | bool | None]  # must be equal on all machines
     folder: str = ""  # the node's private directory, for sockets
 
 
@@ -76,30 +77,32 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 _decode = msgspec.msgpack.Decoder(Hello | Registration).decode
 
 
-def registration(config: Config, folder: str = "") -> Registration:
+def make_registration(config: Config, folder: str = "") -> Registration:
     """Return this node's registration. Raises ConfigError.
 
     This reads the checkpoint's headers and samples of its weights, so it may be slow.
     """
-    settings = {
+    shared_settings = {
         field.name: getattr(section, field.name)
         for section in (getattr(config, name) for name in _SHARED_SECTIONS)
         for field in fields(section)
+        if field.name not in _OWN_SETTINGS
     }
+    shared_settings["dtype"] = config.model.dtype
+    shared_settings["max_model_len"] = config.model.max_model_len
     return Registration(
         node_rank=config.parallel.node_rank,
         version=__version__,
         model=fingerprint(open_checkpoint(resolve_model_dir(config.model.model))),
-        settings={name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
-        | {"dtype": config.model.dtype, "max_model_len": config.model.max_model_len},
+        settings=shared_settings,
         folder=folder,
     )
 
 
-def misfit(own: Registration, node: Registration, taken: set[int]) -> str:
+def why_rejected(own: Registration, node: Registration, joined: set[int]) -> str:
     """Return why a node cannot join, or "".
 
-    own: the registration of machine 0. taken: machines that have joined already.
+    own: the registration of machine 0. joined: machines that have joined already.
     """
     rank = node.node_rank
     num_nodes = own.settings["nnodes"]
@@ -126,7 +129,7 @@ def misfit(own: Registration, node: Registration, taken: set[int]) -> str:
             f"--node-rank {rank}: with --nnodes {num_nodes} the other machines are 1 to"
             f" {int(num_nodes or 1) - 1}"
         )
-    if rank in taken:
+    if rank in joined:
         return (
             f"--node-rank {rank}: there is a machine {rank} already; give each machine a different"
             " number"
@@ -167,7 +170,7 @@ class Rendezvous:
             self.hosts = (self._root,)
             self.epochs = count(1 + root.made_at * NUM_EPOCHS)
         if num_nodes > 1:
-            own = await asyncio.to_thread(registration, config)
+            own = await asyncio.to_thread(make_registration, config)
             host, port = rendezvous_of(config.parallel)
             self.address = resolve(host, is_own=True)
             secret = read_secret(str(config.parallel.cluster_key_file))
@@ -177,19 +180,21 @@ class Rendezvous:
             for number in range(1, num_nodes):
                 self._nodes[number] = RemoteHost(number, num_nodes, bracketed(self.address), keys)
             self.hosts = (*self.hosts, *self._nodes.values())
-            serve = self._serve(socket, own, hello)
-            self._listening = spawn(serve, name="rendezvous", on_error=log_error)
+            serving = self._serve(socket, own, hello)
+            self._listening = spawn(serving, name="rendezvous", on_error=log_error)
         if root is None:
-            # Last, so that no fork server is left if anything above raises.
-            self.local_host.keep(config)
+            # Last, so that no fork server is left running if anything above raises.
+            self.local_host.keep_fork_server(config)
         return self
 
     async def close(self, cause: str = "") -> None:
         """Release all nodes. cause: why machine 0 fails, empty after an ordered stop."""
         await self.local_host.close()
         await cancel(self._listening)
-        with_agent = [*self._nodes.values(), *([self._root] if self._root is not None else [])]
-        await asyncio.gather(*(host.close(cause) for host in with_agent))
+        hosts_with_agent: list[RemoteHost] = [*self._nodes.values()]
+        if self._root is not None:
+            hosts_with_agent.append(self._root)
+        await asyncio.gather(*(host.close(cause) for host in hosts_with_agent))
 
     async def _serve(self, socket: zmq.asyncio.Socket, own: Registration, hello: Hello) -> None:
         """Answer nodes until cancelled. An error affects only the message that caused it."""
@@ -208,13 +213,13 @@ class Rendezvous:
                     await asyncio.sleep(ERROR_PAUSE_S)  # a lasting error must not fill the log
         finally:
             socket.close()
-            # `term` blocks for up to LINGER_MS, until the last answers are sent.
+            # In a thread, because `term` blocks until the last answers are sent (LINGER_MS).
             threading.Thread(target=socket.context.term, name="rendezvous end", daemon=True).start()
 
     def _answer(
         self, sender: bytes, frame: bytes, own: Registration, hello: Hello
     ) -> msgspec.Struct | None:
-        """Return the answer to a message, None if it gets none."""
+        """Return the answer to a message; None to send none, so that strangers learn nothing."""
         try:
             msg = _decode(frame)
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -225,22 +230,23 @@ class Rendezvous:
             self._greeted.pop(sender, None)
             return self._admit(msg, own) if has_greeted else None
         answer = answer_hello(msg, hello)
-        if isinstance(answer, Hello):
+        if isinstance(answer, Hello):  # otherwise it is a refusal
             self._greeted[sender] = None
             if len(self._greeted) > MAX_GREETED:  # most of them never registered
                 self._greeted.popitem(last=False)
         return answer
 
     def _admit(self, node: Registration, own: Registration) -> Admitted | Rejected:
-        taken = {number for number, host in self._nodes.items() if host.is_taken}
-        cause = misfit(own, node, taken)
+        joined = {number for number, host in self._nodes.items() if host.is_taken}
+        cause = why_rejected(own, node, joined)
         if cause:
             log.warning("rejected a machine: %s", cause)
             return Rejected(cause)
         try:
-            return Admitted(*self._nodes[node.node_rank].admit(node.folder))
-        except ConfigError as error:
+            address, token = self._nodes[node.node_rank].admit(node.folder)
+        except ConfigError as error:  # this machine cannot listen for the agent
             return Rejected(str(error))
+        return Admitted(address, token)
 
 
 def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
@@ -266,7 +272,9 @@ def resolve(host: str, *, is_own: bool = False) -> str:
     """
     with ConfigError.instead_of(OSError, f"--rendezvous: cannot resolve {host!r}"):
         addresses = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    address = str(min(addresses, key=lambda info: info[0] != socket.AF_INET)[4][0])
+    # getaddrinfo returns tuples of (family, ..., (address, port)). IPv4 comes first here.
+    family_and_address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
+    address = str(family_and_address[4][0])
     is_loopback_name = host == "localhost" or host.startswith("127.")
     if is_own and address.startswith("127.") and not is_loopback_name:
         raise ConfigError(

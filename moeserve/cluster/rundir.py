@@ -10,7 +10,7 @@ from moeserve.errors import ConfigError
 _PREFIX = "moeserve-"
 _LOCK = "lock"
 _REMEDY = "; set TMPDIR to one that can be written"
-# A socket path may have 107 bytes. The rest is for the names of directory, epoch and socket.
+# A socket path may have 107 bytes. The rest is for the names of this directory, epoch and socket.
 _MAX_BASE_BYTES = 48
 
 
@@ -61,7 +61,7 @@ def _lock(path: str) -> int:
 def _sweep(base: str) -> None:
     """Remove the directories of this user's killed servers: those whose lock is not held."""
     try:
-        entries = [e for e in os.scandir(base) if e.name.startswith(_PREFIX)]
+        entries = [entry for entry in os.scandir(base) if entry.name.startswith(_PREFIX)]
     except OSError:
         return
     for entry in entries:
@@ -72,7 +72,7 @@ def _sweep(base: str) -> None:
             ):
                 continue
             fd = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
+        except OSError:  # no directory of a server, or another server has removed it
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

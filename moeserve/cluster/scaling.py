@@ -1,4 +1,4 @@
-"""Start a fleet, and change it while it serves: scale, drain machines, and move experts."""
+"""Start a fleet, and change it while it serves: scale it, drain machines, and move experts."""
 
 import asyncio
 import logging
@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeserve.actor.tasks import cancel, every, log_error, spawn
-from moeserve.cluster.assignment import at_start, equal_shares, spread
+from moeserve.cluster.assignment import assign_new_engines, initial_machines, num_equal_nodes
 from moeserve.cluster.check_parallel import check_parallel, check_scale
-from moeserve.cluster.engine_group import JOIN_S, EngineGroup, combined
+from moeserve.cluster.engine_group import JOIN_S, EngineGroup, check_same_model
 from moeserve.cluster.engine_state import EngineState, LeftFleet
 from moeserve.cluster.engine_supervisor import EngineSupervisor
 from moeserve.cluster.fleet_state import FleetState
@@ -31,16 +31,17 @@ from moeserve.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from moeserve.actor.actor import Inbox
-    from moeserve.cluster.rebalancing import Rebalancing
+    from moeserve.cluster.rebalancing import FleetExperts
     from moeserve.moe.placement.placement import Placement
 
 log = logging.getLogger(__name__)
 
-BOOT_TIMEOUT_S = 1800.0  # for new engines to load; a hanging one is noticed long before
+BOOT_TIMEOUT_S = 1800.0  # for new engines to start; a hanging one is noticed long before
 MOVE_TIMEOUT_S = 600.0  # for a placement to be prepared and become active
-LOAD_CHECK_INTERVAL_S = 5.0  # between two checks of the experts' load
-BOOT_CHECK_INTERVAL_S = 1.0  # between two checks of machines whose engines load
-NUM_VERSIONS = 1 << 16  # placement versions reserved per front end; the next one's are higher
+REBALANCE_CHECK_INTERVAL_S = 5.0  # between two checks whether experts should be moved
+BOOT_CHECK_INTERVAL_S = 1.0  # between two checks of machines whose engines start
+# Placement versions reserved for each front end, so that those of the next one are higher.
+NUM_VERSIONS = 1 << 16
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class Scaling:
             root: the root process, if it keeps this machine's engines (--standby).
             options: keyword arguments of each `EngineSupervisor`.
         """
-        self.machines: Rendezvous  # set by `start`
+        self.rendezvous: Rendezvous  # set by `start`
         self._fleet = fleet
         self._config = config
         self._outbox = outbox
@@ -73,12 +74,11 @@ class Scaling:
         self._options = options
         self._run_dir: RunDir
         self._spec: ModelSpec
-        self._rebalancing: asyncio.Task[None] | None = None
+        self._rebalance_checks: asyncio.Task[None] | None = None
         self._change: asyncio.Task[Any] | None = None  # the change in progress
-        # For each drained machine: the task that waits for its return, and by the machine's number
-        # the number of engines that it had.
-        self._return_tasks: dict[Host, asyncio.Task[None]] = {}
-        self._num_engines_before: dict[int, int] = {}
+        # The drained machines:
+        self._return_tasks: dict[Host, asyncio.Task[None]] = {}  # wait for their agents to return
+        self._num_engines_before: dict[int, int] = {}  # by the machine's number
 
     # ---- start and end
 
@@ -91,48 +91,56 @@ class Scaling:
         parallel = self._config.parallel
         spec = self._spec = read_model_spec(resolve_model_dir(self._config.model.model))
         check_parallel(self._config, spec)
-        snapshot = snapshot or FleetSnapshot(dict(enumerate(at_start(parallel))), {}, None)
+        if snapshot is None:
+            machines = initial_machines(parallel)
+            snapshot = FleetSnapshot(engines=dict(enumerate(machines)), drained={}, placement=None)
         if parallel.ep == "on" and spec.num_experts and not fleet.single:
-            fleet.shard_experts(await asyncio.to_thread(self._first_experts, snapshot))
+            # In a thread, because it imports numpy.
+            fleet.shard_experts(await asyncio.to_thread(self._initial_experts, snapshot))
         self._run_dir = RunDir()
         try:
-            self.machines = await Rendezvous.open(self._config, self._run_dir.path, self._root)
+            self.rendezvous = await Rendezvous.open(self._config, self._run_dir.path, self._root)
         except BaseException:
             self._run_dir.close()
             raise
-        hosts = self.machines.hosts
+        hosts = self.rendezvous.hosts
         ranks = list(snapshot.engines)
         for rank, machine in snapshot.engines.items():
-            self._add(rank, hosts[machine])
+            self._add_to_table(rank, hosts[machine])
         fleet.set_members(ranks)
-        table = fleet.experts.table if fleet.experts is not None else None
+        placement = fleet.experts.placement_table if fleet.experts is not None else None
         for rank in ranks:
-            fleet.table.supervisor(rank).start(self._role_of(rank, ranks, table))
-        self._add_groups([ranks] if fleet.together else [[rank] for rank in ranks], table)
+            fleet.table.supervisor(rank).start(self._role_of(rank, ranks, placement))
+        groups = [ranks] if fleet.is_one_group else [[rank] for rank in ranks]
+        self._add_groups(groups, placement)
         if fleet.experts is not None and parallel.rebalance == "auto":
-            checks = every(LOAD_CHECK_INTERVAL_S, self._rebalance_if_it_pays, name="rebalancing")
-            self._rebalancing = spawn(checks, name="rebalancing", on_error=log_error)
+            checks = every(
+                REBALANCE_CHECK_INTERVAL_S, self._rebalance_if_it_pays, name="rebalancing"
+            )
+            self._rebalance_checks = spawn(checks, name="rebalancing", on_error=log_error)
         for machine, num_engines in snapshot.drained.items():
             self._await_return(hosts[machine], num_engines)
 
-    def _first_experts(self, snapshot: FleetSnapshot) -> "Rebalancing":
-        from moeserve.cluster.rebalancing import Rebalancing  # late import: it needs numpy
+    def _initial_experts(self, snapshot: FleetSnapshot) -> "FleetExperts":
+        from moeserve.cluster.rebalancing import FleetExperts  # late import: it needs numpy
         from moeserve.moe.placement.placement import Placement
 
         machines = list(snapshot.engines.values())
-        experts = Rebalancing.of(self._spec, self._config.parallel, machines)
+        experts = FleetExperts.of(self._spec, self._config.parallel, machines)
         if self._root is not None:
-            # Engines that served another front end know its placement versions. Continue above.
-            table = snapshot.placement
-            first = experts.rebalancer.current if table is None else Placement.from_table(table)
+            first = experts.rebalancer.current
+            if snapshot.placement is not None:
+                first = Placement.from_table(snapshot.placement)
+            # Engines that served an earlier front end know its versions. Those of this front end
+            # must be higher.
             first_version = self._root.made_at * NUM_VERSIONS
             experts.rebalancer.joined(replace(first, version=first_version))
         return experts
 
-    def _add(self, rank: int, host: Host) -> None:
-        """Add an engine to the table, but not yet to the members."""
+    def _add_to_table(self, rank: int, host: Host) -> None:
+        """Add an engine to the table of engines, but not yet to the members of the fleet."""
         fleet = self._fleet
-        grouped = fleet.together or self._config.parallel.tp > 1
+        grouped = fleet.is_one_group or self._config.parallel.tp > 1
         state = EngineState(
             rank=rank, host=host.name, machine=host.number, grouped=grouped, held=grouped
         )
@@ -140,28 +148,34 @@ class Scaling:
             state.name,
             host,
             self._config,
-            state=partial(fleet.table.__getitem__, rank),
+            state=lambda: fleet.table[rank],
             report=partial(fleet.on_event, rank),
             outbox=self._outbox,
             **self._options,
         )
         fleet.table.add(state, supervisor)
 
-    def _role_of(self, rank: int, members: Sequence[int], table: PlacementTable | None) -> Role:
-        machines = [state.machine for state in self._fleet.table.of(members)]
-        number = members.index(rank)
-        return role_of(self._config.parallel, self._fleet.together, number, machines, table)
+    def _role_of(self, rank: int, members: Sequence[int], placement: PlacementTable | None) -> Role:
+        return role_of(
+            self._config.parallel,
+            dp_rank=members.index(rank),
+            machines=[state.machine for state in self._fleet.table.states_of(members)],
+            placement=placement,
+            is_one_group=self._fleet.is_one_group,
+        )
 
-    def _add_groups(self, groups: Iterable[Sequence[int]], table: PlacementTable | None) -> None:
+    def _add_groups(
+        self, groups: Iterable[Sequence[int]], placement: PlacementTable | None
+    ) -> None:
         """Form a group of each of these lists of engines."""
         fleet = self._fleet
         fleet.add_groups(
             EngineGroup(
                 fleet.table,
                 members,
-                self.machines,
-                placement=table,
-                on_formed=fleet.on_formed,
+                self.rendezvous,
+                placement=placement,
+                on_formed=fleet.on_group_formed,
                 on_failed=fleet.on_group_failed,
             )
             for members in groups
@@ -179,15 +193,12 @@ class Scaling:
 
     def _save_snapshot(self) -> None:
         """Send the state of the fleet to the root process, if there is one."""
-        root = self.machines.hosts[0]
+        root = self.rendezvous.hosts[0]
         if isinstance(root, RootHost):
             engines = {state.rank: state.machine for state in self._fleet.member_states}
             placement = self._fleet.groups[0].placement
-            root.send(
-                FleetSnapshot(
-                    engines=engines, drained=self._num_engines_before, placement=placement
-                )
-            )
+            drained = self._num_engines_before
+            root.send(FleetSnapshot(engines=engines, drained=drained, placement=placement))
 
     async def close(self, cause: str) -> None:
         """Release groups and machines after the engines have ended.
@@ -196,7 +207,7 @@ class Scaling:
         """
         for group in self._fleet.groups:
             await group.close()
-        await self.machines.close(cause)
+        await self.rendezvous.close(cause)
         self._run_dir.close()
 
     @property
@@ -228,7 +239,7 @@ class Scaling:
 
         Return the previous number of engines of the fleet. Raises InvalidRequest and Conflict.
         """
-        hosts = self.machines.hosts
+        hosts = self.rendezvous.hosts
         if not 0 < machine < len(hosts):
             why = f"there are {len(hosts)} machines"
             if machine == 0:
@@ -247,6 +258,7 @@ class Scaling:
         return await self._run_change(self._rebalance(forced=True))
 
     async def _rebalance_if_it_pays(self) -> None:
+        """Move experts if that is worth its cost and no other change is in progress."""
         fleet = self._fleet
         if self._change is not None or fleet.ready is None or not fleet.groups[0].complete:
             return
@@ -257,7 +269,7 @@ class Scaling:
 
     async def stop(self) -> None:
         """Cancel the change in progress, and the tasks that would begin another."""
-        await cancel(self._rebalancing, *self._return_tasks.values(), self._change)
+        await cancel(self._rebalance_checks, *self._return_tasks.values(), self._change)
 
     async def _run_change(self, change: Coroutine[Any, Any, T]) -> T:
         """Run a change if no other is in progress.
@@ -276,7 +288,7 @@ class Scaling:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():
+            if task.cancelled():  # by `stop`; otherwise the caller was cancelled
                 raise Conflict("the server is stopping") from None
             raise
 
@@ -289,12 +301,12 @@ class Scaling:
         fleet = self._fleet
         num_before = len(fleet.members)
         if dp > num_before:
-            num_engines_on = Counter(state.machine for state in fleet.member_states)
-            hosts = self.machines.hosts
-            num_engines_on_connected = {
-                host.number: num_engines_on[host.number] for host in hosts if not host.is_missing
+            num_engines_of = Counter(state.machine for state in fleet.member_states)
+            hosts = self.rendezvous.hosts
+            engines_on_connected = {
+                host.number: num_engines_of[host.number] for host in hosts if not host.is_missing
             }
-            machines = spread(dp - num_before, num_engines_on_connected)
+            machines = assign_new_engines(dp - num_before, engines_on_connected)
             await self._grow([hosts[machine] for machine in machines])
         elif dp < num_before:
             lowest = sorted(fleet.members)[:dp]
@@ -309,29 +321,33 @@ class Scaling:
         tp = self._config.parallel.tp
         if experts is None:
             return None
-        old_ranks: list[int] = []  # old expert rank of each new one, -1 for those of new engines
-        for rank in members:
-            if rank in old_members:
-                first = old_members.index(rank) * tp
-                old_ranks += range(first, first + tp)
+        # The expert rank that each rank had before, -1 for the ranks of new engines. The ranks of
+        # an engine are consecutive.
+        old_expert_ranks: list[int] = []
+        for engine in members:
+            if engine in old_members:
+                first = old_members.index(engine) * tp
+                old_expert_ranks += range(first, first + tp)
             else:
-                old_ranks += [-1] * tp
-        machines = [state.machine for state in self._fleet.table.of(members)]
-        return experts.rescaled(old_ranks, equal_shares(machines)).to_table()
+                old_expert_ranks += [-1] * tp
+        machines = [state.machine for state in self._fleet.table.states_of(members)]
+        return experts.rescaled_placement(old_expert_ranks, num_equal_nodes(machines)).to_table()
 
     async def _grow(self, hosts: Sequence[Host]) -> None:
-        """Add an engine on each of these machines. The new ones load while the others serve."""
+        """Add an engine on each of these machines. They start while the other engines serve."""
         fleet = self._fleet
         old_members = fleet.members
-        missing = [host for host in self._hosts_of(old_members) if host.is_missing]
-        if fleet.together and missing:
-            raise Conflict(f"{missing[0].name} is missing; start it again, or drain it")
+        missing_hosts = [host for host in self._hosts_of(old_members) if host.is_missing]
+        if fleet.is_one_group and missing_hosts:
+            raise Conflict(f"{missing_hosts[0].name} is missing; start it again, or drain it")
         free_ranks = [
             rank for rank in range(len(old_members) + len(hosts)) if rank not in fleet.table
         ]
         new_ranks = free_ranks[: len(hosts)]
         for rank, host in zip(new_ranks, hosts, strict=True):
-            self._add(rank, host)
+            self._add_to_table(rank, host)
+        # Sorted by machine, because a placement that considers nodes needs the ranks of a node to
+        # be consecutive.
         members = sorted(
             [*old_members, *new_ranks], key=lambda rank: (fleet.table[rank].machine, rank)
         )
@@ -344,9 +360,9 @@ class Scaling:
                 await self._form_group(members, placement)
             else:
                 fleet.set_members(members)
-                self._add_groups(([rank] for rank in new_ranks), None)
+                self._add_groups(([rank] for rank in new_ranks), placement=None)
                 self._set_placement(None)
-        except BaseException as error:
+        except BaseException as error:  # also if `stop` cancels the change
             for rank in new_ranks:
                 fleet.table.apply(rank, LeftFleet())
             await self._close_engines(new_ranks)
@@ -364,12 +380,12 @@ class Scaling:
     async def _close_engines(self, ranks: Iterable[int]) -> None:
         """Close engines that have left the fleet, and remove them from the table."""
         table = self._fleet.table
-        await asyncio.gather(*(table.supervisor(rank).close(0.0) for rank in ranks))
+        await asyncio.gather(*(table.supervisor(rank).close(timeout_s=0.0) for rank in ranks))
         for rank in ranks:
             table.remove(rank)
 
     def _settle(self, num_before: int) -> None:
-        """Use the changed members from now on."""
+        """Announce the changed members to the front end."""
         self._fleet.settle()
         log.info("%d engines serve; there were %d", len(self._fleet.members), num_before)
 
@@ -379,25 +395,25 @@ class Scaling:
         deadline_s = time.monotonic() + BOOT_TIMEOUT_S
 
         def all_up_or_one_ended() -> bool:
-            states = table.of(new_ranks)
+            states = table.states_of(new_ranks)
             return all(state.up for state in states) or any(state.end for state in states)
 
         while True:
             try:
                 async with asyncio.timeout(BOOT_CHECK_INTERVAL_S):
-                    await table.until(all_up_or_one_ended)
+                    await table.wait_until(all_up_or_one_ended)
                 break
             except TimeoutError:
-                late = [state for state in table.of(new_ranks) if not state.up]
+                late = [state for state in table.states_of(new_ranks) if not state.up]
                 self._raise_if_late(late, deadline_s)
-        for state in table.of(new_ranks):
+        for state in table.states_of(new_ranks):
             if state.end is not None:
                 raise state.end.error()
-        states = [*self._fleet.member_states, *table.of(new_ranks)]
-        # Raises if their models differ.
-        combined([state.ready for state in states if state.ready is not None])
+        states = [*self._fleet.member_states, *table.states_of(new_ranks)]
+        check_same_model([state.ready for state in states if state.ready is not None])
 
     def _raise_if_late(self, late: Sequence[EngineState], deadline_s: float) -> None:
+        """Raise ConfigError if engines that are not up have lost their machine or are too late."""
         hosts = self._hosts_of(state.rank for state in late)
         lost_hosts = [host.name for host in hosts if host.is_missing]
         names = ", ".join(state.name for state in late)
@@ -406,22 +422,23 @@ class Scaling:
         if time.monotonic() > deadline_s:
             raise ConfigError(f"{names}: they did not load within {BOOT_TIMEOUT_S:g} s")
 
-    async def _form_group(self, members: Sequence[int], table: PlacementTable) -> None:
+    async def _form_group(self, members: Sequence[int], placement: PlacementTable) -> None:
         """Form the group with these members. If that fails, restore it and raise Conflict."""
         fleet = self._fleet
         (group,) = fleet.groups
         assert fleet.experts is not None
         old_members = fleet.members
-        old_placement = fleet.experts.table
+        old_placement = fleet.experts.placement_table
         fleet.set_members(members)
-        outcome = group.regroup(members, table)
-        await asyncio.wait([outcome], timeout=JOIN_S)  # an old engine may be lost meanwhile
+        outcome = group.regroup(members, placement)
+        # With a timeout, because the group waits without limit for an old engine that is lost.
+        await asyncio.wait([outcome], timeout=JOIN_S)
         cause = outcome.result() if outcome.done() else f"not all joined within {JOIN_S:g} s"
         if cause:
             fleet.set_members(old_members)
             group.regroup(old_members, old_placement)
             raise Conflict(cause)
-        self._set_placement(table)
+        self._set_placement(placement)
 
     async def _shrink(self, remaining: Sequence[int], cause: str) -> None:
         """Remove all engines but `remaining`.
@@ -431,7 +448,7 @@ class Scaling:
         """
         fleet = self._fleet
         num_before = len(fleet.members)
-        if all(state.end is not None for state in fleet.table.of(remaining)):
+        if all(state.end is not None for state in fleet.table.states_of(remaining)):
             raise Conflict("the engines that would stay have failed; restart the server")
         leaving = [rank for rank in fleet.members if rank not in remaining]
         placement = await asyncio.to_thread(self._placement_for, remaining)
@@ -439,14 +456,15 @@ class Scaling:
         for group in fleet.detach(leaving, cause):
             await group.close()
         self._set_placement(placement)
-        # The engines vote on each step, so those that stay stop after the same step as the others.
+        # Close them while the remaining engines form their new group (`gather` starts a task). All
+        # engines vote on each step, so they leave the old group after the same step.
         closing = asyncio.gather(self._close_engines(leaving))
         try:
             if placement is not None:
-                # If this epoch fails, the next one has the same members. Do not wait for it while
-                # another machine is lost, because it cannot succeed.
+                # If this epoch fails, the next one has the same members. Do not wait while another
+                # engine is lost, because no epoch can succeed before it is up again.
                 regrouping = fleet.groups[0].regroup(remaining, placement)
-                all_up = all(state.up for state in fleet.table.of(remaining))
+                all_up = all(state.up for state in fleet.table.states_of(remaining))
                 await asyncio.wait([regrouping], timeout=JOIN_S if all_up else 0.0)
         finally:
             await closing
@@ -486,6 +504,7 @@ class Scaling:
         """Start engines on a drained machine again once an agent joins as this machine."""
         while True:
             await host.connected.wait()
+            # `_run_change` would raise Conflict meanwhile.
             while self._change is not None or self._fleet.ready is None:  # noqa: ASYNC110
                 await asyncio.sleep(BOOT_CHECK_INTERVAL_S)
             try:
@@ -510,6 +529,10 @@ class Scaling:
     # ---- the placement of the experts
 
     async def _rebalance(self, *, forced: bool) -> RebalanceDecision | None:
+        """Propose a placement and make it active. Return None if there is no better one.
+
+        forced: propose it even if it is not worth its cost.
+        """
         experts = self._fleet.experts
         assert experts is not None
         placement = await experts.propose(force=forced)
@@ -527,7 +550,7 @@ class Scaling:
             took_s=time.monotonic() - began_at_s,
             error=error,
         )
-        experts.decided(decision)
+        experts.record_decision(decision)
         outcome = error or f"active after {decision.took_s:.2f} s"
         log.info("placement %d: %s", placement.version, outcome)
         return decision
@@ -542,16 +565,17 @@ class Scaling:
             for rank in group.members:
                 self._fleet.table.send(rank, UpdatePlacement(placement.to_table()))
             async with asyncio.timeout(MOVE_TIMEOUT_S):
-                error = await experts.outcome()
+                error = await experts.wait_outcome()
         except TimeoutError:
             error = f"not all engines were done within {MOVE_TIMEOUT_S:g} s"
         except MoeserveError as cause:
             error = str(cause)
         else:
-            self._set_placement(experts.table)  # the whole placement, or the layers that were done
+            # If the engines gave up (`error`), this placement has the layers that were done.
+            self._set_placement(experts.placement_table)
             return error
         # Some engines may have begun: form the group again with the placement that was active.
-        group.regroup(group.members, experts.table)
+        group.regroup(group.members, experts.placement_table)
         return error
 
 

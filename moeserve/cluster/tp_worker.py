@@ -1,8 +1,9 @@
 """A tensor-parallel worker: a rank of an engine other than its leader.
 
-It is a fork of the leader or started by it. It executes the plans that the leader sends, and
-samples the same tokens, but only the leader reports them. If another rank is lost, the worker ends
-its step and waits for the next Join. Exit codes are as in engine_main.py.
+The leader is tp_rank 0, which has the scheduler. A worker is a fork of the leader or started by it.
+It executes the plans that the leader sends, and samples the same tokens, but only the leader
+reports them. If another rank is lost, the worker ends its step and waits for the next Join. Exit
+codes are as in engine_main.py.
 """
 
 import logging
@@ -11,7 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -36,15 +37,14 @@ WORKER = "moeserve.cluster.tp_worker"
 INTERRUPT_INTERVAL_S = 0.1  # between two attempts to interrupt a step
 POLL_INTERVAL_S = 0.02  # between two checks of a placement that is being prepared
 
-
-_forked: list[Forked] = []  # forked workers that wait for their start document
+_forked: list[Forked] = []  # forked workers that wait for their `WorkerBirth`
 
 
 def fork_workers(number: int) -> None:
     """Fork `number` workers. This process must have only one thread."""
     for _ in range(number):
         worker = fork_child()
-        if worker is None:
+        if worker is None:  # this is the worker, and `main` does not return
             for sibling in _forked:
                 close_pipes(sibling)
             Path("/proc/self/comm").write_text("moeserve-worker", "ascii")
@@ -55,9 +55,9 @@ def fork_workers(number: int) -> None:
 
 def take_forked() -> list[Forked]:
     """Return the workers that `fork_workers` made, for a `Team`, and forget them."""
-    taken = _forked[:]
-    _forked[:] = []
-    return taken
+    workers = _forked[:]
+    _forked.clear()
+    return workers
 
 
 def main() -> None:
@@ -103,6 +103,7 @@ class Worker:
             self._thread.do(lambda command=command: self._answer(command))  # type: ignore[misc]
 
     def _answer(self, command: commands.WorkerCommand) -> None:
+        """Execute a command and send the result. Draft tokens are proposed after that."""
         try:
             done = self._execute(command)
         except PeerLost as exc:
@@ -112,8 +113,8 @@ class Worker:
             )
         except ConfigError as exc:
             self._end_process(str(exc), exc.exit_code)
-        except BaseException as exc:
-            self._end_process_by(exc)
+        except BaseException as exc:  # the leader must not wait for an answer
+            self._end_process_after(exc)
         else:
             if self._runner is not None:
                 done = msgspec.structs.replace(done, prepared=self._runner.peers.prepared)
@@ -128,13 +129,13 @@ class Worker:
         except PeerLost as exc:
             self._lost = exc
         except BaseException as exc:
-            self._end_process_by(exc)
+            self._end_process_after(exc)
 
-    def _end_process_by(self, exc: BaseException) -> None:
+    def _end_process_after(self, exc: BaseException) -> NoReturn:
         log.error("the tensor-parallel worker failed", exc_info=exc)
-        self._end_process(f"{type(exc).__name__}: {exc}", 1)
+        self._end_process(f"{type(exc).__name__}: {exc}", exit_code=1)
 
-    def _end_process(self, cause: str, exit_code: int) -> None:
+    def _end_process(self, cause: str, exit_code: int) -> NoReturn:
         """Report a failure to the leader, and end this process."""
         self._stream.send(commands.Failed(cause, exit_code))
         guard.end_process(exit_code)
@@ -170,9 +171,11 @@ class Worker:
         self._stream.send(commands.LoadProgress(name, percent))
 
     def _build(self, build: commands.Build) -> int:
-        leader = build.world
+        of_leader = build.world
         world = replace(
-            leader, rank=leader.rank + self._tp_rank, host_rank=leader.host_rank + self._tp_rank
+            of_leader,
+            rank=of_leader.rank + self._tp_rank,
+            host_rank=of_leader.host_rank + self._tp_rank,
         )
         runner = make_rank(build.config, world, build.placement, grouped=True)
         runner.enter_thread()
@@ -186,7 +189,8 @@ class Worker:
 
         if self._lost is not None:
             raise self._lost
-        result = self._built_runner.launch(decode_plan(data))()
+        collect_result = self._built_runner.launch(decode_plan(data))
+        result = collect_result()
         return commands.CommandDone(
             seq, value=checksum(result), events=result.events, kv_lost=result.kv_lost
         )

@@ -7,7 +7,7 @@ from moeserve.cluster.balance import Balancer
 from moeserve.errors import Overloaded
 from moeserve.messages import Abort, EngineIn, StepOutput, Submit
 
-RETRY_S = 0.05  # until queued requests are sent again if their engine did not keep up
+RETRY_S = 0.05  # pause before queued requests are sent again, if their engine did not keep up
 
 
 class Traffic:
@@ -30,7 +30,8 @@ class Traffic:
         self._serving_ranks = serving
         self._send = send
         self._on_error = fail
-        self._waiting: dict[int, Submit] = {}  # requests that wait for an engine, oldest first
+        # Requests that wait for an engine, by rid, oldest first.
+        self._waiting: dict[int, Submit] = {}
         self._retry_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -48,7 +49,7 @@ class Traffic:
             self._waiting[request.rid] = request
             return
         rank = self.balancer.choose(request, ranks)
-        self._send(rank, request)
+        self._send(rank, request)  # before `assign`, because it may raise Overloaded
         self.balancer.assign(request, rank)
 
     def flush(self) -> None:
@@ -98,10 +99,10 @@ class Traffic:
         if failure is not None:
             raise failure
 
-    def note(self, rank: int, out: StepOutput) -> None:
-        """Update the loads after a step of an engine, and remove the requests that finished."""
-        self.balancer.note(rank, out)
+    def on_step_output(self, rank: int, out: StepOutput) -> None:
+        """Update the engine's load after a step, and remove the requests that finished."""
+        self.balancer.on_step_output(rank, out)
         if any(out.finish):
             for rid, finish in zip(memoryview(out.rids).cast("q"), out.finish, strict=True):
                 if finish:
-                    self.balancer.end(rid)
+                    self.balancer.remove_request(rid)

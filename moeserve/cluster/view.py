@@ -49,7 +49,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
     dp: int
     tp: int
-    together: bool  # the engines form one group
+    is_one_group: bool  # whether all engines form one group
     epoch: int  # the highest of all groups
     complete: bool  # all engines serve
     waiting: int  # requests that wait for an engine

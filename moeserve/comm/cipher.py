@@ -24,7 +24,7 @@ SEALED_HEADER = struct.Struct("<IQ")  # length of the message that follows, and 
 ALTERED = "a message that was altered on the way, or is not its own"
 _PRIME = (1 << 61) - 1
 _PAD = struct.Struct("<Q")
-_PADS_BYTES = 512 * _PAD.size  # computed at a time
+_PADS_BYTES = 512 * _PAD.size  # pads are computed in batches of this size
 
 
 class Cipher:

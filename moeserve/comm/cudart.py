@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moeserve.comm.shm import module
+from moeserve.comm.shm import native_module
 from moeserve.errors import ConfigError
 from moeserve.kernels.exchange import barrier
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from moeserve._native import Region
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag
-# Allocations are multiples of this. Smaller ones may share a block with other memory, which would
-# be mapped, too.
+# Allocations are multiples of this. A smaller allocation may share a block of the driver with other
+# memory, which peers would then map, too.
 BLOCK_BYTES = 2 << 20
 
 
@@ -95,7 +95,7 @@ class CudaMemory:
                 start,
             )
             offer = msgspec.msgpack.encode(Offer(bytes(handle.bytes), _uuid(self.device)))
-            region = module().Region(len(offer))
+            region = native_module().Region(len(offer))
             memoryview(region)[:] = offer
             self._region = tensor_at(start, num_bytes, self.device), region
         return self._region
@@ -138,11 +138,11 @@ class CudaMemory:
                 self._mapped_addresses.pop(),
             )
 
-    def words(self, count: int) -> Tensor:
+    def pinned_words(self, count: int) -> Tensor:
         """Return int32 zeros in pinned host memory, which host and device both read and write."""
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
-    def meet(
+    def launch_barrier(
         self,
         bases_R: Tensor,
         state: Tensor,
@@ -157,12 +157,15 @@ class CudaMemory:
     def _call(self, remedy: str, name: str, *arguments: Any) -> None:
         code = getattr(self._lib, name)(*arguments)
         if code:
-            self._lib.cudaGetLastError()  # clears it, so that the next launch does not report it
+            # Clear the error, so that the next launch does not report it.
+            self._lib.cudaGetLastError()
             words = self._lib.cudaGetErrorString(code).decode()
             raise ConfigError(f"{name}: {words} (CUDA error {code}); {remedy}")
 
 
-class _Array:
+class _DeviceBytes:
+    """Device memory that torch wraps without a copy."""
+
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -174,7 +177,7 @@ class _Array:
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
     """Return a uint8 tensor [num_bytes] over device memory that it does not own."""
-    return torch.as_tensor(_Array(address, num_bytes), device=device)
+    return torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)
 
 
 def _uuid(device: torch.device | int) -> str:

@@ -1,11 +1,14 @@
-"""The vote of data-parallel engines on each step: what to do, and how many tokens each has.
+"""The vote of data-parallel engines on each step (see engine/vote.py).
+
+Each engine votes with the state of its scheduler, such as its number of tokens. The decision is
+what all engines do in the step.
 
 Engine 0 is the leader, and each other engine (a follower) has one stream to it. Followers send
 their votes to the leader, which sends all votes back. Each engine computes the decision from them.
 
 On one host, the streams are Unix sockets in the members' directory; between hosts, they are
-encrypted TCP connections. All of it runs on the caller's event loop, so a vote takes one message
-and one wake-up, without another thread.
+encrypted TCP connections. The streams run on the caller's event loop, without another thread. So a
+follower sends one message per vote, and wakes up once.
 """
 
 import asyncio
@@ -39,14 +42,14 @@ FIRST_VOTE_FACTOR = 10
 
 
 class Votes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The votes of all engines, in rank order. From the leader to followers."""
+    """The votes of all engines, ordered by engine. The leader sends them to its followers."""
 
     votes: list[Vote]
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Another engine has voted in this step, so parked engines must vote, too. From the leader to
-    followers.
+    """The call to vote in this step, because another engine has. The leader sends it to followers
+    that are parked (`Action.PARK`).
     """
 
     step: int
@@ -56,7 +59,7 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The sender leaves. The last message of a stream, in both directions."""
 
     cause: str
-    missing: tuple[int, ...]  # the lost ranks that the sender knows of
+    missing_ranks: tuple[int, ...]  # the lost ranks that the sender knows of
 
 
 async def open_coordinator(members: Members) -> DPCoordinator:
@@ -65,8 +68,8 @@ async def open_coordinator(members: Members) -> DPCoordinator:
     Each engine's tp_rank 0 calls this, on the event loop on which it will vote. Raises PeerLost
     with the engines that did not connect, and ConfigError if this machine cannot listen.
     """
-    if members.size == members.tp_size:
-        return _Leader(members, {})
+    if members.num_engines == 1:
+        return _Leader(members, followers={})
     if members.dp_rank == 0:
         return await _Leader.open(members)
     return await _Follower.open(members)
@@ -79,9 +82,9 @@ class _Coordinator:
         self.members = members
         self.epoch = members.epoch
         self._loop = asyncio.get_running_loop()
-        self._step = 0  # the step of the open vote, or else of the next one
+        self._step = 0  # the step of the open vote, or of the next vote if none is open
         self._decision: asyncio.Future[Decision] | None = None  # of the open vote
-        # Another engine has voted in the next step, or the group is lost.
+        # Set if another engine has voted in the next step, and if the group is lost.
         self._wake_event = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None  # the open vote's deadline
         self._lost: asyncio.Future[PeerLost] = self._loop.create_future()
@@ -89,8 +92,8 @@ class _Coordinator:
 
     @property
     def is_woken(self) -> bool:
-        """Whether another engine has voted in the next step, after a decision to sleep
-        (`Action.PARK`), and waits for this engine's vote.
+        """Whether this engine is parked (`Action.PARK`) and another engine has already voted in the
+        next step. That engine waits for this engine's vote.
         """
         return self._wake_event.is_set() and not self._lost.done()
 
@@ -103,8 +106,8 @@ class _Coordinator:
         """Wait until the group is broken."""
         await asyncio.shield(self._lost)
 
-    async def decide(self, vote: Vote) -> Decision:
-        """Vote, and return the decision of all engines. Raises PeerLost or StepSkew."""
+    async def exchange(self, vote: Vote) -> Decision:
+        """Vote, wait for all votes, and return the decision. Raises PeerLost or StepSkew."""
         assert self._decision is None, "one vote at a time"
         assert vote.epoch == self.epoch, (vote.epoch, self.epoch)
         self._raise_if_lost()
@@ -125,20 +128,21 @@ class _Coordinator:
         await self._wake_event.wait()
         self._raise_if_lost()
 
-    def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
+    def close(self, cause: str = "", missing_ranks: tuple[int, ...] = ()) -> None:
         """Close the connections. The cause and the missing ranks are sent to the other engines."""
-        self._lose_group(PeerLost(cause or "this engine left the vote", missing))
+        self._lose_group(PeerLost(cause or "this engine left the vote", missing_ranks))
 
     def _submit(self, vote: Vote) -> None:
         """Submit this engine's vote."""
         raise NotImplementedError
 
     def _on_deadline(self) -> None:
-        """End the group, because the open vote's deadline has passed."""
+        """Lose the group, because the open vote's deadline has passed."""
         raise NotImplementedError
 
     def _raise_if_lost(self) -> None:
         if (lost := self.lost) is not None:
+            # A copy, because each raise of an exception extends its traceback.
             raise PeerLost(str(lost), lost.missing)
 
     @property
@@ -149,13 +153,16 @@ class _Coordinator:
         if not self._is_voting:
             self._wake_event.set()
 
-    def _start_timer(self, factor: float = 1.0) -> None:
-        """Start the timer of the open vote, unless it runs. factor: of the members' deadline."""
+    def _start_timer(self, deadline_factor: float = 1.0) -> None:
+        """Start the timer of the open vote, unless it runs.
+
+        deadline_factor: the timeout as a multiple of the members' deadline.
+        """
         if self._timer is not None:
             return
         if self._step == 0:
-            factor *= FIRST_VOTE_FACTOR
-        timeout_s = factor * self.members.deadline_s
+            deadline_factor *= FIRST_VOTE_FACTOR
+        timeout_s = deadline_factor * self.members.deadline_s
         self._timer = self._loop.call_later(timeout_s, self._on_deadline)
 
     def _finish_vote(self, votes: list[Vote]) -> Decision | None:
@@ -167,7 +174,7 @@ class _Coordinator:
             self._timer.cancel()
             self._timer = None
         assert self._decision is not None
-        if self._decision.done():  # it was cancelled, and `decide` will close the connections
+        if self._decision.done():  # it was cancelled, and `exchange` will close the connections
             return None
         self._step += 1
         try:
@@ -185,7 +192,8 @@ class _Coordinator:
         self._lost.set_result(lost)
         if self._timer is not None:
             self._timer.cancel()
-        leaving = frame(Leaving(str(lost)[:2000], lost.missing[:1000]))
+        # Cut, because a frame may have MAX_FRAME_BYTES at most.
+        leaving = frame(Leaving(cause=str(lost)[:2000], missing_ranks=lost.missing[:1000]))
         for stream in self._streams.values():
             stream.send(leaving)
             stream.close()
@@ -194,7 +202,8 @@ class _Coordinator:
             self._decision.set_exception(PeerLost(str(lost), lost.missing))
 
     def _on_leaving(self, engine: int, leaving: Leaving) -> None:
-        self._lose_group(PeerLost(f"engine {engine} left: {leaving.cause}", leaving.missing))
+        cause = f"engine {engine} left: {leaving.cause}"
+        self._lose_group(PeerLost(cause, leaving.missing_ranks))
 
     def _on_stream_lost(self, engine: int, cause: str) -> None:
         self._lose_group(_engines_lost(self.members, [engine], cause))
@@ -211,27 +220,31 @@ class _Leader(_Coordinator):
                 async with asyncio.timeout(members.deadline_s):
                     await listener.complete.wait()
                 return cls(members, listener.accepted)
-            except BaseException as error:
-                for link in listener.accepted.values():
-                    link.sock.close()
-                if not isinstance(error, TimeoutError):
-                    raise
-        missing = sorted(peer.rank for peer in listener.missing)
-        cause = f"did not come to the vote of epoch {members.epoch} within {members.deadline_s:g} s"
-        raise _engines_lost(members, missing, cause)
+            except TimeoutError:
+                _close_accepted(listener)
+                missing_engines = sorted(peer.number for peer in listener.missing_peers)
+                cause = (
+                    f"did not come to the vote of epoch {members.epoch} within"
+                    f" {members.deadline_s:g} s"
+                )
+                raise _engines_lost(members, missing_engines, cause) from None
+            except BaseException:
+                _close_accepted(listener)
+                raise
 
     def __init__(self, members: Members, followers: dict[Peer, KeyedSocket]) -> None:
         super().__init__(members)
         self._num_engines = len(followers) + 1
         self._votes: dict[int, Vote] = {}  # engine -> its vote in the open step
-        self._is_parked = False  # the last decision was PARK, and no engine has voted since
+        # Whether all engines are parked: the last decision was PARK, and none has voted since.
+        self._all_parked = False
         self._streams = {
-            peer.rank: AsyncStream[Vote | Leaving](
+            peer.number: AsyncStream[Vote | Leaving](
                 link,
-                Vote | Leaving,
-                partial(self._on_message, peer.rank),
-                partial(self._on_stream_lost, peer.rank),
-                MAX_FRAME_BYTES,
+                receives=Vote | Leaving,
+                on_message=partial(self._on_message, peer.number),
+                on_lost=partial(self._on_stream_lost, peer.number),
+                max_bytes=MAX_FRAME_BYTES,
             )
             for peer, link in followers.items()
         }
@@ -254,32 +267,31 @@ class _Leader(_Coordinator):
             self._distribute()
             return
         self._start_timer()
-        if self._is_parked:  # this is the first vote since: wake all other engines, once
-            self._is_parked = False
+        if self._all_parked:  # this is the first vote since: wake all other engines, once
+            self._all_parked = False
             wake = frame(Wake(self._step))
-            for other, stream in list(self._streams.items()):
+            for other, stream in self._streams.items():
                 if other != engine:
                     stream.send(wake)
-            self._wake()
+            self._wake()  # this engine; has no effect if the vote is its own
 
     def _distribute(self) -> None:
         votes = [self._votes[engine] for engine in range(self._num_engines)]
         self._votes.clear()
         if self._streams:
-            answer = frame(Votes(votes))
-            for stream in list(self._streams.values()):
-                stream.send(answer)
-        if not self._lost.done():
+            all_votes = frame(Votes(votes))
+            for stream in self._streams.values():
+                stream.send(all_votes)
+        if not self._lost.done():  # a failed `send` loses the group, and fails the open vote
             decision = self._finish_vote(votes)
-            self._is_parked = decision is not None and decision.action is Action.PARK
+            self._all_parked = decision is not None and decision.action is Action.PARK
 
     def _on_deadline(self) -> None:
-        silent = [engine for engine in range(self._num_engines) if engine not in self._votes]
-        self._lose_group(
-            _engines_lost(
-                self.members, silent, f"did not vote in step {self._step} of epoch {self.epoch}"
-            )
-        )
+        silent_engines = [
+            engine for engine in range(self._num_engines) if engine not in self._votes
+        ]
+        cause = f"did not vote in step {self._step} of epoch {self.epoch}"
+        self._lose_group(_engines_lost(self.members, silent_engines, cause))
 
 
 class _Follower(_Coordinator):
@@ -306,10 +318,10 @@ class _Follower(_Coordinator):
         super().__init__(members)
         self._streams[0] = AsyncStream(
             link,
-            Votes | Wake | Leaving,
-            self._on_message,
-            partial(self._on_stream_lost, 0),
-            MAX_FRAME_BYTES,
+            receives=Votes | Wake | Leaving,
+            on_message=self._on_message,
+            on_lost=partial(self._on_stream_lost, 0),
+            max_bytes=MAX_FRAME_BYTES,
         )
 
     def _submit(self, vote: Vote) -> None:
@@ -320,7 +332,7 @@ class _Follower(_Coordinator):
         if isinstance(msg, Leaving):
             self._on_leaving(0, msg)
         elif isinstance(msg, Wake):
-            if msg.step >= self._step:  # otherwise it is stale
+            if msg.step >= self._step:  # otherwise this engine has voted in that step meanwhile
                 self._wake()
         elif self._is_voting:
             self._finish_vote(msg.votes)
@@ -329,28 +341,32 @@ class _Follower(_Coordinator):
             raise ValueError(f"votes while this engine does not vote, in step {self._step}")
 
     def _on_deadline(self) -> None:
-        self._lose_group(
-            _engines_lost(
-                self.members, [0], f"did not answer in step {self._step} of epoch {self.epoch}"
-            )
-        )
+        cause = f"did not answer in step {self._step} of epoch {self.epoch}"
+        self._lose_group(_engines_lost(self.members, [0], cause))
 
 
 def _address(members: Members) -> Address:
-    return to_address(
-        os.path.join(members.directory, "vote.sock") if members.one_host else members.vote
-    )
+    if members.one_host:
+        return os.path.join(members.directory, "vote.sock")
+    return to_address(members.vote)
 
 
 def _listen(members: Members) -> StreamListener:
     address = _address(members)
-    followers = map(Peer, range(1, members.size // members.tp_size))
+    followers = map(Peer, range(1, members.num_engines))
     try:
         return StreamListener(address, members.token, members.epoch, followers)
     except OSError as error:
         cause = f"the step vote cannot listen at {address}: {error}"
+        if members.one_host:
+            raise ConfigError(cause) from None
         # Another process may have taken the port since it was chosen. The next epoch has another.
-        raise (ConfigError(cause) if members.one_host else PeerLost(cause)) from None
+        raise PeerLost(cause) from None
+
+
+def _close_accepted(listener: StreamListener) -> None:
+    for link in listener.accepted.values():
+        link.sock.close()
 
 
 def _engines_lost(members: Members, engines: list[int], cause: str) -> PeerLost:

@@ -2,13 +2,13 @@
 
 A mesh has one `ProcessGroupGloo`, and one channel per micro-batch. It uses sends and receives
 instead of collectives, for three reasons:
-- A small exchange takes a sixth of the time of `alltoall_base` (four ranks on two cores), because
-  it does not go through the group's worker threads.
-- Receivers need not know sizes in advance.
+- A small exchange takes a sixth of the time of `alltoall_base` (measured with four ranks on two
+  cores), because it does not go through the group's worker threads.
+- Receivers need not know the sizes of messages in advance.
 - If an exchange fails, the peer is known.
 
 Gloo's `abort` does not wake waiting threads, but a receive that times out does: it closes all
-connections of its group, and so the peers' ends of them. `close` uses that.
+connections of its group, which the peers notice. `Mesh.close` uses that.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.comm.envelope import PLAIN, Plain
+from moeserve.comm.envelope import PLAIN, Envelope
 from moeserve.comm.members import Members
 from moeserve.comm.store import MembersStore, dist
 from moeserve.comm.stream import to_address
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 10.0  # of connecting after all ranks have registered in the store
 CHECK_INTERVAL_S = 0.2  # how often a wait checks whether the mesh was closed
-NUM_TAGS = 1 << 16  # far more than are ever in flight
-ON_DEVICE = -1  # arrival time of a transfer on a device, for which the host does not wait
+NUM_TAGS = 1 << 16  # tags are reused after so many exchanges, far more than are ever in flight
+ON_DEVICE = -1  # `arrived_ns` of a transfer on a device, for which the host does not wait
 BREAK_TAG = (1 << 31) - 1  # a tag that no message has
 
 
@@ -59,10 +59,11 @@ class Mesh:
         sealed: bool = False,
     ) -> None:
         self.members = members
-        self.missing: tuple[int, ...] = ()  # ranks that were found missing when a wait failed
+        self.missing_ranks: tuple[int, ...] = ()  # as found when a wait failed
         self.num_channels = num_channels
-        self._terms = ", ".join(filter(None, (terms, members.terms, "encrypted" * sealed)))
-        self.seal = _seal(members, f"{members.epoch}/{name}") if sealed else None
+        all_terms = [terms, members.terms, "encrypted" if sealed else ""]
+        self._terms = ", ".join(term for term in all_terms if term)
+        self.seal = _make_seal(members, f"{members.epoch}/{name}") if sealed else None
         self._store: MembersStore | None = None
         self._closed = threading.Event()
         self.lock = threading.Lock()  # guards the attributes that `close` resets
@@ -81,7 +82,7 @@ class Mesh:
         Raises PeerLost after `close`.
         """
         if self._store is None or self.closed:
-            raise self.lost()
+            raise self.lost_error()
         return self._store
 
     def connect(self) -> None:
@@ -96,8 +97,9 @@ class Mesh:
         address = _local_address(members)
         with self.lock:
             if self.closed:
-                raise self.lost()
-            self._store = store = MembersStore(members)
+                raise self.lost_error()
+            store = MembersStore(members)
+            self._store = store
         self._check_terms(store)
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
@@ -105,21 +107,19 @@ class Mesh:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         try:
             prefixed = dist.PrefixStore("gloo", store)
-            self._group = group = dist.ProcessGroupGloo(
-                prefixed, members.rank, members.size, options
-            )
+            group = dist.ProcessGroupGloo(prefixed, members.rank, members.size, options)
+            self._group = group
             # From here on, the timeout is that of sends and collectives.
             group.set_timeout(timedelta(seconds=members.deadline_s))
         except (RuntimeError, PeerLost) as error:
-            lost = self.lost(
-                f"a rank left while all were connecting: {error}", getattr(error, "missing", ())
-            )
+            missing_ranks = error.missing if isinstance(error, PeerLost) else ()
+            lost = self.lost_error(f"a rank left while all were connecting: {error}", missing_ranks)
             self.close()
             raise lost from None
         self._channels = [Channel(self, index) for index in range(self.num_channels)]
-        if self.closed:
+        if self.closed:  # `close` was called before it could see the group and the channels
             self.close()
-            raise self.lost()
+            raise self.lost_error()
 
     @property
     def group(self) -> Any:
@@ -128,16 +128,16 @@ class Mesh:
         Raises PeerLost after `close`.
         """
         if (group := self._group) is None:
-            raise self.lost()
+            raise self.lost_error()
         return group
 
     def channel(self, ubatch: int) -> "Channel":
         """Return a micro-batch's channel. Raises PeerLost after `close`."""
         if self.closed:
-            raise self.lost()
+            raise self.lost_error()
         return self._channels[ubatch]
 
-    def envelope(self, channel: int, exchange: int) -> Plain:
+    def envelope(self, channel: int, exchange: int) -> Envelope:
         """Return the encoding of an exchange's messages: plain or encrypted."""
         return PLAIN if self.seal is None else self.seal.envelope(channel, exchange)
 
@@ -151,16 +151,8 @@ class Mesh:
             self._group = None
             if self._store is not None:  # kept, because torch's threads may still use it
                 self._store.close()
-        peers = (
-            [] if group is None else [rank for rank in range(group.size()) if rank != group.rank()]
-        )
-        # A receive that times out closes all connections. One from a peer that is already gone
-        # fails without that, so try all peers.
-        for peer in peers:
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(
-                    timedelta(milliseconds=1)
-                )
+        if group is not None:
+            _close_connections(group)
         for channel in channels:
             channel.close()
 
@@ -168,17 +160,18 @@ class Mesh:
         """Close all connections, and wait until that is complete."""
         self.close()
 
-    def lost(
-        self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()
+    def lost_error(
+        self, reason: str = "this rank left the group", missing_ranks: tuple[int, ...] = ()
     ) -> PeerLost:
         """Return the error for a call that cannot succeed any more.
 
-        missing: ranks that are missing. The first ones that were found are reported from then on.
+        missing_ranks: ranks that were found missing. The first ones are kept, and all later errors
+            report them.
         """
-        if missing and not self.missing and not self.closed:
-            self.missing = missing
+        if missing_ranks and not self.missing_ranks and not self.closed:
+            self.missing_ranks = missing_ranks
         return PeerLost(
-            f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing
+            f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing_ranks
         )
 
     def _check_terms(self, store: MembersStore) -> None:
@@ -191,12 +184,12 @@ class Mesh:
         try:
             terms = [store.get(key).decode() for key in keys]
         except PeerLost as error:
-            raise self.lost(str(error), error.missing) from None
+            raise self.lost_error(str(error), error.missing) from None
         own_terms = terms[self.members.rank]
-        for rank, rank_terms in enumerate(terms):
-            if rank_terms != own_terms:
+        for rank, other_terms in enumerate(terms):
+            if other_terms != own_terms:
                 raise ConfigError(
-                    f"rank {self.members.rank} has {own_terms}, rank {rank} has {rank_terms}; "
+                    f"rank {self.members.rank} has {own_terms}, rank {rank} has {other_terms}; "
                     "start all engines with the same settings, on machines with the same packages"
                 )
 
@@ -205,7 +198,7 @@ class Send(NamedTuple):
     """The messages of an exchange that this rank has sent, and that may not have arrived yet."""
 
     tag: int
-    works: list[Any]  # Gloo's works
+    works: list[Any]  # torch's handles of the operations
     tensors: list[Tensor]  # kept alive
     release: Callable[[], None]  # see `Channel.post`
 
@@ -216,8 +209,8 @@ class Channel:
     All ranks must post the same exchanges in the same order.
 
     All channels between two ranks share one connection, so messages arrive in the order in which
-    they were sent. With a connection each, the two micro-batches would share the bandwidth, and the
-    rows that are needed first would arrive later.
+    they were sent. If each channel had a connection, the two micro-batches would share the
+    bandwidth, and the rows that are needed first would arrive later.
     """
 
     def __init__(self, mesh: Mesh, index: int) -> None:
@@ -260,24 +253,24 @@ class Channel:
         peer = -1
         receives = []
         if mesh.closed:
-            raise mesh.lost()
+            raise mesh.lost_error()
         try:
             for peer, tensor in receive:
-                inbox, deliver = envelope.inbox(peer, tensor)
-                work = mesh.group.recv([inbox], peer, self.gloo_tag(tag))
-                receives.append(Receive(peer, work, deliver))
+                buffer, decode = envelope.receive_buffer(peer, tensor)
+                work = mesh.group.recv([buffer], peer, self.gloo_tag(tag))
+                receives.append(Receive(peer, work, decode))
         except RuntimeError as error:
-            raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
+            raise mesh.lost_error(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
         return Exchange(self, tag, envelope, receives)
 
     def gloo_tag(self, tag: int) -> int:
         """Return the Gloo tag of an exchange, which is different for each channel."""
         return tag * self.mesh.num_channels + self._index
 
-    def finish(self, tag: int) -> None:
-        """Release the tensors that were sent before exchange `tag`.
+    def release_sent_before(self, tag: int) -> None:
+        """Release the tensors that were sent in exchanges before `tag`.
 
-        Peers have received those, because each peer has now sent its messages of exchange `tag`.
+        The peers have received them, because each peer has now sent its messages of exchange `tag`.
         """
         sends = self.sends
         self.sends = []
@@ -299,39 +292,37 @@ class Channel:
         """Receive the exchange in a background thread.
 
         So the arrival time is exact even if nothing waits yet, and a wait can be cancelled. Gloo
-        does not wake a receive whose message was arriving when its sender died; only the thread
-        then hangs until the deadline.
+        does not wake a receive whose message was arriving when its sender died. Then only the
+        thread hangs until the deadline.
         """
         with self.mesh.lock:  # an exchange that is queued after `close` would never be received
-            if not self.mesh.closed:
-                if self._to_receive is None:
-                    self._to_receive = SimpleQueue()
-                    threading.Thread(
-                        target=_receive_all,
-                        args=(self._to_receive,),
-                        name="gloo-watch",
-                        daemon=True,
-                    ).start()
-                self._to_receive.put(exchange)
+            if self.mesh.closed:
+                return
+            if self._to_receive is None:
+                self._to_receive = SimpleQueue()
+                threading.Thread(
+                    target=_receive_all, args=(self._to_receive,), name="gloo-watch", daemon=True
+                ).start()
+            self._to_receive.put(exchange)
 
 
 class Receive(NamedTuple):
     """A receive that was posted."""
 
     peer: int
-    work: Any  # Gloo's work
-    deliver: Callable[[], None]  # decrypts the message
+    work: Any  # torch's handle of the operation
+    decode: Callable[[], None]  # see `Envelope.receive_buffer`
 
 
 class Exchange:
     """An exchange of messages that is in progress."""
 
     def __init__(
-        self, channel: Channel, tag: int, envelope: Plain, receives: list[Receive]
+        self, channel: Channel, tag: int, envelope: Envelope, receives: list[Receive]
     ) -> None:
         self.arrived_ns = 0  # when the last message arrived, by the monotonic clock; 0 before
         self._is_receiving = False
-        # Locked until all messages have arrived. (A threading.Event takes 15 us more.)
+        # Locked until all messages have arrived. A threading.Event takes 15 us more.
         self._underway = threading.Lock()
         self._underway.acquire()
         self._channel = channel
@@ -349,13 +340,13 @@ class Exchange:
         works = []
         messages: list[Tensor] = []
         if mesh.closed:
-            raise mesh.lost()
+            raise mesh.lost_error()
         try:
             for peer, tensor in tensors.items():
-                messages.append(self._envelope.outbox(peer, tensor))
+                messages.append(self._envelope.encode(peer, tensor))
                 works.append(mesh.group.send(messages[-1:], peer, channel.gloo_tag(self._tag)))
         except RuntimeError as error:
-            raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
+            raise mesh.lost_error(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
         channel.sends.append(Send(self._tag, works, messages, release))
 
     def receive_in_background(self) -> None:
@@ -377,19 +368,19 @@ class Exchange:
             self.receive_in_background()
         while not self._underway.acquire(timeout=min(CHECK_INTERVAL_S, timeout_s)):
             if mesh.closed:
-                raise mesh.lost()
+                raise mesh.lost_error()
             if time.monotonic() > deadline_s:
                 peer = self._awaited_peer
-                error = mesh.lost(f"rank {peer} was silent for {timeout_s:g} s", (peer,))
+                error = mesh.lost_error(f"rank {peer} was silent for {timeout_s:g} s", (peer,))
                 mesh.close()
                 raise error
         self._underway.release()  # so that `wait` may be called again
         if self._error is not None:
             raise self._error
         try:
-            self._channel.finish(self._tag)
+            self._channel.release_sent_before(self._tag)
         except RuntimeError as error:
-            raise mesh.lost(_brief(error)) from None
+            raise mesh.lost_error(_brief(error)) from None
 
     def receive(self) -> None:
         """Receive all messages, in the background thread. An error is raised by `wait`."""
@@ -397,21 +388,22 @@ class Exchange:
         timeout_s = mesh.members.deadline_s
         deadline_s = time.monotonic() + timeout_s
         try:
-            for peer, work, deliver in self._receives:
+            for peer, work, decode in self._receives:
                 self._awaited_peer = peer
                 work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
-                deliver()
+                decode()
         except (RuntimeError, PermissionError) as error:
-            if isinstance(error, PermissionError):
+            if isinstance(error, PermissionError):  # raised by `decode`
                 reason = str(error)
             elif "Timed out" in str(error):
                 reason = f"was silent for {timeout_s:g} s"
             else:
                 reason = f"is gone: {_brief(error)}"
             peer = self._awaited_peer
-            self._error = (
-                mesh.lost() if mesh.closed else mesh.lost(f"rank {peer} {reason}", (peer,))
-            )
+            if mesh.closed:  # this rank left, so the peer is not to blame
+                self._error = mesh.lost_error()
+            else:
+                self._error = mesh.lost_error(f"rank {peer} {reason}", (peer,))
             mesh.close()
         if self._receives:
             self.arrived_ns = time.monotonic_ns()
@@ -423,7 +415,20 @@ def _receive_all(queue: SimpleQueue[Exchange | None]) -> None:
         exchange.receive()
 
 
-def _seal(members: Members, name: str) -> "Seal":
+def _close_connections(group: Any) -> None:
+    """Close the connections of a process group.
+
+    A receive that times out closes all connections. A receive from a peer that is already gone
+    fails without that, so try all peers.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG)
+                work.wait(timedelta(milliseconds=1))
+
+
+def _make_seal(members: Members, name: str) -> "Seal":
     from moeserve.comm.seal import Seal  # imported here, because it takes 40 ms and is rarely used
 
     return Seal(members, name)

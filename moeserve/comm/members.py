@@ -17,8 +17,8 @@ class Members:
     rank: int
     tp_size: int
     host_of: tuple[str, ...]  # the machine of each rank; ranks with equal names share memory
-    # The private folder (mode 0700) of this epoch, for Unix sockets and similar. The same for all
-    # ranks of a machine.
+    # The private folder (mode 0700) of this epoch, for Unix sockets and files. All ranks of a
+    # machine have the same one.
     directory: str
     # Where rank 0 opens the store: host:port, or the path of a Unix socket on a single machine.
     store: str
@@ -45,6 +45,11 @@ class Members:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.host_of)
+
+    @property
+    def num_engines(self) -> int:
+        """The number of engines."""
+        return self.size // self.tp_size
 
     @property
     def tp_rank(self) -> int:

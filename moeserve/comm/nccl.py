@@ -5,12 +5,12 @@ kernels. So everything that can be exchanged in advance (which ranks have joined
 expect) is exchanged over Gloo, with its deadlines.
 
 When a rank leaves, the communicator is aborted. Its kernels, and all waits for the device, then end
-immediately, with invalid results. `check` detects that. torch's watchdog also aborts the
-communicator if a kernel waits longer than the deadline.
+immediately, with invalid results. `DeviceMesh.check` detects that. torch's watchdog thread also
+aborts the communicator if a kernel waits longer than the deadline.
 
-CUDA graphs can record collectives. torch's watchdog does not see collectives that are replayed, but
-it sees the next one that is not. NCCL destroys a communicator only after all graphs that use it, so
-a rank that leaves must destroy its graphs first.
+CUDA graphs can record collectives. The watchdog does not see the collectives of a replayed graph,
+but it sees the next collective outside a graph. NCCL destroys a communicator only after all graphs
+that use it, so a rank that leaves must destroy its graphs first.
 """
 
 import contextlib
@@ -30,14 +30,15 @@ from moeserve.comm.store import dist
 # Runs work on some stream, and returns a function that makes the current stream wait for it.
 Launch = Callable[[Callable[[], object]], Callable[[], object]]
 
-HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ABORT_TIMEOUT_S = 2.0  # of `leave`: a step that is being launched still has its graphs
-# Value of HANDLING: on errors, torch aborts the communicator, but does not end the process.
+# torch's environment variable, and its value for which torch aborts the communicator on errors, but
+# does not end the process.
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ABORT_ONLY = "2"
 
 
-def in_line(work: Callable[[], object]) -> Callable[[], object]:
-    """Run work on the current stream: a `Launch` for work that is waited for immediately."""
+def run_on_current_stream(work: Callable[[], object]) -> Callable[[], object]:
+    """Run work on the current stream, which then has nothing to wait for. A `Launch`."""
     work()
     return lambda: None
 
@@ -56,7 +57,7 @@ class DeviceMesh(Mesh):
         name: str,
         terms: str = "",
         *,
-        launch: Launch = in_line,
+        launch: Launch = run_on_current_stream,
         max_sms: int | None = None,
     ) -> None:
         super().__init__(members, num_channels, name, terms)
@@ -75,25 +76,29 @@ class DeviceMesh(Mesh):
             self._connect_devices(self._nccl)
         except RuntimeError as error:
             self.close()
-            raise self.lost(f"NCCL did not connect the ranks: {error}") from None
+            raise self.lost_error(f"NCCL did not connect the ranks: {error}") from None
         if self.closed:  # `close` was called before there was a communicator to abort
             self.close()
-            raise self.lost()
+            raise self.lost_error()
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Callable[[], None]:
         """Start to gather every rank's `mine` [N, B] in `out` [R * N, B].
 
-        Return a function that makes the current stream wait for the result. Both raise PeerLost if
-        this rank has left or a peer is lost. The host does not wait, so the timeout is NCCL's,
-        which is set to the members' deadline.
+        N: rows of a rank. B: bytes of a row. R: ranks.
+
+        Return a function that makes the current stream wait for the result. This method and that
+        function raise PeerLost if this rank has left or a peer is lost. The host does not wait, so
+        the timeout is NCCL's, which is set to the members' deadline.
         """
         return self._start(lambda nccl: nccl._allgather_base(out, mine))
 
     def all_to_all(
         self, out: Tensor, mine: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int]
     ) -> Callable[[], None]:
-        """Start to send to_ranks[r] rows of `mine` to each rank r, in rank order, and to receive
-        from_ranks[r] rows from it into `out`. Return the same as `all_gather`.
+        """Start to exchange rows with each rank. Return the same as `all_gather`.
+
+        out: receives from_ranks[r] rows of each rank r, in rank order.
+        mine: to_ranks[r] rows for each rank r, in rank order.
         """
         if self.members.size == 1:
             return self._checked(self._launch(lambda: out.copy_(mine)))
@@ -107,10 +112,10 @@ class DeviceMesh(Mesh):
             # NCCL's `wait` makes the current stream wait, not the host.
             return self._checked(self._launch(lambda: collective(nccl).wait()))
         except RuntimeError as error:
-            raise self.lost(f"NCCL: {error}") from None
+            raise self.lost_error(f"NCCL: {error}") from None
 
     def _checked(self, wait: Callable[[], object]) -> Callable[[], None]:
-        """Return a function that calls `check`, then `wait`."""
+        """Return a function that calls `self.check`, then `wait`."""
 
         def check_and_wait() -> None:
             self.check()
@@ -126,10 +131,10 @@ class DeviceMesh(Mesh):
         """
         nccl = self._nccl
         if self.closed or (nccl is None and self.members.size > 1):
-            raise self.lost()
+            raise self.lost_error()
         if nccl is not None and (error := nccl.get_error().name) != "SUCCESS":
             self.close()
-            raise self.lost(f"NCCL gave up on a rank: {error}")
+            raise self.lost_error(f"NCCL gave up on a rank: {error}")
         return nccl
 
     def close(self) -> None:
@@ -172,8 +177,8 @@ def _abort(nccl: Any) -> None:
         nccl.abort()
 
 
-def why_not(num_ranks: int) -> str | None:
-    """Return why NCCL does not support so many ranks on this machine; None if it does."""
+def why_nccl_unsupported(num_ranks: int) -> str | None:
+    """Return why NCCL does not support this number of ranks on this machine; None if it does."""
     if not dist.is_nccl_available():
         return "this build of torch has no NCCL; install one for CUDA"
     if (devices := torch.cuda.device_count()) < num_ranks:

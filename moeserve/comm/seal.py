@@ -5,8 +5,8 @@ that the members of an epoch share. A message's nonce is its position: channel, 
 within the exchange. Both ends know it, so it is not sent, and each nonce is used once per key. A
 message that was altered, repeated or moved cannot be decrypted.
 
-Format of an encrypted message: length of the text (8 bytes, authenticated), ciphertext, tag (16
-bytes).
+Format of an encrypted message: length of the plain message (8 bytes, authenticated), ciphertext,
+tag (16 bytes).
 """
 
 import struct
@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
-from moeserve.comm.envelope import Plain
+from moeserve.comm.envelope import Envelope
 from moeserve.comm.members import Members
 
 HEAD_BYTES = 8
@@ -34,17 +34,21 @@ class Seal:
     def __init__(self, members: Members, name: str) -> None:
         own = members.rank
         host_of = members.host_of
-        remote = [rank for rank in range(members.size) if host_of[rank] != host_of[own]]
-        # Keys by the other rank, which is on another machine.
-        self.send_keys = {r: _key(members.token, f"{name}: {own} to {r}") for r in remote}
-        self.receive_keys = {r: _key(members.token, f"{name}: {r} to {own}") for r in remote}
+        remote_ranks = [rank for rank in range(members.size) if host_of[rank] != host_of[own]]
+        # By the other rank, for ranks on other machines only.
+        self.send_keys = {
+            rank: _key(members.token, f"{name}: {own} to {rank}") for rank in remote_ranks
+        }
+        self.receive_keys = {
+            rank: _key(members.token, f"{name}: {rank} to {own}") for rank in remote_ranks
+        }
 
-    def envelope(self, channel: int, exchange: int) -> Plain:
+    def envelope(self, channel: int, exchange: int) -> Envelope:
         """Return the encoding of an exchange's messages."""
-        return SealedExchange(self, channel, exchange)
+        return SealedEnvelope(self, channel, exchange)
 
 
-class SealedExchange(Plain):
+class SealedEnvelope(Envelope):
     """The encoding of one exchange's messages, which are uint8 [n].
 
     Messages between ranks of the same machine are not encrypted.
@@ -53,27 +57,27 @@ class SealedExchange(Plain):
     def __init__(self, seal: Seal, channel: int, exchange: int) -> None:
         self._seal = seal
         self._position = (channel, exchange)
-        # Messages of each peer so far:
+        # Messages so far, by peer:
         self._num_expected: Counter[int] = Counter()
         self._num_sent: Counter[int] = Counter()
 
-    def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def receive_buffer(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
         if peer not in self._seal.receive_keys:
-            return super().inbox(peer, into)
+            return super().receive_buffer(peer, into)
         sealed = torch.empty(HEAD_BYTES + into.numel() + TAG_BYTES, dtype=torch.uint8)
         nonce = self._next_nonce(self._num_expected, peer)
         return sealed, partial(self._decrypt, peer, sealed, into, nonce)
 
-    def outbox(self, peer: int, text: Tensor) -> Tensor:
+    def encode(self, peer: int, message: Tensor) -> Tensor:
         if peer not in self._seal.send_keys:
-            return text
-        sealed = torch.empty(HEAD_BYTES + text.numel() + TAG_BYTES, dtype=torch.uint8)
-        message = sealed.numpy().data
-        head = message[:HEAD_BYTES]
-        body = message[HEAD_BYTES:]
-        head[:] = text.numel().to_bytes(HEAD_BYTES, "big")
+            return message
+        sealed = torch.empty(HEAD_BYTES + message.numel() + TAG_BYTES, dtype=torch.uint8)
+        sealed_bytes = sealed.numpy().data
+        head = sealed_bytes[:HEAD_BYTES]
+        body = sealed_bytes[HEAD_BYTES:]
+        head[:] = message.numel().to_bytes(HEAD_BYTES, "big")
         nonce = self._next_nonce(self._num_sent, peer)
-        self._seal.send_keys[peer].encrypt_into(nonce, text.numpy().data, head, body)
+        self._seal.send_keys[peer].encrypt_into(nonce, message.numpy().data, head, body)
         return sealed
 
     def _next_nonce(self, num_messages: Counter[int], peer: int) -> bytes:
@@ -82,15 +86,15 @@ class SealedExchange(Plain):
         return struct.pack(">HQH", *self._position, number)
 
     def _decrypt(self, peer: int, sealed: Tensor, into: Tensor, nonce: bytes) -> None:
-        message = sealed.numpy().data
-        head = message[:HEAD_BYTES]
+        sealed_bytes = sealed.numpy().data
+        head = sealed_bytes[:HEAD_BYTES]
         num_bytes = int.from_bytes(head, "big")
         try:
             if num_bytes > into.numel():
                 raise InvalidTag
-            body = message[HEAD_BYTES:][: num_bytes + TAG_BYTES]
-            text = into.numpy().data[:num_bytes]
-            self._seal.receive_keys[peer].decrypt_into(nonce, body, head, text)
+            body = sealed_bytes[HEAD_BYTES:][: num_bytes + TAG_BYTES]
+            message = into.numpy().data[:num_bytes]
+            self._seal.receive_keys[peer].decrypt_into(nonce, body, head, message)
         except InvalidTag:
             raise PermissionError(
                 "sent a message that was altered on the way, or is not its own"

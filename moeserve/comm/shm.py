@@ -1,5 +1,5 @@
-"""Shared memory between the ranks of one host: the exchange of its descriptors, and the gathers of
-tensor parallelism on top of it.
+"""Shared memory between the ranks of one host: the exchange of its file descriptors, and the
+gathers of tensor parallelism on top of it.
 
 Suffixes of tensors are their dimensions. T: rows. N: columns of one rank. D: model width.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,15 +30,22 @@ MAX_FACTS_BYTES = 1 << 16
 GATHER_PART_BYTES = 16 << 20  # shared memory of one rank and channel; larger gathers are split
 
 
-def module() -> ModuleType:
+def native_module() -> ModuleType:
     """Return `moeserve._native`. Raises ConfigError if it is not installed."""
-    found = native()
-    if found is None:
+    module = native()
+    if module is None:
         raise ConfigError(
             "shared memory needs moeserve's native code, which is not installed; use --all2all"
             " torch"
         )
-    return found
+    return module
+
+
+class ShmPeer(NamedTuple):
+    """Another rank of a `ShmGroup`."""
+
+    sock: socket.socket
+    region_fd: int  # file descriptor of its region for micro-batch 0
 
 
 class ShmGroup:
@@ -54,8 +61,9 @@ class ShmGroup:
         self._num_ubatches = ubatches
         self._lock = threading.Lock()
         self._has_left = threading.Event()
-        self._sockets: dict[Peer, socket.socket] = {}  # those that no channel owns yet
-        self._fds: dict[Peer, int] = {}  # the descriptor of that rank's memory
+        # Those that no channel owns yet, by the other rank and the micro-batch (its channel):
+        self._sockets: dict[Peer, socket.socket] = {}
+        self._fds: dict[Peer, int] = {}  # file descriptors of the other ranks' memory
         self._channels: list[Channel] = []
 
     def open_channels(self, region_bytes: int, facts: str) -> "list[tuple[Channel, Region]]":
@@ -63,7 +71,7 @@ class ShmGroup:
 
         Raises the same errors as `connect`.
         """
-        regions = [module().Region(region_bytes) for _ in range(self._num_ubatches)]
+        regions = [native_module().Region(region_bytes) for _ in range(self._num_ubatches)]
         self.connect(regions, facts)
         try:
             return self._make_channels(regions)
@@ -71,12 +79,12 @@ class ShmGroup:
             self.close()
             raise
 
-    def connect(self, regions: "list[Region]", facts: str) -> dict[int, tuple[socket.socket, int]]:
-        """Connect the ranks and exchange the descriptors of their regions.
+    def connect(self, regions: "list[Region]", facts: str) -> dict[int, ShmPeer]:
+        """Connect the ranks and exchange the file descriptors of their regions.
 
-        Return each other rank's socket and the descriptor of its region for micro-batch 0. The
-        group closes both. Each rank listens, connects to all lower ranks and accepts all higher
-        ranks. Call this in a thread without an event loop.
+        Return the other ranks, by number. The group closes their descriptors. Each rank listens,
+        connects to all lower ranks and accepts all higher ranks. Call this in a thread without an
+        event loop.
 
         facts: settings that must be the same on all ranks. Raises PeerLost with the ranks that did
         not connect before the members' deadline, and ConfigError if facts differ.
@@ -93,7 +101,7 @@ class ShmGroup:
             os.close(folder)
         with self._lock:
             return {
-                peer.rank: (sock, self._fds[peer])
+                peer.number: ShmPeer(sock, region_fd=self._fds[peer])
                 for peer, sock in self._sockets.items()
                 if peer.channel == 0
             }
@@ -128,31 +136,29 @@ class ShmGroup:
         path = self._path(folder, members.rank)
         with suppress(FileNotFoundError):
             os.unlink(path)
-        higher = [peer for peer in peers if peer.rank > members.rank]
+        higher = [peer for peer in peers if peer.number > members.rank]
         with closing(StreamListener(path, members.token, members.epoch, higher)) as listener:
-            waiting: set[asyncio.Task[Any]] = {asyncio.create_task(listener.complete.wait())}
-            waiting |= {
+            pending: set[asyncio.Task[Any]] = {asyncio.create_task(listener.complete.wait())}
+            pending |= {
                 asyncio.create_task(self._connect(folder, peer))
                 for peer in peers
-                if peer.rank < members.rank
+                if peer.number < members.rank
             }
             try:
-                while waiting:
-                    done, waiting = await asyncio.wait(
-                        waiting, timeout=CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                while pending:
+                    done, pending = await asyncio.wait(
+                        pending, timeout=CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
                     )
                     if errors := [error for task in done if (error := task.exception())]:
                         raise errors[0]
-                    connected = self._sockets.keys() | listener.accepted.keys()
-                    if waiting:
-                        self._check_time(
-                            deadline_s,
-                            {
-                                peer.rank
-                                for peer in peers
-                                if peer.rank != members.rank and peer not in connected
-                            },
-                        )
+                    if pending:
+                        connected = self._sockets.keys() | listener.accepted.keys()
+                        missing_ranks = {
+                            peer.number
+                            for peer in peers
+                            if peer.number != members.rank and peer not in connected
+                        }
+                        self._raise_if_left_or_late(deadline_s, missing_ranks)
             finally:
                 self._add_sockets({peer: link.sock for peer, link in listener.accepted.items()})
 
@@ -160,10 +166,10 @@ class ShmGroup:
         members = self._members
         me = Peer(members.rank, peer.channel)
         try:
-            link = await connect(self._path(folder, peer.rank), members.token, members.epoch, me)
+            link = await connect(self._path(folder, peer.number), members.token, members.epoch, me)
         except ConnectionError as error:
             raise PeerLost(
-                f"rank {peer.rank} refused this rank, or ended: {error}", (peer.rank,)
+                f"rank {peer.number} refused this rank, or ended: {error}", (peer.number,)
             ) from None
         self._add_sockets({peer: link.sock})
 
@@ -174,18 +180,19 @@ class ShmGroup:
     def _exchange_facts(self, regions: "list[Region]", facts: str, deadline_s: float) -> None:
         """Send this rank's facts and descriptors to all ranks, then receive theirs."""
         text = facts.encode()
+        message = HEADER.pack(len(text)) + text
         for peer, sock in self._sockets.items():
             sock.settimeout(max(CHECK_INTERVAL_S, deadline_s - time.monotonic()))
             with suppress(OSError):  # the receive below reports the cause
-                socket.send_fds(sock, [HEADER.pack(len(text)) + text], [regions[peer.channel].fd])
+                socket.send_fds(sock, [message], [regions[peer.channel].fd])
         facts_of: dict[int, str] = {}  # other rank -> its facts
         for peer, sock in self._sockets.items():
             try:
-                facts_of[peer.rank], fd = _receive_facts(sock)
+                facts_of[peer.number], fd = _receive_facts(sock)
             except (OSError, ValueError):
-                self._check_time(deadline_s, {peer.rank})
+                self._raise_if_left_or_late(deadline_s, {peer.number})
                 raise PeerLost(
-                    f"rank {peer.rank} ended while the ranks connected", (peer.rank,)
+                    f"rank {peer.number} ended while the ranks connected", (peer.number,)
                 ) from None
             with self._lock:
                 self._fds[peer] = fd
@@ -201,32 +208,36 @@ class ShmGroup:
         # folders of tests are longer.
         return f"/proc/self/fd/{folder}/{self._name}-{rank}.sock"
 
-    def _check_time(self, deadline_s: float, missing: Iterable[int]) -> None:
+    def _raise_if_left_or_late(self, deadline_s: float, missing_ranks: Iterable[int]) -> None:
         if self._has_left.is_set():
             raise PeerLost("this rank left its group while the ranks connected")
         if time.monotonic() >= deadline_s:
-            ranks = tuple(sorted(missing))
+            ranks = tuple(sorted(missing_ranks))
             names = ", ".join(map(str, ranks))
             raise PeerLost(
                 f"ranks that did not come in {self._members.deadline_s:g} s: {names}", ranks
             )
 
     def _make_channels(self, regions: "list[Region]") -> "list[tuple[Channel, Region]]":
+        """Make a channel for each micro-batch, which then owns its sockets and descriptors."""
         index = self._ranks.index(self._members.rank)
         with self._lock:
             if self._has_left.is_set():
                 raise PeerLost("this rank left its group while the ranks connected")
             for ubatch, region in enumerate(regions):
-                sockets = []
-                fds = []
+                # By rank; -1 for this rank itself.
+                socket_fds = []
+                region_fds = []
                 for rank in self._ranks:
                     sock = self._sockets.pop(Peer(rank, ubatch), None)
                     if sock is not None:
                         sock.setblocking(False)
-                    sockets.append(-1 if sock is None else sock.detach())
-                    fds.append(self._fds.pop(Peer(rank, ubatch), -1))
+                    socket_fds.append(-1 if sock is None else sock.detach())
+                    region_fds.append(self._fds.pop(Peer(rank, ubatch), -1))
                 self._channels.append(
-                    module().Channel(index, self._ranks, ubatch, sockets, region, fds)
+                    native_module().Channel(
+                        index, self._ranks, ubatch, socket_fds, region, region_fds
+                    )
                 )
             return list(zip(self._channels, regions, strict=True))
 
@@ -235,11 +246,10 @@ def _receive_facts(sock: socket.socket) -> tuple[str, int]:
     """Receive a peer's facts and the descriptor of its memory. Raises OSError or ValueError."""
     header, fds, _, _ = socket.recv_fds(sock, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
-        if (
-            len(header) < HEADER.size
-            or len(fds) != 1
-            or (size := HEADER.unpack(header)[0]) > MAX_FACTS_BYTES
-        ):
+        if len(header) < HEADER.size or len(fds) != 1:
+            raise ValueError("these are no facts")
+        (size,) = HEADER.unpack(header)
+        if size > MAX_FACTS_BYTES:
             raise ValueError("these are no facts")
         # Read no more than the facts, because what follows is for the channel.
         body = b""
@@ -272,7 +282,7 @@ class ShmTensor(TensorParallel):
     def _connect(self, members: Members) -> None:
         group = ShmGroup(members, members.tp_ranks, name="tensor", ubatches=self._num_channels)
         self._group = group
-        gather = module().Gather
+        gather = native_module().Gather
         channels = group.open_channels(
             gather.region_bytes(GATHER_PART_BYTES), f"{self._num_channels} channels"
         )

@@ -49,9 +49,9 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class MembersStore(dist.Store):  # type: ignore[misc]
-    """The store of an epoch. Rank 0 listens at `members.store`; a thread runs the streams.
+    """The store of an epoch. Rank 0 listens at `members.store`, and a thread runs the streams.
 
-    Waiting calls raise PeerLost with the ranks that did not connect or are gone.
+    `get` and `wait` raise PeerLost with the ranks that did not connect or are gone.
     """
 
     def __init__(self, members: Members) -> None:
@@ -70,8 +70,8 @@ class MembersStore(dist.Store):  # type: ignore[misc]
     def set(self, key: str, value: bytes) -> None:
         """Set a key's value on all ranks, including those that connect later."""
         put = Put(key, value)
-        self._store(put)
-        with suppress(RuntimeError):  # the store is closed, which waits report
+        self._set_locally(put)
+        with suppress(RuntimeError):  # the store is closed, which `wait` reports
             self._loop.call_soon_threadsafe(self._send, put)
 
     def get(self, key: str) -> bytes:
@@ -80,7 +80,8 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         return self._values[key]
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        """Wait until all keys have values. limit: the members' deadline if None."""
+        """Wait until all keys have values. limit: by default a little over the deadline."""
+        # Rank 0, which knows who did not connect, reports that first.
         timeout_s = FOLLOWER_FACTOR * self._members.deadline_s
         if limit is not None:
             timeout_s = limit.total_seconds()
@@ -111,7 +112,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         with suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._serving.cancel)
 
-    # The methods below run in the thread.
+    # The methods below run in the thread, except `_set_locally`, which any thread calls.
 
     def _run(self) -> None:
         with closing(self._loop), suppress(asyncio.CancelledError):
@@ -119,10 +120,14 @@ class MembersStore(dist.Store):  # type: ignore[misc]
 
     async def _serve(self) -> None:
         try:
-            await (self._connect() if self._members.rank else self._accept())
+            if self._members.rank == 0:
+                await self._accept()
+            else:
+                await self._connect()
+            # Send what was set before the streams were open.
             for key, value in list(self._values.items()):
                 self._send(Put(key, value))
-            await self._loop.create_future()  # until `close`
+            await self._loop.create_future()  # until `close` cancels this task
         except PeerLost as error:
             self.close(error)
         except OSError as error:
@@ -147,13 +152,14 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             try:
                 await asyncio.wait_for(listener.complete.wait(), members.deadline_s)
             except TimeoutError:
-                missing = tuple(sorted(peer.rank for peer in listener.missing))
+                missing_ranks = tuple(sorted(peer.number for peer in listener.missing_peers))
                 raise PeerLost(
-                    f"ranks {[*missing]} did not come within {members.deadline_s:g} s", missing
+                    f"ranks {[*missing_ranks]} did not come within {members.deadline_s:g} s",
+                    missing_ranks,
                 ) from None
-            finally:
+            finally:  # the ranks that did come must get the cause, too
                 for peer, link in listener.accepted.items():
-                    self._open_stream(peer.rank, link)
+                    self._open_stream(peer.number, link)
 
     async def _connect(self) -> None:
         members = self._members
@@ -171,17 +177,20 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             self.close(PeerLost(f"rank {rank} {cause}", (rank,)))
 
         self._streams[rank] = AsyncStream(
-            link, Put | Leaving, partial(self._on_message, rank), on_lost
+            link,
+            receives=Put | Leaving,
+            on_message=partial(self._on_message, rank),
+            on_lost=on_lost,
         )
 
     def _on_message(self, rank: int, msg: Put | Leaving) -> None:
         if isinstance(msg, Leaving):
-            self.close(PeerLost(f"rank {rank} left: {msg.cause}", msg.missing))
+            self.close(PeerLost(f"rank {rank} left: {msg.cause}", msg.missing_ranks))
         else:
-            self._store(msg)
+            self._set_locally(msg)
             self._send(msg, except_rank=rank)
 
-    def _store(self, put: Put) -> None:
+    def _set_locally(self, put: Put) -> None:
         with self._condition:
             self._values[put.key] = put.value
             self._condition.notify_all()

@@ -8,12 +8,12 @@ Both sides prove that they know the group's token:
     proof of the token    ->
                           <-   accepted
 
-The hello contains the group's epoch, the sender's rank, and a channel, if two ranks have several
-streams. Messages are msgspec structs in msgpack, each preceded by its length.
+The hello contains the group's epoch and the sender's `Peer`. Messages are msgspec structs in
+msgpack, each preceded by its length.
 
 `connect` and `StreamListener` run on an event loop. The resulting sockets are used on an event loop
-(`AsyncStream`), by threads (`BlockingStream`), or directly for other traffic. An `AsyncStream` over
-TCP is encrypted (cipher.py), with keys that are derived from the token and both nonces.
+(`AsyncStream`), by threads (`BlockingStream`), or directly (shm.py). An `AsyncStream` over TCP is
+encrypted (cipher.py), with keys that are derived from the token and both nonces.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 128 << 20
 HEADER = struct.Struct("<I")  # the length of the message that follows
-_HELLO = struct.Struct("<8sQII16s")  # magic, epoch, rank, channel, nonce
+_HELLO = struct.Struct("<8sQII16s")  # magic, epoch, number and channel of the peer, nonce
 _MAGIC = b"moerank1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _ACCEPTED = b"\x01"
 _RETRY_INTERVAL_S = 0.005  # of `connect`
 _HANDSHAKE_TIMEOUT_S = 5.0
-_NUM_SPARE_HANDSHAKES = 64  # concurrent handshakes in addition to those of the expected peers
+_NUM_SPARE_HANDSHAKES = 64  # handshakes at the same time beyond one per expected peer
 _ACCEPT_PAUSE_S = 0.5  # after an error such as too many open files
 MAX_BACKLOG_BYTES = 128 << 20  # a peer that leaves more bytes of a stream unread counts as lost
 CLOSE_TIMEOUT_S = 2.0  # how long a closed stream may still send its backlog
@@ -64,8 +64,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class Peer(NamedTuple):
     """The connecting end of a stream."""
 
-    rank: int
-    channel: int = 0  # different for each stream of the rank to the same listener
+    number: int  # of the rank; in the step vote, of the engine
+    channel: int = 0  # different for each stream from this peer to the same listener
 
 
 class KeyedSocket(NamedTuple):
@@ -79,18 +79,18 @@ class StreamListener:
     """Accepts one connection of each expected peer on the running loop, until `close`.
 
     Each handshake runs in its own task, so that a slow stranger delays no peer. If there are too
-    many at a time, the oldest is cancelled. `complete` is set when all peers are in `accepted`.
-    Raises OSError if the address cannot be used.
+    many handshakes at a time, the oldest is cancelled. `complete` is set when all peers are in
+    `accepted`. Raises OSError if the address cannot be used.
     """
 
     def __init__(self, address: Address, token: str, epoch: int, expected: Iterable[Peer]) -> None:
         self.accepted: dict[Peer, KeyedSocket] = {}
-        self.missing = set(expected)
+        self.missing_peers = set(expected)
         self.complete = asyncio.Event()
         self._token = token
         self._epoch = epoch
         self._handshakes: dict[asyncio.Task[bool], None] = {}  # oldest first
-        self._max_handshakes = len(self.missing) + _NUM_SPARE_HANDSHAKES
+        self._max_handshakes = len(self.missing_peers) + _NUM_SPARE_HANDSHAKES
         self._resume_timer: asyncio.TimerHandle | None = None  # runs after an error of `accept`
         self._loop = asyncio.get_running_loop()
         self._path = address if isinstance(address, str) else None
@@ -125,7 +125,7 @@ class StreamListener:
             task.cancel()
 
     def _check_complete(self) -> None:
-        if not self.missing:
+        if not self.missing_peers:
             self.complete.set()
 
     def _accept(self) -> None:
@@ -159,9 +159,9 @@ class StreamListener:
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
                 peer, keys = await self._run_handshake(sock)
-            if peer not in self.missing:
+            if peer not in self.missing_peers:
                 raise ValueError(
-                    f"rank {peer.rank} (channel {peer.channel}) is connected already or does not"
+                    f"rank {peer.number} (channel {peer.channel}) is connected already or does not"
                     " exist"
                 )
             sock.send(_ACCEPTED)
@@ -175,7 +175,7 @@ class StreamListener:
         except (OSError, EOFError) as error:
             log.info("a connection to this rank broke before it was accepted: %s", error)
         else:
-            self.missing.remove(peer)
+            self.missing_peers.remove(peer)
             self.accepted[peer] = KeyedSocket(sock, keys)
             self._check_complete()
             return True
@@ -184,7 +184,7 @@ class StreamListener:
     async def _run_handshake(self, sock: socket.socket) -> tuple[Peer, tuple[bytes, bytes]]:
         """Run the handshake, and return the peer and the keys. Raises ValueError for a stranger."""
         hello = await _receive(sock, _HELLO.size)
-        magic, epoch, rank, channel, _ = _HELLO.unpack(hello)
+        magic, epoch, number, channel, _ = _HELLO.unpack(hello)
         if magic != _MAGIC:
             raise ValueError("it speaks another protocol")
         if epoch != self._epoch:
@@ -194,9 +194,10 @@ class StreamListener:
         proof = await _receive(sock, _PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(self._token, b"connector", hello, nonce)):
             raise ValueError("it does not know the token")
-        _tune(sock)
+        _set_options(sock)
         connector_key, listener_key = _keys(self._token, hello, nonce)
-        return Peer(rank, channel), (listener_key, connector_key)  # this end's first
+        own_and_peer_keys = (listener_key, connector_key)
+        return Peer(number, channel), own_and_peer_keys
 
 
 async def connect(address: Address, token: str, epoch: int, me: Peer) -> KeyedSocket:
@@ -236,7 +237,7 @@ async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> t
         raise ConnectionError("the listener does not know this group's token")
     await loop.sock_sendall(sock, _proof(token, b"connector", hello, nonce))
     await _receive(sock, len(_ACCEPTED))
-    _tune(sock)
+    _set_options(sock)
     return _keys(token, hello, nonce)
 
 
@@ -265,7 +266,7 @@ def _keys(token: str, hello: bytes, nonce: bytes) -> tuple[bytes, bytes]:
     return connector_key, listener_key
 
 
-def _tune(sock: socket.socket) -> None:
+def _set_options(sock: socket.socket) -> None:
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
@@ -296,7 +297,9 @@ def frame(msg: msgspec.Struct) -> bytes:
 class FrameSplitter(Generic[In]):
     """Splits received bytes into messages.
 
-    receives: the union of message types. max_bytes: the longest message. cipher: decrypts messages.
+    receives: the union of message types.
+    max_bytes: the limit of a message.
+    cipher: decrypts the messages; None if they are not encrypted.
     """
 
     def __init__(
@@ -324,11 +327,10 @@ class FrameSplitter(Generic[In]):
         if num_bytes is None:
             if len(buffer) < begin:
                 return None
-            num_bytes = (
-                HEADER.unpack_from(buffer)[0]
-                if self._cipher is None
-                else self._cipher.length(buffer)
-            )
+            if self._cipher is None:
+                (num_bytes,) = HEADER.unpack_from(buffer)
+            else:
+                num_bytes = self._cipher.length(buffer)
             if num_bytes > self._max_bytes:
                 raise ValueError(
                     f"a message of {num_bytes} bytes; the longest has {self._max_bytes}"
@@ -386,14 +388,14 @@ class AsyncStream(Generic[In]):
         self._loop.add_reader(self._sock, self._read)
 
     def send(self, data: bytes) -> None:
-        """Send a frame without waiting.
+        """Send a frame without waiting. data: from `frame`.
 
         Up to MAX_BACKLOG_BYTES are queued for a slow peer. A peer that never reads is detected by
-        the deadlines of the protocol above.
+        the deadlines of the callers.
         """
         if not self._is_open:
             return
-        if self._cipher is not None:
+        if self._cipher is not None:  # an encrypted message has another header
             data = self._cipher.seal(data[HEADER.size :])
         if not self._backlog:
             num_sent = self._send_some(data)
@@ -427,8 +429,9 @@ class AsyncStream(Generic[In]):
             data = self._backlog[0]
             num_sent = self._send_some(data)
             if num_sent < 0:
+                # `_break` has closed the socket, unless `close` was called before.
                 if not self._closed.is_set():
-                    self._close_socket()  # `close` was called before, and the rest cannot be sent
+                    self._close_socket()
                 return
             self._backlog_bytes -= num_sent
             if num_sent < len(data):
@@ -463,7 +466,9 @@ class AsyncStream(Generic[In]):
             self._loop.remove_writer(self._sock)
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
-            while self._sock.recv(_READ_BYTES):  # with unread bytes, close would send a reset
+            # Read the rest. With unread bytes, `close` would send a reset, and the peer could lose
+            # the last messages.
+            while self._sock.recv(_READ_BYTES):
                 pass
         self._sock.close()
 
@@ -514,7 +519,7 @@ class BlockingStream(Generic[In]):
             self._sock.sendall(frame(msg))
 
     def receive(self) -> In | None:
-        """Wait for the next message; None after the peer or `close` has ended the stream."""
+        """Wait for the next message. Return None if the stream has ended or data are invalid."""
         try:
             while (msg := self._frames.take()) is None:
                 data = self._sock.recv(_READ_BYTES)

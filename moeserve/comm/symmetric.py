@@ -25,28 +25,32 @@ from moeserve.comm.cudart import CudaMemory
 from moeserve.comm.members import Members
 from moeserve.comm.shm import ShmGroup
 from moeserve.errors import PeerLost
-from moeserve.kernels.exchange import FAILED, TOLD, WRONG
+from moeserve.kernels.exchange import ABORT, FAILED, RANK_STATES
 
 HEAD_BYTES = 4096  # the head of each micro-batch's part: a flag of 8 bytes per rank
-# Of the 53 bits that a flag has for the number of a barrier, so many count within an epoch.
+# A flag has 53 bits for the number of a barrier: the epoch, and in the lowest BARRIER_BITS the
+# number within the epoch.
 BARRIER_BITS = 38
+# States of a rank when a barrier failed, see kernels/exchange.py.
+_LATE = 1
+_OTHER_CALL = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One micro-batch's part of all regions, and its state; see kernels/exchange.py."""
+    """One micro-batch's part of all ranks' regions, and its state; see kernels/exchange.py."""
 
     rank: int
     bases_R: Tensor  # the addresses of the part in all regions
     own_B: Tensor  # this rank's part
     state: Tensor  # on the device
-    control: NDArray[np.int32]  # words that the host also reads and writes, in any thread
-    # barrier(call): make the current stream wait until all ranks have reached this call.
+    control: NDArray[np.int32]  # words that kernels and any thread of the host read and write
+    # Makes the current stream wait until all ranks have reached the call with this number.
     barrier: Callable[[int], None]
 
 
 class Symmetric:
-    """All windows of this rank.
+    """The symmetric memory of this rank: a region, divided into windows.
 
     A group fails if a rank leaves, if its process ends (a thread watches the connections), or if it
     does not reach a barrier within the members' deadline. A failed group stays failed until the
@@ -65,8 +69,13 @@ class Symmetric:
     def join(self, members: Members, ubatches: int, ubatch_bytes: int, facts: str) -> list[Window]:
         """Connect the ranks, and return a window for each micro-batch.
 
-        facts: settings that must be the same on all ranks. Raises PeerLost, and ConfigError if
-        facts differ.
+        Raises PeerLost, and ConfigError if facts differ.
+
+        Args:
+            members: the ranks, all on this host.
+            ubatches: the number of micro-batches.
+            ubatch_bytes: the size of a window.
+            facts: settings that must be the same on all ranks.
         """
         assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
         self.leave()
@@ -79,15 +88,17 @@ class Symmetric:
         self._group = group
         region_B, offer = self._memory.allocate(ubatches * ubatch_bytes)
         peers = group.connect([offer], f"{ubatches} micro-batches of {ubatch_bytes} bytes, {facts}")
-        base_of = dict.fromkeys(range(members.size), region_B.data_ptr())  # rank -> address
-        base_of |= {rank: self._memory.open(rank, fd) for rank, (_, fd) in peers.items()}
+        # The addresses of all regions, by rank. This rank's own address is the only one that
+        # `peers` does not replace.
+        base_of = dict.fromkeys(range(members.size), region_B.data_ptr())
+        base_of |= {rank: self._memory.open(rank, peer.region_fd) for rank, peer in peers.items()}
         bases_R = torch.tensor(list(base_of.values()), device=self._memory.device)
         parts = region_B.view(ubatches, ubatch_bytes)
         self._windows = [
             self._make_window(members, bases_R + ubatch * ubatch_bytes, own_B)
             for ubatch, own_B in enumerate(parts)
         ]
-        rank_of = {connection: rank for rank, (connection, _) in peers.items()}
+        rank_of = {peer.sock: rank for rank, peer in peers.items()}
         watcher = threading.Thread(
             target=self._watch,
             args=(rank_of, self._windows, self._has_left, group),
@@ -100,9 +111,9 @@ class Symmetric:
 
     def _make_window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
         state = torch.tensor([members.epoch << BARRIER_BITS, 0], device=self._memory.device)
-        control = self._memory.words(WRONG + members.size)
+        control = self._memory.pinned_words(RANK_STATES + members.size)
         barrier = partial(
-            self._memory.meet, bases_R, state, members.rank, control, members.deadline_s
+            self._memory.launch_barrier, bases_R, state, members.rank, control, members.deadline_s
         )
         return Window(
             rank=members.rank,
@@ -143,7 +154,8 @@ class Symmetric:
         if self._group is not None:
             self._group.leave()
         if self._watcher is not None:
-            self._watcher.join()  # ends immediately; joined so that it does not outlive the process
+            # It ends immediately. Wait for it, so that it does not run while the process ends.
+            self._watcher.join()
 
     def check(self) -> None:
         """Raise PeerLost if kernels have failed since `join`, because all results since are
@@ -156,19 +168,20 @@ class Symmetric:
             return
         if self._has_left.is_set():
             raise PeerLost("this rank left its group")
-        wrong_WR = np.stack([window.control[WRONG:] for window in failed])
-        if (wrong_WR == 2).any():
-            others = (wrong_WR == 2).any(0).nonzero()[0].tolist()
+        states_WR = np.stack([window.control[RANK_STATES:] for window in failed])
+        has_other_call_R = (states_WR == _OTHER_CALL).any(0)
+        if has_other_call_R.any():
+            ranks = has_other_call_R.nonzero()[0].tolist()
             raise RuntimeError(
-                f"ranks {others} make other calls than this one, or for other numbers of tokens"
+                f"ranks {ranks} make other calls than this one, or for other numbers of tokens"
             )
-        late_ranks = (wrong_WR == 1).any(0).nonzero()[0].tolist()
-        missing = self._gone_ranks or tuple(late_ranks)
+        late_ranks = (states_WR == _LATE).any(0).nonzero()[0].tolist()
+        missing_ranks = self._gone_ranks or tuple(late_ranks)
         why = "are gone" if self._gone_ranks else f"did not come in {self._deadline_s:g} s"
-        raise PeerLost(f"ranks that {why}: {', '.join(map(str, missing))}", missing)
+        raise PeerLost(f"ranks that {why}: {', '.join(map(str, missing_ranks))}", missing_ranks)
 
 
 def _fail_barriers(windows: list[Window]) -> None:
     """Make kernels that wait in a barrier give up."""
     for window in windows:
-        window.control[TOLD] = 1
+        window.control[ABORT] = 1

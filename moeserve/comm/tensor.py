@@ -108,11 +108,17 @@ class GlooTensor(TensorParallel):
         first_rank = members.tp_ranks[0]
         last_rank = members.tp_ranks[-1]
         self._first_rank = first_rank
-        hosts = members.host_of[first_rank : last_rank + 1]
-        store = os.path.join(members.directory, f"tensor-{members.dp_rank}")
-        engine = replace(members, rank=members.tp_rank, host_of=hosts, store=store)
+        members_of_engine = replace(
+            members,
+            rank=members.tp_rank,
+            host_of=members.host_of[first_rank : last_rank + 1],
+            store=os.path.join(members.directory, f"tensor-{members.dp_rank}"),
+        )
         self._mesh = self._mesh_class(
-            engine, self._num_channels, "tensor", f"{self._num_channels} channels"
+            members_of_engine,
+            self._num_channels,
+            name="tensor",
+            terms=f"{self._num_channels} channels",
         )
         try:
             self._mesh.connect()
@@ -168,8 +174,10 @@ class DeviceTensor(GlooTensor):
             self._mesh.check()
 
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
-        """Fill parts[r] with `mine` of rank r. All ranks send as many rows as the longest part has,
-        and receivers drop the padding.
+        """Fill parts[r] with `mine` of rank r.
+
+        NCCL gathers equal sizes. So all ranks send as many rows as the longest part has, and
+        receivers drop the padding.
         """
         assert isinstance(self._mesh, DeviceMesh)
         max_rows = max(len(part) for part in parts)
@@ -184,4 +192,5 @@ class DeviceTensor(GlooTensor):
 
 
 def _bytes(x: Tensor) -> Tensor:
+    """Return a contiguous tensor as uint8 [n]."""
     return x.view(-1).view(torch.uint8)

@@ -12,7 +12,7 @@ class World:
     tp_size: int = 1  # processes of one engine
     ep: bool = True  # experts are sharded over all ranks; False: each rank has all of them
     ranks_on_host: int = 1  # ranks that share this machine's cores and memory
-    host_rank: int = 0  # this rank's number among those
+    host_rank: int = 0  # this rank's number among the ranks on its machine
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -40,16 +40,16 @@ class World:
 
     @property
     def expert_rank(self) -> int:
-        """This rank's number among those."""
+        """This rank's number among the ranks over which the experts are sharded."""
         return self.rank if self.ep else 0
 
 
 def share(total: int, size: int, rank: int) -> slice:
     """Return a rank's contiguous part of `total` rows or columns.
 
-    Each rank has ceil(total / size) of them; the last ranks have fewer, or none.
+    Each rank has ceil(total / size) rows or columns. The last ranks have fewer, or none.
 
-    (5, 4, 2) -> slice(4, 5), (5, 4, 3) -> slice(5, 5)
+    share(5, 4, 2) -> slice(4, 5), share(5, 4, 3) -> slice(5, 5)
     """
-    each = -(-total // size)
-    return slice(min(rank * each, total), min((rank + 1) * each, total))
+    num_each = -(-total // size)
+    return slice(min(rank * num_each, total), min((rank + 1) * num_each, total))

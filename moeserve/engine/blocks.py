@@ -3,7 +3,7 @@
 Groups with a cache entry per token share one pool. A group of recurrent layers has its own pool:
 its blocks hold states, which are far larger, and a request needs two of them, whatever its length.
 
-A block is in one of three states:
+A block is in one of three conditions:
 
     free   no content
     idle   no request holds it, but the prefix cache can find its content by key
@@ -79,7 +79,8 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
 
     chunk: the most tokens that it computes per step.
 
-    window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
+    For example window 4, block_size 2, 100 tokens, one per step: 4 tokens lie in at most 3 blocks
+    -> 3
     """
     assert not group.has_states, group
     num_all = int(group.num_blocks(num_tokens))
@@ -90,11 +91,12 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
 
 
 def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], max_blocks: int) -> int:
-    """Return the largest n <= max_blocks such that all blocks that are needed to continue at block
-    n are cached.
+    """Return the largest n <= max_blocks for which a request can continue at block n.
 
-    A full group needs blocks 0..n-1. Any other group needs only the blocks that the first token of
-    block n reads, so the search goes from right to left.
+    That is the case if all blocks are cached that the first token of block n reads.
+
+    In a full group these are blocks 0..n-1. In any other group they are the last few of these, so
+    the search goes from right to left.
 
     is_cached(i): whether block i of the request's prefix is cached.
     """
@@ -149,8 +151,9 @@ class BlockPool:
         return len(self._by_key)
 
     def allocate(self, count: int) -> I32:
-        """Return `count` blocks with undefined content and one holder. The caller has checked
-        `num_free`.
+        """Return `count` blocks with undefined content and one holder.
+
+        The caller has checked `num_free`.
         """
         assert count <= self.num_free, (count, self.num_free)
         if count > self._num_free:
@@ -167,8 +170,9 @@ class BlockPool:
         self._refs[block] += 1
 
     def release(self, blocks: I32, *, cold: bool = False) -> None:
-        """Remove one holder from each of these distinct blocks, given in table order. The last of
-        them is evicted first.
+        """Remove one holder from each of these distinct blocks, given in table order.
+
+        The last of them will be evicted first, because a hit with it needs all blocks before it.
         """
         self._refs[blocks] -= 1
         unheld = blocks[self._refs[blocks] == 0]
@@ -209,17 +213,16 @@ class BlockPool:
         self._push(idle)
 
     def audit(self) -> None:
-        """Raise AssertionError unless each block is in exactly one state and each key leads to its
-        block and back.
+        """Raise AssertionError unless each block is in exactly one condition, and each key leads to
+        its block and back.
         """
         free = self._free[: self._num_free]
         idle = self._all_idle()
-        num_states = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (
-            self._refs > 0
-        )
-        assert int(self._refs[0]) + int(num_states[0]) == 0, "the null block was allocated"
-        assert (num_states[1:] == 1).all(), (
-            f"blocks not in exactly one state: {np.flatnonzero(num_states != 1)[:8]}"
+        num_conditions = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks)
+        num_conditions += self._refs > 0
+        assert int(self._refs[0]) + int(num_conditions[0]) == 0, "the null block was allocated"
+        assert (num_conditions[1:] == 1).all(), (
+            f"blocks not in exactly one condition: {np.flatnonzero(num_conditions != 1)[:8]}"
         )
         assert (self._refs >= 0).all(), "a block was released more often than it was allocated"
         assert self._has_key[idle].all(), "an idle block has no key"
@@ -229,13 +232,13 @@ class BlockPool:
             "a key leads elsewhere"
         )
 
-    def check_holds(self, holds: I32) -> None:
-        """Raise AssertionError unless holds[b], the number of table entries with block b, is its
-        reference count.
+    def check_refs(self, refs: I32) -> None:
+        """Raise AssertionError unless refs[b], the number of table entries with block b, is the
+        block's reference count.
         """
-        wrong = np.flatnonzero(holds[1:] != self._refs[1:]) + 1
+        wrong = np.flatnonzero(refs[1:] != self._refs[1:]) + 1
         assert not len(wrong), (
-            f"blocks {wrong[:8]}: tables {holds[wrong[:8]]}, pool {self._refs[wrong[:8]]}"
+            f"blocks {wrong[:8]}: tables {refs[wrong[:8]]}, pool {self._refs[wrong[:8]]}"
         )
 
     def _all_idle(self) -> I32:

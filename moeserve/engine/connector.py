@@ -3,16 +3,16 @@
 A connector has two halves. The scheduler's half (`KVConnector`, here) is the index: it knows which
 blocks exist, by the keys of the prefix cache, and which requests await some. It lives in the
 engine's leader rank only. The runner's half (`KVTransport`, runner/kv_transport.py) is on every
-rank of the engine. It copies the bytes, as the `stores` and `loads` of a plan say.
+rank of the engine, and copies the bytes, as the `stores` and `loads` of a plan say.
 
-A block is *near* if a plan can load it. A block that is not near may have to be fetched first. The
-request awaits it, while others are admitted:
+A block is *near* if the next plan can load it. The connector may have to fetch other blocks first.
+A request awaits its blocks, while other requests are admitted:
 
     lookup --LATER--> begin --> the request awaits --finished, or timeout--> lookup, load
 
-A timeout (`wait_s`) is no error: the request is queued, and the rest of its prefix is computed.
-Blocks that are lost or wrong are computed, too. So the answers of a connector are not binding: a
-plan only uses the blocks that `lookup` reports as near at that moment.
+A timeout (`wait_s`) is no error: the request is queued, and the rest of its prefix is computed. So
+are blocks that are lost or wrong. The answers of a connector are therefore not binding: a plan uses
+only the blocks that `lookup` reports as near at that moment.
 """
 
 import enum
@@ -34,7 +34,7 @@ class When(enum.Enum):
 class Lookup(NamedTuple):
     """The result of a lookup."""
 
-    number: int  # of leading keys that the connector has
+    number: int  # how many leading keys the connector has
     when: When = When.NOW  # when their blocks can be loaded
 
 
@@ -66,22 +66,26 @@ class KVConnector(ABC):
 
     @abstractmethod
     def load(self, key: Key) -> int:
-        """Return the connector's entry of a near block, from which the next plan loads it. The
-        entry keeps its content until that plan has run.
+        """Return the connector's entry from which the next plan loads a near block.
+
+        The entry keeps its content until that plan has run.
         """
 
     @abstractmethod
     def save(self, key: Key) -> int | None:
-        """Return the entry to which the next plan saves a block that the device evicts; None if it
-        cannot be saved, or is saved already.
+        """Return the entry to which the next plan saves a block that the device evicts.
+
+        None: the block cannot be saved, or is saved already.
         """
 
     @abstractmethod
     def end_plan(self) -> None:
-        """End the leases of `load` and `save`: the plan is complete; later plans run after it."""
+        """End the leases of `load` and `save`: the plan is complete. Later plans run after it."""
 
     def request_finished(self, rid: int, hashes: Sequence[bytes]) -> dict[str, Any] | None:
-        """Handle the end of an admitted request. hashes: of its full blocks, in order.
+        """Handle the end of an admitted request.
+
+        hashes: the hashes of its full blocks, in order.
 
         The result is sent with the last token of the request (`StepOutput.kv_params`), for an
         engine that continues the request elsewhere.

@@ -22,7 +22,7 @@ from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 
 AUDIT_INTERVAL_S = 10.0  # an audit costs too much to run after each of many short requests
-LOAD_REPORT_INTERVAL_S = 1.0
+EXPERT_LOAD_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Step:
     handle: StepHandle
     began_at_s: float  # when planning began, on the core's clock
     plan_us: int  # time spent in the scheduler
-    decision: StepDecision | None = None  # of the engine's group, if it is in one
+    decision: StepDecision | None = None  # the decision of the engine's group, if it is in one
     vote_us: int = 0  # time until the group had decided
 
 
@@ -59,7 +59,7 @@ class EngineCore(Actor[messages.EngineIn]):
         self.runner = runner
         self.emit = emit
         self.num_finished_steps = 0
-        self._depth = scheduler.limits.depth
+        self._depth = scheduler.limits.depth  # the most steps in flight
         self._clock = clock
         self._in_flight: deque[Step] = deque()
         self._draining = False
@@ -67,15 +67,15 @@ class EngineCore(Actor[messages.EngineIn]):
         self._audited_at_s = -math.inf
         self._trace_next = False
         self._dp_rank = 0
-        self._load_report = LoadReport(emit)
+        self._expert_load_report = ExpertLoadReport(emit)
         scheduler.grammars = GrammarJobs(runner, self._grammar_prepared)
 
     @property
     def busy(self) -> bool:
         """Whether a step is in flight or can be planned.
 
-        An engine whose requests all await a grammar or KV blocks is not busy: it sleeps until it is
-        woken for them.
+        An engine whose requests all await a grammar or KV blocks is not busy. It sleeps until
+        `GrammarJobs` or the timer of `_check_at_s` wakes it.
         """
         return bool(self._in_flight) or self.scheduler.can_run
 
@@ -96,8 +96,9 @@ class EngineCore(Actor[messages.EngineIn]):
         return min(self.scheduler.check_at_s, self._drain_deadline_s)
 
     async def run(self) -> None:
-        """Serve until `over`. An error of the runner or the scheduler ends the actor, and `Stopped`
-        carries it.
+        """Serve until `over`.
+
+        An error of the runner or the scheduler ends the actor, and `Stopped` carries the error.
         """
         try:
             await super().run()
@@ -107,23 +108,26 @@ class EngineCore(Actor[messages.EngineIn]):
         self.emit(messages.Stopped(""))
 
     async def on_stop(self) -> None:
-        self._load_report.flush()
+        self._expert_load_report.flush()
 
     async def turn(self) -> None:
         """Handle the messages in the inbox. Then start a step, or wait for the oldest step."""
-        for msg in await (
-            self.inbox.drain(wait=False) if self.busy else self._sleep_for_messages()
-        ):
+        if self.busy:
+            msgs = await self.inbox.drain(wait=False)
+        else:
+            msgs = await self._sleep_for_messages()
+        for msg in msgs:
             self.handle(msg)
         self._abort_when_late()
         if len(self._in_flight) < self._depth and (step := self._start()) is not None:
             self._in_flight.append(step)
         elif self._in_flight:
             step = self._in_flight.popleft()
-            # Give the connections time to send and receive, even if no result has to be waited for.
-            # If no other step is in flight, this happens before the outputs of this one are
-            # emitted, so that the next step starts before they are sent.
-            if is_last := not self._in_flight:
+            # The sleep lets the connections send and receive, even if the result is ready already.
+            # If no other step is in flight, sleep before the outputs of this step are emitted. So
+            # the next step starts before the connections send these outputs.
+            is_last = not self._in_flight
+            if is_last:
                 await asyncio.sleep(0)
             self._update_from_output(step, await step.handle.result())
             if not is_last:
@@ -220,8 +224,8 @@ class EngineCore(Actor[messages.EngineIn]):
         The scheduler's update ran from update_began_at_s to updated_at_s.
         """
         self.num_finished_steps += 1
-        if result.load_LE is not None:
-            self._load_report.add(result.load_LE)
+        if result.expert_tokens_LE is not None:
+            self._expert_load_report.add(result.expert_tokens_LE)
         if step.decision is not None and step.decision.trace:
             spans = _spans(step, update_began_at_s, updated_at_s)
             self.emit(
@@ -235,7 +239,7 @@ class EngineCore(Actor[messages.EngineIn]):
 
     def _emit_rows(self, output: messages.StepOutput | None) -> None:
         """Emit the ends of requests. If the engine is idle now, also emit the gauges, because no
-        step will.
+        step will emit them.
         """
         if output is None:
             return
@@ -252,8 +256,9 @@ class EngineCore(Actor[messages.EngineIn]):
 
 
 class GrammarJobs:
-    """The scheduler's GrammarSource: passes jobs to the runner, and their results to
-    `on_prepared`."""
+    """The scheduler's GrammarSource. It passes jobs to the runner, and their results to
+    `on_prepared`.
+    """
 
     def __init__(self, runner: Runner, on_prepared: Callable[[int, str], None]) -> None:
         self._runner = runner
@@ -274,25 +279,26 @@ class GrammarJobs:
         self._runner.drop_grammars(tickets)
 
 
-class LoadReport:
-    """Sums the tokens per expert over steps, and emits an ExpertLoad one second after the first
-    step of each sum.
+class ExpertLoadReport:
+    """Sums the tokens per expert over steps. Emits an ExpertLoad one second after the first step of
+    each sum.
     """
 
     def __init__(self, emit: Callable[[messages.ExpertLoad], object]) -> None:
-        self.version = 0  # of the active placement
+        self.version = 0  # version of the active placement
         self._emit = emit
         self._sum_LE: NDArray[np.int64] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, load_LE: NDArray[np.int64]) -> None:
+    def add(self, expert_tokens_LE: NDArray[np.int64]) -> None:
         """Add the tokens of one step: int64 [layers, experts]. To be called on the event loop."""
         if self._sum_LE is None:
-            self._sum_LE = load_LE.astype(np.int64)  # copies: the runner may reuse its array
+            # A copy, because the runner may reuse its array.
+            self._sum_LE = expert_tokens_LE.astype(np.int64)
         else:
-            self._sum_LE += load_LE
+            self._sum_LE += expert_tokens_LE
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOAD_REPORT_INTERVAL_S, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(EXPERT_LOAD_INTERVAL_S, self.flush)
 
     def flush(self) -> None:
         """Emit the current sum, if there is one, and cancel the timer."""
@@ -310,8 +316,10 @@ class LoadReport:
 
 
 def _spans(step: Step, update_began_at_s: float, updated_at_s: float) -> list[messages.TraceEvent]:
-    """Return the core's spans of a step. "run" is the time from the start of the step to its
-    result, so it includes the rest of the step before it.
+    """Return the core's spans of a step.
+
+    "run" is the time from the start of the step to its result, so it includes the rest of the step
+    before it.
     """
     planned_at_s = step.began_at_s + step.plan_us / 1e6
     voted_at_s = planned_at_s + step.vote_us / 1e6

@@ -18,8 +18,9 @@ def settle_drafts(
 ) -> dict[int, tuple[int, int]]:
     """Unschedule the positions of rejected drafts, and set the drafts of the next step.
 
-    live_R: whether the row's request still holds its slot. Return (verified, accepted) drafts by
-    request id.
+    Return (verified, accepted) drafts by request id.
+
+    live_R: whether the row's request still holds its slot.
     """
     batch = kv_manager.batch
     plan = in_flight.plan
@@ -29,22 +30,20 @@ def settle_drafts(
     slots = slots_R[live_R & plan.samples_R]
     if plan.num_drafts_R is not None and result.counts_S is not None:
         num_drafts = plan.num_drafts_R[plan.samples_R][live_S]
-        counts = result.counts_S[live_S]
+        num_accepted = result.counts_S[live_S] - 1  # the last token of a row is no draft
         end = batch.scheduled[slots]
-        kept = batch.known[slots] - 1
+        kept = batch.known[slots] - 1  # the position of the newest token is not computed yet
         kv_manager.release_rejected(slots, end, kept)
         batch.scheduled[slots] = kept
-        policy.update(slots, num_drafts, counts - 1)
-        has_drafts = num_drafts > 0
-        num_appended = (
-            batch.known[slots]
-            - (plan.starts_R + plan.counts_R)[live_R & plan.samples_R]
-            + num_drafts
-        )
+        policy.update(slots, num_drafts, num_accepted)
+        num_known_before = (plan.starts_R + plan.counts_R)[live_R & plan.samples_R] - num_drafts
+        num_appended = batch.known[slots] - num_known_before
         # Drafts after the end of the answer do not count.
-        accepted = np.minimum(counts - 1, num_appended)
-        pairs = zip(num_drafts[has_drafts].tolist(), accepted[has_drafts].tolist(), strict=True)
+        num_counted = np.minimum(num_accepted, num_appended)
+        has_drafts = num_drafts > 0
+        pairs = zip(num_drafts[has_drafts].tolist(), num_counted[has_drafts].tolist(), strict=True)
         verified = dict(zip(batch.rid[slots[has_drafts]].tolist(), pairs, strict=True))
     if result.drafts_S is not None:
-        batch.drafts[slots] = policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
+        num_usable = policy.limit(slots, result.drafts_S[live_S])
+        batch.num_drafts[slots] = num_usable * batch.speculates[slots]
     return verified

@@ -6,9 +6,9 @@ leaves it and waits for the next Join, the message with the members of the next 
     waiting for a Join --form--> joined
     joined --PeerLost, or a PAUSE for a newer Join--> waiting for a Join
 
-Requests, their progress and their KV cache survive this. The plans of failed steps are kept and run
-again in the same order, before any new plan. That is safe because they write the same values to the
-same KV entries.
+Requests, their progress and their KV cache survive a broken group. The engine keeps the plans of
+failed steps, and runs them again in the same order, before any new plan. That is safe because they
+write the same values to the same KV entries.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 RESPONSIVE_AFTER_S = 0.1  # if a wait for the group lasts longer, messages are handled during it
 DRAIN_GRACE_S = 0.5  # time after the deadline of a drain in which the other engines may finish
 PAUSE_TIMEOUT_S = 2.0  # time for the other engines to pause, after a newer Join has arrived
-PLACEMENT_POLL_INTERVAL_S = 0.01  # for a sleeping engine to check the progress of a placement
+PLACEMENT_POLL_INTERVAL_S = 0.01  # between two looks of a sleeping engine at a placement
 _OTHERS_TOO_SLOW = "the other engines did not pause or stop in time"
 
 T = TypeVar("T")
@@ -58,7 +58,8 @@ class GroupCore(EngineCore):
     Emits Joined and LeftGroup, besides the messages of an EngineCore.
 
     form: connects the engine and its runner to the other engines of a Join. It raises PeerLost if
-    that fails, and is cancelled when a newer Join arrives. `runner.leave` is called in both cases.
+    that fails, and this core cancels it when a newer Join arrives. In both cases this core calls
+    `runner.leave`.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class GroupCore(EngineCore):
         self._next_join: Join | None = None  # a newer Join, whose group is not formed yet
         # Plans of failed steps. They run again before any new plan.
         self._plans_to_repeat: deque[StepPlan] = deque()
-        self._num_votes = 0  # in this epoch
-        # (pause, drained, prepared) of the last vote, if its outcome was PARK: to sleep.
+        self._num_votes = 0  # votes in this epoch
+        # (pause, drained, prepared) of the last vote, if its outcome was PARK (the group sleeps).
         self._parked_state: tuple[bool, bool, int] | None = None
         self._active_progress = 0  # progress of the placement that the last decision activated
         self._placement_pending = False
@@ -104,7 +105,7 @@ class GroupCore(EngineCore):
     @property
     def _may_start(self) -> bool:
         """Whether to vote now. With drafts, the next plan needs the result of the step in flight,
-        so the vote waits for it.
+        so the vote waits for that result.
         """
         return len(self._in_flight) < (1 if self.scheduler.awaits_result else self._depth)
 
@@ -200,7 +201,7 @@ class GroupCore(EngineCore):
             return False
         vote_began_at_s = self._clock()
         try:
-            outcome = await self._await_responsively(coordinator.decide(vote))
+            outcome = await self._await_responsively(coordinator.exchange(vote))
         except BaseException:
             if plan is not None:
                 self._plans_to_repeat.appendleft(plan)
@@ -271,7 +272,8 @@ class GroupCore(EngineCore):
         """Wait for the oldest step and process its result. Until then the step stays in
         `_in_flight`, so that it is not lost if the group breaks.
         """
-        if is_last := len(self._in_flight) == 1:  # see EngineCore.turn
+        is_last = len(self._in_flight) == 1
+        if is_last:  # see EngineCore.turn for the reason of both sleeps
             await asyncio.sleep(0)
         result = await self._await_responsively(self._in_flight[0].handle.result())
         self._update_from_output(self._in_flight.popleft(), result)
@@ -288,14 +290,15 @@ class GroupCore(EngineCore):
     # ---- membership
 
     async def _form_group(self) -> None:
-        """Wait for a Join and form its group. Abandon that if a newer Join arrives, or once the
-        engine is drained.
+        """Wait for a Join and form its group. Abandon the attempt if a newer Join arrives, or once
+        the engine is drained.
         """
         if self._next_join is None:
             await self._handle_until(None, self._drain_deadline_s)
             self._abort_when_late()
             return
-        join = self._join = self._next_join
+        join = self._next_join
+        self._join = join
         self._next_join = None
         self._dp_rank = join.dp_rank
         began_at_s = self._clock()
@@ -329,7 +332,7 @@ class GroupCore(EngineCore):
         if self._next_join is None:
             self._pause_deadline_s = math.inf
         if join.placement is not None:
-            self._load_report.version = join.placement.version
+            self._expert_load_report.version = join.placement.version
         self.emit(Joined(join.epoch, took_s))
 
     async def _disconnect(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
@@ -341,8 +344,9 @@ class GroupCore(EngineCore):
         await self._group_runner.leave()
 
     async def _leave_broken_group(self, error: PeerLost | StepSkew) -> None:
-        """Leave the group, and keep the plans that have no result, so that they run again. Raise
-        the error of a step that failed for a reason other than PeerLost.
+        """Leave the group, and keep the plans that have no result, so that they run again.
+
+        Raises the error of a step that failed for a reason other than PeerLost.
         """
         await self._disconnect(str(error), _missing_ranks(error))
         failed: deque[StepPlan] = deque()
@@ -371,21 +375,23 @@ class GroupCore(EngineCore):
     def _placement_ended(self, result: PlacementResult) -> None:
         self._placement_pending = False
         if not result.error:
-            self._load_report.version = result.version
+            self._expert_load_report.version = result.version
         self.emit(result)
 
     # ---- waiting
 
     async def _watch(self, coordinator: DPCoordinator) -> None:
-        """When the group breaks, fail the running step at once. It would otherwise wait for engines
-        that are gone, until its deadline.
+        """When the group breaks, fail the running step at once. Otherwise the step would wait until
+        its deadline for engines that are gone.
         """
         await coordinator.wait_lost()
         await self._group_runner.leave()
 
     def _task_failed(self, name: str, error: Exception) -> None:
-        """End this actor with the error of a background task: `on_stop` raises it. Without these
-        tasks, a step could wait for lost engines or for a message that nobody handles.
+        """End this actor with the error of a background task, which `on_stop` raises.
+
+        Without its background tasks, the actor could wait for lost engines, or for a message that
+        nobody handles.
         """
         log_error(name, error)
         if self._task_error is None and self._own_task is not None:
@@ -403,13 +409,13 @@ class GroupCore(EngineCore):
             await self._handle_until(woken, deadline_s)
         finally:
             await _cancel_and_wait(woken)
-            # Retrieved also when this task is cancelled, so that asyncio does not warn about it.
+            # Retrieve the error even if this task is cancelled, so that asyncio does not warn.
             failure = None if woken.cancelled() else woken.exception()
         if failure is not None:
             raise failure
 
     async def _await_responsively(self, awaited: Awaitable[T]) -> T:
-        """Await, and handle messages meanwhile if it takes longer than RESPONSIVE_AFTER_S."""
+        """Await. If that takes longer than RESPONSIVE_AFTER_S, handle messages in the meantime."""
         helpers: list[asyncio.Task[None]] = []
 
         def begin_handling() -> None:
@@ -427,8 +433,8 @@ class GroupCore(EngineCore):
                     helper.result()
 
     async def _handle_messages(self) -> None:
-        """Handle messages until cancelled. At `_leave_deadline_s`, break the group: a vote or step
-        that is awaited then fails.
+        """Handle messages until cancelled. At `_leave_deadline_s`, break the group, so that an
+        awaited vote or step fails.
         """
         while self._clock() < self._leave_deadline_s:
             next_deadline_s = (
@@ -445,15 +451,15 @@ class GroupCore(EngineCore):
         """Wait for messages and handle them. Return earlier if `task` ends or the clock reaches
         `deadline_s`.
         """
-        messages = asyncio.get_running_loop().create_task(self.inbox.drain(wait=True))
-        waits: set[asyncio.Task[Any]] = {messages} if task is None else {messages, task}
+        draining = asyncio.get_running_loop().create_task(self.inbox.drain(wait=True))
+        tasks: set[asyncio.Task[Any]] = {draining} if task is None else {draining, task}
         timeout_s = max(0.0, deadline_s - self._clock()) if deadline_s < math.inf else None
         try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when cancelled, so that messages that left the inbox are not lost
-            await _cancel_and_wait(messages)
-            if not messages.cancelled():
-                for msg in messages.result():
+            await _cancel_and_wait(draining)
+            if not draining.cancelled():
+                for msg in draining.result():
                     self.handle(msg)
 
 
@@ -467,7 +473,7 @@ async def _cancel_and_wait(task: asyncio.Task[Any]) -> None:
 def drop_coordinator(
     forming: asyncio.Task[DPCoordinator], cause: str = "", missing: tuple[int, ...] = ()
 ) -> None:
-    """Close the coordinator of a task that ended too late. To be added as its done callback."""
+    """Close the coordinator of a task that ended too late. For `Task.add_done_callback`."""
     if not forming.cancelled() and forming.exception() is None:
         forming.result().close(cause, missing)
 

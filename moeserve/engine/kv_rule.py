@@ -11,11 +11,13 @@ from typing import Any
 class KVRule:
     """How long the KV entries of a layer are needed.
 
-    At most one field is set. If none is, a query reads all earlier tokens (full attention).
+    At most one field is set. If none is set, a query reads all earlier tokens (full attention).
     """
 
-    window: int | None = None  # tokens that a query reads, itself included (sliding window)
-    chunk: int | None = None  # tokens per chunk; a query reads those of its own chunk (Llama 4)
+    # Tokens that a query reads, its own token included (sliding window).
+    window: int | None = None
+    # Tokens per chunk. A query reads the tokens of its own chunk (Llama 4).
+    chunk: int | None = None
     # Tokens per tile of a recurrent layer. A token reads the state of its own tile or, if it is the
     # first of its tile, that of the tile before.
     tile: int | None = None

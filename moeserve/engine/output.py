@@ -9,7 +9,7 @@ from moeserve.engine.plan import I32, Slots, StepPlan, StepResult, ranges
 from moeserve.engine.requests import InputBatch
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput
 
-NO_TOKEN = -1  # in `StepOutput.tokens`, for a request that ends without a token
+NO_TOKEN = -1  # the entry in `StepOutput.tokens` of a request that ends without a token
 
 
 def append_tokens(
@@ -24,12 +24,15 @@ def append_tokens(
 
     Return the slot, the value and the finish reason of each token, and the stop tokens by request
     id.
+
+    live_R: whether the row's request still holds its slot.
+    end_ids: the model's own end tokens, which are not returned as stop tokens.
     """
     counts_S = result.counts_S
     tokens = result.tokens_N
     live_S = live_R[plan.samples_R]
     slots = slots_R[live_R & plan.samples_R]
-    index = None  # of each token among those of its row, from 0; None: each row has one
+    index = None  # the index of each token in its row, from 0; None: each row has one token
     if counts_S is None:
         tokens = tokens[live_S]
         known = batch.known[slots] + 1
@@ -49,7 +52,8 @@ def append_tokens(
     finish[known > batch.max_scheduled[slots]] = FinishReason.LENGTH
     stop_ids = _apply_stop_ids(batch, slots, tokens, known, finish, end_ids)
     for slot in result.complete:
-        finish[np.flatnonzero(slots == slot)[-1:]] = FinishReason.STOP
+        last_row = np.flatnonzero(slots == slot)[-1:]  # empty if the request has left the slot
+        finish[last_row] = FinishReason.STOP
     if index is not None and finish.any():  # drop the tokens after the end of a request
         num_ends: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
         is_kept = num_ends == num_ends[np.arange(len(slots)) - index]
@@ -57,7 +61,7 @@ def append_tokens(
         tokens = tokens[is_kept]
         known = known[is_kept]
         finish = finish[is_kept]
-    batch.known[slots] = known  # if a slot is repeated, its last value remains, the largest
+    batch.known[slots] = known  # of a repeated slot, the last value remains, which is the largest
     return slots, tokens, finish, stop_ids
 
 
@@ -85,23 +89,26 @@ def _apply_stop_ids(
     return stop_ids
 
 
-def unsent_hits(batch: InputBatch, slots: Slots) -> dict[int, int]:
-    """Return the cached prompt tokens of rows whose first token this is, by request id."""
+def take_unsent_hits(batch: InputBatch, slots: Slots) -> dict[int, int]:
+    """Return the number of cached prompt tokens of requests whose first token this is, by request
+    id. Mark them as sent.
+    """
     cached: dict[int, int] = {}
-    for slot in slots[batch.unsent[slots]].tolist():
+    for slot in slots[batch.is_unsent[slots]].tolist():
         request = batch.request(slot)
         cached[request.rid] = request.num_cached or 0
         request.was_sent = True
-        batch.unsent[slot] = False
+        batch.is_unsent[slot] = False
     return cached
 
 
-def outputs_of(
+def take_outputs(
     batch: InputBatch, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
 ) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs], dict[int, list[bytes]]]:
     """Return logprobs, prompt logprobs and digests by request id.
 
     Prompt logprobs that were sent before a preemption are omitted when they are computed again.
+    Therefore `Request.num_scored` counts the prompt positions whose logprobs were returned.
     """
     logprobs: dict[int, list[Logprobs]] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}

@@ -1,7 +1,8 @@
 """The interface between scheduler and runner: the plan of one step, and its result.
 
 Suffixes of arrays are their dimensions. R: rows of the step, one per scheduled request. S: the rows
-that sample (those with `samples_R`). N: new block-table entries, or sampled tokens.
+that sample (those with `samples_R`). N: new block-table entries, drafts, or sampled tokens. L: MoE
+layers. E: logical experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +18,10 @@ from moeserve.sampling import GrammarSpec, TokenSampling
 
 I32 = NDArray[np.int32]
 Slots = NDArray[np.intp]
-# The most by which two micro-batches may differ in size, as a share of all tokens. If no split
-# between two requests is even enough, a request is split.
+# The most by which two micro-batches may differ in size, as a share of all tokens. If every split
+# between two requests is less even, `best_split` splits a request.
 MAX_UNEVENNESS = 0.15
-# The same if requests cannot be split. Beyond it, there is one micro-batch.
+# The same limit if requests cannot be split. If no split is within it, there is one micro-batch.
 MAX_UNEVENNESS_WHOLE = 0.5
 
 
@@ -32,12 +33,12 @@ class NewRequest:
     tokens: I32  # the prompt and, after a preemption or a replay, the tokens generated so far
     num_prompt: int  # length of the prompt part of `tokens`
     sampling: TokenSampling
-    grammar_ticket: int = 0  # of the GrammarJob that prepared its grammar; 0: none
+    grammar_ticket: int = 0  # ticket of the GrammarJob that prepared its grammar; 0: none
     task: str = SAMPLE  # see `Submit.task`
 
 
 class GrammarJob(msgspec.Struct, frozen=True):
-    """An order to compile a grammar and replay the answer so far, before a step needs it."""
+    """A job to compile a grammar and replay the answer so far, before a step needs the grammar."""
 
     ticket: int
     grammar: GrammarSpec
@@ -60,14 +61,14 @@ class BlockMove:
 
     block: int  # number of the block in the device's pool
     connector_entry: int  # returned by `KVConnector.load` or `save` (engine/connector.py)
-    pool_index: int = 0  # of the device's pool: 0 for KV entries, 1 for recurrent states
+    pool_index: int = 0  # index of the device's pool: 0 for KV entries, 1 for recurrent states
 
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
     """The common decision of all engines about a step that they run together."""
 
-    step: int  # the number of the vote within its epoch; votes to park count, too
+    step: int  # the number of the vote within its epoch; votes to park (sleep) count, too
     ubatches: int = 1  # micro-batches: 1 or 2
     most_tokens: tuple[int, int] = (0, 0)  # per micro-batch, the largest number on any engine
     active: int = 0  # progress of the placement that is active in this step (runner/experts.py)
@@ -93,8 +94,8 @@ class StepPlan:
     samples_R: NDArray[np.bool_]
     diffs: tuple[BlockDiff, ...]  # one per KV group
     new_requests: tuple[NewRequest, ...] = ()
-    stores: tuple[BlockMove, ...] = ()  # from the device to the connector; run before `loads`
-    loads: tuple[BlockMove, ...] = ()  # from the connector to the device
+    stores: tuple[BlockMove, ...] = ()  # copies to the connector, run before `loads`
+    loads: tuple[BlockMove, ...] = ()  # copies from the connector
     num_drafts_R: I32 | None = None  # None: there are no drafts in this step
     drafts_N: I32 | None = None  # the drafts; None: each rank's proposer has them
     propose: bool = False  # whether to draft tokens for the next step
@@ -118,7 +119,7 @@ class TaskOutput:
     """The results of one request in one step, besides its tokens (runner/tasks.py)."""
 
     logprobs: list[Logprobs] = field(default_factory=list)  # one for each of its tokens
-    digests: list[bytes] = field(default_factory=list)  # of the logits of each of its tokens
+    digests: list[bytes] = field(default_factory=list)  # one for the logits of each token
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -131,16 +132,17 @@ class StepResult:
     counts_S: I32 | None = None  # tokens of each of these rows; None: one each
     drafts_S: I32 | None = None  # drafts of each row for its next step; None: no proposer
     outputs: dict[int, TaskOutput] = field(default_factory=dict)
-    # Error messages of requests that failed. Their one token is -1; other requests continue.
+    # Error messages of requests that failed. A failed request has one token, -1. Other requests
+    # continue.
     failed: dict[int, str] = field(default_factory=dict)
-    # The number of the slot's tokens after which the text is complete by its grammar.
+    # How many of the slot's tokens in this step complete the text by its grammar.
     complete: dict[int, int] = field(default_factory=dict)
     device_us: int = 0
-    idle_us: int = 0  # from the end of the previous step and its drafting to the start of this one
+    idle_us: int = 0  # time between the previous step, with its drafting, and this step
     drafting_us: int = 0  # time of the draft model after the previous step
     comm_us: int = 0
     exposed_comm_us: int = 0
-    load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert
+    expert_tokens_LE: NDArray[np.int64] | None = None  # tokens per layer and expert
     events: tuple[TraceEvent, ...] = ()
     expert_cache: tuple[int, ...] = ()  # see `StepRecord.expert_cache`
     kv_lost: bool = False  # whether some of the plan's `loads` failed
@@ -149,8 +151,8 @@ class StepResult:
     def took_us(self) -> int:
         """The time of the step, including the drafting and the idle time before it.
 
-        The idle time is that of the host's work, so it counts. It is capped at the time of the
-        step, because a longer one means that there was no work.
+        The device is idle while the host works, so idle time counts. It counts at most as much as
+        the step itself: a longer idle time means that there was no work.
         """
         return self.device_us + self.drafting_us + min(self.idle_us, self.device_us)
 
@@ -188,8 +190,8 @@ def best_split(counts_R: I32, *, whole: bool = False) -> int:
     The split is between two requests if the halves are even enough, otherwise inside a request.
 
     counts_R: tokens of each row, at least one.
-    whole: never split a request. Recurrent layers need this, because within a call they pass their
-    state from tile to tile without storing it in a block.
+    whole: never split a request. Recurrent layers need whole requests, because within a call they
+    pass their state from tile to tile without storing the state in a block.
 
     [1, 1, 1, 1] -> 2, [100] -> 50, [3, 90, 3] -> 48; whole: [30, 70] -> 30, [3, 90, 3] -> 0
     """

@@ -37,7 +37,7 @@ class GrammarSource(Protocol):
 @dataclass(slots=True)
 class _Entry:
     request: Request
-    open_tickets: dict[int, Need]  # what each one is for
+    open_tickets: dict[int, Need]  # the need that each ticket stands for
 
 
 class PreparingSet:

@@ -11,14 +11,14 @@ rejected. The rest follows from them:
 
     to compute      max(known - scheduled, 1) positions and the drafts, up to `max_scheduled`
     samples         whether the step reaches `known`
-    in flight       tokens between known and scheduled: the next step already uses them, although
-                    the host does not have their values yet
+    in flight       positions from known to scheduled: sampled tokens or drafts that a planned step
+                    already reads, although the host has no values for them yet
     blocks          ceil(scheduled / block_size) table entries
 
-A request decodes if its next position is that of its newest token; otherwise, it is in prefill.
+A request decodes if its next position is that of its newest token. Otherwise it is in prefill.
 
 `generation` distinguishes successive requests in a slot. It is incremented when a request leaves,
-so that the results of steps planned for an earlier request can be dropped.
+so that the scheduler can drop the results of steps that were planned for an earlier request.
 """
 
 import sys
@@ -43,23 +43,26 @@ class Request:
     rid: int
     tokens: I32  # the tokens known at the last admission or preemption: prompt, then generated
     num_prompt: int
-    max_total: int  # maximum length, prompt included; the last token is never computed
+    # Maximum length, prompt included. The last token is only output: no step computes its position.
+    max_total: int
     sampling: TokenSampling
     priority: int  # lower values first
-    extras: Mapping[str, bytes]  # inputs of the KV cache other than tokens, by name; see `root_of`
+    # Values besides the tokens that make KV blocks differ, such as the cache salt, by name. See
+    # `root_of` in engine/kv_cache_manager.py.
+    extras: Mapping[str, bytes]
     arrival: int  # sequence number
     task: str = SAMPLE
     num_resets: int = -1  # resets of the prefix cache before the hash chain was begun
-    root: bytes = b""  # start of the hash chain
-    hashes: list[bytes] = field(default_factory=list)  # of full blocks, computed as needed
+    root: bytes = b""  # start of the hash chain, from `root_of`
+    hashes: list[bytes] = field(default_factory=list)  # hashes of full blocks, as needed
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     was_sent: bool = False  # whether its first token was sent, and num_cached with it
-    grammar_ticket: int = 0  # of its prepared grammar; 0: none
-    kv_ticket: int = 0  # of the blocks that a connector fetches for it; 0: none
+    grammar_ticket: int = 0  # ticket of its prepared grammar; 0: none (engine/preparing.py)
+    kv_ticket: int = 0  # ticket of the blocks that a connector fetches for it; 0: none
     uses_connector: bool = True  # False after lost blocks: its prefix is computed, not loaded
     num_scored: int = 1  # prompt positions whose logprobs were sent (position 0 has none)
-    # Block counts at which other requests are likely to branch off, the likeliest ones first.
-    borders: tuple[int, ...] = ()
+    # Lengths in blocks at which other requests are likely to branch off, the likeliest first.
+    branch_points: tuple[int, ...] = ()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -70,20 +73,20 @@ class Request:
 def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -> Request:
     """Create the Request of a Submit. Raises InvalidRequest if a number is out of range.
 
-    The front end has checked the same, with better messages. This protects the engine and its other
-    requests.
+    The front end has checked the same, with better messages. These checks protect the engine and
+    its other requests.
     """
     if len(msg.tokens) % 4:
         raise InvalidRequest(f"tokens has {len(msg.tokens)} bytes, not a whole number of int32")
     tokens = np.frombuffer(msg.tokens, "<i4")
     sampling = msg.sampling
-    num_emitted = len(tokens) - msg.num_prompt
+    num_generated = len(tokens) - msg.num_prompt  # more than 0 for a resumed request
     for name, values, low, high in (
         ("the number of tokens", [len(tokens)], 1, max_model_len - 1),
         ("num_prompt", [msg.num_prompt], 1, len(tokens)),
         ("token ids", [int(tokens.min(initial=0)), int(tokens.max(initial=0))], 0, vocab_size - 1),
         ("stop ids", sampling.stop_ids, 0, vocab_size - 1),
-        ("max_tokens", [sampling.max_tokens], num_emitted + 1, sys.maxsize),
+        ("max_tokens", [sampling.max_tokens], num_generated + 1, sys.maxsize),
     ):
         if wrong := [value for value in values if not low <= value <= high]:
             raise InvalidRequest(f"{name} must lie in {low}..{high}, got {wrong[0]}")
@@ -144,8 +147,8 @@ class WaitingQueue:
 class InputBatch:
     """The running requests, in columns with one row per slot.
 
-    `tables[g]` is the block table of KV group g. Entries that the window has passed are 0, the null
-    block.
+    `tables[g]` is the block table of KV group g. Entries that the attention window has passed are
+    0, the null block.
     """
 
     def __init__(self, num_slots: int, max_len: int, groups: tuple[KVGroup, ...]) -> None:
@@ -161,16 +164,16 @@ class InputBatch:
         self.max_scheduled = np.zeros(num_slots, np.int32)
         self.min_known = np.zeros(num_slots, np.int32)  # length from which stop tokens count
         self.generation = np.zeros(num_slots, np.int64)  # requests that have left the slot
-        self.num_hashed = np.zeros(
-            num_slots, np.int32
-        )  # leading blocks offered to the prefix cache
-        self.unsent = np.zeros(num_slots, np.bool_)  # no token of the request was sent yet
+        # Leading blocks that are registered in the prefix cache.
+        self.num_registered = np.zeros(num_slots, np.int32)
+        self.is_unsent = np.zeros(num_slots, np.bool_)  # no token of the request was sent yet
         self.speculates = np.zeros(num_slots, np.bool_)
-        self.drafts = np.zeros(num_slots, np.int32)  # drafts for the next step to verify
+        self.num_drafts = np.zeros(num_slots, np.int32)  # drafts for the next step to verify
         # The operating system allocates the pages of this large array only when they are written.
         self.tokens = np.zeros((num_slots, max_len), "<i4")
         self.tables = [np.zeros((num_slots, max_blocks), np.int32) for _ in groups]
-        self.passed = [np.zeros(num_slots, np.int32) for _ in groups]  # leading entries freed
+        # Leading entries that the window has passed. Their blocks were released.
+        self.num_passed = [np.zeros(num_slots, np.int32) for _ in groups]
         self.stops = StopTable()
         self._free = list(range(num_slots - 1, -1, -1))
         self._by_priority: list[tuple[int, int, int]] = []  # sorted (priority, arrival, slot)
@@ -194,8 +197,9 @@ class InputBatch:
         return request
 
     def admit(self, request: Request, num_hit: int) -> int:
-        """Put a request in a free slot and return the slot. Its first num_hit positions are already
-        computed.
+        """Put a request in a free slot and return the slot.
+
+        num_hit: leading positions that are computed already, because the prefix cache has them.
         """
         slot = self._free.pop()
         self.requests[slot] = request
@@ -211,21 +215,22 @@ class InputBatch:
         self.known[slot] = known
         self.max_scheduled[slot] = request.max_total - 1
         self.min_known[slot] = request.num_prompt + request.sampling.min_tokens
-        self.num_hashed[slot] = num_hit // self.block_size
-        self.unsent[slot] = not request.was_sent
+        self.num_registered[slot] = num_hit // self.block_size
+        self.is_unsent[slot] = not request.was_sent
         self.speculates[slot] = request.sampling.speculate
         self.stops.add(slot, request.sampling.stop_ids)
         return slot
 
     def vacate(self, slot: int) -> Request:
-        """Free a slot, but not its blocks, and return its request. Results in flight for it will be
-        dropped.
+        """Free a slot, but not its blocks, and return its request.
+
+        The scheduler will drop results in flight for this request.
         """
         request = self.request(slot)
         del self.slot_of[request.rid]
         self.requests[slot] = None
         self.generation[slot] += 1
-        self.drafts[slot] = 0
+        self.num_drafts[slot] = 0
         self.stops.remove(slot)
         self._free.append(slot)
         place = bisect_left(self._by_priority, (*request.order, slot))
@@ -237,8 +242,11 @@ class InputBatch:
         """Return, for each group, the blocks that a slot holds, in table order."""
         scheduled = int(self.scheduled[slot])
         held = []
-        for group, table, passed in zip(self._groups, self.tables, self.passed, strict=True):
-            blocks = table[slot, passed[slot] : group.num_blocks(scheduled)]
+        for group, table, num_passed in zip(
+            self._groups, self.tables, self.num_passed, strict=True
+        ):
+            blocks = table[slot, num_passed[slot] : group.num_blocks(scheduled)]
+            # A group with states keeps states at some entries only. The entries between them are 0.
             held.append(blocks[blocks > 0] if group.has_states else blocks)
         return held
 
@@ -312,7 +320,9 @@ class StopTable:
 
 
 def fit_to_budget(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
-    """Reduce counts to a token budget, and drop rows without tokens. Rows are in priority order.
+    """Reduce counts to a token budget, and drop rows without tokens.
+
+    Rows are in priority order.
 
     Rows with one token are served first, so that a long prompt does not stall the requests that
     decode. The rest of the budget goes to the other rows in order.

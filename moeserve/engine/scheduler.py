@@ -1,7 +1,6 @@
 """The scheduler decides which requests run in each step (continuous batching).
 
-It is pure: no torch, no clock, no I/O. Requests, results and times go in, plans and outputs come
-out.
+It has no torch, no clock and no I/O: the same calls have the same plans and outputs.
 
 There is no prefill phase and no decode phase, only positions of a request that are not computed
 yet. A plan may be made before the results of earlier plans are known (`Limits.depth`). Results
@@ -30,7 +29,7 @@ from moeserve.engine.connector import KVConnector, When
 from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.drafts import settle_drafts
 from moeserve.engine.kv_cache_manager import NOTHING, Growth, Hit, KVCacheManager, concatenate
-from moeserve.engine.output import NO_TOKEN, append_tokens, endings, outputs_of, unsent_hits
+from moeserve.engine.output import NO_TOKEN, append_tokens, endings, take_outputs, take_unsent_hits
 from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.preparing import GrammarSource, Need, PreparingSet
 from moeserve.engine.requests import Request, WaitingQueue, fit_to_budget, request_of
@@ -47,7 +46,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
 KV_POLL_INTERVAL_S = 0.002  # interval at which a sleeping engine checks on fetches of KV blocks
-_ANY_TOKEN = 2**31 - 1
+_UNLIMITED_VOCAB = 2**31 - 1
 
 
 class Scheduler:
@@ -57,12 +56,11 @@ class Scheduler:
     (engine/preparing.py), then `waiting` in the queue, then running in a slot of the batch. Up to
     limits.depth plans may be without a result.
 
-    Of each slot, `batch.known` counts the tokens whose ids are known, and `batch.scheduled` the
-    positions in plans so far, at most `batch.max_scheduled` (engine/requests.py).
+    `batch.scheduled` and `batch.known` are the progress of each request (engine/requests.py).
 
     eos_ids: the model's end tokens. If another stop id ends a request, it is reported in
     `StepOutput.stop_ids`.
-    vocab_size: requests with larger token ids are refused.
+    vocab_size: requests with token ids outside of 0 .. vocab_size - 1 are refused.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Scheduler:
         groups: tuple[KVGroup, ...],
         *,
         eos_ids: Iterable[int] = (),
-        vocab_size: int = _ANY_TOKEN,
+        vocab_size: int = _UNLIMITED_VOCAB,
         connector: KVConnector | None = None,
         identity: Mapping[str, bytes] = NOTHING,
     ) -> None:
@@ -85,22 +83,20 @@ class Scheduler:
         self.preparing = PreparingSet()
         self.grammars: GrammarSource | None = None  # None: the runner compiles when a step needs it
         self.num_planned = 0
-        self.budget = (
-            TokenBudget(limits.max_num_batched_tokens, limits.itl_target_us)
-            if limits.itl_target_us
-            else None
-        )
+        self.budget: TokenBudget | None = None
+        if limits.itl_target_us:
+            self.budget = TokenBudget(limits.max_num_batched_tokens, limits.itl_target_us)
         self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
         self._speculates = limits.num_drafts > 0
-        self._may_have_drafts = False  # in any row
-        self._drafted = False  # whether a draft model ran after the last processed step
+        self._may_have_drafts = False  # whether any running request may have drafts
+        self._ran_draft_model = False  # after the last processed step
         self._in_flight: deque[InFlightStep] = deque()
         self._num_arrivals = 0
-        self._tickets = itertools.count(1)  # of grammars and fetches: see engine/preparing.py
+        self._tickets = itertools.count(1)  # for grammars and fetches: see engine/preparing.py
         self._fetches: dict[int, Fetching] = {}  # by ticket
         self._now_s = 0.0  # the latest time that was passed to a method
-        self._no_room: NoRoom | None = None
-        self._no_room_preempting: NoRoom | None = None  # even if all lower priorities are preempted
+        self._no_room: NoRoom | None = None  # last finding of `_hit_if_fits`
+        self._no_room_preempting: NoRoom | None = None  # last finding of `_preempt_for_head`
 
     @property
     def num_running(self) -> int:
@@ -179,7 +175,7 @@ class Scheduler:
         for rid in rids:
             slot = self.kv_manager.batch.slot_of.get(rid)
             if slot is not None:
-                self._free(slot)
+                self._end_request(slot)
             elif rid in self.waiting or rid in self.preparing:
                 pending = self.waiting if rid in self.waiting else self.preparing
                 request = pending.remove(rid)
@@ -209,7 +205,6 @@ class Scheduler:
         self._now_s = max(self._now_s, now_s)
         if self._fetches:
             self._check_fetches()
-        kv_manager = self.kv_manager
         batch = self.kv_manager.batch
         if self.awaits_result:
             return None
@@ -219,12 +214,12 @@ class Scheduler:
         self._preempt_for_head(builder)
         if self._schedule_running(builder):
             self._schedule_waiting(builder)
-        diffs, stores, loads = kv_manager.pop_changes()
+        diffs, stores, loads = self.kv_manager.pop_changes()
         if not builder.rows:
             assert not stores, "blocks were evicted although no row was scheduled"
             return None
         slots, starts, counts = concatenate(builder.rows)
-        kv_manager.register(slots)
+        self.kv_manager.register(slots)
         plan = StepPlan(
             step=self.num_planned,
             slots_R=slots.astype(np.int32),
@@ -248,8 +243,8 @@ class Scheduler:
         Their answers stay the same, because they keep their known tokens.
         """
         # Some of these plans have not reached the runner, which still holds their grammars.
-        new = [request for step in self._in_flight for request in step.plan.new_requests]
-        self._drop_grammars([request.grammar_ticket for request in new])
+        new_requests = [new for step in self._in_flight for new in step.plan.new_requests]
+        self._drop_grammars([request.grammar_ticket for request in new_requests])
         self._in_flight.clear()
         self._preempt_all()
 
@@ -263,8 +258,8 @@ class Scheduler:
     def _preempt_for_head(self, builder: PlanBuilder) -> None:
         """Preempt running requests of lower priority than the head of the queue, if it fits then.
 
-        If it does not, its cost is computed again only once more blocks could be freed, because a
-        long prompt has thousands of hashes to look up.
+        If the head does not fit, its cost is computed again only once more blocks could be freed,
+        because a long prompt has thousands of hashes to look up.
         """
         head = self.waiting.head
         batch = self.kv_manager.batch
@@ -314,12 +309,12 @@ class Scheduler:
             # At least 1: the position of a token that is still in flight.
             count = np.maximum(batch.known[slots] - start, 1)
             if self._may_have_drafts:
-                count += batch.drafts[slots]
+                count += batch.num_drafts[slots]
             np.minimum(count, batch.max_scheduled[slots] - start, out=count)
             np.minimum(count, kv_manager.chunk, out=count)
             if self._may_have_drafts and not self._all_fit(start, count, builder.budget):
                 self._may_have_drafts = False
-                batch.drafts[:] = 0
+                batch.num_drafts[:] = 0  # a draft must not cost a preemption: plan without drafts
                 continue
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
                 slots, start, count = fit_to_budget(slots, start, count, builder.budget)
@@ -344,7 +339,7 @@ class Scheduler:
         """Return how many of the scheduled tokens of each row are drafts."""
         batch = self.kv_manager.batch
         num_beyond_known = batch.scheduled[slots] - batch.known[slots]
-        num_drafts: I32 = np.where(batch.drafts[slots] > 0, num_beyond_known, 0)
+        num_drafts: I32 = np.where(batch.num_drafts[slots] > 0, num_beyond_known, 0)
         return num_drafts
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
@@ -399,10 +394,7 @@ class Scheduler:
         return hit
 
     def _available_blocks(self, order: Slots) -> int:
-        """Return the number of free blocks that a new request may use.
-
-        The blocks that running requests still need for their known tokens are not among them.
-        """
+        """Return how many free blocks a new request may use, beside running ones and watermark."""
         return (
             self.kv_manager.pool.num_free
             - self.kv_manager.num_promised(order)
@@ -420,8 +412,8 @@ class Scheduler:
         builder.budget -= num_tokens
 
     def _preempt(self, slot: int) -> None:
-        """Put a request back into the queue with its known tokens. Tokens in flight are dropped;
-        they will be sampled again with the same result.
+        """Put a request back into the queue with its known tokens. Tokens in flight are dropped.
+        Later steps sample them again, with the same result.
         """
         batch = self.kv_manager.batch
         tokens = batch.tokens[slot, : batch.known[slot]].copy()
@@ -464,9 +456,10 @@ class Scheduler:
         fetch = self.kv_manager.fetchable(request)
         if fetch.when is When.NOW:
             return
-        ticket = request.kv_ticket = next(self._tickets)
+        ticket = next(self._tickets)
+        request.kv_ticket = ticket
         self.preparing.add(request, ticket, Need.KV)
-        is_begun = fetch.when is When.LATER  # otherwise ASK_AGAIN, in `_check_fetches`
+        is_begun = fetch.when is When.LATER  # for ASK_AGAIN, `_check_fetches` will ask again
         self._fetches[ticket] = Fetching(request, self._now_s + connector.wait_s, is_begun)
         if is_begun:
             connector.begin(ticket, fetch.keys)
@@ -536,15 +529,15 @@ class Scheduler:
         slots, tokens, finish, stop_ids = append_tokens(
             batch, plan, in_flight.slots, live_R, result, self.eos_ids
         )
-        cached = unsent_hits(batch, slots)
-        logprobs, prompt_logprobs, digests = outputs_of(batch, in_flight.slots, live_R, result)
+        cached = take_unsent_hits(batch, slots)
+        logprobs, prompt_logprobs, digests = take_outputs(batch, in_flight.slots, live_R, result)
         if self.budget:
             self.budget.note(plan, result.took_us)
         drafts = self._settle_drafts(in_flight, live_R, result) if self._speculates else {}
         rids = batch.rid[slots]
         kv_params: dict[int, dict[str, Any]] = {}
         for row in np.flatnonzero(finish).tolist():
-            request, params = self._free(int(slots[row]))
+            request, params = self._end_request(int(slots[row]))
             if params:
                 kv_params[request.rid] = params
         if errors:
@@ -567,7 +560,7 @@ class Scheduler:
             record=step_record(self.gauges(result.step), in_flight, result),
         )
 
-    def _free(self, slot: int) -> tuple[Request, dict[str, Any] | None]:
+    def _end_request(self, slot: int) -> tuple[Request, dict[str, Any] | None]:
         """End the request in a slot. Return it, and the connector's `kv_params` for it."""
         request = self.kv_manager.free(slot)
         connector = self.kv_manager.connector
@@ -582,10 +575,15 @@ class Scheduler:
         plan = in_flight.plan
         verified = settle_drafts(self.kv_manager, self.policy, in_flight, live_R, result)
         batch = self.kv_manager.batch
-        self._may_have_drafts = bool(batch.drafts[batch.order].any())
-        total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
-        self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.took_us, self._drafted)
-        self._drafted = plan.propose and self.limits.draft_model
+        self._may_have_drafts = bool(batch.num_drafts[batch.order].any())
+        self.policy.note(
+            num_tokens=plan.num_tokens,
+            num_rows=len(plan.slots_R),
+            num_drafts=0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum()),
+            took_us=result.took_us,
+            ran_draft_model=self._ran_draft_model,
+        )
+        self._ran_draft_model = plan.propose and self.limits.draft_model
         return verified
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:
@@ -593,7 +591,7 @@ class Scheduler:
         batch = self.kv_manager.batch
         planned = dict(zip(in_flight.slots.tolist(), in_flight.generation.tolist(), strict=True))
         live_slots = [slot for slot in failed if batch.generation[slot] == planned[slot]]
-        return {self._free(slot)[0].rid: failed[slot] for slot in live_slots}
+        return {self._end_request(slot)[0].rid: failed[slot] for slot in live_slots}
 
     def gauges(self, step: int) -> StepRecord:
         """Return a step record with running and waiting requests, free blocks, and no work."""

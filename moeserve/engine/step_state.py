@@ -32,12 +32,12 @@ class InFlightStep:
 
     plan: StepPlan
     slots: Slots
-    generation: NDArray[np.int64]  # of each row's slot when the plan was made, see `InputBatch`
+    generation: NDArray[np.int64]  # that of each row's slot when the plan was made
     builder: PlanBuilder
 
 
 class NoRoom(NamedTuple):
-    """A finding that the head of the queue does not fit, valid until more blocks are available."""
+    """The fact that the head of the queue does not fit, until more blocks are available."""
 
     head: Request
     num_blocks: int  # available blocks at that time
@@ -49,7 +49,7 @@ class Fetching:
 
     request: Request
     deadline_s: float  # end of the wait; once the blocks have arrived, end of their lease
-    is_begun: bool  # False: the connector did not know yet and has to be called again
+    is_begun: bool  # False: the connector did not know its blocks yet, so ask it again
 
 
 def idle_record(kv_manager: KVCacheManager, num_waiting: int, step: int) -> StepRecord:

@@ -14,7 +14,8 @@ from moeserve.engine.connector import KVConnector, Lookup
 class HostStore(KVConnector):
     """A pool of host blocks for each pool of the device.
 
-    sizes: the number of host blocks of each pool. pool_of: the pool of each KV group.
+    sizes: the number of host blocks of each pool.
+    pool_of: the pool of each KV group.
     """
 
     def __init__(self, sizes: Sequence[int], pool_of: Sequence[int]) -> None:
@@ -57,7 +58,7 @@ class HostBlocks:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._blocks: OrderedDict[Key, int] = OrderedDict()  # least recently used first
-        self._leased: dict[Key, None] = {}
+        self._leased: dict[Key, None] = {}  # the keys that the current plan loads or saves
 
     def __contains__(self, key: Key) -> bool:
         return key in self._blocks

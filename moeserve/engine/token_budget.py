@@ -1,7 +1,7 @@
 """The number of prompt tokens in a step with requests that decode (chunked prefill).
 
 Every stream waits for the whole step, so prompt tokens increase the inter-token latency. With a
-target for it (scheduler.itl_target_ms), the budget adapts to the measured times of steps:
+target for this latency (scheduler.itl_target_ms), the budget adapts to the measured times of steps:
 
     next prompt tokens = last prompt tokens * (target - decode time) / (step time - decode time)
 
@@ -17,8 +17,8 @@ _MIN_PROMPT_TOKENS = 8.0  # lower bound, so that prompts advance whatever the ta
 # Bounds of the factor from one step to the next, because single measurements are noisy.
 _MAX_CHANGE = 1.5
 _MIN_CHANGE = 0.5
-_DEVICE_SHARE = 0.85  # of the target; the rest is for the host and for variation
-_DECODE_RATE = 0.2  # of the moving average of steps without prompts
+_DEVICE_SHARE = 0.85  # share of the target for the device; the rest is for host work and variation
+_DECODE_RATE = 0.2  # rate of the moving average over steps without prompts
 
 
 class TokenBudget:
@@ -41,7 +41,7 @@ class TokenBudget:
             return self._max_tokens
         return min(
             self._max_tokens,
-            len(decoding) + int(batch.drafts[decoding].sum() + self._prompt_tokens),
+            len(decoding) + int(batch.num_drafts[decoding].sum() + self._prompt_tokens),
         )
 
     def note(self, plan: StepPlan, took_us: int) -> None:
@@ -59,7 +59,7 @@ class TokenBudget:
 
     def _adapt(self, prompt_tokens: int, took_us: int) -> None:
         change = max(self._target_us - self._decode_us, 0.0) / max(took_us - self._decode_us, 1.0)
-        # Do not grow after the small rest of a prompt: it says little about larger chunks.
+        # Do not grow after the small rest of a prompt, which says little about larger chunks.
         if change < 1 or prompt_tokens >= self._prompt_tokens * _MIN_CHANGE:
             wanted = prompt_tokens * min(max(change, _MIN_CHANGE), _MAX_CHANGE)
             self._prompt_tokens = min(max(wanted, _MIN_PROMPT_TOKENS), self._max_tokens)

@@ -22,10 +22,10 @@ class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
     step: int
     epoch: int
     has_work: bool = False  # the engine has a plan
-    tokens: int = 0  # in its plan
+    tokens: int = 0  # tokens in the engine's plan
     split_at: int = 0  # tokens in the first micro-batch, if there are two
-    requests: int = 0
-    ubatches_ok: bool = False  # two micro-batches would be faster here, or as fast
+    requests: int = 0  # rows in the engine's plan
+    ubatches_ok: bool = False  # two micro-batches would be faster for the engine, or as fast
     # The engine has a newer Join: until the next group is formed, it plans nothing, and nothing is
     # in flight.
     pause: bool = False
@@ -49,17 +49,17 @@ class Decision:
     """The outcome of a vote, equal on all engines."""
 
     action: Action
-    step_decision: StepDecision | None = None  # for RUN
+    step_decision: StepDecision | None = None  # only with RUN
 
 
 def decide(votes: Sequence[Vote]) -> Decision:
     """Return the decision that follows from the votes of all engines, in rank order.
 
-    A step runs if any engine has work. It also runs if the placement advances, because all engines
-    have prepared more than is active, or one has given it up.
+    A step runs if any engine has work. A step also runs if the placement of experts advances: all
+    engines have prepared more layers than are active, or one engine has abandoned the placement.
 
-    The step has two micro-batches if all engines agree and at least one can split its batch. An
-    engine that cannot split runs one of them empty.
+    The step has two micro-batches if all engines agree and at least one engine can split its batch.
+    An engine that cannot split its batch runs one empty micro-batch.
 
     Raises StepSkew if the votes are not on the same step.
     """
@@ -72,7 +72,9 @@ def decide(votes: Sequence[Vote]) -> Decision:
     trace = False
     drained = True
     paused = True
-    max_tokens = max_first = max_second = 0
+    max_tokens = 0
+    max_first = 0  # tokens in the first of two micro-batches
+    max_second = 0  # tokens in the second one
     prepared = first.prepared
     active = first.active
     for vote in votes:
@@ -96,7 +98,9 @@ def decide(votes: Sequence[Vote]) -> Decision:
                 Action.RUN, StepDecision(step, 2, (max_first, max_second), prepared, trace)
             )
         return Decision(Action.RUN, StepDecision(step, 1, (max_tokens, 0), prepared, trace))
-    return _NOTHING_TO_RUN[Action.STOP if drained else Action.PAUSE if paused else Action.PARK]
+    if drained:
+        return _NOTHING_TO_RUN[Action.STOP]
+    return _NOTHING_TO_RUN[Action.PAUSE if paused else Action.PARK]
 
 
 _NOTHING_TO_RUN = {action: Decision(action) for action in Action}
@@ -120,7 +124,7 @@ class DPCoordinator(Protocol):
     def lost(self) -> PeerLost | None:
         """The error that broke the group; None while it works."""
 
-    async def decide(self, vote: Vote) -> Decision:
+    async def exchange(self, vote: Vote) -> Decision:
         """Vote, wait for all votes, and return the common decision.
 
         Raises PeerLost if the group is broken, StepSkew if the engines vote on different steps.
@@ -132,7 +136,7 @@ class DPCoordinator(Protocol):
     async def wait_lost(self) -> None:
         """Wait until the group is broken."""
 
-    def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
+    def close(self, cause: str = "", missing_ranks: tuple[int, ...] = ()) -> None:
         """Close the connections. The other engines receive the cause and the missing ranks."""
 
 
@@ -147,9 +151,8 @@ class GroupRunner(Runner, Protocol):
     overwritten the blocks that they save.
     """
 
-    on_placement_result: (
-        Callable[[PlacementResult], None] | None
-    )  # set by the core, called from any thread
+    # Set by the core. The runner calls it with the result of each placement, from any thread.
+    on_placement_result: Callable[[PlacementResult], None] | None
 
     @property
     def overtaken(self) -> bool:
@@ -178,6 +181,7 @@ class GroupRunner(Runner, Protocol):
         """Start to prepare a placement in the background."""
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Return whether two micro-batches would be faster for this plan, or as fast (as without
-        tokens: None).
+        """Return whether two micro-batches would be faster for this plan, or as fast.
+
+        plan: None: this engine has no tokens in the step.
         """

@@ -11,9 +11,9 @@ A request is refused at once if its predicted wait is too long. Waiting would no
 and requests that were admitted before it start in time.
 
 A queue keeps the slots used while no requests arrive. Under a permanent overload, a long queue only
-makes everyone wait. Then it may only be as long as the slots need: if `load` times as many
-sequences arrive as end, and k may wait, load^-k / (load - 1) slots are empty on average. A burst is
-not an overload, because arrivals are counted over a time in which some sequences end.
+makes everyone wait. Then the queue may only be as long as the slots need: if `load` times as many
+sequences arrive as end, and k sequences may wait, load^-k / (load - 1) slots are empty on average.
+A burst is not an overload, because arrivals are counted over a time in which some sequences end.
 """
 
 import asyncio
@@ -93,22 +93,20 @@ class Admission:
         if num_in_line == num_more:
             return
         num_slots = self._num_slots(ready)
-        wait_limits_s = [
-            limit_s
-            for limit_s in (self._max_wait_s if num_in_line > num_slots else 0, within_s)
-            if limit_s
-        ]
+        wait_limit_s = math.inf if within_s is None else within_s
+        if self._max_wait_s and num_in_line > num_slots:
+            wait_limit_s = min(wait_limit_s, self._max_wait_s)
         window_s = self._arrival_window_s
         load = (self._recent_arrivals(now_s) + num_more) * self._end_interval_s / window_s
         wait_s = self.predict_wait_s(num_in_line, ready)
         backlog_s = (load - 1) * window_s  # until the excess of recent arrivals is served
-        if wait_limits_s and wait_s > min(wait_limits_s):
+        if wait_s > wait_limit_s:
             raise Overloaded(
                 f"a new request would wait {wait_s:.1f} s for its turn, and may wait "
-                f"{min(wait_limits_s):g} s",
-                retry_after_s=min(max(wait_s - min(wait_limits_s), backlog_s), MAX_RETRY_AFTER_S),
+                f"{wait_limit_s:g} s",
+                retry_after_s=min(max(wait_s - wait_limit_s, backlog_s), MAX_RETRY_AFTER_S),
             )
-        # The module docstring derives this limit of the queue's length.
+        # The limit of the queue in the module docstring. There, k is num_in_line - num_slots - 1.
         if (
             self._max_wait_s
             and load > 1
@@ -138,13 +136,11 @@ class Admission:
 
     @property
     def _arrival_window_s(self) -> float:
-        return (
-            max(
-                ARRIVAL_WINDOW_WAIT_SHARE * self._max_wait_s,
-                ARRIVAL_WINDOW_ENDS * self._end_interval_s,
-            )
-            or 1.0
+        window_s = max(
+            ARRIVAL_WINDOW_WAIT_SHARE * self._max_wait_s,
+            ARRIVAL_WINDOW_ENDS * self._end_interval_s,
         )
+        return window_s or 1.0  # without measurements; it is a divisor
 
     def predict_wait_s(self, num_live: int, ready: Ready) -> float:
         """Return the predicted wait of the last of num_live sequences, in seconds."""
@@ -170,9 +166,10 @@ class Admission:
 
     def record_step(self, record: StepRecord) -> None:
         """Measure the rate of prefill in a step with prompts."""
+        # Each request that decodes has one token, or a few more with drafts.
         num_prefilled = record.num_tokens - record.num_requests + record.cached_tokens
         if num_prefilled <= record.num_requests:
-            return  # all rows decode, perhaps with some drafts
+            return  # nothing was prefilled, or too little to measure
         self._num_prefilled_tokens = _DECAY * self._num_prefilled_tokens + num_prefilled
         self._prefill_duration_s = _DECAY * self._prefill_duration_s + record.device_us / 1e6
 
@@ -194,7 +191,7 @@ class Reservation:
     Leaving the `with` block releases those that were not submitted.
     """
 
-    def __init__(self, running: "Running", num_sequences: int, priority: int) -> None:
+    def __init__(self, running: "RunningSequences", num_sequences: int, priority: int) -> None:
         self._running = running
         self._num_left = num_sequences
         self._priority = priority
@@ -217,7 +214,7 @@ class Reservation:
         self.release()
 
 
-class Running:
+class RunningSequences:
     """The running sequences, and the statistics of each from start to end."""
 
     def __init__(self, stats: FrontStats, admission: Admission) -> None:
@@ -236,7 +233,7 @@ class Running:
         """Count sequences that were added or reserved. num: negative for removed ones."""
         self._num_live[priority] += num
         if not self._num_live[priority]:
-            del self._num_live[priority]  # because clients choose priorities, so zeros would add up
+            del self._num_live[priority]  # clients choose the priorities, so zeros would add up
 
     def num_behind(self, priority: int) -> int:
         """Return the number of sequences that run after a request of this priority."""
@@ -260,7 +257,7 @@ class Running:
         """Record the start of these sequences. began_s: when their first step began."""
         for rid in rids:
             sequence = self.sequences.get(rid)
-            if sequence and sequence.started_at_s is None:  # otherwise, it is a replay
+            if sequence and sequence.started_at_s is None:  # otherwise, it was submitted again
                 sequence.started_at_s = max(began_s, sequence.owner.submitted_at_s)
                 self._stats.queue_s.add(sequence.started_at_s - sequence.owner.submitted_at_s)
 
@@ -287,8 +284,11 @@ class Running:
         owner.num_live -= 1
         self.count_live(-1, owner.priority)
         stats.num_active = len(self.sequences)
-        stats.end(
-            reason, now - owner.submitted_at_s, len(owner.prompt_token_ids), len(sequence.tokens)
+        stats.record_end(
+            reason,
+            age_s=now - owner.submitted_at_s,
+            num_prompt=len(owner.prompt_token_ids),
+            num_generated=len(sequence.tokens),
         )
         if sequence.first_token_at_s is None:
             self._admission.num_waiting_tokens -= len(owner.prompt_token_ids)

@@ -47,8 +47,9 @@ class CompletionOutput:
         self.token_ids += delta.token_ids
         if delta.logprobs:
             self.logprobs = (self.logprobs or []) + delta.logprobs
+            # The sampled token's logprob is the first of each row.
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(
-                p.values[0] for p in delta.logprobs
+                row.values[0] for row in delta.logprobs
             )
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
@@ -157,13 +158,12 @@ class AsyncEngine:
         async with await self.front.generate(
             tokens, params, priority=priority, request_id=request_id
         ) as deltas:
-            open_sequences = params.n
+            num_open = params.n  # sequences that have not ended
             async for delta in deltas:
-                open_sequences -= delta.finish_reason is not None
+                if delta.finish_reason is not None:
+                    num_open -= 1
                 answer = CompletionOutput(delta.index)
-                piece = RequestOutput(
-                    request_id, text, tokens, [answer], finished=open_sequences == 0
-                )
+                piece = RequestOutput(request_id, text, tokens, [answer], finished=num_open == 0)
                 piece.add(answer, delta)
                 yield piece
 

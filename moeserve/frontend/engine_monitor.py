@@ -18,7 +18,7 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.messages import ExpertLoad, Ready, Traced, TraceNext
 
 if TYPE_CHECKING:
-    from moeserve.cluster.rebalancing import Rebalancing
+    from moeserve.cluster.rebalancing import FleetExperts
 
 # Time limit for the other ranks, after the first rank has sent its trace
 LATE_TRACE_TIMEOUT_S = 2.0
@@ -34,14 +34,14 @@ class EngineMonitor:
         self._stats = stats
         self.tracing = Tracing(link)
         # Counts the load of experts, if each engine has all experts. Otherwise, the fleet does.
-        self._rebalancing: Rebalancing | None = None
+        self._rebalancing: FleetExperts | None = None
 
     def handle(self, msg: ExpertLoad | Traced, ready: Ready | None) -> None:
         """Handle the expert load of an engine, or the trace of a rank."""
         if isinstance(msg, Traced):
             self.tracing.add(msg)
         elif (loads := self._local_loads(ready)) is not None:
-            loads.note(msg)
+            loads.add_load(msg)
 
     def view(self, state: str, ready: Ready | None) -> FleetView:
         """Return the state of all engines. state, ready: the current ones of the front end."""
@@ -51,7 +51,7 @@ class EngineMonitor:
             view = FleetView(
                 dp=1,
                 tp=1,
-                together=False,
+                is_one_group=False,
                 epoch=0,
                 complete=state in ("ready", "draining"),
                 waiting=0,
@@ -76,18 +76,18 @@ class EngineMonitor:
             num_requests=self._stats.num_active,
         )
 
-    def _local_loads(self, ready: Ready | None) -> "Rebalancing | None":
+    def _local_loads(self, ready: Ready | None) -> "FleetExperts | None":
         """Return the load statistics if each engine has all experts; None for dense models and for
         sharded experts.
         """
         ep_sharded = self._fleet is not None and self._fleet.experts is not None
         if self._rebalancing is None and ready is not None and ready.num_experts and not ep_sharded:
-            from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
+            from moeserve.cluster.rebalancing import FleetExperts  # here, because it needs numpy
 
-            self._rebalancing = Rebalancing(
+            self._rebalancing = FleetExperts(
                 ready.num_moe_layers, ready.num_experts, num_ranks=1, redundant=0
             )
-            self._rebalancing.joined(None, ready.expert_bytes)
+            self._rebalancing.on_group_formed(None, ready.expert_bytes)
         return self._rebalancing
 
 
@@ -118,10 +118,11 @@ class Tracing:
         serving = [
             engine.rank for engine in view.engines if engine.state in ("serving", "draining")
         ]
-        if not serving or (view.together and not view.complete):
+        if not serving or (view.is_one_group and not view.complete):
             raise Conflict("the engines do not serve at the moment")
         wanted = {(rank, tp_rank) for rank in serving for tp_rank in range(view.tp)}
-        answers = self._answers = asyncio.Queue()
+        answers: asyncio.Queue[Traced] = asyncio.Queue()
+        self._answers = answers
         # The traces of each rank, by step. There may be several steps, because the step of an
         # earlier request that timed out may still arrive.
         steps: dict[int, dict[Rank, Traced]] = {}
@@ -137,7 +138,7 @@ class Tracing:
                                     asyncio.get_running_loop().time() + LATE_TRACE_TIMEOUT_S
                                 )
                             # Separate engines number their steps independently.
-                            step = msg.step if view.together else 0
+                            step = msg.step if view.is_one_group else 0
                             steps.setdefault(step, {})[rank] = msg
         finally:
             self._answers = None

@@ -24,7 +24,7 @@ from moeserve.actor.actor import Actor
 from moeserve.actor.tasks import log_error
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
-from moeserve.frontend.admission import Admission, Reservation, Running
+from moeserve.frontend.admission import Admission, Reservation, RunningSequences
 from moeserve.frontend.engine_monitor import EngineMonitor
 from moeserve.frontend.generation import (
     Delta,
@@ -103,7 +103,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.monitor = EngineMonitor(link, self.fleet, self.stats)
         self.link = link
         self._admission = Admission(self.stats, max_queued, max_wait_s)
-        self.running = Running(self.stats, self._admission)
+        self.running = RunningSequences(self.stats, self._admission)
         self.resumable: Resumable | None = None
         if resume_window_s:
             self.resumable = Resumable(
@@ -117,7 +117,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._grammars = GrammarAdmission(tokenizer)
         self._processors = processors
         self.rids = itertools.count(1)
-        self._due: list[Generation] = []  # generations with new deltas; may contain duplicates
+        # Generations with deltas that are not delivered yet. There may be duplicates.
+        self._undelivered: list[Generation] = []
         self._unsent_aborts: list[int] = []  # aborts for which the engine's inbox was full
         self._drain_by_s: float | None = None  # deadline of draining
 
@@ -171,11 +172,16 @@ class FrontEnd(Actor[FromEngine], ServingState):
         reservation = reservation or self.admit(params.n, priority=priority)
         try:
             if grammar is not None or params.structured_outputs is not None:
-                grammar = await self._grammars.of(
-                    params, grammar, grammar_param, ready, owner, grammar_parts
+                grammar = await self._grammars.checked_grammar(
+                    params,
+                    grammar,
+                    param=grammar_param,
+                    ready=ready,
+                    owner=owner,
+                    parts=grammar_parts,
                 )
             if params.receipt and self.receipt_signer is not None:
-                await self.receipt_signer.weights(ready)
+                await self.receipt_signer.weights(ready)  # raises if it cannot have a receipt
             # Check again: the engine may have been lost or replaced in the meantime.
             ready = self._serving()
             samplings = token_sampling(
@@ -266,7 +272,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         for sequence in live:
             self._end(sequence, reason)
         if live:
-            self._stop_computing([s.rid for s in live])
+            self._abort_in_engine([s.rid for s in live])
         if self.resumable is not None:
             self.resumable.forget(generation)
 
@@ -279,7 +285,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         Return its log in this front end. Raises RequestError if that is not possible.
         """
         assert self.resumable is not None
-        self._serving()
+        self._serving()  # raises if requests are not accepted
         rids = [next(self.rids) for _ in stream.sequences]
         entry = msgspec.structs.replace(stream.entry, rids=rids)
         adopted = self.resumable.adopt(entry, stream.sequences).stream
@@ -295,7 +301,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         try:
             if stream.entry.params.receipt and self.receipt_signer is not None:
                 await self.receipt_signer.weights(self._serving())
-            generation = self.resumable.generation(stream)
+            generation = self.resumable.generation_of(stream)
             if generation is None:
                 return
             live = [sequence for sequence in generation.sequences if not sequence.ended]
@@ -303,12 +309,15 @@ class FrontEnd(Actor[FromEngine], ServingState):
             for sequence in live:
                 self.link.send(submission(sequence))
         except errors.RequestError as error:
-            if (generation := self.resumable.generation(stream)) is not None:
+            if (generation := self.resumable.generation_of(stream)) is not None:
                 self._fail(generation, error)
             raise
 
-    def _stop_computing(self, rids: list[int]) -> None:
-        """Abort sequences in the engine. If its inbox is full, retry after its next output."""
+    def _abort_in_engine(self, rids: list[int]) -> None:
+        """Abort sequences in the engine, together with those of earlier calls that were not sent.
+
+        If the engine's inbox is full, `_apply` tries again after the next step.
+        """
         self._unsent_aborts += rids
         try:
             self.link.send(m.Abort(self._unsent_aborts))
@@ -330,9 +339,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """
         try:
             await super().turn()
-            for generation in self._due:  # only once for all steps that have arrived
+            for generation in self._undelivered:  # only once for all steps that have arrived
                 generation.deliver()
-            self._due.clear()
+            self._undelivered.clear()
         except Exception as error:
             log_error(self.name, error)
             self._give_up(errors.EngineDied(f"the front end failed: {error!r}"))
@@ -369,13 +378,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
     def _on_step(self, out: m.StepOutput) -> None:
         if self.resumable is not None:
-            self.resumable.step(out)
-        self._deliver(out)
+            self.resumable.on_step(out)  # first: `_apply` takes values out of `out`
+        self._apply(out)
 
-    def _deliver(self, out: m.StepOutput) -> None:
+    def _apply(self, out: m.StepOutput) -> None:
+        """Apply the rows of a step output to their sequences, and update the statistics."""
         now = monotonic()
         if out.record is not None:
-            self.stats.step(out.record)
+            self.stats.record_step(out.record)
             self._admission.record_step(out.record)
             self.running.note_starts(out.started, now - out.record.device_us / 1e6)
         rids = memoryview(out.rids).cast("q")
@@ -394,13 +404,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 continue
             try:
                 self._advance(sequence, token, finish, out, now)
-            except Exception as error:  # such as one in its text; other sequences continue
+            except Exception as error:  # a bug that one request meets must not end the others
                 log.error(
                     "request %s failed: %s", sequence.owner.request_id, errors.place_of(error)
                 )
                 self._fail(sequence.owner, errors.RequestFailed(f"{type(error).__name__}: {error}"))
         if self._unsent_aborts:
-            self._stop_computing([])
+            self._abort_in_engine([])  # try again
 
     def _advance(
         self, sequence: Sequence, token: int, finish: int, out: m.StepOutput, now: float
@@ -425,10 +435,11 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
             if not finish:
-                self._stop_computing([rid])  # ended by a stop string, unknown to the engine
-            delta.receipt = sequence.receipt = self._receipt(sequence, delta)
+                self._abort_in_engine([rid])  # a stop string, which the engine does not know
+            sequence.receipt = self._receipt(sequence, delta)
+            delta.receipt = sequence.receipt
         sequence.owner.push(delta)
-        self._due.append(sequence.owner)
+        self._undelivered.append(sequence.owner)
 
     def _receipt(
         self, sequence: Sequence, last: Delta, ended_before: bool = False
@@ -438,10 +449,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """
         if self.receipt_signer is None or last.finish_reason == "abort":
             return None  # the end of an aborted sequence cannot be reproduced
-        if sequence.owner.lacks_text or not (sequence.sampling.receipt or self.receipt_signer.logs):
+        if sequence.owner.must_replay:
+            return None  # the replay creates the receipt, because it may find a stop string
+        if not (sequence.sampling.receipt or self.receipt_signer.logs_requests):
             return None
         assert self.ready is not None
-        return self.receipt_signer.finish(sequence, last, self.ready, logged=not ended_before)
+        return self.receipt_signer.create_receipt(
+            sequence, last, self.ready, logged=not ended_before
+        )
 
     def _on_ready(self, ready: m.Ready) -> None:
         is_restart = self.ready is not None
@@ -450,18 +465,18 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.phase = m.Phase("ready", 100, self.phase.elapsed_s)
         self.enter("ready")
         if is_restart:
-            self.stats.lost_engine(0, died=True)
-            self._replay(list(self.running.sequences), "the engine is back")
+            self.stats.record_lost_engine(0, died=True)
+            self._resubmit(list(self.running.sequences), "the engine is back")
         if self._drain_by_s is not None:
             self.link.send(m.Drain(max(0.0, self._drain_by_s - monotonic())))
 
     def _on_lost(self, msg: RequestsLost) -> None:
-        self.stats.lost_engine(msg.engine, died=msg.died)
+        self.stats.record_lost_engine(msg.engine, died=msg.died)
         self._unsent_aborts = [rid for rid in self._unsent_aborts if rid not in msg.rids]
         what = "is gone" if msg.died else "gives requests back"
-        self._replay(msg.rids, f"engine {msg.engine} {what} ({msg.cause})")
+        self._resubmit(msg.rids, f"engine {msg.engine} {what} ({msg.cause})")
 
-    def _replay(self, rids: Collection[int], why: str) -> None:
+    def _resubmit(self, rids: Collection[int], why: str) -> None:
         """Submit these sequences again, with the tokens that they have."""
         live = [rid for rid in rids if rid in self.running.sequences]
         log.warning("%s; resuming %d sequences", why, len(live))
@@ -508,9 +523,10 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """End a sequence that is still running, here and in the engine."""
         if self.running.sequences.get(sequence.rid) is sequence:
             self._end(sequence, reason)
-            self._stop_computing([sequence.rid])
+            self._abort_in_engine([sequence.rid])
 
     def _end(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence here. The engine has ended it, or the caller aborts it there."""
         assert self.ready is not None
         self.running.end(sequence, reason, self.ready)
 

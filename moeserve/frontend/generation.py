@@ -47,20 +47,20 @@ class Delta(msgspec.Struct, gc=False):
     num_accepted: int = 0  # accepted drafts since the last delta
     # One for each prompt token, the first of which is None. In the first delta of sequence 0.
     prompt_logprobs: list[Logprobs | None] | None = None
-    parts: list[Part] = []  # the text (which has marks then), read by a parser
-    num_reasoning: int = 0  # tokens of reasoning
+    # The text, parsed by an answer parser. `text` then has the special tokens, too, between marks.
+    parts: list[Part] = []
+    num_reasoning: int = 0  # how many of token_ids are reasoning
     receipt: Receipt | None = None  # in the last delta, if requested
 
-    def append(self, later: "Delta") -> None:
-        """Append the next delta of the same sequence."""
+    def merge(self, later: "Delta") -> None:
+        """Merge the next delta of the same sequence into this one."""
         self.text += later.text
-        self.cached_tokens = (
-            later.cached_tokens if self.cached_tokens is None else self.cached_tokens
-        )
-        self.add(later)
+        if self.cached_tokens is None:
+            self.cached_tokens = later.cached_tokens
+        self.append_tokens(later)
 
-    def add(self, later: "Delta") -> None:
-        """Append the next delta of the same sequence, except for its text."""
+    def append_tokens(self, later: "Delta") -> None:
+        """Merge the next delta of the same sequence, except for its text and cached_tokens."""
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.parts += later.parts
@@ -90,17 +90,24 @@ class Sequence:
     is_reasoning: bool = False  # whether the parser's latest part is reasoning
     tokens: list[int] = field(default_factory=list)  # generated so far
     started_at_s: float | None = None  # when its first step began
-    digests: list[bytes] = field(default_factory=list)  # of logits, if requested; may be too many
+    # Digests of logits, if requested. There may be more digests than tokens, because the engine
+    # computes a few tokens after a stop string.
+    digests: list[bytes] = field(default_factory=list)
     ended: bool = False
     receipt: Receipt | None = None
     first_token_at_s: float | None = None
     last_token_at_s: float = 0.0  # of its latest token
 
     def advance(self, token: int, finish: int, out: StepOutput) -> Delta:
-        """Apply one row of a step output, and return its delta. This removes the row's values from
-        the dictionaries of `out`.
+        """Apply one row of a step output, and return its delta.
 
-        token: -1: none. A stop token is not part of the text, unless `include_stop_str_in_output`.
+        This takes the row's logprobs and drafts out of `out`. A stop token is not part of the text,
+        unless `include_stop_str_in_output`.
+
+        Args:
+            token: The row's token; -1 if the row only ends the sequence.
+            finish: A value of `FinishReason`.
+            out: The step output, for the row's other columns.
         """
         if token >= 0:
             self.tokens.append(token)
@@ -119,20 +126,23 @@ class Sequence:
         if self.stop_matcher is not None:
             self._hold_back_stops(delta)
         if self.parser is not None:
-            self.read(delta)
+            self.parse(delta)
         if out.logprobs and (rows := out.logprobs.get(self.rid)):
             delta.logprobs.append(rows.pop(0))
         if out.drafts and (verified := out.drafts.pop(self.rid, None)):
             delta.num_drafts, delta.num_accepted = verified
-        # The cache hits of a replay do not count, because they are this sequence's earlier blocks.
+        # A sequence that was submitted again finds its own earlier blocks in the cache. These hits
+        # do not count.
         if out.cached and len(self.tokens) <= 1:
             delta.cached_tokens = out.cached.get(self.rid)
         self.ended = delta.finish_reason is not None
         return delta
 
-    def read(self, delta: Delta) -> None:
-        """Parse a delta's text into `parts`. This must happen before deltas are merged, so that the
-        parts do not depend on the merging.
+    def parse(self, delta: Delta) -> None:
+        """Parse a delta's text into `parts`.
+
+        Call it before the delta is merged with others, so that the parts do not depend on the
+        merging.
         """
         assert self.parser is not None
         delta.parts = self.parser.push(delta.text, final=delta.finish_reason is not None)
@@ -180,10 +190,10 @@ class Generation:
         self.priority = priority
         self.salt = salt
         self.marked = marked  # see `FrontEnd.generate`
-        # Fast path: called with each delta instead of waking the reader. Returns whether it wrote
-        # the delta. Waking the reader would cost as much as all other work for a token. Its errors
-        # are raised in the reader.
-        self.taker: Callable[[Delta], bool] | None = None
+        # Tries to write a delta at once, without waking the reader, which costs as much as all
+        # other work for a token. Returns False to leave the delta to the reader. The reader raises
+        # its errors.
+        self.write_directly: Callable[[Delta], bool] | None = None
         # Prompt logprobs that are not delivered yet; None: there are none.
         self.prompt_rows: list[Logprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
@@ -191,8 +201,10 @@ class Generation:
         self.merges = True  # whether unread deltas are merged
         self.pause: Callable[[], Awaitable[None]] | None = None  # awaited before each delta
         self.stream: StreamLog | None = None  # the log of a resumable request
-        # Whether it has tokens but no text yet, so that only a replay will find stop strings.
-        self.lacks_text = False
+        # Adopted from a dead process, and has stop strings. Its tokens have no text yet, so only
+        # a replay, which decodes them again, finds the stop strings.
+        self.must_replay = False
+        # Called when the reader is cancelled or closes the generation.
         self.on_reader_left: Callable[[Generation], None] = Generation.abort
         self._abort = abort
         # Unread deltas, by index of the sequence if they are merged
@@ -227,24 +239,26 @@ class Generation:
         """Add a delta, merged with an unread one of the same sequence. Called by the front end,
         which then calls `deliver`.
         """
-        unread = self._pending.setdefault(delta.index if self.merges else object(), delta)
+        key = delta.index if self.merges else object()  # a unique key keeps the delta separate
+        unread = self._pending.setdefault(key, delta)
         if unread is not delta:
-            unread.append(delta)
+            unread.merge(delta)
 
     def deliver(self) -> None:
-        """Pass deltas to the taker until it declines one, then wake the reader. Called by the front
-        end.
+        """Write deltas directly until `write_directly` returns False, then wake the reader.
+
+        Does nothing unless the reader waits. Called by the front end.
         """
         if self._waiter is None or self._waiter.done():
             return
         pending = self._pending
-        taker = self.taker
+        write_directly = self.write_directly
         try:
-            while taker is not None and pending:
-                index = next(iter(pending))
-                if not taker(pending[index]):
+            while write_directly is not None and pending:
+                key = next(iter(pending))
+                if not write_directly(pending[key]):
                     break
-                del pending[index]
+                del pending[key]
         except Exception as error:
             self.fail(error)
         if pending or not self.num_live:
@@ -293,14 +307,14 @@ class Generation:
         if self.num_live:
             self._abort(self)
 
-    def replace(self, error: Exception) -> None:
-        """Raise an error in the reader, and drop the unread deltas. Another generation continues
-        the sequences.
+    def hand_over(self, error: Exception) -> None:
+        """Drop the unread deltas and raise an error in the reader, because another generation
+        continues the sequences.
         """
         self._pending.clear()
         self.fail(error)
 
-    def caught_up(self) -> None:
+    def end_replay(self) -> None:
         """Merge unread deltas from now on. Called when the reader of a replay has caught up."""
         self.merges = True
         self.pause = None
@@ -308,10 +322,10 @@ class Generation:
     def discard_deltas(self) -> None:
         """Drop the unread deltas of a replay without a reader."""
         self._pending.clear()
-        self.caught_up()
+        self.end_replay()
 
     async def aclose(self) -> None:
-        """Call `on_reader_left`: there is no reader any more."""
+        """Tell `on_reader_left` that there is no reader any more."""
         self.on_reader_left(self)
 
     async def __aenter__(self) -> "Generation":
@@ -361,10 +375,12 @@ def token_sampling(
     """Return the `TokenSampling` of each of the n sequences.
 
     Sequence i samples with seed + i, and only the first one computes prompt logprobs. max_tokens is
-    reduced to the rest of the context, which is at least 1.
+    reduced to the rest of the context, which has room for at least 1 token.
 
     The parameters must have passed `SamplingParams.check`, and the prompt `check_request`.
-    known_processors: names of logits processors. Raises InvalidRequest for an unknown one.
+
+    known_processors: the names of the logits processors that this server has. Raises InvalidRequest
+    if the parameters name another one.
     """
     max_tokens = ready.max_model_len - prompt_len
     if params.max_tokens is not None:

@@ -20,10 +20,11 @@ class GrammarAdmission:
         self._tokenizer = tokenizer
         self._checker: GrammarChecker | None = None
 
-    async def of(
+    async def checked_grammar(
         self,
         params: SamplingParams,
         grammar: GrammarSpec | None,
+        *,
         param: str,
         ready: Ready,
         owner: str = "",
@@ -50,8 +51,9 @@ class GrammarAdmission:
             try:
                 await checker.check_async(grammar, param, owner)
             except InvalidRequest:
-                for part, field in parts() if parts is not None else ():
-                    await checker.check_async(part, field, owner)
+                if parts is not None:
+                    for part, part_param in parts():
+                        await checker.check_async(part, part_param, owner)
                 raise
         return grammar
 

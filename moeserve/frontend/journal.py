@@ -51,11 +51,11 @@ class SequenceLog(msgspec.Struct, kw_only=True):
 
     tokens: list[int] = []
     finish: int = FinishReason.NONE  # of the last row; an abort is a row without a token
-    stop_id: int | None = None
-    cached: int | None = None
+    stop_id: int | None = None  # the stop token that ended the sequence
+    cached: int | None = None  # prompt tokens that were found in the prefix cache
     logprobs: list[Logprobs] = []
     digests: list[bytes] = []
-    drafts: dict[int, tuple[int, int]] = {}  # by row
+    drafts: dict[int, tuple[int, int]] = {}  # row -> numbers of verified and accepted drafts
 
     @property
     def num_rows(self) -> int:
@@ -121,7 +121,7 @@ class StreamLog:
 
     entry: Entry
     sequences: list[SequenceLog]
-    num_charged_tokens: int = 0
+    num_charged_tokens: int = 0  # generated tokens that count against the rates of the key
 
     @property
     def num_bytes(self) -> int:
@@ -134,7 +134,7 @@ class Journal:
     """The resumable streams, by id.
 
     A stream with a reader needs little memory beyond what the front end has anyway. Streams without
-    a reader continue to be computed; the owner closes those in `overfull`.
+    a reader continue to be computed; the owner closes those in `ids_to_close`.
 
     max_count: the most streams.
     max_bytes: the most memory of all streams without a reader.
@@ -147,23 +147,27 @@ class Journal:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._logs: dict[int, SequenceLog] = {}  # by id of the sequence
-        self._unread_bytes_by_id: dict[str, int] = {}  # streams without a reader, oldest first
-        self._unread_id_of_rid: dict[int, str] = {}  # by id of the sequence
-        self.unread_bytes = 0
+        # For streams without a reader, the oldest first: the memory of each
+        self._unread_bytes_by_id: dict[str, int] = {}
+        self._unread_id_of_rid: dict[int, str] = {}  # id of the sequence -> id of the stream
+        self.unread_bytes = 0  # memory of all streams without a reader
 
     def open(self, entry: Entry, sequences: list[SequenceLog]) -> StreamLog | None:
         """Add a stream, or replace the one with the same id. Return None if there is no room."""
         self._remove(entry.id)
         if len(self.streams) >= self._max_count:
             return None
-        stream = self.streams[entry.id] = StreamLog(entry, sequences)
+        stream = StreamLog(entry, sequences)
+        self.streams[entry.id] = stream
         self._logs |= zip(entry.rids, sequences, strict=True)
         self._notify(Opened(entry, sequences))
         return stream
 
-    def step(self, out: StepOutput) -> None:
-        """Add the rows of a step without their tokens. The front end appends the tokens when it
-        applies the rows, because it shares the lists.
+    def add_rows(self, out: StepOutput) -> None:
+        """Add the rows of a step, without their tokens.
+
+        The front end shares the lists of tokens, and appends to them when it applies the rows. Call
+        this before, because the number of tokens is also the number of the row.
         """
         if not self.streams:
             return
@@ -181,11 +185,11 @@ class Journal:
         for log, verified in self._with_logs(out.drafts):
             log.drafts[len(log.tokens)] = verified
         for log, cached in self._with_logs(out.cached):
-            if not log.tokens:  # later hits are those of a replay
+            if not log.tokens:  # later hits are on the sequence's own blocks, submitted again
                 log.cached = cached
         for log, stop_id in self._with_logs(out.stop_ids):
             log.stop_id = stop_id
-        if out.finish.count(0) < len(out.finish):
+        if out.finish.count(0) < len(out.finish):  # if a sequence ends
             rids = memoryview(out.rids).cast("q")
             for log, finish in self._with_logs(dict(zip(rids, out.finish, strict=True))):
                 log.finish = finish
@@ -209,36 +213,34 @@ class Journal:
             self._unread_bytes_by_id[id] += num_bytes
             self.unread_bytes += num_bytes
 
-    def leave(self, id: str) -> None:
-        """Mark a stream as having no reader."""
-        self.resume(id)
+    def mark_unread(self, id: str) -> None:
+        """Mark a stream as having no reader, and as the latest of these streams."""
+        self.mark_read(id)
         stream = self.streams[id]
         self._unread_bytes_by_id[id] = stream.num_bytes
         self.unread_bytes += stream.num_bytes
         self._unread_id_of_rid |= dict.fromkeys(stream.entry.rids, id)
 
-    def resume(self, id: str) -> None:
+    def mark_read(self, id: str) -> None:
         """Mark a stream as having a reader. Idempotent."""
         self.unread_bytes -= self._unread_bytes_by_id.pop(id, 0)
         for rid in self.streams[id].entry.rids:
             self._unread_id_of_rid.pop(rid, None)
 
-    def overfull(self) -> list[str]:
-        """Return the ids of the streams to close if there are too many: the oldest without a
-        reader.
-        """
+    def ids_to_close(self) -> list[str]:
+        """Return the oldest streams without a reader, as many as exceed the limits."""
         if self.unread_bytes <= self._max_bytes and len(self.streams) < self._max_count:
             return []
-        full = list[str]()
+        excess = list[str]()
         num_bytes = self.unread_bytes
-        for id, its_bytes in self._unread_bytes_by_id.items():
-            if num_bytes <= self._max_bytes and len(self.streams) - len(full) < self._max_count:
+        for id, stream_bytes in self._unread_bytes_by_id.items():
+            if num_bytes <= self._max_bytes and len(self.streams) - len(excess) < self._max_count:
                 break
-            full.append(id)
-            num_bytes -= its_bytes
-        return full
+            excess.append(id)
+            num_bytes -= stream_bytes
+        return excess
 
-    def unread(self) -> list[str]:
+    def unread_ids(self) -> list[str]:
         """Return the ids of the streams without a reader."""
         return list(self._unread_bytes_by_id)
 
@@ -250,7 +252,7 @@ class Journal:
     def _remove(self, id: str) -> bool:
         if id not in self.streams:
             return False
-        self.resume(id)
+        self.mark_read(id)
         for rid in self.streams.pop(id).entry.rids:
             del self._logs[rid]
         return True
@@ -259,13 +261,14 @@ class Journal:
         """Apply a change of another journal."""
         match change:
             case Opened(entry, sequences):
-                self.open(entry, sequences)
+                self.open(entry, sequences)  # has room, because both journals have the same limits
             case Closed(id):
                 self.close(id)
-            case StepOutput(rids=rids, tokens=tokens):
-                self.step(change)
-                numbers = memoryview(rids).cast("q")
-                for rid, token in zip(numbers, memoryview(tokens).cast("i"), strict=True):
+            case StepOutput():
+                self.add_rows(change)
+                rids = memoryview(change.rids).cast("q")
+                tokens = memoryview(change.tokens).cast("i")
+                for rid, token in zip(rids, tokens, strict=True):
                     if token >= 0 and rid in self._logs:
                         self._logs[rid].tokens.append(token)
 

@@ -88,7 +88,11 @@ class LLM:
         priorities = list(priority) if priority is not None else [0] * len(batch)
         if len(priorities) != len(batch):
             raise ValueError(f"{len(priorities)} priorities for {len(batch)} prompts")
-        return self._thread.call(self._run_all(self._front, batch, params, priorities, use_tqdm))
+        return self._thread.call(
+            self._run_all(
+                self._front, batch, params=params, priorities=priorities, use_tqdm=use_tqdm
+            )
+        )
 
     def chat(
         self,
@@ -112,10 +116,12 @@ class LLM:
     async def _run_all(
         front: FrontEnd,
         batch: list[Prompt],
+        *,
         params: list[SamplingParams],
         priorities: list[int],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        """Answer the prompts of a batch, each with its own parameters and priority."""
         submission_slots = asyncio.Semaphore(
             max(1, MAX_SUBMITTED // max((given.n for given in params), default=1))
         )
@@ -170,15 +176,17 @@ class LLM:
 def _params_of_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, vocab_size: int
 ) -> list[SamplingParams]:
+    """Return the checked parameters of each of `count` prompts. Raises InvalidRequest."""
+    is_shared = params is None or isinstance(params, SamplingParams)
     if params is None or isinstance(params, SamplingParams):
-        each = [async_engine.checked(params)]
+        given = [async_engine.checked(params)]
     else:
-        each = [async_engine.checked(p) for p in params]
-        if len(each) != count:
-            raise ValueError(f"{len(each)} sampling params for {count} prompts")
-    for given in each:
-        given.check(vocab_size)
-    return each if len(each) == count else each * count
+        given = [async_engine.checked(one) for one in params]
+        if len(given) != count:
+            raise ValueError(f"{len(given)} sampling params for {count} prompts")
+    for one in given:
+        one.check(vocab_size)
+    return given * count if is_shared else given
 
 
 class LoopThread:

@@ -27,6 +27,8 @@ from moeserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 5.0  # time for the engine's last requests at the end
+
 
 @asynccontextmanager
 async def open_front_end(
@@ -62,16 +64,16 @@ async def open_front_end(
         front = prepared
         if front is None:
             front = await asyncio.to_thread(
-                _read_text_side, config, model_dir, link, bounded=bounded, signs=signs
+                _create_front_end, config, model_dir, link, bounded=bounded, signs=signs
             )
-        life = spawn(front.run(), name=front.name, on_error=log_error)
+        running = spawn(front.run(), name=front.name, on_error=log_error)
         try:
             yield front
         finally:
             front.stop()
-            await life
+            await running
     finally:
-        await link.close(5.0)
+        await link.close(timeout_s=CLOSE_TIMEOUT_S)
 
 
 async def prepare(config: Config, root: Root) -> FrontEnd:
@@ -82,20 +84,25 @@ async def prepare(config: Config, root: Root) -> FrontEnd:
     link = Fleet(config, root)
     model_dir = resolve_model_dir(config.model.model)
     return await asyncio.to_thread(
-        _read_text_side, config, model_dir, link, bounded=True, signs=True
+        _create_front_end, config, model_dir, link, bounded=True, signs=True
     )
 
 
-def _read_text_side(
+def _create_front_end(
     config: Config, model_dir: Path, link: EngineLink, *, bounded: bool, signs: bool
 ) -> FrontEnd:
+    """Read the model's files except for the weights, and create the front end. Blocks.
+
+    Raises ConfigError.
+    """
     model = config.model
     if read_model_spec(model_dir).num_experts:
         import moeserve.cluster.rebalancing  # noqa: F401  (slow, so here, in a thread)
     if not config.device.null_runner and model.load_format != "dummy":
         open_checkpoint(model_dir)  # to report errors before the engine has imported torch
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(model_dir)
-    template = answer_format = None
+    template = None
+    answer_format = None
     if tokenizer is not None:
         override = Path(model.chat_template) if model.chat_template else None
         template = ChatTemplate.load(model_dir, override)

@@ -47,7 +47,7 @@ class WeightsHash:
     def _run(self, model_dir: Path) -> None:
         try:
             self._result.set_result(weights_digest(model_dir, self._check_open))
-        except BaseException as error:
+        except BaseException as error:  # any error, so that `wait` does not wait forever
             self._result.set_exception(error)
 
     def _check_open(self) -> None:
@@ -59,16 +59,16 @@ class WeightsHash:
         await asyncio.shield(asyncio.wrap_future(self._result))
 
     def of(self, fingerprint: str) -> str:
-        """Return the digest of the files with this fingerprint; "" if it is not known."""
+        """Return the digest; "" if it is not known, or if the files had another fingerprint."""
         if not self._result.done() or self._result.exception() is not None:
             return ""
-        digest, found = self._result.result()
-        return digest if found == fingerprint else ""
+        digest, hashed_fingerprint = self._result.result()
+        return digest if hashed_fingerprint == fingerprint else ""
 
     async def close(self) -> None:
         """Stop computing."""
         self._closing.set()
-        await asyncio.wait([asyncio.wrap_future(self._result)])
+        await asyncio.gather(asyncio.wrap_future(self._result), return_exceptions=True)
 
 
 class ReceiptSigner:
@@ -85,7 +85,7 @@ class ReceiptSigner:
         self, model_name: str, model_dir: Path, key: str | None, request_log: str | None
     ) -> None:
         self.key: SigningKey | None = None
-        self.logs = request_log is not None  # whether finished requests are logged
+        self.logs_requests = request_log is not None
         self._model_name = model_name
         if key is not None:
             from moeserve.frontend.signing_key import SigningKey  # its import takes 40 ms
@@ -120,7 +120,7 @@ class ReceiptSigner:
             )
         return digest
 
-    def finish(
+    def create_receipt(
         self, sequence: Sequence, last: Delta, ready: Ready, *, logged: bool
     ) -> Receipt | None:
         """Return the receipt of a sequence that ends with this delta, if the request wants one.
@@ -131,6 +131,8 @@ class ReceiptSigner:
         """
         owner = sequence.owner
         sampling = sequence.sampling
+        # Of several sequences, each has its own receipt, with its own seed. The receipt's `grammar`
+        # replaces structured_outputs.
         resolved = {
             "n": 1,
             "seed": None,
@@ -155,7 +157,7 @@ class ReceiptSigner:
             stop_reason=last.stop_reason,
         )
         if sampling.receipt and self.key is not None:
-            digests = sequence.digests[: len(sequence.tokens)]
+            digests = sequence.digests[: len(sequence.tokens)]  # see `Sequence`
             assert len(digests) == len(sequence.tokens), "a token without its digest"
             receipt = replace(receipt, weights=self._checked_weights(ready))
             receipt = self.key.signed(with_chain(receipt, digests))

@@ -1,12 +1,12 @@
 """Resumable streams, which outlive their readers for a while, and may outlive the process.
 
-A reader that resumes a stream gets a new `Generation`. The known rows are replayed into it in time
-slices, while the old generation keeps running. Once the new one has caught up, it replaces the old
-one. The engine computes without interruption.
+A reader that resumes a stream gets a new `Generation`. A replay applies the known rows, which the
+journal has, to the new generation in time slices, while the old generation keeps running. Once the
+new one has caught up, it replaces the old one. The engine computes without interruption.
 
 After a takeover by a standby process, the streams of the dead process continue at once from their
-tokens, without text. The replay of the next reader creates the text. Only stop strings need it
-earlier, so `catch_up` replays streams with stop strings in the background.
+tokens, without text. The replay for the next reader creates the text. Only stop strings need the
+text earlier, so `catch_up` replays streams with stop strings in the background.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from moeserve.errors import NotFound, Overloaded
-from moeserve.frontend.admission import Running
+from moeserve.frontend.admission import RunningSequences
 from moeserve.frontend.generation import Delta, Generation, Sequence
 from moeserve.frontend.journal import Entry, Journal, SequenceLog, StreamLog
 from moeserve.frontend.slices import Slices
@@ -29,13 +29,14 @@ from moeserve.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_MERGED_ROWS = 256  # the most rows in a replayed delta
-MAX_REPLAY_TOKENS = 2**21  # the most tokens that may wait for their replay; 20 to 40 s of work
+# The most tokens that may wait for their replay, unless one stream has more; 20 to 40 s of work
+MAX_REPLAY_TOKENS = 2**21
 RETRY_AFTER_S = 5.0
 
 # Returns a receipt: (sequence, its last delta, whether it ended in another process or before the
 # replay) -> receipt
 MakeReceipt = Callable[[Sequence, Delta, bool], Receipt | None]
-EndSequence = Callable[[Sequence, str], None]
+EndSequence = Callable[[Sequence, str], None]  # (sequence, finish reason)
 
 
 class TakenOver(ConnectionError):
@@ -48,7 +49,7 @@ class _Stream:
 
     log: StreamLog
     generation: Generation
-    latest_replay: Generation | None = None  # that has not caught up yet
+    latest_replay: Generation | None = None  # the latest replay, until it has caught up
     close_timer: asyncio.TimerHandle | None = None  # closes a stream without a reader
 
     def cancel_close(self) -> None:
@@ -64,13 +65,23 @@ class Resumable:
         self,
         window_s: float,
         *,
-        running: Running,
+        running: RunningSequences,
         tokenizer: Tokenizer | None,
         drop: Callable[[Generation], None],
         end: EndSequence,
         make_receipt: MakeReceipt,
     ) -> None:
-        self.window_s = window_s  # time for which a stream without a reader is kept
+        """Create the set of streams, which is empty.
+
+        Args:
+            window_s: Time for which a stream without a reader is kept.
+            running: The running sequences of the front end.
+            tokenizer: The tokenizer of the front end.
+            drop: Ends the running sequences of a generation.
+            end: Ends one sequence, here and in the engine, if it is still running.
+            make_receipt: Creates the receipt of a sequence.
+        """
+        self.window_s = window_s
         self.journal = Journal()
         self.slices = Slices()
         self._running = running
@@ -84,10 +95,10 @@ class Resumable:
 
     # ---- opening and closing
 
-    def record(
+    def make_resumable(
         self, generation: Generation, *, id: str, created: int, digest: bytes, owner: str
     ) -> None:
-        """Make a new generation resumable, if there is room.
+        """Make a new generation resumable. Without room in the journal, it ends with its reader.
 
         The keyword arguments are fields of `Entry`.
         """
@@ -109,32 +120,34 @@ class Resumable:
         self._add_stream(entry, logs, generation)
 
     def _add_stream(self, entry: Entry, logs: list[SequenceLog], generation: Generation) -> bool:
-        stream = self.journal.open(entry, logs)
-        if stream is None:
+        """Add a stream, and return whether there was room."""
+        stream_log = self.journal.open(entry, logs)
+        if stream_log is None:
             return False
-        self._streams[entry.id] = _Stream(stream, generation)
-        generation.stream = stream
-        generation.on_reader_left = self.leave
+        self._streams[entry.id] = _Stream(stream_log, generation)
+        generation.stream = stream_log
+        generation.on_reader_left = self.on_reader_left
         return True
 
-    def step(self, out: StepOutput) -> None:
+    def on_step(self, out: StepOutput) -> None:
         """Record a step, and close streams without a reader that take too much memory."""
-        self.journal.step(out)
-        self._close_overfull()
+        self.journal.add_rows(out)
+        self._close_excess()
 
-    def generation(self, stream: StreamLog) -> Generation | None:
+    def generation_of(self, stream_log: StreamLog) -> Generation | None:
         """Return the current generation of a stream; None once it is closed."""
-        return found.generation if (found := self._streams.get(stream.entry.id)) else None
+        stream = self._streams.get(stream_log.entry.id)
+        return None if stream is None else stream.generation
 
-    def leave(self, generation: Generation) -> None:
-        """Handle the loss of a reader: close the stream after `window_s`, unless it is resumed."""
+    def on_reader_left(self, generation: Generation) -> None:
+        """Close the stream after `window_s`, unless it is resumed before."""
         if (stream := self._stream_of(generation)) is None:
             return
-        self.journal.leave(stream.log.entry.id)
+        self.journal.mark_unread(stream.log.entry.id)
         stream.cancel_close()
         loop = asyncio.get_running_loop()
         stream.close_timer = loop.call_later(self.window_s, self._close, stream.log.entry.id)
-        self._close_overfull()
+        self._close_excess()
 
     def forget(self, generation: Generation) -> None:
         """Remove the stream of a generation, unless another generation has replaced it."""
@@ -146,11 +159,11 @@ class Resumable:
 
     def close_unread(self) -> None:
         """Close all streams without a reader."""
-        for id in self.journal.unread():
+        for id in self.journal.unread_ids():
             self._close(id)
 
-    def _close_overfull(self) -> None:
-        for id in self.journal.overfull():
+    def _close_excess(self) -> None:
+        for id in self.journal.ids_to_close():
             self._close(id)
 
     def _close(self, id: str) -> None:
@@ -169,7 +182,7 @@ class Resumable:
 
     async def resume(
         self,
-        log: StreamLog,
+        stream_log: StreamLog,
         parser: Callable[[], AnswerParser] | None = None,
         cuts: Mapping[int, Collection[int]] | None = None,
     ) -> Generation:
@@ -179,39 +192,47 @@ class Resumable:
         The known rows are merged into deltas of up to MAX_MERGED_ROWS rows. Later rows are separate
         deltas until `merges` is set.
 
-        cuts: by index of the sequence, numbers of tokens at which a delta must end.
+        Args:
+            stream_log: The log of the stream.
+            parser: Returns a parser for the answer of a sequence.
+            cuts: Index of the sequence -> numbers of tokens after which a delta must end.
 
         Raises NotFound if the stream is closed, TakenOver if another reader resumes it, and
         Overloaded if too many streams wait for their replay.
         """
-        stream = self._streams.get(log.entry.id)
-        if stream is None or stream.log is not log:
+        stream = self._streams.get(stream_log.entry.id)
+        if stream is None or stream.log is not stream_log:
             raise unknown_stream()
-        num_tokens = sum(sequence.num_rows for sequence in log.sequences)
+        num_tokens = sum(sequence.num_rows for sequence in stream_log.sequences)
         if self._num_replay_tokens and self._num_replay_tokens + num_tokens > MAX_REPLAY_TOKENS:
             what = f"{self._num_replay_tokens} tokens of interrupted streams wait to be replayed"
             raise Overloaded(what, retry_after_s=RETRY_AFTER_S)
-        replayed = await self._replay(stream, parser, cuts or {}, num_tokens)
+        replayed = await self._replay(stream, parser=parser, cuts=cuts, num_tokens=num_tokens)
         stream.cancel_close()
-        self.journal.resume(log.entry.id)
+        self.journal.mark_read(stream_log.entry.id)
         return replayed
 
     async def _replay(
         self,
         stream: _Stream,
-        parser: Callable[[], AnswerParser] | None,
-        cuts: Mapping[int, Collection[int]],
-        num_tokens: int,
+        *,
+        parser: Callable[[], AnswerParser] | None = None,
+        cuts: Mapping[int, Collection[int]] | None = None,
+        num_tokens: int = 0,
     ) -> Generation:
-        """Replay the known rows into a new generation, and let it replace the current one."""
+        """Replay the known rows into a new generation, and let it replace the current one.
+
+        num_tokens: how many tokens count against MAX_REPLAY_TOKENS. The other arguments are those
+        of `resume`.
+        """
         entry = stream.log.entry
         old = stream.generation
         replayed = Generation(
             old.prompt_token_ids,
             entry.params,
-            entry.request_id,
-            old.submitted_at_s,
-            self._drop,
+            request_id=entry.request_id,
+            submitted_at_s=old.submitted_at_s,
+            abort=self._drop,
             priority=entry.priority,
             salt=entry.salt,
             marked=entry.marked,
@@ -220,19 +241,20 @@ class Resumable:
         replayed.pause = self.slices.pause
         replayed.create_sequences(entry.samplings, iter(entry.rids), self._tokenizer, parser)
         stream.latest_replay = replayed
+        cuts = cuts or {}
         replays = [
-            _SequenceReplay(sequence, log, cuts.get(sequence.index, ()))
-            for sequence, log in zip(replayed.sequences, stream.log.sequences, strict=True)
+            _SequenceReplay(sequence, sequence_log, cuts.get(sequence.index, ()))
+            for sequence, sequence_log in zip(replayed.sequences, stream.log.sequences, strict=True)
         ]
         self._num_replay_tokens += num_tokens
         try:
             async with self._replay_lock:
                 self._check_wanted(stream, replayed)
-                # Repeat: while one sequence is replayed, others get new rows.
-                while any(
-                    [await self._replay_rows(stream, replayed, replay) for replay in replays]
-                ):
-                    pass
+                has_new_rows = True
+                while has_new_rows:  # while one sequence is replayed, others get new rows
+                    has_new_rows = False
+                    for replay in replays:
+                        has_new_rows |= await self._replay_rows(stream, replayed, replay)
         finally:
             self._num_replay_tokens -= num_tokens
             if stream.latest_replay is replayed:
@@ -253,6 +275,8 @@ class Resumable:
             if sequence.ended:
                 old = stream.generation.sequences[sequence.index]
                 sequence.digests = old.digests
+                # The old sequence has no receipt if it was adopted, or if the replay has found a
+                # stop string.
                 delta.receipt = old.receipt or self._make_receipt(sequence, delta, old.ended)
                 sequence.receipt = delta.receipt
                 replayed.num_live -= 1
@@ -271,37 +295,37 @@ class Resumable:
     def _replace_current(self, stream: _Stream, replayed: Generation) -> None:
         """Replace the current generation by one that has caught up."""
         old = stream.generation
-        logs = stream.log.sequences
-        for old_sequence, new_sequence, log in zip(
-            old.sequences, replayed.sequences, logs, strict=True
+        for old_sequence, new_sequence, sequence_log in zip(
+            old.sequences, replayed.sequences, stream.log.sequences, strict=True
         ):
             new_sequence.started_at_s = old_sequence.started_at_s
             new_sequence.first_token_at_s = old_sequence.first_token_at_s
             new_sequence.last_token_at_s = old_sequence.last_token_at_s
             new_sequence.digests = old_sequence.digests
-            log.tokens = new_sequence.tokens
+            sequence_log.tokens = new_sequence.tokens  # shared; see `Journal.add_rows`
             if new_sequence.ended and not old_sequence.ended:
                 self._end(old_sequence, "stop")  # the replay has found a stop string
             else:
                 self._running.replace(old_sequence, new_sequence)
         replayed.stream = stream.log
-        replayed.on_reader_left = self.leave
+        replayed.on_reader_left = self.on_reader_left
         stream.generation = replayed
-        old.replace(TakenOver("another connection has resumed this stream"))
+        old.hand_over(TakenOver("another connection has resumed this stream"))
 
     # ---- streams of another process
 
     def adopt(self, entry: Entry, logs: list[SequenceLog]) -> Generation:
         """Add a stream of another process. Return its generation, which has tokens but no text yet.
 
-        entry: with ids of sequences in this process. Raises Overloaded if there is no room.
+        entry: the request. Its `rids` must be ids of this process. Raises Overloaded if there is no
+        room.
         """
         generation = Generation(
             array("i", entry.prompt).tolist(),
             entry.params,
-            entry.request_id,
-            monotonic(),
-            self._drop,
+            request_id=entry.request_id,
+            submitted_at_s=monotonic(),
+            abort=self._drop,
             priority=entry.priority,
             salt=entry.salt,
             marked=entry.marked,
@@ -312,19 +336,19 @@ class Resumable:
             sequence.digests = known.digests.copy()
             sequence.ended = bool(known.finish)
             generation.num_live -= sequence.ended
-        generation.lacks_text = bool(entry.params.stop_strings)
+        generation.must_replay = bool(entry.params.stop_strings)
         if not self._add_stream(entry, logs, generation):
             raise Overloaded("this server has no room for more resumable streams")
-        self.leave(generation)
+        self.on_reader_left(generation)
         return generation
 
     async def catch_up(self) -> None:
         """Replay the adopted streams that have stop strings, in the background."""
         for stream in list(self._streams.values()):
-            if not stream.generation.lacks_text or stream.latest_replay is not None:
-                continue  # it has no stop strings, or its reader replays it
+            if not stream.generation.must_replay or stream.latest_replay is not None:
+                continue  # the stream has no stop strings, or its reader replays it
             try:
-                replayed = await self._replay(stream, None, {}, 0)
+                replayed = await self._replay(stream)
             except (NotFound, TakenOver):
                 continue
             except Exception:
@@ -335,12 +359,14 @@ class Resumable:
 
 
 class _SequenceReplay:
-    """The replay of one sequence. cuts: numbers of tokens at which a delta must end."""
+    """The replay of one sequence. cuts: numbers of tokens after which a delta must end."""
 
-    def __init__(self, sequence: Sequence, log: SequenceLog, cuts: Collection[int]) -> None:
+    def __init__(
+        self, sequence: Sequence, sequence_log: SequenceLog, cuts: Collection[int]
+    ) -> None:
         self.sequence = sequence
-        self.num_rows = 0
-        self._log = log
+        self.num_rows = 0  # replayed so far
+        self._log = sequence_log
         self._cuts = cuts
         self._merged: Delta | None = None
         self._num_merged_rows = 0
@@ -360,7 +386,7 @@ class _SequenceReplay:
         if self._merged is None:
             self._merged = delta
         else:
-            self._merged.append(delta)
+            self._merged.merge(delta)
         self._num_merged_rows += 1
         merged = self._merged
         if len(self.sequence.tokens) in self._cuts:

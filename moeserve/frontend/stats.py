@@ -4,6 +4,7 @@ and the logs show them.
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -84,7 +85,7 @@ class Histogram:
 class EngineStats:
     """Totals over the steps of one engine that had requests, across restarts. Times in seconds."""
 
-    last: StepRecord | None = None  # of the last step; None: no engine, or no step yet
+    last: StepRecord | None = None  # the record of the last step; None: no engine, or no step yet
     restarts: int = 0
     steps: int = 0
     step_s: float = 0.0  # in the model
@@ -93,8 +94,8 @@ class EngineStats:
     comm_s: float = 0.0  # transfers of expert rows, summed
     exposed_comm_s: float = 0.0  # the part of comm_s during which the model waited
 
-    def step(self, record: StepRecord) -> None:
-        """Add one step. A record without work only updates the gauges."""
+    def record_step(self, record: StepRecord) -> None:
+        """Add one step. A record without requests only updates the gauges."""
         if not record.num_requests and self.last is not None:
             self.last = msgspec.structs.replace(
                 self.last, **{name: getattr(record, name) for name in GAUGES}
@@ -145,26 +146,23 @@ class FrontStats:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     num_active: int = 0  # running and waiting sequences
 
-    def step(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord) -> None:
         """Add one engine's step."""
         self.preemptions += record.num_preempted
         self.prompt_tokens += record.prompt_tokens
         if record.num_drafts:
-            self.drafts = [
-                a + b for a, b in zip_longest(self.drafts, record.num_drafts, fillvalue=0)
-            ]
-            both = zip_longest(self.accepted_drafts, record.num_accepted, fillvalue=0)
-            self.accepted_drafts = [a + b for a, b in both]
+            self.drafts = _sums(self.drafts, record.num_drafts)
+            self.accepted_drafts = _sums(self.accepted_drafts, record.num_accepted)
         if record.expert_cache:
-            both = zip_longest(self.expert_cache, record.expert_cache, fillvalue=0)
-            self.expert_cache = [a + b for a, b in both]
+            self.expert_cache = _sums(self.expert_cache, record.expert_cache)
         if record.num_tokens:
             self.step_tokens.add(record.num_tokens)
-        self.engines[record.dp_rank].step(record)
+        self.engines[record.dp_rank].record_step(record)
 
-    def lost_engine(self, engine: int, *, died: bool) -> None:
-        """Drop the gauges of an engine (data-parallel rank) that is gone. Count a restart if it
-        died.
+    def record_lost_engine(self, engine: int, *, died: bool) -> None:
+        """Drop the gauges of an engine that is gone. Count a restart if it died.
+
+        engine: the data-parallel rank.
         """
         self.engines[engine].last = None
         self.engines[engine].restarts += died
@@ -188,16 +186,29 @@ class FrontStats:
             return records[0] if records else None
         newest = max(records, key=lambda record: record.at_s)
         sums = {name: sum(getattr(record, name) for record in records) for name in GAUGES}
-        # Without the null blocks of all engines but one.
+        # Each engine has one null block and, if its model has states, one null state. Readers of a
+        # record subtract one of each, so all others are left out.
         sums["num_blocks"] = 1 + sum(record.num_blocks - 1 for record in records)
-        sums["num_states"] = newest.num_states and 1 + sum(
-            record.num_states - 1 for record in records
-        )
+        sums["num_states"] = 0
+        if newest.num_states:
+            sums["num_states"] = 1 + sum(record.num_states - 1 for record in records)
         return msgspec.structs.replace(newest, **sums)
 
-    def end(self, reason: str, age_s: float, num_prompt: int, num_generated: int) -> None:
-        """Count a finished sequence."""
+    def record_end(self, reason: str, *, age_s: float, num_prompt: int, num_generated: int) -> None:
+        """Count a finished sequence.
+
+        Args:
+            reason: The finish reason.
+            age_s: Seconds since the request arrived.
+            num_prompt: Tokens of the prompt.
+            num_generated: Generated tokens.
+        """
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self.e2e_s.add(age_s)
         self.request_prompt_tokens.add(num_prompt)
         self.request_generation_tokens.add(num_generated)
+
+
+def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Return the sums of two lists, item by item. The shorter one is padded with zeros."""
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]

@@ -22,17 +22,17 @@ async def succeeding(
     async with opened as front:
         assert front.resumable is not None
         resumable = front.resumable
-        later: list[StreamLog] = []
+        with_receipts: list[StreamLog] = []
         if streams:
             await front.wait_ready()
-            later = await _adopt(front, streams)
+            with_receipts = await _adopt(front, streams)
         tasks = [
             spawn(
                 feed(resumable.journal, root, resumable.slices),
                 name="journal feed",
                 on_error=log_error,
             ),
-            spawn(_finish(front, later), name="takeover", on_error=log_error),
+            spawn(_finish(front, with_receipts), name="takeover", on_error=log_error),
         ]
         try:
             yield front
@@ -41,7 +41,11 @@ async def succeeding(
 
 
 async def _adopt(front: FrontEnd, streams: list[StreamLog]) -> list[StreamLog]:
-    """Adopt and restart the streams in time slices. Return those that are left to `_finish`."""
+    """Adopt the streams, and restart those without receipts, in time slices.
+
+    Return the adopted streams with receipts. They need the digest of the weights, which takes
+    minutes for a large model.
+    """
     assert front.resumable is not None
     pause = front.resumable.slices.pause
     adopted: list[StreamLog] = []
@@ -59,11 +63,11 @@ async def _adopt(front: FrontEnd, streams: list[StreamLog]) -> list[StreamLog]:
     return [stream for stream in adopted if stream.entry.params.receipt]
 
 
-async def _finish(front: FrontEnd, streams: list[StreamLog]) -> None:
-    """Replay streams with stop strings, and restart streams that need the digest of the weights."""
+async def _finish(front: FrontEnd, with_receipts: list[StreamLog]) -> None:
+    """Replay streams with stop strings, and restart the streams with receipts."""
     assert front.resumable is not None
     await front.resumable.catch_up()
-    for stream in streams:
+    for stream in with_receipts:
         await _restart(front, stream)
 
 

@@ -36,8 +36,8 @@ class Checkpoint:
     # Quantized weights, by the names that they have in an unquantized checkpoint
     stored: dict[str, StoredWeight] = field(default_factory=dict)
     activations: Activations = "auto"  # the setting
-    # (kind, group, inputs) -> reason why no kernel supports such weights of a GGUF file, which are
-    # dequantized then; "" if a kernel does
+    # (kind, group, inputs) -> why no kernel supports such weights of a GGUF file, which are then
+    # dequantized; "" if a kernel supports them
     obstacle: Callable[[str, int, int], str] = lambda kind, group, inputs: ""
     # Tensors in the index that no file has -> the file named there, for example of a tied LM head
     missing: dict[str, str] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     change of a few weights. Raises CheckpointError if a file cannot be read.
     """
     digest = hashlib.sha256()
-    alike = defaultdict(list)  # (dtype, shape) -> tensors
+    similar = defaultdict(list)  # (dtype, shape) -> tensors
     with CheckpointError.instead_of(OSError, f"{checkpoint.model_dir} cannot be read"):
         folder = checkpoint.model_dir
         name = config_name(checkpoint.model_dir)
@@ -156,8 +156,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         for _, tensor in sorted(checkpoint.tensors.items()):
             position = tensor.path.name, tensor.offset, tensor.num_bytes
             digest.update(repr((tensor.name, tensor.dtype, tensor.shape, position)).encode())
-            alike[tensor.dtype, tensor.shape].append(tensor)
-        for tensors in alike.values():
+            similar[tensor.dtype, tensor.shape].append(tensor)
+        for tensors in similar.values():
             step = -(-len(tensors) // NUM_SAMPLES)
             for tensor in tensors[::step]:
                 with tensor.path.open("rb") as file:
@@ -166,13 +166,15 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()[:32]
 
 
-def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) -> tuple[str, str]:
+def weights_digest(
+    model_dir: Path, on_progress: Callable[[], None] = lambda: None
+) -> tuple[str, str]:
     """Return a digest of everything that decides the model's results, and the `fingerprint`.
 
     The digest (SHA-256, hexadecimal) covers the values of the config, and name, dtype, shape and
     bytes of each tensor, however they are split into files. It reads all files: call it in a
-    thread. alive: called regularly, and may raise. Raises CheckpointError, also if files change
-    meanwhile.
+    thread. on_progress: called regularly; it may raise to end the work. Raises CheckpointError,
+    also if files change meanwhile.
     """
     checkpoint = open_checkpoint(model_dir)
     fingerprint_before = fingerprint(checkpoint)
@@ -185,7 +187,7 @@ def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) ->
             with tensor.path.open("rb") as file:
                 file.seek(tensor.offset)
                 while num_left := end - file.tell():
-                    alive()
+                    on_progress()
                     part = file.read(min(num_left, READ_BYTES))
                     if not part:
                         raise CheckpointError(f"{tensor} ends early; download the model again")

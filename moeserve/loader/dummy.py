@@ -29,7 +29,7 @@ _STEPS = {  # kind -> standard deviation and maximum of the values
 }
 
 
-def rounded_format(quantize_to: QuantizeTo | None, num_inputs: int) -> StoredFormat:
+def quantised_format(quantize_to: QuantizeTo | None, num_inputs: int) -> StoredFormat:
     """Return the format of a linear layer with the setting `--quantization`."""
     assert quantize_to
     return StoredFormat(
@@ -37,7 +37,7 @@ def rounded_format(quantize_to: QuantizeTo | None, num_inputs: int) -> StoredFor
     )
 
 
-def imagined(
+def dummy_checkpoint(
     model_dir: Path,
     plan: LoadPlan,
     stored_as: Sequence[StoredFormat] = (),
@@ -53,35 +53,40 @@ def imagined(
     """
     tensors = {}
     stored = {}
-    form = next(iter(stored_as), None)
-    if form and form.layout == "ggml":
+    config_format = next(iter(stored_as), None)
+    if config_format and config_format.layout == "ggml":
         raise CheckpointError(
             f"{model_dir} has weights, but load_format=dummy needs a config.json without weights; "
             "pass the model's directory, or use load_format=auto"
         )
     forms: dict[str, StoredFormat] = {}
-    if form or quantize_to:
+    if config_format or quantize_to:
         for param in plan.params:
             if param.quantised_on_load:
-                forms[param.name] = form or rounded_format(quantize_to, param.shape[-1])
+                forms[param.name] = config_format or quantised_format(quantize_to, param.shape[-1])
     for piece in plan.pieces:
         name = piece.source
-        shape = (piece.shape, piece.transposed)
-        tensors[name] = TensorInfo(name, model_dir, "BF16", piece.shape, 0, 0)
-        if form := forms.get(piece.param):
-            values = form.values_shape(*shape)
-            scales = form.scales_shape(*shape)
-            zeros = form.zeros_shape(*shape)
-            tensors[name] = TensorInfo(name, model_dir, form.values_dtype, values, 0, 0)
-            stored[name] = StoredWeight(
-                form,
-                tensors[name],
-                TensorInfo(f"{name}_scale", model_dir, "F32", scales, 0, 0),
-                TensorInfo(f"{name}_zero_point", model_dir, "I32", zeros, 0, 0)
-                if form.zeros
-                else None,
-            )
+        form = forms.get(piece.param)
+        if form is None:
+            tensors[name] = _no_file(model_dir, name, "BF16", piece.shape)
+            continue
+        values_shape = form.values_shape(piece.shape, piece.transposed)
+        scales_shape = form.scales_shape(piece.shape, piece.transposed)
+        zeros_shape = form.zeros_shape(piece.shape, piece.transposed)
+        zeros = _no_file(model_dir, f"{name}_zero_point", "I32", zeros_shape)
+        tensors[name] = _no_file(model_dir, name, form.values_dtype, values_shape)
+        stored[name] = StoredWeight(
+            form,
+            values=tensors[name],
+            scales=_no_file(model_dir, f"{name}_scale", "F32", scales_shape),
+            zeros=zeros if form.zeros else None,
+        )
     return Checkpoint(model_dir, tensors, stored)
+
+
+def _no_file(model_dir: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    """Describe a tensor that no file has."""
+    return TensorInfo(name, model_dir, dtype, shape, offset=0, num_bytes=0)
 
 
 class RandomReader(Reader):

@@ -45,7 +45,7 @@ class ExpertMemory:
 
         Raises ConfigError if the file cannot be written, or `num_bytes` is too small.
         """
-        offset = self._packed.offset_on_disk(bytes_eB)
+        offset = self._packed.write_experts(bytes_eB)
         if self.native is None:
             assert self._packed.file is not None
             self.native = _native.ExpertCache(self._packed.file.fileno(), str(self._packed.path))
@@ -74,7 +74,7 @@ class ExpertMemory:
         self.native.open(self._num_bytes)
         for layer, next_layer in pairwise(layers):
             if isinstance(layer, FusedMoELayer) and isinstance(next_layer, FusedMoELayer):
-                layer.expect(next_layer)  # prefetch its experts
+                layer.predict_experts_of(next_layer)
         num_slots = self.native.num_slots
         log.info(
             "%d of %d experts fit into memory (%.2f GiB)",

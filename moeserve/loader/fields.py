@@ -50,7 +50,7 @@ class Fields:
         return None if self.raw(key) is None else self.integer(key, low, high)
 
     def number(self, key: str, low: float, high: float) -> float:
-        """Read a number in [low, high] other than 0, which no key of a valid model has."""
+        """Read a number in [low, high] other than 0. No key that is read here may be 0."""
         value = self.raw(key)
         if (
             isinstance(value, int | float)

@@ -21,11 +21,11 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import GGML_FORMATS
 
-# expert_gating_func
+# Values of expert_gating_func, the router's scoring function
 _SOFTMAX = 1
 _SIGMOID = 2
-_SELECTED = 3
-_MAX = 2**31
+_SOFTMAX_OF_SELECTED = 3  # softmax over the logits of the selected experts only
+_MAX_INTEGER = 2**31
 _KEYS = {  # GGUF key -> config.json key, in all architectures
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
@@ -148,7 +148,7 @@ _VARIANTS: dict[str, dict[str, _Variant]] = {
             "GptOssForCausalLM",
             keys={"expert_feed_forward_length": "intermediate_size"},
             required=("attention.sliding_window",),
-            gating=_SELECTED,
+            gating=_SOFTMAX_OF_SELECTED,
         )
     },
     "granitemoe": {
@@ -242,17 +242,17 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
             )
         if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
             shape = (1, *shape)
-        tensors[name] = TensorInfo(
-            name, tensor.path, tensor.dtype, shape, tensor.offset, tensor.num_bytes
-        )
+        tensors[name] = replace(tensor, name=name, shape=shape)
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding and embedding.dtype in GGML_FORMATS:
         # A tied LM head stays quantized, while the embedding table is dequantized.
         tensors.setdefault("lm_head.weight", replace(embedding, name="lm_head.weight"))
-    quantised = ((name, tensor, GGML_FORMATS.get(tensor.dtype)) for name, tensor in tensors.items())
-    return tensors, {
-        name: StoredWeight(form, tensor, tensor) for name, tensor, form in quantised if form
-    }
+    stored = {}
+    for name, tensor in tensors.items():
+        if form := GGML_FORMATS.get(tensor.dtype):
+            # One tensor has both: each block of values begins or ends with its scales.
+            stored[name] = StoredWeight(form, values=tensor, scales=tensor)
+    return tensors, stored
 
 
 def _hugging_face_name(name: str, shared: str) -> str:
@@ -269,7 +269,8 @@ def _hugging_face_name(name: str, shared: str) -> str:
         if experts[2] == "shexp":
             new_name = f"{shared}.{product}.{ending}"
         else:
-            new_name = f"mlp.experts.{product}" + "_bias" * (ending == "bias")
+            suffix = "_bias" if ending == "bias" else ""
+            new_name = f"mlp.experts.{product}{suffix}"
     elif base == "exp_probs_b":
         new_name = "mlp.gate.e_score_correction_bias"
     elif base == "attn_sinks":
@@ -282,14 +283,19 @@ def _hugging_face_name(name: str, shared: str) -> str:
 
 
 def document(path: Path, name: str) -> dict[str, Any]:
-    """Return a JSON file of a model directory, made from metadata; {} if nothing corresponds."""
+    """Return what the JSON file `name` of the model's directory would have, made from metadata.
+
+    {}: no metadata correspond to that file.
+    """
     headers = read_model(path)
     if name == "config.json":
         return _config(headers)
     meta = headers[0].metadata
     if name == "generation_config.json":
         keys = {key: f"general.sampling.{gguf_key}" for key, gguf_key in _SAMPLING.items()}
-        return {key: _plain(meta[gguf_key]) for key, gguf_key in keys.items() if gguf_key in meta}
+        return {
+            key: _config_value(meta[gguf_key]) for key, gguf_key in keys.items() if gguf_key in meta
+        }
     return _tokenizer_config(meta) if name == "tokenizer_config.json" else {}
 
 
@@ -306,7 +312,9 @@ def _tokenizer_config(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _variant(headers: list[GGUFHeader]) -> tuple[_Variant, dict[str, Any]]:
-    """Return the architecture's variant, and its metadata with "ARCHITECTURE." cut from the keys.
+    """Return the architecture's variant, and the metadata whose keys begin with "ARCHITECTURE.".
+
+    The returned keys are without this prefix.
 
     Raises CheckpointError for an unsupported architecture.
     """
@@ -319,31 +327,33 @@ def _variant(headers: list[GGUFHeader]) -> tuple[_Variant, dict[str, Any]]:
             f"{', '.join(_VARIANTS)}. Serve the model's safetensors checkpoint if docs/models.md "
             "lists it"
         )
-    begin = f"{name}."
-    own = {
-        key[len(begin) :]: _plain(value)
+    prefix = f"{name}."
+    arch_meta = {
+        key.removeprefix(prefix): _config_value(value)
         for key, value in header.metadata.items()
-        if key.startswith(begin)
+        if key.startswith(prefix)
     }
-    sigmoid = own.get("expert_gating_func") == _SIGMOID
-    if not own.get("expert_gating_func"):  # converters write it only if config.json has it
-        tensors = (tensor.name for each in headers for tensor in each.tensors)
-        sigmoid = any(".exp_probs_b" in name for name in tensors)
+    is_sigmoid = arch_meta.get("expert_gating_func") == _SIGMOID
+    if not arch_meta.get("expert_gating_func"):
+        # Converters write the key only if config.json has it. Of the supported architectures with
+        # several variants, only those with sigmoid scores have a bias of the scores.
+        tensor_names = (tensor.name for each in headers for tensor in each.tensors)
+        is_sigmoid = any(".exp_probs_b" in tensor_name for tensor_name in tensor_names)
     for condition, variant in _VARIANTS[name].items():
-        if own.get(condition) or (condition == "sigmoid" and sigmoid):
-            return variant, own
-    return _VARIANTS[name][""], own
+        if arch_meta.get(condition) or (condition == "sigmoid" and is_sigmoid):
+            return variant, arch_meta
+    return _VARIANTS[name][""], arch_meta
 
 
 def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
     """Return the content of config.json. Raises CheckpointError for unsupported metadata."""
-    variant, own = _variant(headers)
+    variant, arch_meta = _variant(headers)
     path = headers[0].path
     meta = headers[0].metadata
     tensors = [tensor for header in headers for tensor in header.tensors]
     names = {tensor.name for tensor in tensors}
-    _check_keys(path, variant, own)
-    values = Fields(path, own, {"expert_gating_func": 0, "nextn_predict_layers": 0})
+    _check_keys(path, variant, arch_meta)
+    values = Fields(path, arch_meta, {"expert_gating_func": 0, "nextn_predict_layers": 0})
     if values.raw("expert_gating_func") not in (0, variant.gating):
         raise values.error("expert_gating_func", f"{variant.architecture} has {variant.gating}")
     values.only(**{"attention.causal": True})
@@ -352,24 +362,24 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: the tensor 'token_embd.weight' is missing; this is not a language model"
         )
-    heads = values.integer("attention.head_count", 1, _MAX)
+    heads = values.integer("attention.head_count", 1, _MAX_INTEGER)
     config: dict[str, Any] = {**_DEFAULTS, "num_key_value_heads": heads, **variant.defaults}
     for table in (_KEYS, variant.keys):
-        config |= {name: own[key] for key, name in table.items() if key in own}
-    if "attention.kv_lora_rank" in own:
+        config |= {name: arch_meta[key] for key, name in table.items() if key in arch_meta}
+    if "attention.kv_lora_rank" in arch_meta:
         config |= _latent_attention(values, variant)
     else:
         config |= _attention(values, variant)
-    if config.get("attention_multiplier", 0) is None:
+    if "attention_multiplier" in config and config["attention_multiplier"] is None:
         config["attention_multiplier"] = config["head_dim"] ** -0.5
-    num_mtp_layers = values.integer("nextn_predict_layers", 0, _MAX)
+    num_mtp_layers = values.integer("nextn_predict_layers", 0, _MAX_INTEGER)
     config |= {
         "architectures": [variant.architecture],
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_q\.bias", name) for name in names),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "dtype": _dtype(tensors),
         "eos_token_id": _end_ids(meta) or None,
-        "num_hidden_layers": values.integer("block_count", 1, _MAX) - num_mtp_layers,
+        "num_hidden_layers": values.integer("block_count", 1, _MAX_INTEGER) - num_mtp_layers,
         "num_nextn_predict_layers": num_mtp_layers,
         "rope_factors": _rope_factors(tensors),
         "rope_parameters": _rope(values, variant),
@@ -379,17 +389,17 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
     return config | _quantization_config(tensors)
 
 
-def _check_keys(path: Path, variant: _Variant, own: Mapping[str, Any]) -> None:
+def _check_keys(path: Path, variant: _Variant, arch_meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError for unknown keys, and for missing keys that no shape can verify."""
-    for key in own:
+    for key in arch_meta:
         if not any(key in known for known in (_KEYS, variant.keys, _OTHER_KEYS)):
             raise CheckpointError(
                 f"{path}: the metadata key {key[:80]!r} of its architecture is not known, and may "
                 "change what the model computes; serve the model's safetensors checkpoint"
             )
-    expert_keys = ("expert_used_count",) if own.get("expert_count") else ()
+    expert_keys = ("expert_used_count",) if arch_meta.get("expert_count") else ()
     for key in (*_REQUIRED, *variant.required, *expert_keys):
-        if key not in own:
+        if key not in arch_meta:
             raise CheckpointError(
                 f"{path}: the metadata key {key!r} of its architecture is missing, and nothing "
                 "else in the file has its value; download another file"
@@ -398,14 +408,14 @@ def _check_keys(path: Path, variant: _Variant, own: Mapping[str, Any]) -> None:
 
 def _attention(values: Fields, variant: _Variant) -> dict[str, Any]:
     """Return the config of attention with keys and values per head (MHA, GQA)."""
-    own = values.values
-    width = values.integer("embedding_length", 1, _MAX)
-    heads = values.integer("attention.head_count", 1, _MAX)
-    head_dim = own.get("attention.key_length") or width // heads
-    if own.get("attention.value_length", head_dim) != head_dim:
+    arch_meta = values.values
+    width = values.integer("embedding_length", 1, _MAX_INTEGER)
+    heads = values.integer("attention.head_count", 1, _MAX_INTEGER)
+    head_dim = arch_meta.get("attention.key_length") or width // heads
+    if arch_meta.get("attention.value_length", head_dim) != head_dim:
         raise values.error("attention.value_length", f"supported: {head_dim}, the length of keys")
     config = {"head_dim": head_dim, "rope_interleaved_rows": variant.interleaved_rope}
-    rotary_dim = own.get("rope.dimension_count", head_dim)
+    rotary_dim = arch_meta.get("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     return config
@@ -418,7 +428,7 @@ def _latent_attention(values: Fields, variant: _Variant) -> dict[str, Any]:
     key_length_mla and value_length_mla.
     """
     k_dim, v_dim = (
-        values.integer(key + "_mla" if key + "_mla" in values.values else key, 1, _MAX)
+        values.integer(key + "_mla" if key + "_mla" in values.values else key, 1, _MAX_INTEGER)
         for key in ("attention.key_length", "attention.value_length")
     )
     rotary_dim = values.integer("rope.dimension_count", 2, k_dim)
@@ -439,16 +449,18 @@ def _latent_attention(values: Fields, variant: _Variant) -> dict[str, Any]:
 
 def _rope(values: Fields, variant: _Variant) -> dict[str, Any]:
     """Return `rope_parameters`."""
-    own = values.values
-    kind = own.get("rope.scaling.type", "linear" if own.get("rope.scaling.factor") else "none")
+    arch_meta = values.values
+    kind = arch_meta.get(
+        "rope.scaling.type", "linear" if arch_meta.get("rope.scaling.factor") else "none"
+    )
     if kind not in ("none", "linear", "yarn"):
         raise values.error("rope.scaling.type", "supported: none, linear, yarn")
     rope = {
         "rope_type": "default" if kind == "none" else kind,
-        "rope_theta": own.get("rope.freq_base", 10_000.0),
+        "rope_theta": arch_meta.get("rope.freq_base", 10_000.0),
     }
     if kind != "none":
-        rope["factor"] = own.get("rope.scaling.factor")
+        rope["factor"] = arch_meta.get("rope.scaling.factor")
     if kind == "yarn":
         rope["truncate"] = variant.architecture != "GptOssForCausalLM"
         names = {
@@ -457,11 +469,11 @@ def _rope(values: Fields, variant: _Variant) -> dict[str, Any]:
             "yarn_beta_slow": "beta_slow",
         }
         for key, name in names.items():
-            if f"rope.scaling.{key}" in own:
-                rope[name] = own[f"rope.scaling.{key}"]
-        if "rope.scaling.yarn_log_multiplier" in own:
+            if f"rope.scaling.{key}" in arch_meta:
+                rope[name] = arch_meta[f"rope.scaling.{key}"]
+        if "rope.scaling.yarn_log_multiplier" in arch_meta:
             # llama.cpp has one value for both; its converter writes 0.1 * mscale_all_dim.
-            mscale = round(own["rope.scaling.yarn_log_multiplier"] * 10, 6)
+            mscale = round(arch_meta["rope.scaling.yarn_log_multiplier"] * 10, 6)
             rope["mscale"] = mscale
             rope["mscale_all_dim"] = mscale
     return rope
@@ -513,7 +525,7 @@ def _dtype(tensors: list[TensorInfo]) -> str:
     return {"F32": "float32", "F16": "float16"}.get(sizes.most_common(1)[0][0], "bfloat16")
 
 
-def _plain(value: Any) -> Any:
+def _config_value(value: Any) -> Any:
     """Return a metadata value as config.json would have it.
 
     Floats lose the digits that fp32 adds (0.1, not 0.10000000149). An array of equal numbers (one

@@ -87,7 +87,7 @@ class GGUFHeader:
 
     path: Path
     metadata: Mapping[str, Any]  # numbers, strings, lists of strings, and NumPy arrays of numbers
-    # in the order of the file; dtype: a name of `TYPES`; shape: as in PyTorch, [rows, columns]
+    # In the order of the file. dtype is a name of `TYPES`; shape is as in PyTorch, [rows, columns].
     tensors: tuple[TensorInfo, ...]
 
 
@@ -96,22 +96,19 @@ def read_model(path: Path) -> list[GGUFHeader]:
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
     name = _SPLIT.fullmatch(path.name)
-    if (
-        not isinstance(count, int)
-        or (count > 1) != (name is not None and int(name[3]) > 1)
-        or (name is not None and int(name[3]) != max(1, count))
-    ):
+    num_files = int(name[3]) if name else 1
+    if not isinstance(count, int) or max(1, count) != num_files:
         raise _error(
             path,
             f"split.count is {count!r}, which does not match the file's name; rename it back",
         )
     headers = [first]
-    for number in range(2, int(name[3]) + 1 if name else 2):
+    for number in range(2, num_files + 1):
         assert name is not None
         part = f"{name[1]}-{number:05d}-of-{name[3]}{name[4]}"
         if not (path.parent / part).is_file():
             raise CheckpointError(
-                f"{path.parent / part} is missing: the model has {int(name[3])} files; download "
+                f"{path.parent / part} is missing: the model has {num_files} files; download "
                 "all of them"
             )
         headers.append(read_gguf(path.parent / part))
@@ -162,9 +159,8 @@ def _read(path: Path, file_bytes: int, mtime_ns: int) -> GGUFHeader:
             raise CheckpointError(
                 f"{path} is GGUF version {version}{hint}; supported: 2 and 3, little-endian"
             )
-        num_tensors, num_values = (
-            cursor.count(what, 12) for what in ("tensors", "metadata values")
-        )
+        num_tensors = cursor.count("tensors", item_bytes=12)
+        num_values = cursor.count("metadata values", item_bytes=12)
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
             key = cursor.text("a metadata key")
@@ -204,20 +200,21 @@ class _Cursor:
     def raw(self, count: int, what: str) -> bytes:
         """Read the next `count` bytes."""
         if count > self._end - self.position:
-            left = (
-                f"{self._end - self.position} bytes are left"
-                + " of the largest header that is read" * (self._end == _MAX_HEADER_BYTES)
+            limit = " of the largest header that is read" if self._end == _MAX_HEADER_BYTES else ""
+            raise _error(
+                self.path,
+                f"{what[:80]!r} needs {count} bytes, but {self._end - self.position} bytes are "
+                f"left{limit}",
             )
-            raise _error(self.path, f"{what[:80]!r} needs {count} bytes, but {left}")
         self.position += count
         data = self._file.read(count)
         if len(data) < count:
             raise _error(self.path, "the file became shorter while it was read")
         return data
 
-    def number(self, kind: str, what: str) -> Any:
-        """Read a number. kind: its format in `struct`."""
-        return struct.unpack("<" + kind, self.raw(struct.calcsize("<" + kind), what))[0]
+    def number(self, code: str, what: str) -> Any:
+        """Read a number. code: its format in `struct`."""
+        return struct.unpack("<" + code, self.raw(struct.calcsize("<" + code), what))[0]
 
     def count(self, what: str, item_bytes: int) -> int:
         """Read a number of items that follow, of at least `item_bytes` bytes each."""
@@ -241,7 +238,8 @@ class _Cursor:
             return self.number(_number_type(self.path, kind, what), what)
         kind = self.number("I", what)
         if kind == _STRING:
-            return [self.text(what) for _ in range(self.count(f"items of {what}", 8))]
+            num_strings = self.count(f"items of {what}", item_bytes=8)
+            return [self.text(what) for _ in range(num_strings)]
         code = _number_type(self.path, kind, what)  # no model uses arrays of arrays
         size = struct.calcsize(code)
         count = self.count(f"items of {what}", size)
@@ -314,7 +312,14 @@ def _check_tensors(
                 f"{data_bytes} bytes in all and an alignment of {alignment}",
             )
         tensors.append(
-            TensorInfo(name, path, tensor_type.name, dims[::-1], data_start + offset, num_bytes)
+            TensorInfo(
+                name=name,
+                path=path,
+                dtype=tensor_type.name,
+                shape=dims[::-1],
+                offset=data_start + offset,
+                num_bytes=num_bytes,
+            )
         )
     tensors.sort(key=lambda tensor: tensor.offset)
     for before, after in pairwise(tensors):

@@ -66,8 +66,12 @@ def dense(blocks: Blocks) -> Tensor:
 def fill(blocks: Blocks, into: Quantised) -> None:
     """Fill a parameter of the type's own kind, or of int8 in groups of the same size or less."""
     values = (blocks.values if into.kind in ("fp4", "iq4_nl") else blocks.numbers).flatten(-3)
-    scales = blocks.scales.flatten(-2) * (2 if into.kind == "fp4" else 1)
-    into.values.copy_(values + 8 if into.kind == "int4" and into.mins is None else values)
+    scales = blocks.scales.flatten(-2)
+    if into.kind == "fp4":
+        scales = scales * 2  # `Quantised` has indices of E2M1, and the block's codes are 2 * E2M1
+    if into.kind == "int4" and into.mins is None:
+        values = values + 8  # the zero point of such weights in `Quantised`
+    into.values.copy_(values)
     repeats = into.scales.shape[-1] // scales.shape[-1]
     into.scales.copy_(scales.repeat_interleave(repeats, -1))
     if into.mins is not None:
@@ -79,34 +83,34 @@ def fill(blocks: Blocks, into: Quantised) -> None:
         target.copy_(source.flatten(-2))
 
 
-def _half(raw: Tensor, at: int) -> Tensor:
-    """Return the fp16 at byte `at` of each block, as fp32 [n, B, 1]."""
-    return raw[..., at : at + 2].contiguous().view(torch.float16).float()
+def _half(raw: Tensor, offset: int) -> Tensor:
+    """Return the fp16 at byte `offset` of each block, as fp32 [n, B, 1]."""
+    return raw[..., offset : offset + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(raw: Tensor, at: int, count: int = 16) -> Tensor:
-    """Unpack 4-bit numbers from byte `at` on: of each `count` bytes, all low halves come first.
+def _nibbles(raw: Tensor, offset: int, count: int = 16) -> Tensor:
+    """Unpack 4-bit numbers from byte `offset` on: of each `count` bytes, all low halves come first.
 
     [n, B, runs * count] -> [n, B, 2 * runs, count]
     """
-    runs = torch.unflatten(raw[..., at:], -1, (-1, count))
+    runs = torch.unflatten(raw[..., offset:], -1, (-1, count))
     return torch.stack((runs & 15, runs >> 4), -2).flatten(-3, -2)
 
 
-def _bits(raw: Tensor, at: int, count: int) -> Tensor:
+def _bits(raw: Tensor, offset: int, count: int) -> Tensor:
     """Unpack the bits of bytes: [n, B, count] -> [n, B, 8, count]."""
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-    return raw[..., at : at + count].unsqueeze(-2) >> shifts & 1
+    return (raw[..., offset : offset + count].unsqueeze(-2) >> shifts) & 1
 
 
-def _32_nibbles(raw: Tensor, at: int) -> Tensor:
+def _32_nibbles(raw: Tensor, offset: int) -> Tensor:
     """Unpack 32 4-bit numbers of one group, int8 [n, B, 1, 32]."""
-    return _nibbles(raw, at).flatten(-2).unsqueeze(-2).to(torch.int8)
+    return _nibbles(raw, offset).flatten(-2).unsqueeze(-2).to(torch.int8)
 
 
-def _32_fifth_bits(raw: Tensor, at: int) -> Tensor:
+def _32_fifth_bits(raw: Tensor, offset: int) -> Tensor:
     """Unpack 32 fifth bits of one group as 0 or 16, int8 [n, B, 1, 32]."""
-    return (_bits(raw, at, 4).transpose(-1, -2).flatten(-2).unsqueeze(-2) * 16).to(torch.int8)
+    return (_bits(raw, offset, 4).transpose(-1, -2).flatten(-2).unsqueeze(-2) * 16).to(torch.int8)
 
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -118,15 +122,15 @@ def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     first = raw[..., 4:8]
     second = raw[..., 8:12]
     high = raw[..., 12:16]
-    scales = torch.cat((first & 63, high & 15 | first >> 6 << 4), -1)
-    mins = torch.cat((second & 63, high >> 4 | second >> 6 << 4), -1)
+    scales = torch.cat((first & 63, (high & 15) | (first >> 6 << 4)), -1)
+    mins = torch.cat((second & 63, (high >> 4) | (second >> 6 << 4)), -1)
     super_scale = _half(raw, 0)
     super_min = _half(raw, 2)
     return super_scale * scales, super_min * mins, (super_scale, super_min)
 
 
 def _q5_k(raw: Tensor) -> Blocks:
-    values = _nibbles(raw[..., 48:], 0, 32) | _bits(raw, 16, 32) << 4
+    values = _nibbles(raw[..., 48:], 0, 32) | (_bits(raw, 16, 32) << 4)
     return Blocks(values.to(torch.int8), *_k_scales(raw))
 
 
@@ -136,8 +140,8 @@ def _q6_k(raw: Tensor) -> Blocks:
         torch.unflatten(_nibbles(raw[..., :128], 0, 64), -2, (2, 2)), -1, (2, 32)
     ).flatten(-3, -2)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
-    high = torch.unflatten(raw[..., 128:192], -1, (2, 1, 32)) >> shifts & 3
-    values = (low | high << 4).to(torch.int8) - 32
+    high = (torch.unflatten(raw[..., 128:192], -1, (2, 1, 32)) >> shifts) & 3
+    values = (low | (high << 4)).to(torch.int8) - 32
     scales = raw[..., 192:208].contiguous().view(torch.int8)
     super_scale = _half(raw, 208)
     return Blocks(
@@ -150,8 +154,9 @@ def _q6_k(raw: Tensor) -> Blocks:
 def _iq4_xs(raw: Tensor) -> Blocks:
     high = raw[..., 2:4]
     low = raw[..., 4:8]
-    high = (high.unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
-    scales = (torch.stack((low & 15, low >> 4), -1).flatten(-2) | high << 4).to(torch.int8) - 32
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = ((high.unsqueeze(-1) >> shifts) & 3).flatten(-2)
+    scales = (torch.stack((low & 15, low >> 4), -1).flatten(-2) | (high << 4)).to(torch.int8) - 32
     values = torch.unflatten(_nibbles(raw, 8), -2, (8, 2)).flatten(-2)
     super_scale = _half(raw, 0)
     return Blocks(
@@ -162,7 +167,7 @@ def _iq4_xs(raw: Tensor) -> Blocks:
 def _mxfp4(raw: Tensor) -> Blocks:
     """Values are integers, 2 * E2M1, so scales are half of e8m0's; for bytes 0 and 1 subnormal."""
     exponents = raw[..., :1].int()
-    bits = (exponents - 1 << 23).where(exponents > 1, 0x200000 << exponents)
+    bits = ((exponents - 1) << 23).where(exponents > 1, 0x200000 << exponents)
     scales = bits.view(torch.float32).where(exponents < 255, torch.nan)
     return Blocks(_32_nibbles(raw, 1), scales, codes=_E2M1_CODES)
 

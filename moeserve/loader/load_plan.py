@@ -15,10 +15,10 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import CACHE_SCALES
 
 Index = tuple[int | slice, ...]
-SUPPORTED = ("F32", "BF16", "F16")
+SUPPORTED_DTYPES = ("F32", "BF16", "F16")
 _MAX_SHOWN = 5  # problems that an error lists
 _MAX_NAME_CHARS = 200  # of a tensor's name in errors; names in files may be of any length
-_MIXERS = {
+_MIXER_KINDS = {
     "in",
     "narrow",
     "decays",
@@ -33,8 +33,17 @@ _MIXERS = {
     "q_b",
     "kv_a",
 }
-_MLPS = {"gate_up", "down", "shared_gate_up", "shared_down", "dense_gate_up", "dense_down", "merge"}
-LINEAR = frozenset({*_MIXERS, *_MLPS, "w13", "w2"})  # kinds of linear layers' weights
+_MLP_KINDS = {
+    "gate_up",
+    "down",
+    "shared_gate_up",
+    "shared_down",
+    "dense_gate_up",
+    "dense_down",
+    "merge",
+}
+# The kinds of linear layers' weights
+LINEAR_KINDS = frozenset({*_MIXER_KINDS, *_MLP_KINDS, "w13", "w2"})
 
 
 def kind_of(name: str) -> str:
@@ -44,7 +53,7 @@ def kind_of(name: str) -> str:
 
 def is_packed(name: str) -> bool:
     """Return whether a parameter is the weight of a matrix product, which kernels pack."""
-    return kind_of(name) in LINEAR | {
+    return kind_of(name) in LINEAR_KINDS | {
         "router",
         "lm_head",
         "shared_gate",
@@ -79,7 +88,7 @@ class Param:
         Not to the router, which is small and decides much, nor to the LM head, which llama.cpp and
         vLLM also leave in 16 bits.
         """
-        return kind_of(self.name) in LINEAR and not self.widened
+        return kind_of(self.name) in LINEAR_KINDS and not self.widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +102,13 @@ class Piece:
     source: str
     shape: tuple[int, ...]  # of the whole source, as if it were not quantized
     param: str
-    at: Index = ()  # basic index, steps above 0
-    take: Index = ()  # likewise; takes all K inputs of a quantized source
+    at: Index = ()  # an index of integers and slices, with steps above 0
+    # The same for the source. Of a quantized source, it takes whole rows along the input dimension.
+    take: Index = ()
     transposed: bool = False  # swap the last two dimensions, for weights stored as [..., K, N]
 
     @property
-    def taken(self) -> tuple[int, ...]:
+    def taken_shape(self) -> tuple[int, ...]:
         """The shape of the copied part, after the transposition."""
         shape = part_shape(self.shape, self.take)
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
@@ -137,15 +147,21 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
             problems.append(f"tensor {name!r} {list(shape)} is missing{where}")
     weight_of = {part.name: name for name, weight in stored.items() for part in weight.parts}
     for name, tensor in tensors.items():
-        weight = weight_of.get(name, name)
-        is_cache_scale = bool(stored) and name.endswith(CACHE_SCALES)
-        is_ignored = weight == name if is_cache_scale else weight in plan.ignore
-        if name not in sources and weight not in sources and not is_ignored:
+        weight = weight_of.get(name, name)  # a tensor that is not quantized is its own weight
+        if name in sources or weight in sources:
+            continue
+        if stored and name.endswith(CACHE_SCALES):  # a scale of the KV cache
+            is_ignored = weight == name
+        else:
+            is_ignored = weight in plan.ignore
+        if not is_ignored:
             problems.append(
                 f"tensor {name[:_MAX_NAME_CHARS]!r} in {tensor.path.name} is not part of this model"
             )
-    problems += _mixed_formats(checkpoint, plan) if stored else ()
-    if problems := list(filter(None, problems)):
+    if stored:
+        problems += _mixed_formats(checkpoint, plan)
+    problems = [problem for problem in problems if problem]
+    if problems:
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_MAX_SHOWN])
         raise CheckpointError(
@@ -157,8 +173,8 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
 def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
     if tensor.shape != shape:
         return f"{tensor} has shape {list(tensor.shape)}, config.json implies {list(shape)}"
-    if tensor.dtype not in SUPPORTED:
-        return f"{tensor} is {tensor.dtype}; supported: {', '.join(SUPPORTED)}"
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        return f"{tensor} is {tensor.dtype}; supported: {', '.join(SUPPORTED_DTYPES)}"
     return ""
 
 
@@ -171,7 +187,7 @@ def _mixed_formats(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
     formats_of: dict[str, dict[str, str]] = defaultdict(dict)
     for piece in plan.pieces:
         stored = checkpoint.stored.get(piece.source)
-        description = stored.form.described if stored else "not quantized"
+        description = stored.form.description if stored else "not quantized"
         formats_of[piece.param][description] = piece.source
     for param in plan.params:
         source_of = formats_of[param.name]
@@ -179,7 +195,7 @@ def _mixed_formats(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
             source in checkpoint.stored and checkpoint.stored[source].form.layout == "ggml"
             for source in source_of.values()
         ):
-            continue  # `common_format` finds a format that holds all parts
+            continue  # loader/stored_format.common_format finds a format that holds all parts
         if len(source_of) > 1 and not param.widened:
             (first_format, first), (second_format, second) = list(source_of.items())[:2]
             yield (
@@ -204,7 +220,7 @@ def _check_coverage(plan: LoadPlan) -> None:
     num_written: Counter[str] = Counter()  # elements of each parameter
     for piece in plan.pieces:
         target = part_shape(shapes[piece.param], piece.at)
-        assert piece.taken == target, (piece, piece.taken, target)
+        assert piece.taken_shape == target, (piece, piece.taken_shape, target)
         num_written[piece.param] += math.prod(target)
     uncovered = [name for name, shape in shapes.items() if num_written[name] != math.prod(shape)]
     assert not uncovered, f"pieces do not cover {uncovered[:_MAX_SHOWN]}"
@@ -227,8 +243,8 @@ class Block:
 
     first: int  # number of its first element in the tensor
     shape: tuple[int, ...]
-    index: Index  # the elements that are used
-    at: Index
+    index: Index  # the elements of the block that are used
+    at: Index  # their place in the target
 
     @property
     def whole(self) -> bool:
@@ -239,11 +255,11 @@ class Block:
 def blocks_of(shape: tuple[int, ...], take: Index, max_elements: int) -> Iterator[Block]:
     """Split a read of `x[take]`, for an x of `shape`, into blocks of about `max_elements`.
 
-    [6, 4], (slice(0, 6, 2), 1), 16 -> rows 0 to 3 for the first two elements of the target, row 4
+    [6, 4], (slice(0, 6, 2), 1), 16 -> rows 0 to 2 for the first two elements of the target, row 4
     for the last one.
     """
     if not shape or (math.prod(shape) <= max_elements and not take):
-        yield Block(0, shape, (), ())
+        yield Block(first=0, shape=shape, index=(), at=())
         return
     row_size = math.prod(shape[1:])  # elements of a row
     take_in_row = take[1:]

@@ -54,17 +54,20 @@ def resolve_model_dir(name: str) -> Path:
         return _only_gguf(path.resolve())
     if exists and name:
         return _gguf(path)
-    if not (hub := _HUB_ID.fullmatch(name)) or ".." in hub[2].split("/"):
+    hub_id = _HUB_ID.fullmatch(name)
+    if hub_id is None or ".." in hub_id[2].split("/"):
         raise CheckpointError(
             f"there is no directory {name!r}; pass a Hugging Face model directory, a GGUF file, "
             f"or {DEMO!r} for the built-in model"
         )
+    repo = hub_id[1]
+    inner = hub_id[2].lstrip("/")
     cache = _hub_cache()
-    if snapshot := _hub_snapshot(cache, hub[1], hub[2].lstrip("/")):
+    if snapshot := _hub_snapshot(cache, repo, inner):
         return snapshot
     raise CheckpointError(
         f"there is no directory {name!r}, and {cache} has no complete copy of a model of that "
-        f"name. moeserve downloads nothing: run `hf download {hub[1]}` first, then pass the "
+        f"name. moeserve downloads nothing: run `hf download {repo}` first, then pass the "
         "directory that it prints"
     )
 

@@ -105,9 +105,9 @@ def key_of(
 class PackedCache:
     """One rank's file in the packed cache, while the model is loaded.
 
-    If a valid file exists (`found`), `tensors` are mapped from it. Otherwise they are collected
-    while the model is packed, and `finish` writes them. The native kernels must have their threads
-    before, because these compute the checksums.
+    If a valid file exists (`has_file`), `tensors` are mapped from it. Otherwise they are collected
+    while the model is packed, and `finish` writes them. Start the threads of the native kernels
+    before you create this object, because they compute the checksums.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class PackedCache:
         """
         self.path = Path(folder, f"{key}.packed")
         self._key = key
-        # Name of the weight that is being packed. CachedParams sets it; `allocate` and
-        # `offset_on_disk` keep the bytes under it.
+        # The name of the weight that is being packed. CachedParams sets it; `allocate` and
+        # `write_experts` use it as the key of `tensors`.
         self.weight_being_packed = ""
         self._report_progress = report_progress
         self._limit_bytes = limit_bytes
         self._num_sharers = num_sharers
         self._num_bytes_on_disk = num_bytes_on_disk
-        self._allocate_new = allocate
+        self._allocate_memory = allocate
         self.tensors: dict[str, Tensor] = {}
-        self._written_sums: dict[str, int] = {}  # checksums of experts that are in a new `file`
+        self._written_checksums: dict[str, int] = {}  # of the experts that a new `file` has
         self.file: BinaryIO | None = None  # open with `expert_memory` only
         self._mapped_at = 0  # address of the mapping
         self._staging: Tensor | None = None  # one layer's experts before they are written
@@ -163,9 +163,11 @@ class PackedCache:
             log.warning(
                 "packed weights in %s cannot be used and will be replaced: %s", self.path, reason
             )
-        self.found = bool(self.tensors)
-        in_memory = (name for name in self.tensors if not (experts_on_disk and is_expert(name)))
-        self.mapped_bytes = sum(self.tensors[name].nbytes for name in in_memory)
+        self.has_file = bool(self.tensors)
+        names_in_memory = (
+            name for name in self.tensors if not (experts_on_disk and is_expert(name))
+        )
+        self.mapped_bytes = sum(self.tensors[name].nbytes for name in names_in_memory)
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, bool]:
         """Return memory for `weight_being_packed`, and whether it has the packed weight already.
@@ -173,25 +175,26 @@ class PackedCache:
         This method is an `Allocate` (ops/native_layer.py).
         """
         name = self.weight_being_packed
-        assert self.found == (name in self.tensors), name
-        if not self.found and self._num_bytes_on_disk and is_expert(name):
+        assert self.has_file == (name in self.tensors), name
+        if not self.has_file and self._num_bytes_on_disk and is_expert(name):
             if self._staging is None or self._staging.nbytes < num_bytes:
                 self._staging = None  # free the old memory before allocating the new
                 self._staging, _ = allocate_new(num_bytes)
             self.tensors[name] = self._staging[:num_bytes]
-        elif not self.found:
-            self.tensors[name], _ = self._allocate_new(num_bytes)
+        elif not self.has_file:
+            self.tensors[name], _ = self._allocate_memory(num_bytes)
         memory = self.tensors[name]
         assert memory.nbytes == num_bytes, (name, memory.nbytes, num_bytes)
-        return memory, self.found
+        return memory, self.has_file
 
-    def offset_on_disk(self, memory: Tensor) -> int:
-        """Write a layer's experts to a new file, and return their offset.
+    def write_experts(self, memory: Tensor) -> int:
+        """Write a layer's packed experts to the new file, and return their offset in it.
 
-        In a file that was found they are already. `memory` is from `allocate`; it may be reused
-        afterwards. Raises ConfigError if the experts cannot be written.
+        If there was a valid file, it has the experts already, and only their offset is returned.
+        memory: from `allocate`. It may be reused afterwards. Raises ConfigError if the experts
+        cannot be written.
         """
-        if self.found:
+        if self.has_file:
             return memory.data_ptr() - self._mapped_at
         name = self.weight_being_packed
         try:
@@ -200,7 +203,7 @@ class PackedCache:
                 self.file = _new_file(self.path.parent)
                 self.file.seek(HEADER_BYTES)
             offset = self.file.tell()
-            self._written_sums[name] = _native.checksum(memory.data_ptr(), memory.nbytes)
+            self._written_checksums[name] = _native.checksum(memory.data_ptr(), memory.nbytes)
             _write(self.file, [memory.view(-1)], lambda num_bytes: self._report_progress())
             os.posix_fadvise(self.file.fileno(), offset, memory.nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
@@ -218,23 +221,24 @@ class PackedCache:
     ) -> threading.Thread | None:
         """Release the tensors, and write a new file. Only warns if it cannot be written.
 
-        Checksums are computed before, so weights that change meanwhile invalidate the file.
+        Checksums are computed before the file is written. So if a weight changes during the write,
+        the next start finds the file invalid.
 
-        make_throttle: write in a background thread, which is returned, while the model serves. The
-            thread calls it, and calls its result with the number of bytes of each write. If the
-            process ends first, there is no file. With `expert_memory`, the file is always written
-            at once: little is left to write, and the experts written so far would be lost
-            otherwise.
+        make_throttle: if given, write in a background thread, which is returned, while the model
+            serves. The thread calls `make_throttle`, and calls the function that it returns with
+            the number of bytes of each write. If the process ends before the thread, there is no
+            file. With `expert_memory`, the file is always written at once: little is left to
+            write, and the experts written so far would be lost otherwise.
         """
         tensors = self.tensors
         self.tensors = {}
         self._staging = None
-        if self.found:
+        if self.has_file:
             self.close()
             log.info("packed weights mapped from %s", self.path)
             return None
-        parts = _contents(tensors, self._key, self._report_progress, self._written_sums)
-        if make_throttle is None or self._written_sums:
+        parts = _contents(tensors, self._key, self._report_progress, self._written_checksums)
+        if make_throttle is None or self._written_checksums:
             self._write_and_link(parts, lambda num_bytes: self._report_progress())
             return None
         thread = threading.Thread(
@@ -299,15 +303,16 @@ class PackedCache:
 
 
 class CachedParams(Params):
-    """Params that come from a packed cache if it has a file.
+    """Params that come from a packed cache.
 
-    Then nothing is read from the checkpoint, and parameters to pack are on "meta".
+    If the cache has a file, nothing is read from the checkpoint, and parameters that a kernel packs
+    are on "meta".
     """
 
     def __init__(self, cache: PackedCache, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._cache = cache
-        self._device = torch.device("meta") if cache.found else self._device
+        self._device = torch.device("meta") if cache.has_file else self._device
 
     def __getitem__(self, name: str) -> Any:
         if is_packed(name):
@@ -354,16 +359,16 @@ def _map_and_verify(
         name: memory[entry.offset : entry.offset + entry.num_bytes]
         for name, entry in entries.items()
     }
-    sums = [_checksum(head, report_progress)]
+    checksums = [_checksum(head, report_progress)]
     expected = parts.pop(key)
     for name, part in parts.items():
-        sums.append(_checksum(part, report_progress))
+        checksums.append(_checksum(part, report_progress))
         if drop_experts and is_expert(name):
             begin = entries[name].offset // mmap.PAGESIZE * mmap.PAGESIZE
             end = entries[name].offset + len(part)
             mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
             os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-    if not torch.equal(expected, _bytes_of(sums)):
+    if not torch.equal(expected, _bytes_of(checksums)):
         raise CheckpointError("its checksums do not match its content, so it is damaged")
     tensors = {
         name: part.view(_DTYPES[entries[name].dtype]).view(entries[name].shape)
@@ -378,29 +383,34 @@ def _checksum(part: Tensor, report_progress: Callable[[], None]) -> int:
     return checksum
 
 
-def _bytes_of(sums: list[int]) -> Tensor:
-    return torch.tensor(sums, dtype=torch.uint64).view(torch.uint8)
+def _bytes_of(checksums: list[int]) -> Tensor:
+    return torch.tensor(checksums, dtype=torch.uint64).view(torch.uint8)
 
 
 def _contents(
     tensors: dict[str, Tensor],
     key: str,
     report_progress: Callable[[], None],
-    written_sums: dict[str, int],
+    written_checksums: dict[str, int],
 ) -> list[Tensor]:
     """Return the bytes of a new file, header first, checksums computed.
 
-    written_sums: checksums of the tensors that are in the file already, and on "meta" here.
+    written_checksums: checksums of the tensors that are in the file already, and on "meta" here.
     """
-    sums = torch.empty(8 + 8 * len(tensors), dtype=torch.uint8)
+    # Eight bytes for the header's checksum, and eight for each tensor's.
+    checksums = torch.empty(8 + 8 * len(tensors), dtype=torch.uint8)
     end = 0
     header = {}
     parts: dict[str, Tensor] = {}
     # Order: tensors that are in the file already; packed ones, whose sizes keep the next ones
     # aligned to 64 bytes; the others, those with the largest elements first.
     order = sorted(
-        {**tensors, key: sums}.items(),
-        key=lambda item: (item[0] not in written_sums, not is_packed(item[0]), -item[1].itemsize),
+        {**tensors, key: checksums}.items(),
+        key=lambda item: (
+            item[0] not in written_checksums,
+            not is_packed(item[0]),
+            -item[1].itemsize,
+        ),
     )
     for name, tensor in order:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
@@ -408,18 +418,18 @@ def _contents(
         end += tensor.nbytes
         parts[name] = tensor.view(-1).view(torch.uint8)
     text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % (HEADER_BYTES if written_sums else 4096))
-    assert not written_sums or 8 + len(text) == HEADER_BYTES, len(text)
+    text += b" " * (-(8 + len(text)) % (HEADER_BYTES if written_checksums else 4096))
+    assert not written_checksums or 8 + len(text) == HEADER_BYTES, len(text)
     head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    all_sums = [_checksum(head, report_progress)]
+    all_checksums = [_checksum(head, report_progress)]
     for name, part in parts.items():
         if name == key:
             continue
-        if name in written_sums:
-            all_sums.append(written_sums[name])
+        if name in written_checksums:
+            all_checksums.append(written_checksums[name])
         else:
-            all_sums.append(_checksum(part, report_progress))
-    sums.copy_(_bytes_of(all_sums))
+            all_checksums.append(_checksum(part, report_progress))
+    checksums.copy_(_bytes_of(all_checksums))
     return [head, *parts.values()]
 
 
@@ -438,12 +448,12 @@ def _write(file: BinaryIO, parts: list[Tensor], after_write: Callable[[int], Non
         if part.is_meta:
             file.seek(part.nbytes, os.SEEK_CUR)
             continue
-        left = part.numpy().data
-        while left:
-            # Up to the next huge page: some file systems keep a file in huge pages only if it is
-            # written so.
-            count = file.write(left[: HUGE - file.tell() % HUGE])
-            left = left[count:]
+        unwritten = part.numpy().data
+        while unwritten:
+            # Up to the next huge page: some file systems keep a file in huge pages only if each
+            # write ends at such a page.
+            count = file.write(unwritten[: HUGE - file.tell() % HUGE])
+            unwritten = unwritten[count:]
             after_write(count)
         if file.tell() - synced_to > SYNC_BYTES:
             os.fsync(file)

@@ -48,7 +48,7 @@ _STRATEGIES = {  # (bits, type) -> supported strategies of compressed-tensors
     (4, "float"): ("group", "tensor_group"),
 }
 _FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # format -> group size
-_MODELOPT = {  # quant_algo -> outputs and inputs that share a scale; 0: all
+_MODELOPT_SCALES = {  # quant_algo -> outputs and inputs that share a scale; 0: all
     "FP8": (0, 0),
     "FP8_PER_CHANNEL_PER_TOKEN": (1, 0),
     "FP8_PB_WO": (128, 128),
@@ -93,7 +93,8 @@ def read_fp8(config: Fields) -> list[StoredFormat]:
     """Read DeepSeek's format: e4m3 with a scale per block, or per tensor without a block size."""
     config = _with_defaults(config, fmt="e4m3", weight_block_size=None)
     config.choice("fmt", ("e4m3",))
-    rows = group = 0
+    rows = 0
+    group = 0
     if config.raw("weight_block_size") is not None:
         rows, group = _block_size(config, "weight_block_size")
     return [StoredFormat(kind="fp8", rows=rows, group=group, activations=True)]
@@ -133,8 +134,8 @@ def read_modelopt(config: Fields) -> list[StoredFormat]:
 
 
 def _modelopt_format(config: Fields) -> StoredFormat:
-    algo = config.choice("quant_algo", tuple(_MODELOPT))
-    rows, group = _MODELOPT[algo]
+    algo = config.choice("quant_algo", tuple(_MODELOPT_SCALES))
+    rows, group = _MODELOPT_SCALES[algo]
     if "FP4" in algo and config.raw("group_size") not in (None, group):
         raise config.error("group_size", f"supported: {group}")
     if "FP4" in algo:
@@ -258,11 +259,11 @@ def _fp4_format(weights: Fields, layout: str) -> StoredFormat:
 
 
 def _fp8_or_int_format(weights: Fields, layout: str) -> StoredFormat:
-    packed = layout == "pack-quantized"
+    is_packed = layout == "pack-quantized"
     types = {"pack-quantized": ("int",), "int-quantized": ("int",), "float-quantized": ("float",)}
-    kind = weights.choice("type", types.get(layout, ("int", "float")))
+    number_type = weights.choice("type", types.get(layout, ("int", "float")))
     bits = weights.integer("num_bits", 4, 8)
-    if bits != 8 and not (bits == 4 and packed):
+    if bits != 8 and not (bits == 4 and is_packed):
         raise weights.error(
             "num_bits", f"supported: 8, and 4 with the format pack-quantized; {_USE_16_BITS}"
         )
@@ -274,26 +275,33 @@ def _fp8_or_int_format(weights: Fields, layout: str) -> StoredFormat:
         raise weights.error(
             "symmetric", f"zero points are supported for 4 bits only; {_USE_16_BITS}"
         )
-    rows, group = _outputs_and_inputs_per_scale(weights, _STRATEGIES[bits, kind])
-    name: Any = "fp8" if kind == "float" else f"int{bits}"
+    rows, group = _outputs_and_inputs_per_scale(weights, _STRATEGIES[bits, number_type])
+    weight_kind: Any = "fp8" if number_type == "float" else f"int{bits}"
     return StoredFormat(
-        kind=name, layout="words" if packed else "plain", rows=rows, group=group, zeros=zeros
+        kind=weight_kind,
+        layout="words" if is_packed else "plain",
+        rows=rows,
+        group=group,
+        zeros=zeros,
     )
 
 
 def _outputs_and_inputs_per_scale(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
     """Read the numbers of outputs and of inputs that share a scale; 0 stands for all."""
     size = weights.raw("group_size")
-    if weights.raw("strategy") is None:
-        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-    else:
+    if weights.raw("strategy") is not None:
         strategy = weights.choice("strategy", supported)
+    elif size is None:
+        strategy = "tensor"
+    else:
+        strategy = "channel" if size == -1 else "group"
     if strategy == "block":
         return _block_size(weights, "block_structure")
     if strategy == "group" and weights.integer("group_size", 8, _MAX_SIZE) % 8:
         raise weights.error("group_size", "it must be a multiple of 8")
     rows = 0 if strategy == "tensor" else 1
-    return rows, size if strategy == "group" else 0
+    inputs = size if strategy == "group" else 0
+    return rows, inputs
 
 
 def read_fbgemm_fp8(config: Fields) -> list[StoredFormat]:

@@ -67,9 +67,9 @@ class StoredWeight:
     values: TensorInfo
     scales: TensorInfo
     zeros: TensorInfo | None = None
-    outer: TensorInfo | None = None  # one scale for all scales of a matrix
-    order: TensorInfo | None = None  # the group of each input (GPTQ's g_idx)
-    # of the weight's module; GPTQ checkpoints have zeros here if the model has no bias
+    outer_scale: TensorInfo | None = None  # one scale for all scales of a matrix
+    group_index: TensorInfo | None = None  # the group of each input (GPTQ's g_idx)
+    # The bias of the weight's module. GPTQ checkpoints have zeros here if the model has no bias.
     bias: TensorInfo | None = None
     others: tuple[TensorInfo, ...] = field(default=())  # tensors that are not used
 
@@ -80,8 +80,8 @@ class StoredWeight:
             self.values,
             self.scales,
             self.zeros,
-            self.outer,
-            self.order,
+            self.outer_scale,
+            self.group_index,
             self.bias,
             *self.others,
         )
@@ -116,30 +116,30 @@ class StoredWeight:
         return self._companion_mismatch(shape, transposed)
 
     def _companion_mismatch(self, shape: tuple[int, ...], transposed: bool) -> str:
-        """Return how zero points, outer scale or order do not match; empty if they do."""
+        """Return how zero points, outer scale or group index do not match; empty if they do."""
         lead = shape[:-2]
         depth = shape[-2 if transposed else -1]
-        zeros = list(self.form.zeros_shape(shape, transposed))
-        have = None if self.zeros is None else (self.zeros.dtype, list(self.zeros.shape))
-        if have != (("I32", zeros) if self.form.zeros or have else None):
-            return f"{self.values} needs a tensor of zero points, I32 {zeros}"
-        if self.scales.dtype == "F8_E4M3" and self.outer is None:
+        zeros_shape = self.form.zeros_shape(shape, transposed)
+        if self.zeros is None:
+            has_right_zeros = not self.form.zeros
+        else:
+            has_right_zeros = (self.zeros.dtype, self.zeros.shape) == ("I32", zeros_shape)
+        if not has_right_zeros:
+            return f"{self.values} needs a tensor of zero points, I32 {list(zeros_shape)}"
+        if self.scales.dtype == "F8_E4M3" and self.outer_scale is None:
             return (
                 f"{self.scales} is F8_E4M3, and its outer scale (_scale_2 or _global_scale) is "
                 "missing"
             )
-        if self.outer and (
-            self.outer.dtype not in _FLOATS or _size(self.outer) not in (1, math.prod(lead))
-        ):
+        outer = self.outer_scale
+        if outer and (outer.dtype not in _FLOATS or _size(outer) not in (1, math.prod(lead))):
             return (
-                f"{self.outer} is {self.outer.dtype} {list(self.outer.shape)}; supported: "
+                f"{outer} is {outer.dtype} {list(outer.shape)}; supported: "
                 "one number for each matrix"
             )
-        if self.order and (self.order.dtype, self.order.shape) != ("I32", (depth,)):
-            return (
-                f"{self.order} is {self.order.dtype} {list(self.order.shape)}; supported: "
-                f"I32 [{depth}]"
-            )
+        index = self.group_index
+        if index and (index.dtype, index.shape) != ("I32", (depth,)):
+            return f"{index} is {index.dtype} {list(index.shape)}; supported: I32 [{depth}]"
         return ""
 
 
@@ -173,7 +173,7 @@ def _candidates(
     base: str,
     formats: Sequence[StoredFormat],
 ) -> Iterator[StoredWeight]:
-    """Yield the weight with these values in each format that they may have, nothing if in none.
+    """Yield the weight with these values once for each format that they may have.
 
     suffix: the one of `_VALUES_SUFFIXES` that the values' name has.
     base: the unquantized weight's name.
@@ -207,8 +207,8 @@ def _candidates(
             values=values,
             scales=scales,
             zeros=zeros if form.zeros or is_gptq_or_awq else None,
-            outer=next((tensors[name] for name in outer_names if name in tensors), None),
-            order=tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None,
+            outer_scale=next((tensors[name] for name in outer_names if name in tensors), None),
+            group_index=tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None,
             bias=tensors.get(module + "bias") if is_gptq_or_awq else None,
             others=tuple(
                 tensors[prefix + end]
@@ -246,15 +246,15 @@ def _choose(base: str, candidates: list[StoredWeight]) -> StoredWeight:
 def _shape_of(stored: StoredWeight) -> tuple[int, ...]:
     """Return the weight's unquantized shape, provided that packing did not pad it."""
     shape = stored.values.shape
-    per_element = stored.form.per_element
+    weights_per_element = stored.form.weights_per_element
     if stored.form.layout == "blocks":
         shape = (*shape[:-2], math.prod(shape[-2:]))
     *lead, rows, columns = shape
     if stored.form.layout == "awq":  # [K, N / 8]
-        return columns * per_element, rows
+        return columns * weights_per_element, rows
     if stored.form.inputs_first:  # [K / 8 or 4, N]
-        return columns, rows * per_element
-    return *lead, rows, columns * per_element
+        return columns, rows * weights_per_element
+    return *lead, rows, columns * weights_per_element
 
 
 def _is_target(target: str, module: str) -> bool:
@@ -262,11 +262,9 @@ def _is_target(target: str, module: str) -> bool:
     with CheckpointError.instead_of(
         re.error, f"quantization_config: targets has the pattern {target!r}"
     ):
-        return (
-            re.match(target[3:], module) is not None
-            if target.startswith("re:")
-            else target == module
-        )
+        if target.startswith("re:"):
+            return re.match(target.removeprefix("re:"), module) is not None
+        return target == module
 
 
 def _size(tensor: TensorInfo) -> int:

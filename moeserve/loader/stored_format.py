@@ -40,9 +40,9 @@ class StoredFormat:
     targets: tuple[str, ...] = ()  # modules with this format, if the config has several formats
     ggml: str = ""  # the ggml type
     # For ggml types, see `Quantised`:
-    mins: bool = False
-    supers: bool = False
-    bits: int = 0
+    mins: bool = False  # with mins
+    supers: bool = False  # with super-scales
+    bits: int = 0  # of int8 values
     scales: Literal["F32", "BF16", "F16"] = "F32"  # dtype in which the scales are exact
 
     @property
@@ -53,7 +53,7 @@ class StoredFormat:
         return "U8" if self.kind == "fp4" else "I32"
 
     @property
-    def per_element(self) -> int:
+    def weights_per_element(self) -> int:
         """The number of weights in one element of the values' tensor."""
         return {"I32": 4, "U8": 1}.get(self.values_dtype, 1) * (
             2 if self.kind in ("int4", "fp4") else 1
@@ -63,22 +63,27 @@ class StoredFormat:
     def bytes_per_weight(self) -> float:
         """The bytes of a weight in memory, including its scales. int4 in groups of 64 -> 0.5625."""
         group = min(self.group or _MAX_GROUP, _MAX_GROUP) if self.kind == "int4" else self.group
-        if self.supers:  # a byte per group, and an fp16 super-scale per 256 inputs
-            scale = 1 + group / 128
+        bytes_per_value = (self.bits or _BITS[self.kind]) / 8
+        if not group:  # one scale for all inputs, whose bytes are negligible
+            return bytes_per_value
+        if self.supers:
+            # One byte for the group, and its share of the two bytes of a super-scale for 256 inputs
+            bytes_per_scale = 1 + 2 * group / 256
         else:
-            scale = 4 if self.scales == "F32" else 2
-        bytes_per_group = scale * (1 + self.mins) + 4 * self.zeros
-        return (self.bits or _BITS[self.kind]) / 8 + (bytes_per_group / group if group else 0.0)
+            bytes_per_scale = 4 if self.scales == "F32" else 2
+        scales_per_group = 2 if self.mins else 1  # a min has as many bytes as a scale
+        bytes_per_zero = 4 if self.zeros else 0
+        return bytes_per_value + (bytes_per_scale * scales_per_group + bytes_per_zero) / group
 
     @property
     def inputs_first(self) -> bool:
         """Whether the scales are [C, N] and not [N, C]."""
         return self.layout in ("awq", "gptq", "gptq_v2")
 
-    def turned(self, transposed: bool) -> bool:
-        """Return whether values are [K, N], and scales [C, R].
+    def stores_transposed(self, transposed: bool) -> bool:
+        """Return whether the files have values as [K, N], and scales as [C, R].
 
-        transposed: whether the unquantized weight is [K, N], which matters for `plain` alone.
+        transposed: whether the unquantized weight is [K, N]. Only the layout `plain` keeps that.
         """
         return transposed and self.layout == "plain"
 
@@ -87,49 +92,51 @@ class StoredFormat:
 
         transposed: `shape` is [..., K, N]. For example gptq, [64, 32] -> [4, 64].
         """
-        if self.turned(transposed) or self.layout == "ggml":
+        if self.stores_transposed(transposed) or self.layout == "ggml":
             return shape
-        lead, (rows, depth) = shape[:-2], shape[:-3:-1] if transposed else shape[-2:]
+        lead = shape[:-2]
+        rows, depth = _outputs_and_inputs(shape, transposed)
         if self.layout == "awq":
-            return depth, -(-rows // self.per_element)
+            return depth, -(-rows // self.weights_per_element)
         if self.inputs_first:
-            return -(-depth // self.per_element), rows
+            return -(-depth // self.weights_per_element), rows
         if self.layout == "blocks":
             return *lead, rows, -(-depth // 32), 16
-        return *lead, rows, -(-depth // self.per_element)
+        return *lead, rows, -(-depth // self.weights_per_element)
 
     def scales_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
-        """Return the shape of the scales, likewise, up to dimensions of size 1.
+        """Return the shape of the scales of that weight. Dimensions of size 1 may differ.
 
         For example gptq in groups of 8, [64, 32] -> [4, 64].
         """
         lead = shape[:-2]
-        sizes = shape[:-3:-1] if transposed else shape[-2:]
-        rows, columns = self.scale_shape(sizes)
-        return (
-            (*lead, columns, rows)
-            if self.turned(transposed) or self.inputs_first
-            else (*lead, rows, columns)
-        )
+        rows, columns = self.num_scales(_outputs_and_inputs(shape, transposed))
+        if self.stores_transposed(transposed) or self.inputs_first:
+            return *lead, columns, rows
+        return *lead, rows, columns
 
     def zeros_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
-        """Return the shape of the tensor of packed zero points, likewise."""
-        lead, (rows, depth) = shape[:-2], shape[:-3:-1] if transposed else shape[-2:]
-        words = -(-rows // self.per_element)
-        groups = self.scale_shape((rows, depth))[1]
+        """Return the shape of the tensor of packed zero points of that weight."""
+        lead = shape[:-2]
+        rows, depth = _outputs_and_inputs(shape, transposed)
+        words = -(-rows // self.weights_per_element)
+        groups = self.num_scales((rows, depth))[1]
         return (groups, words) if self.inputs_first else (*lead, words, groups)
 
-    def rows_as(self, setting: Activations) -> Literal["float", "int8"]:
-        """Return the format of activations before a product.
+    def activation_format(self, setting: Activations) -> Literal["float", "int8"]:
+        """Return the format to which activations are converted before a product.
 
-        With `auto` they are int8 if the config quantizes them and the weights are int8, and for all
-        ggml types, as in llama.cpp.
+        With `auto`, it is int8 for all ggml types, as in llama.cpp, and for int8 weights if the
+        config quantizes activations. In all other cases, activations stay floats.
         """
-        rounds = self.layout == "ggml" or (self.activations and self.kind == "int8")
-        return "int8" if setting == "int8" or (setting == "auto" and rounds) else "float"
+        if setting == "auto":
+            is_int8 = self.layout == "ggml" or (self.activations and self.kind == "int8")
+        else:
+            is_int8 = setting == "int8"
+        return "int8" if is_int8 else "float"
 
     @property
-    def for_floats(self) -> "StoredFormat | None":
+    def for_float_activations(self) -> "StoredFormat | None":
         """The format of a ggml type for kernels with float activations.
 
         Codes become int8, and scales fp32. None for types with mins, which these kernels do not
@@ -138,7 +145,7 @@ class StoredFormat:
         kind: Kind = "int8" if self.kind == "iq4_nl" else self.kind
         return None if self.mins else replace(self, kind=kind, supers=False, bits=0, scales="F32")
 
-    def rows_obstacle(self, inputs: int) -> str:
+    def int8_activations_obstacle(self, inputs: int) -> str:
         """Return why int8 activations are unsupported for these weights; empty if supported."""
         group = self.group or (-(-inputs // 8) * 8 if self.kind == "int4" else 0)
         if self.kind in ("int8", "int4") and (group == 16 or group % 32 == 0):
@@ -151,16 +158,22 @@ class StoredFormat:
         )
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """The properties that parts of a parameter must share: "int4 in groups of 64"."""
         groups = f" in groups of {self.group}" if self.group else ""
         return f"{self.kind}{groups}{' with zero points' if self.zeros else ''}"
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+    def num_scales(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the numbers of scales along outputs and inputs of a weight [..., N, K]."""
         sizes = zip(shape[-2:], (self.rows, self.group), strict=True)
         rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
         return rows, columns
+
+
+def _outputs_and_inputs(shape: tuple[int, ...], transposed: bool) -> tuple[int, int]:
+    """Return N and K of a weight [..., N, K], or [..., K, N] if `transposed`."""
+    first, second = shape[-2:]
+    return (second, first) if transposed else (first, second)
 
 
 def _ggml(name: str, kind: "Kind", group: int = 32, **more: Any) -> StoredFormat:
@@ -206,4 +219,4 @@ def common_format(
         form = _ggml(
             "", "int8", min(form.group for form in known), mins=any(form.mins for form in known)
         )
-    return form if form.rows_as(activations) == "int8" else form.for_floats
+    return form if form.activation_format(activations) == "int8" else form.for_float_activations

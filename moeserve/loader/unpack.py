@@ -17,7 +17,8 @@ from moeserve.ops.quantised import Quantised
 
 Read = Callable[[TensorInfo, Index], Tensor]  # returns a part of a tensor in a file
 _ALL = slice(None)
-_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in an int32, from the low bits
+# The position of each of eight outputs in an int32, from the low bits on
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> None:
@@ -38,14 +39,17 @@ def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> N
     assert isinstance(inputs, slice), piece
     assert len(range(depth)[inputs]) == depth, f"a piece must take all quantized inputs: {piece}"
     take = (*lead, rows)
-    into.values.copy_(_values(stored, take, depth, stored.form.turned(piece.transposed), read))
+    into.values.copy_(
+        _values(stored, take, depth, stored.form.stores_transposed(piece.transposed), read)
+    )
     into.scales.copy_(_scales(stored, take, shape, piece.transposed, read))
-    if stored.order is not None:
-        order = read(stored.order, ())
+    if stored.group_index is not None:
+        group_index_K = read(stored.group_index, ())
         group = stored.form.group or depth
-        if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // group):
+        in_order_K = torch.arange(len(group_index_K), dtype=group_index_K.dtype) // group
+        if not torch.equal(group_index_K, in_order_K):
             raise CheckpointError(
-                f"{stored.order} has groups of reordered inputs (desc_act), which are not "
+                f"{stored.group_index} has groups of reordered inputs (desc_act), which are not "
                 "supported; use a checkpoint without desc_act, or with static_groups"
             )
     zeros = None if stored.zeros is None else _zeros(stored, take, shape, read)
@@ -90,24 +94,28 @@ def _scales(
     form = stored.form
     *lead, rows = take
     *sizes, num_rows, _ = shape
-    turned = form.inputs_first or form.turned(transposed)
-    rows_and_groups = form.scale_shape(shape)
-    tensor = logical(stored.scales, *sizes, *(rows_and_groups[::-1] if turned else rows_and_groups))
+    is_groups_first = form.inputs_first or form.stores_transposed(transposed)
+    rows_and_groups = form.num_scales(shape)
+    tensor = logical(
+        stored.scales, *sizes, *(rows_and_groups[::-1] if is_groups_first else rows_and_groups)
+    )
     scales = _decoded(tensor, read(tensor, tuple(lead)))
-    if stored.outer is not None:
-        if math.prod(stored.outer.shape) == 1:  # one for all experts
-            outer = read(logical(stored.outer), ()).float()
+    if stored.outer_scale is not None:
+        if math.prod(stored.outer_scale.shape) == 1:  # one for all experts
+            outer = read(logical(stored.outer_scale), ()).float()
         else:
-            outer = read(logical(stored.outer, *sizes), tuple(lead)).float()
+            outer = read(logical(stored.outer_scale, *sizes), tuple(lead)).float()
         if not (outer.isfinite().all() and (outer > 0).all()):
             raise CheckpointError(
-                f"{stored.outer} has NaN, infinity, 0 or a negative number; download it again"
+                f"{stored.outer_scale} has NaN, infinity, 0 or a negative number; download it again"
             )
         outer = outer[..., None, None]
-        scales = scales / outer if stored.outer.name.endswith("_global_scale") else scales * outer
+        scales = (
+            scales / outer if stored.outer_scale.name.endswith("_global_scale") else scales * outer
+        )
     if not scales.isfinite().all():
         raise CheckpointError(f"{stored.scales} has NaN or infinity; download it again")
-    scales = scales.mT if turned else scales
+    scales = scales.mT if is_groups_first else scales
     if form.rows != 1:
         scales = scales.repeat_interleave(form.rows or num_rows, -2)[..., :num_rows, :]
     return scales[..., rows, :]
@@ -132,7 +140,7 @@ def _zeros(stored: StoredWeight, take: Index, shape: tuple[int, ...], read: Read
     *lead, rows = take
     num_rows = shape[-2]
     words = read(logical(stored.zeros, *form.zeros_shape(shape)), tuple(lead))
-    zeros = _unpacked(words if form.inputs_first else _transposed(words), form.per_element)
+    zeros = _unpacked(words if form.inputs_first else _transposed(words), form.weights_per_element)
     if form.layout == "awq":
         zeros = _awq_order(zeros)
     if form.layout == "gptq":  # stored minus 1
@@ -160,4 +168,4 @@ def _transposed(words: Tensor) -> Tensor:
 
 
 def _awq_order(numbers: Tensor) -> Tensor:
-    return torch.unflatten(numbers, -1, (-1, 8))[..., _AWQ].flatten(-2)
+    return torch.unflatten(numbers, -1, (-1, 8))[..., _AWQ_ORDER].flatten(-2)

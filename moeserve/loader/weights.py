@@ -79,8 +79,8 @@ def empty_weight(
     if form is None:
         dtype = torch.float32 if param.fp32 else dtype
         return torch.empty(param.shape, dtype=dtype, device=device)
-    empty = _empty_stored(form, param.shape, dtype, device)
-    return replace(empty, activations=form.rows_as(checkpoint.activations))
+    empty = _empty_quantised(form, param.shape, dtype, device)
+    return replace(empty, activations=form.activation_format(checkpoint.activations))
 
 
 def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> StoredFormat | None:
@@ -97,7 +97,7 @@ def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> Stor
     return None if is_unsupported else form
 
 
-def _empty_stored(
+def _empty_quantised(
     form: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Quantised:
     group = form.group
@@ -106,9 +106,10 @@ def _empty_stored(
     empty = Quantised.empty(form.kind, group, form.zeros, dtype, shape, device)
     mins = torch.empty_like(empty.scales) if form.mins else None
     supers = None
-    if form.supers:  # of scales, and of mins
+    if form.supers:
         super_scales = torch.empty(*shape[:-1], shape[-1] // 256, device=device)
-        supers = super_scales, torch.empty_like(super_scales) if form.mins else None
+        super_mins = torch.empty_like(super_scales) if form.mins else None
+        supers = super_scales, super_mins
     return replace(
         empty,
         rows=form.rows,
@@ -122,7 +123,7 @@ def _empty_stored(
 def _stored_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
     """Return about how many bytes of the files a piece covers, for progress."""
     num_bytes = checkpoint.parts(piece.source)[0].num_bytes
-    return math.prod(piece.taken) * num_bytes // (math.prod(piece.shape) or 1)
+    return math.prod(piece.taken_shape) * num_bytes // (math.prod(piece.shape) or 1)
 
 
 def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
@@ -164,10 +165,10 @@ class ReusedMemory:
     """
 
     def __init__(self) -> None:
-        # Each buffer, and a weak reference to the view that the last tensor in it keeps alive.
+        # Each buffer, and a weak reference to the view of it that its last tensor keeps alive.
         self._buffers: list[tuple[NDArray[np.uint8], weakref.ref[Any]]] = []
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def empty_like(self, tensor: Tensor) -> Tensor:
         """Return an uninitialized tensor of the same shape and dtype, in a free buffer if any.
 
         A buffer is free when no view of its last tensor is alive.
@@ -196,7 +197,7 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._files: dict[Path, int] = {}
-        self._local = threading.local()
+        self._thread_local = threading.local()
         self._reused = ReusedMemory()
         for path in {tensor.path for tensor in checkpoint.tensors.values()}:
             try:
@@ -216,7 +217,8 @@ class Reader:
         """Return an uninitialized parameter, for `jobs` to fill."""
         weight = empty_weight(self._checkpoint, param, pieces, dtype, device)
         if isinstance(weight, Tensor) and device.type == "cpu" and is_packed(param.name):
-            return self._reused.like(weight)  # short-lived: kernels keep a packed copy instead
+            # Short-lived: kernels keep a packed copy instead.
+            return self._reused.empty_like(weight)
         return weight
 
     def jobs(
@@ -274,16 +276,18 @@ class Reader:
         elif isinstance(into, Quantised):
             unpack(stored, piece, into, read)
         else:  # the parameter is not kept quantized
-            quantised = _empty_stored(stored.form, piece.taken, into.dtype, torch.device("cpu"))
+            quantised = _empty_quantised(
+                stored.form, piece.taken_shape, into.dtype, torch.device("cpu")
+            )
             unpack(stored, piece, quantised, read)
             into.copy_(dequantised(quantised))
             _check_fits(into, stored.values)
         return _stored_bytes(piece, self._checkpoint)
 
     def check_zero(self, bias: TensorInfo) -> int:
-        """Raise CheckpointError unless a bias is zero, for a bias that the model does not have.
+        """Raise CheckpointError unless a bias that the model does not have is zero.
 
-        Returns 0, the bytes read for progress, like the jobs of `jobs`.
+        Returns 0, the number of bytes for the progress report, as the jobs of `jobs` do.
         """
         raw = torch.empty(bias.shape, dtype=DTYPES[bias.dtype])
         for job in self._read_jobs(bias, (), raw, READ_BYTES):
@@ -314,15 +318,15 @@ class Reader:
         self._fill(tensor, tensor.offset + block.first * dtype.itemsize, target)
         if target is not into:
             into.copy_(target[block.index])
-        if dtype != torch.float16:
+        if dtype != torch.float16:  # values of float16 files fit into any dtype
             _check_fits(into, tensor)
         return into.numel() * dtype.itemsize
 
     def _buffer(self, num_bytes: int, pinned: bool) -> Tensor:
-        buffer: Tensor | None = getattr(self._local, "buffer", None)
+        buffer: Tensor | None = getattr(self._thread_local, "buffer", None)
         if buffer is None or buffer.numel() < num_bytes:
             buffer = torch.empty(max(num_bytes, READ_BYTES), dtype=torch.uint8, pin_memory=pinned)
-            self._local.buffer = buffer
+            self._thread_local.buffer = buffer
         return buffer[:num_bytes]
 
     def stat(self, path: Path) -> os.stat_result:
@@ -343,8 +347,8 @@ class Reader:
                         f"{tensor.path} ended inside tensor {tensor.name!r}: the file was changed "
                         "while it was read; start again when it is complete"
                     )
-                offset = offset + num_read
-                num_left = num_left - num_read
+                offset += num_read
+                num_left -= num_read
 
 
 def _check_fits(into: Tensor, tensor: TensorInfo) -> None:
@@ -363,7 +367,7 @@ class Params(UserDict[str, Any]):
     checkpoint is quantized.
 
     device: of the parameters; on "meta" nothing is read.
-    quantize_to: quantize the remaining linear layers to this kind.
+    quantize_to: the kind to which linear layers are quantized that are not quantized in the files.
     progress: called with the bytes read so far and the total, in the accessing thread.
     threads: concurrent reads (default: one per core, from 2 to 16).
     reader: the class that reads the files (loader/dummy.py has another one).
@@ -435,7 +439,7 @@ class Params(UserDict[str, Any]):
         )
         if not is_meta:
             for _ in self._pool.map(lambda job: job(), rounding_jobs):
-                pass
+                pass  # wait for each job, which raises its error
         return quantised
 
     def _jobs(self, pieces: list[Piece], weight: Weight) -> Iterator[Callable[[], int]]:

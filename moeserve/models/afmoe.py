@@ -1,6 +1,6 @@
 """AFMoE (Trinity Nano, Mini, Large): three of four layers have a sliding window and a rotary
-embedding; the fourth has full attention without. Attention is gated, inputs and outputs of blocks
-are normed, and the router uses sigmoid scores.
+embedding; the fourth has full attention without position encoding. Attention is gated, inputs and
+outputs of blocks are normed, and the router uses sigmoid scores.
 
 Source: arXiv 2602.17004.
 """
@@ -31,7 +31,9 @@ def _spec_fields(config: Fields) -> family.SpecFields:
         for kind in family.layer_types(config, default=default)
     ]
     router = replace(
-        family.SIGMOID, scale=config.number("route_scale", 0, family.MAX_MULTIPLIER), fp32=False
+        family.SIGMOID_ROUTER,
+        scale=config.number("route_scale", 0, family.MAX_MULTIPLIER),
+        fp32=False,
     )
     experts = family.moe(
         config, router=router, shared=family.shared_experts(config, key="num_shared_experts")

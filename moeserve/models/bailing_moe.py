@@ -158,7 +158,7 @@ LING_2_5 = family.Family(
     model_type=("bailing_hybrid", "bailing_moe_linear"),
     fields=lambda config: _ling_2_5(config, _latent_attention),
     defaults=_LINEAR_DEFAULTS
-    | family.LATENT
+    | family.LATENT_DEFAULTS
     | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
     names=replace(_LINEAR_NAMES, spelled={**_LINEAR_NAMES.spelled, **_LATENT_NAMES}),
 )

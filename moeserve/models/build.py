@@ -46,9 +46,9 @@ def build_decoder(
     tp: the engine's tensor-parallel ranks, as in `world`.
     placement: as for `load_plan`.
     backends: the all-to-all backends to choose from (default: a single rank's).
-    ubatches: the maximum of micro-batches in a step.
-    max_tokens: of a step.
-    max_position: of a request (default: the model's).
+    ubatches: the most micro-batches of a step.
+    max_tokens: the most tokens of a step.
+    max_position: the most positions of a request (default: the model's).
     make: the class of the decoder, or a function with the same arguments.
 
     Raises ConfigError if no pair of all-to-all backend and expert kernel supports the model.
@@ -59,7 +59,16 @@ def build_decoder(
             len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks
         )
     build = make_builder(
-        spec, params, ops, world, tp, placement, backends, ubatches, max_tokens, max_position
+        spec,
+        params,
+        ops,
+        world,
+        tp,
+        placement,
+        backends=backends,
+        ubatches=ubatches,
+        max_tokens=max_tokens,
+        max_position=max_position,
     )
     groups = list(dict.fromkeys(spec.kv_rules))
     layers = [
@@ -73,7 +82,8 @@ def build_decoder(
         slots.derive("lm_head", "embed", lambda value: value[own_rows], value=embed)
     columns = build.columns("lm_head", spec.vocab_size)
     head = columns.part if tp.size == 1 else columns
-    decoder = make(spec, ops, embed, layers, build_norm(build, spec, "norm"), head)
+    norm = build_norm(build, spec, "norm")
+    decoder = make(spec=spec, ops=ops, embed_VD=embed, layers=layers, norm=norm, head=head)
     slots.finish()
     decoder.slots = slots
     return decoder
@@ -86,6 +96,7 @@ def make_builder(
     world: World,
     tp: TensorParallel,
     placement: Placement,
+    *,
     backends: Sequence[All2All] | None,
     ubatches: int,
     max_tokens: int,
@@ -102,7 +113,15 @@ def make_builder(
         world=world,
         tp=tp,
         placement=placement,
-        plan_moe=lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens),
+        plan_moe=lambda: _plan_moe(
+            spec,
+            ops,
+            placement,
+            world,
+            backends=backends,
+            ubatches=ubatches,
+            max_tokens=max_tokens,
+        ),
         norm_shift=spec.norm.shift,
     )
 
@@ -112,6 +131,7 @@ def _plan_moe(
     ops: Ops,
     placement: Placement,
     world: World,
+    *,
     backends: Sequence[All2All] | None,
     ubatches: int,
     max_tokens: int,
@@ -151,23 +171,24 @@ def _plan_moe(
 
 def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
     """Build the norm with the weight `name`, and its bias if the model has one."""
-    weight = build.norm(name)
     return Norm(
-        build.ops,
-        spec.norm_eps,
-        weight,
-        build.fp32(name + "_bias") if spec.norm.bias else None,
-        spec.norm.centred,
+        ops=build.ops,
+        eps=spec.norm_eps,
+        weight_D=build.norm(name),
+        bias_D=build.fp32(name + "_bias") if spec.norm.bias else None,
+        centred=spec.norm.centred,
     )
 
 
 def build_layer(build: Builder, spec: ModelSpec, layer: LayerSpec, name: str, group: int) -> Layer:
     """Build a layer. name: the prefix of its parameters. group: the index of its KV group."""
+    mixer = build_mixer(layer.mixer, build, name, group)
+    feed_forward = None
+    if layer.feed_forward is not None:
+        feed_forward = build_feed_forward(layer.feed_forward, build, name)
     return Layer(
-        mixer=build_mixer(layer.mixer, build, name, group),
-        feed_forward=build_feed_forward(layer.feed_forward, build, name)
-        if layer.feed_forward
-        else None,
+        mixer=mixer,
+        feed_forward=feed_forward,
         **{norm: build_norm(build, spec, name + norm) for norm, _ in layer.norms},
         parallel=layer.parallel,
         reads_stream=isinstance(layer.feed_forward, MoE) and layer.feed_forward.beside is not None,

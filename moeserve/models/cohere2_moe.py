@@ -1,5 +1,6 @@
 """Command A+ (Cohere2-MoE): attention and experts run in parallel on the same normed input. Three
-of four layers have a sliding window and a rotary embedding; the fourth has full attention without.
+of four layers have a sliding window and a rotary embedding; the fourth has full attention without
+position encoding.
 
 Source: huggingface.co/CohereLabs/command-a-plus-05-2026.
 """
@@ -16,44 +17,45 @@ from moeserve.ops.rules import RouterRule
 
 def _spec_fields(config: Fields) -> family.SpecFields:
     count = family.num_layers(config)
-    first = config.integer("first_k_dense_replace", 0, count)
-    prefix, every = (
-        config.integer(key, 1, family.MAX_LAYERS)
-        for key in ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
-    )
+    num_dense = config.integer("first_k_dense_replace", 0, count)
+    # Every n-th layer has full attention, counted separately in the dense layers and the others.
+    dense_interval = config.integer("prefix_dense_sliding_window_pattern", 1, family.MAX_LAYERS)
+    interval = config.integer("sliding_window_pattern", 1, family.MAX_LAYERS)
     default = (
-        family.alternating(config, every=prefix)[:first]
-        + family.alternating(config, every=every)[: count - first]
+        family.alternating(config, every=dense_interval)[:num_dense]
+        + family.alternating(config, every=interval)[: count - num_dense]
     )
     kinds = family.layer_types(config, default=default)
-    average = config.choice("shared_expert_combination_strategy", ("average", "sum")) == "average"
+    averages = config.choice("shared_expert_combination_strategy", ("average", "sum")) == "average"
     size = config.integer("intermediate_size", 1, family.MAX_WIDTH)
     shared = family.shared_experts(config, key="num_shared_experts", size_key="intermediate_size")
     sigmoid = config.choice("expert_selection_fn", ("softmax", "sigmoid")) == "sigmoid"
     router = RouterRule(
         score="sigmoid" if sigmoid else "softmax_selected",
         renormalize=sigmoid and config.boolean("norm_topk_prob"),
-        scale=0.5 if shared and average else 1.0,
+        scale=0.5 if shared and averages else 1.0,
     )
-    if shared and average:
+    if shared and averages:  # the mean of routed and shared experts: both are halved
         shared = replace(shared, scale=0.5)
     experts = family.moe(config, size_key="intermediate_size", router=router, shared=shared)
     mlp = Dense(
         size=config.optional_integer("prefix_dense_intermediate_size", 1, family.MAX_WIDTH) or size
     )
     blocks = family.listed_moe(config, experts, mlp)
-    rope = family.attention(config, rope={"interleaved": True}, **family.attention_bias(config))
+    with_rope = family.attention(
+        config, rope={"interleaved": True}, **family.attention_bias(config)
+    )
     sliding = replace(
-        rope, rule=KVRule(window=config.integer("sliding_window", 1, family.MAX_POSITION))
+        with_rope, rule=KVRule(window=config.integer("sliding_window", 1, family.MAX_POSITION))
     )
     mixers = []
     for kind, block in zip(kinds, blocks, strict=True):
         if kind == "sliding_attention":
             mixers.append(sliding)
-        elif block is mlp and prefix == 1:
-            mixers.append(rope)
+        elif block is mlp and dense_interval == 1:
+            mixers.append(with_rope)
         else:
-            mixers.append(replace(rope, rope=None))
+            mixers.append(replace(with_rope, rope=None))
     centred = config.raw("rms_norm_eps") is None
     return {
         "layers": family.layers(config, mixers, blocks, parallel=True),

@@ -34,8 +34,8 @@ class Layer:
     attn_post_norm: Norm | None = None
     mlp_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
-    parallel: bool = False
-    scale: Tensor | None = None
+    parallel: bool = False  # both blocks read the same input
+    scale: Tensor | None = None  # multiplies the residual stream after the layer
     reads_stream: bool = False  # the feed-forward block also reads the residual stream
 
 
@@ -77,7 +77,7 @@ class Stage:
         for i, cache in zip(self.layers, caches, strict=True):
             layer = decoder.layers[i]
             if i in aux_layers:
-                aux = (*aux, residual.clone())  # `add` may write to the residual stream in place
+                aux = (*aux, residual.clone())  # the next sum may be written to `residual`
             prepared = step.prepared[layer.mixer.prepare]
             if layer.feed_forward is None:
                 x = layer.mixer(x, prepared, cache, context)
@@ -85,11 +85,11 @@ class Stage:
                 mixed = layer.mixer(x, prepared, cache, context)
                 x = layer.feed_forward(x, context, ubatch) + mixed
             else:
-                x, residual = decoder.mix(layer, x, residual, prepared, cache, context)
-                stream_too = (residual,) if layer.reads_stream else ()
-                x = layer.feed_forward(x, context, ubatch, *stream_too)
-            norm = decoder.norm_behind(i)
-            x, residual = decoder.add(x, residual, layer.mlp_post_norm, norm, layer.scale)
+                x, residual = decoder.mix_and_add(layer, x, residual, prepared, cache, context)
+                extra_inputs = (residual,) if layer.reads_stream else ()
+                x = layer.feed_forward(x, context, ubatch, *extra_inputs)
+            norm = decoder.norm_after(i)
+            x, residual = decoder.add_to_stream(x, residual, layer.mlp_post_norm, norm, layer.scale)
         return Stream(x, residual, aux)
 
 
@@ -114,8 +114,8 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)
-        self.mix = self.ops.trace(self._mix_and_add)
-        self.add = self.ops.trace(self._add_up)
+        self.mix_and_add = self.ops.trace(self._mix_and_add)
+        self.add_to_stream = self.ops.trace(self._add_to_stream)
         self._stages = self.stages(1)
 
     def stages(self, count: int) -> tuple[Stage, ...]:
@@ -137,6 +137,7 @@ class Decoder:
             stream = stage(stream, caches[stage.layers.start : stage.layers.stop], forward)
         hidden = stream.x
         if aux_layers := self.spec.aux_hidden_layers:
+            # Not strict: the last residual stream is used only if `num_layers` is in `aux_layers`.
             aux = dict(zip(sorted(aux_layers), (*stream.aux, stream.residual), strict=False))
             hidden = torch.cat((hidden, *(aux[layer] for layer in aux_layers)), 1)
         return hidden[:num_tokens]
@@ -150,7 +151,8 @@ class Decoder:
         if extra := self.ops.pad_rows(num_tokens) - num_tokens:
             ids = pad(ids, (0, extra))
             positions = Positions(pad(positions.rows_AT, (0, extra)))
-            embeds = embeds and EmbedPatch(pad(embeds.hidden_TD, (0, 0, 0, extra)))
+            if embeds is not None:
+                embeds = EmbedPatch(pad(embeds.hidden_TD, (0, 0, 0, extra)))
         prepared = {prepare: prepare(step, positions) for prepare in self._prepares}
         context = RowContext(num_tokens if step.live is None else step.live, ubatch.index)
         x, residual = self.enter(ids, embeds, context)
@@ -169,10 +171,11 @@ class Decoder:
         if self.merge is not None:
             assert embeds is not None
             residual = self.merge(residual, embeds.hidden_TD, context)
-        first = self.layers[0].attn_norm
-        return residual if first is None else first(residual), residual
+        norm = self.layers[0].attn_norm
+        x = residual if norm is None else norm(residual)
+        return x, residual
 
-    def norm_behind(self, layer: int) -> Norm | None:
+    def norm_after(self, layer: int) -> Norm | None:
         """Return the norm that follows a layer: the next layer's first norm, or the final norm."""
         return self.layers[layer + 1].attn_norm if layer + 1 < len(self.layers) else self.norm
 
@@ -212,11 +215,9 @@ class Decoder:
         logits_SV = self.head(padded, RowContext(rows))[:rows].float()
         if self.spec.logits_divisor != 1.0:
             logits_SV = logits_SV / self.spec.logits_divisor
-        return (
-            self.ops.soft_cap(logits_SV, self.spec.logits_cap)
-            if self.spec.logits_cap
-            else logits_SV
-        )
+        if self.spec.logits_cap:
+            logits_SV = self.ops.soft_cap(logits_SV, self.spec.logits_cap)
+        return logits_SV
 
     def _mix_and_add(
         self,
@@ -229,9 +230,9 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Run the mixer, add its output to the residual stream, and apply the second norm."""
         mixed = layer.mixer(x, prepared, cache, context)
-        return self._add_up(mixed, residual, layer.attn_post_norm, layer.mlp_norm, None)
+        return self._add_to_stream(mixed, residual, layer.attn_post_norm, layer.mlp_norm, None)
 
-    def _add_up(
+    def _add_to_stream(
         self,
         x: Tensor,
         residual: Tensor,
@@ -254,4 +255,5 @@ class Decoder:
         total = x + residual
         if scale is not None:
             total = (total * scale).to(total.dtype)
-        return total if norm is None else norm(total), total
+        x = total if norm is None else norm(total)
+        return x, total

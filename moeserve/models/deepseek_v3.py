@@ -85,7 +85,7 @@ V2 = family.Family(
         experts=64,
         expert_size=1407,
     )
-    | family.LATENT
+    | family.LATENT_DEFAULTS
     | {
         "eos_token_id": 2,
         "first_k_dense_replace": 0,
@@ -111,7 +111,7 @@ FAMILY = family.Family(  # V3
         top_k=8,
         expert_size=2048,
     )
-    | family.LATENT
+    | family.LATENT_DEFAULTS
     | {
         "eos_token_id": 1,
         "first_k_dense_replace": 3,
@@ -144,7 +144,7 @@ GLM4_MOE_LITE = family.Family(
         top_k=4,
         expert_size=1536,
     )
-    | family.LATENT
+    | family.LATENT_DEFAULTS
     | {
         "eos_token_id": 1,
         "q_lora_rank": 768,
@@ -170,7 +170,7 @@ AXK1 = family.Family(
         top_k=8,
         expert_size=2048,
     )
-    | family.LATENT
+    | family.LATENT_DEFAULTS
     | {"eos_token_id": 163691, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
     names=Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),
 )

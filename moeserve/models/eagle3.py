@@ -10,7 +10,7 @@ Logits are over the draft vocabulary, a part of the target's.
 
 Source: arXiv 2503.01840. The checkpoint formats of SpecForge, speculators and vLLM are supported.
 
-T: tokens. D: model width. N: columns of all auxiliary hidden states. d: draft vocabulary.
+T: tokens. D: model width. A: columns of all auxiliary hidden states. d: draft vocabulary.
 V: target's vocabulary.
 """
 
@@ -87,32 +87,35 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     Raises CheckpointError for a bad checkpoint, and ConfigError if it was made for another target.
     """
     model = read_model_spec(model_dir, FAMILIES)
-    none = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "eagle_config", AUX_LAYERS))
+    no_values = dict.fromkeys(
+        ("draft_vocab_size", "target_hidden_size", "eagle_config", AUX_LAYERS)
+    )
     values = read_json(model_dir, CONFIG)
-    nested = FAMILIES[model.architecture].text in values
+    is_nested = FAMILIES[model.architecture].text in values  # the format of speculators
     config = Fields(
         model_dir / CONFIG,
         values,
-        {**none, "norm_before_fc": False, "norm_before_residual": nested},
+        {**no_values, "norm_before_fc": False, "norm_before_residual": is_nested},
     )
     config.only(fc_norm=False, norm_output=False, tie_word_embeddings=False)
     defaults = {AUX_LAYERS: None, "norm_before_fc": config.boolean("norm_before_fc")}
     eagle = Fields(config.path, config.section("eagle_config"), defaults, "eagle_config.")
     eagle.only(use_aux_hidden_state=True)
     width = config.optional_integer("target_hidden_size", 1, family.MAX_WIDTH) or model.hidden_size
-    for name, own, of_model in (
+    for name, head_size, target_size in (
         ("vocab_size", model.vocab_size, target.vocab_size),
         ("hidden size of the target", width, target.hidden_size),
     ):
-        if own != of_model:
+        if head_size != target_size:
             raise ConfigError(
-                f"{config.path}: {name} is {own}, and the served model's is {of_model}: this "
-                "EAGLE-3 head was trained for another model; choose one for the served model"
+                f"{config.path}: {name} is {head_size}, and the served model's is {target_size}: "
+                "this EAGLE-3 head was trained for another model; choose one for the served model"
             )
     if any(layer.stored_as for layer in target.layers):
         raise ConfigError(f"EAGLE-3 does not support {target.architecture}; use another proposer")
     count = target.num_layers
-    # vLLM numbers the layer whose input is read; SpecForge and SGLang, the one whose output is.
+    # In the format of vLLM, a number is that of the layer whose input is read. In the format of
+    # SpecForge and SGLang, it is that of the layer whose output is read.
     aux_layers = config.integers(AUX_LAYERS, 0, count) or tuple(
         layer + 1 for layer in eagle.integers(AUX_LAYERS, 0, count - 1)
     )
@@ -154,11 +157,11 @@ def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
     if "embed_tokens.weight" in present or width != spec.target_size:
         plan.add("embed", (spec.target_vocab, width), "embed_tokens.weight")
     for index, layer in enumerate(model.layers):
-        param_prefix = tensor_prefix = f"layers.{index}."
+        param_prefix = f"layers.{index}."
+        tensor_prefix = param_prefix
         if index == 0:
-            tensor_prefix = (
-                tensor_prefix if tensor_prefix + "hidden_norm.weight" in present else "midlayer."
-            )
+            if tensor_prefix + "hidden_norm.weight" not in present:
+                tensor_prefix = "midlayer."
             plan.add("hidden_norm", (width,), tensor_prefix + "hidden_norm.weight")
         plan_layer(plan, model, layer, param_prefix, tensor_prefix, tensor_prefix)
     return plan.finish(["d2t", "t2d"])
@@ -175,10 +178,10 @@ def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
     if info is None and size == vocab_size:
         return None
     if info is None or info.dtype != "I64" or info.shape != (size,):
-        found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
+        problem = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
         raise CheckpointError(
             f"{model_dir}: d2t must have an integer (I64) for each of the {size} tokens of the "
-            f"draft vocabulary, and {found}; download the head again"
+            f"draft vocabulary, and {problem}; download the head again"
         )
     # d2t has differences: target id - draft id.
     ids = np.arange(size) + np.fromfile(info.path, "<i8", size, offset=info.offset)
@@ -205,11 +208,11 @@ class Eagle3(Decoder):
     ids_d: Tensor | None  # the target's token id of each draft token
     target_vocab: int
 
-    def combine(self, aux_TN: Tensor) -> Tensor:
-        """Combine the target's auxiliary hidden states [T, N] into hidden states [T, D]."""
-        tokens = len(aux_TN)
+    def combine(self, aux_TA: Tensor) -> Tensor:
+        """Combine the target's auxiliary hidden states [T, A] into hidden states [T, D]."""
+        tokens = len(aux_TA)
         extra = self.ops.pad_rows(tokens) - tokens
-        padded = torch.nn.functional.pad(aux_TN, (0, 0, 0, extra)) if extra else aux_TN.contiguous()
+        padded = torch.nn.functional.pad(aux_TA, (0, 0, 0, extra)) if extra else aux_TA.contiguous()
         normed = padded if self.input_norm is None else self.input_norm(padded)
         return self.fc(normed, RowContext(tokens))[:tokens]
 
@@ -219,13 +222,14 @@ class Eagle3(Decoder):
         token_norm = self.layers[0].attn_norm
         assert embeds is not None
         assert token_norm is not None
-        # Copied, because `add` may write to the residual stream in place.
+        # Copied, because the layers' sums may be written to the residual stream in place.
         hidden_TD = embeds.hidden_TD[:, -self.spec.hidden_size :].clone(
             memory_format=torch.contiguous_format
         )
         normed = self.hidden_norm(hidden_TD)
         both = torch.cat((token_norm(self.ops.embedding(ids_T, self.embed_VD)), normed), 1)
-        return both, normed if self.norm_first else hidden_TD
+        residual = normed if self.norm_first else hidden_TD
+        return both, residual
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Return logits, fp32 [S, V]; -inf for tokens outside the draft vocabulary."""

@@ -1,5 +1,5 @@
 """K-EXAONE: three of four layers have a sliding window and a rotary embedding; the fourth has full
-attention without. Experts are those of DeepSeek-V3.
+attention without position encoding. Experts are those of DeepSeek-V3.
 
 Source: arXiv 2601.01739.
 """

@@ -35,7 +35,7 @@ MAX_MULTIPLIER = 1e6
 SpecFields = dict[str, Any]  # keyword arguments of ModelSpec
 
 # The router of DeepSeek-V3.
-SIGMOID = RouterRule(score="sigmoid", bias=True, renormalize=True, epsilon=1e-20, fp32=True)
+SIGMOID_ROUTER = RouterRule(score="sigmoid", bias=True, renormalize=True, epsilon=1e-20, fp32=True)
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
 
 
@@ -66,9 +66,12 @@ class Family:
 
         names: fields of `Names` that differ.
         """
-        own = replace(self.names, **names)
         return replace(
-            self, architecture=architecture, model_type=model_type, text="text_config", names=own
+            self,
+            architecture=architecture,
+            model_type=model_type,
+            text="text_config",
+            names=replace(self.names, **names),
         )
 
 
@@ -144,7 +147,7 @@ def attention_bias(config: Fields) -> dict[str, Any]:
 
 
 # Defaults of latent attention (DeepSeek-V3's).
-LATENT: dict[str, Any] = {
+LATENT_DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -218,7 +221,7 @@ def moe(config: Fields, size_key: str = "moe_intermediate_size", **options: Any)
 def deepseek_router(config: Fields) -> RouterRule:
     """Read the router of DeepSeek-V3, which most families with sigmoid scores use."""
     return replace(
-        SIGMOID,
+        SIGMOID_ROUTER,
         groups=config.optional_integer("n_group", 1, MAX_EXPERTS) or 1,
         kept_groups=config.optional_integer("topk_group", 1, MAX_EXPERTS) or 1,
         renormalize=config.boolean("norm_topk_prob"),
@@ -256,18 +259,19 @@ def first_dense(
 
 
 def listed_moe(
-    config: Fields, experts: MoE, mlp: Dense, first: int | None = None
+    config: Fields, experts: MoE, mlp: Dense, num_first_dense: int | None = None
 ) -> list[Dense | MoE]:
     """Return the block of each layer, as listed in `mlp_layer_types`.
 
-    first: without that key, so many dense layers come first; None: as `first_dense` reads.
+    num_first_dense: the number of dense layers at the beginning if config.json omits that key;
+        None: the number that `first_dense` reads.
     """
     kinds = config.raw("mlp_layer_types")
     count = num_layers(config)
     if kinds is None:
-        if first is None:
+        if num_first_dense is None:
             return first_dense(config, experts, mlp)
-        return [mlp] * first + [experts] * (count - first)
+        return [mlp] * num_first_dense + [experts] * (count - num_first_dense)
     if (
         not isinstance(kinds, list)
         or len(kinds) != count
@@ -327,7 +331,7 @@ def sliding_window(config: Fields) -> int | None:
 
 
 def no_window(config: Fields) -> KVRule:
-    """Return the rule of full attention. Raises CheckpointError for a sliding window."""
+    """Return the rule of full attention. Raises CheckpointError if config.json has a window."""
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     return same_window(config, None)
 

@@ -32,7 +32,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _ACT_SYNONYMS = {"silu": ("swish",)}  # other names of activations in transformers' ACT2FN
 _MAX_VOCAB = 4 * 2**20
 # Keys of a multimodal config.json that also apply to its text model.
-_OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
+_OUTER_KEYS = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
 
 # The defaults of keys for which a family has none.
 _COMMON_DEFAULTS: dict[str, Any] = {
@@ -60,7 +60,7 @@ _COMMON_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "topk_group": 1,
 }
-_LENGTH = "original_max_position_embeddings"
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Key in params.json -> key in config.json.
 _PARAMS = {
     "dim": "hidden_size",
@@ -82,7 +82,12 @@ _PARAMS_MOE = {  # the same for its section "moe"
     "routed_scale": "routed_scaling_factor",
 }
 # The same for its section "yarn".
-_PARAMS_YARN = {"alpha": "beta_slow", "beta": "beta_fast", "factor": "factor", _LENGTH: _LENGTH}
+_PARAMS_YARN = {
+    "alpha": "beta_slow",
+    "beta": "beta_fast",
+    "factor": "factor",
+    _ORIGINAL_LENGTH: _ORIGINAL_LENGTH,
+}
 
 
 def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) -> ModelSpec:
@@ -142,9 +147,10 @@ def _read(model_dir: Path) -> tuple[Path, dict[str, Any]]:
 def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the values of the text model, with aliases of keys resolved."""
     if family.text:
-        outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
+        outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
         values = outer | Fields(path, values, {}).section(family.text)
-        values |= {key: outer[key] for key in ("tie_word_embeddings",) if key in outer}
+        if "tie_word_embeddings" in outer:  # of this key alone, the outer value has precedence
+            values["tie_word_embeddings"] = outer["tie_word_embeddings"]
     for alias, key in family.aliases.items():
         if values.get(alias) is not None and values.get(key) is None:
             values = values | {key: values[alias]}
@@ -169,15 +175,17 @@ def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Fam
             raise config.error("model_type", f"supported architectures: {supported}")
     if not isinstance(names, list):
         raise config.error("architectures", f"supported: {supported}")
-    found = [name for name in names if isinstance(name, str) and name in families]
-    if not found:
+    architecture = next(
+        (name for name in names if isinstance(name, str) and name in families), None
+    )
+    if architecture is None:
         raise config.error("architectures", f"supported: {supported}")
-    known = families[found[0]].model_types
+    known = families[architecture].model_types
     if model_type not in (None, *known):
         raise config.error(
-            "model_type", f"{found[0]} has {' or '.join(map(repr, known))}; fix one of the two"
+            "model_type", f"{architecture} has {' or '.join(map(repr, known))}; fix one of the two"
         )
-    return found[0]
+    return architecture
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:
@@ -208,7 +216,7 @@ def _from_params(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     params.unsupported(
         "quantization", "Mistral's own fp8 format is not supported; use the bfloat16 release"
     )
-    scaling.only(original_max_position_embeddings=yarn.raw(_LENGTH))
+    scaling.only(original_max_position_embeddings=yarn.raw(_ORIGINAL_LENGTH))
     config = {
         _PARAMS.get(key, key): value
         for key, value in values.items()

@@ -15,14 +15,15 @@ def _spec_fields(config: Fields) -> family.SpecFields:
         config, rule=family.no_window(config), qk_norm="head", **family.attention_bias(config)
     )
     router = replace(
-        family.SIGMOID, scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER)
+        family.SIGMOID_ROUTER,
+        scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER),
     )
     bias = config.boolean("mlp_bias")
     shared = family.shared_experts(
         config, key="num_shared_experts", name="mlp.shared_mlp", bias=bias
     )
     experts = family.moe(config, router=router, shared=shared)
-    blocks = family.listed_moe(config, experts, family.dense(config, bias=bias), first=1)
+    blocks = family.listed_moe(config, experts, family.dense(config, bias=bias), num_first_dense=1)
     return {
         "layers": family.layers(config, mixer, blocks),
         "num_mtp_layers": family.mtp_layers(config),

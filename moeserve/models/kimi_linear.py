@@ -85,7 +85,7 @@ FAMILY = family.Family(
         top_k=8,
         expert_size=1024,
     )
-    | family.LATENT
+    | family.LATENT_DEFAULTS
     | {
         "eos_token_id": 163586,
         "linear_attn_config": None,

@@ -60,7 +60,8 @@ def load_plan(
     mtp_layers = tuple(
         f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers)
     )
-    plan.elsewhere.update(name for name in present if name.startswith(mtp_layers))
+    # The tensors of MTP layers are not read with the model, but by models/mtp.py.
+    plan.on_other_ranks.update(name for name in present if name.startswith(mtp_layers))
     return plan.finish([names.head] if spec.tie_embeddings else [])
 
 

@@ -29,7 +29,7 @@ def _spec_fields(config: Fields) -> family.SpecFields:
         for kind in dict.fromkeys(types)
     }
     experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")))
-    blocks = family.listed_moe(config, experts, family.dense(config), first=0)
+    blocks = family.listed_moe(config, experts, family.dense(config), num_first_dense=0)
     return {"layers": family.layers(config, [mixers[kind] for kind in types], blocks)}
 
 

@@ -56,7 +56,9 @@ def _spec_fields(config: Fields) -> family.SpecFields:
     experts = family.moe(config, router=family.deepseek_router(config))
     mlp = family.dense(config)
     return {
-        "layers": family.layers(config, mixers, family.listed_moe(config, experts, mlp, first=1)),
+        "layers": family.layers(
+            config, mixers, family.listed_moe(config, experts, mlp, num_first_dense=1)
+        ),
         "mtp": LayerSpec(mixer=sliding, feed_forward=mlp),
     }
 

@@ -65,7 +65,7 @@ FAMILY = family.Family(
         top_k=4,
         expert_size=2048,
     )
-    | family.LATENT
+    | family.LATENT_DEFAULTS
     | {
         "eos_token_id": 2,
         "first_k_dense_replace": 0,

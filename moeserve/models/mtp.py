@@ -47,7 +47,7 @@ def with_mtp(spec: ModelSpec) -> ModelSpec:
             f"speculate=mtp: {spec.architecture} has no head for multi-token prediction that is "
             "supported here, or config.json lists none; use another proposer, e.g. ngram:4"
         )
-    return spec.drafting((spec.mtp,))
+    return spec.with_drafter((spec.mtp,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

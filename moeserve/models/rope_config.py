@@ -134,8 +134,8 @@ def _of_layer_type(config: Fields, key: str, layer_type: str | None) -> dict[str
     per_type = {name: value for name, value in section.items() if name.endswith("_attention")}
     if not per_type:
         return section
-    if layer_type is not None and isinstance(own := per_type.get(layer_type), dict):
-        return own
+    if layer_type is not None and isinstance(chosen := per_type.get(layer_type), dict):
+        return chosen
     first, *others = per_type.values()
     if (
         len(per_type) < len(section)
@@ -146,13 +146,14 @@ def _of_layer_type(config: Fields, key: str, layer_type: str | None) -> dict[str
     return first
 
 
-def _original(config: Fields, rope: Fields) -> int:
+def _original_max_position(config: Fields, rope: Fields) -> int:
     """Return the length of the context before its extension.
 
     A value outside the rope object has precedence, as in transformers.
     """
-    outer = config.values.get("original_max_position_embeddings") is not None
-    return (config if outer else rope).integer("original_max_position_embeddings", 1, _MAX_POSITION)
+    key = "original_max_position_embeddings"
+    source = rope if config.values.get(key) is None else config
+    return source.integer(key, 1, _MAX_POSITION)
 
 
 def _llama3(config: Fields, rope: Fields) -> dict[str, Any]:
@@ -166,13 +167,13 @@ def _llama3(config: Fields, rope: Fields) -> dict[str, Any]:
         "factor": rope.number("factor", 1.0, _MAX_FACTOR),
         "low_freq_factor": low,
         "high_freq_factor": high,
-        "original_max_position": _original(config, rope),
+        "original_max_position": _original_max_position(config, rope),
     }
 
 
 def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
     """Read YaRN (arXiv 2309.00071). If attention_factor is omitted, it is computed here."""
-    original = _original(config, rope)
+    original = _original_max_position(config, rope)
     factor = rope.optional_number("factor", 1.0, _MAX_FACTOR)
     if factor is None:
         factor = config.integer("max_position_embeddings", 1, _MAX_POSITION) / original
@@ -223,7 +224,7 @@ def _gguf_factors(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
 def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
     """Read LongRoPE (arXiv 2402.13753) with the two attention factors of Phi-3.5-MoE."""
     return {
-        "original_max_position": _original(config, rope),
+        "original_max_position": _original_max_position(config, rope),
         "short_factors": _factors(rope, "short_factor", size),
         "long_factors": _factors(rope, "long_factor", size),
         "attention_factor": rope.number("short_mscale", 0, 100.0),

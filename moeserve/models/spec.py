@@ -70,7 +70,7 @@ class ModelSpec:
     mtp: LayerSpec | None = None  # the first of them; see models/mtp.py
     # The drafter's layers for speculative decoding, which have KV caches beside the model's.
     draft_layers: tuple[LayerSpec, ...] = ()
-    draft_whole: bool = False  # each tensor-parallel rank has all heads of the drafter
+    replicate_drafter: bool = False  # each tensor-parallel rank has the whole drafter
     # Layers whose input (the residual stream) `forward` also returns; num_layers: the last output.
     aux_hidden_layers: tuple[int, ...] = ()
     head_bias: bool = False  # the LM head has a bias
@@ -92,8 +92,8 @@ class ModelSpec:
         """The decoder layers, followed by the drafter's."""
         return self.layers + self.draft_layers
 
-    def drafting(self, layers: tuple[LayerSpec, ...]) -> "ModelSpec":
-        """Return the spec of this model with a drafter of these layers.
+    def with_drafter(self, layers: tuple[LayerSpec, ...]) -> "ModelSpec":
+        """Return the spec of this model with a drafter that consists of `layers`.
 
         Raises ConfigError if the model has no layer with full attention: the drafter's cache uses
         the blocks of such layers.
@@ -106,9 +106,9 @@ class ModelSpec:
         return replace(self, draft_layers=layers)
 
     @property
-    def shared_layers(self) -> tuple[LayerSpec, ...]:
+    def sharded_layers(self) -> tuple[LayerSpec, ...]:
         """The layers, drafter included, whose heads are divided among tensor-parallel ranks."""
-        return self.layers if self.draft_whole else self.cached_layers
+        return self.layers if self.replicate_drafter else self.cached_layers
 
     @property
     def kv_rules(self) -> tuple[KVRule, ...]:
@@ -161,17 +161,17 @@ class ModelSpec:
     @property
     def possible_tp(self) -> list[int]:
         """The supported numbers of tensor-parallel ranks."""
-        first, *others = dict.fromkeys(layer.mixer for layer in self.shared_layers)
+        first, *others = dict.fromkeys(layer.mixer for layer in self.sharded_layers)
         return [tp for tp in first.possible_tp if all(tp in mixer.possible_tp for mixer in others)]
 
     def check_tp(self, tp: int) -> None:
         """Raise ConfigError, with the supported numbers, if tp ranks cannot divide the heads."""
         if tp not in (possible := self.possible_tp):
-            shared = " and ".join(
-                dict.fromkeys(layer.mixer.sharing for layer in self.shared_layers)
+            heads = " and ".join(
+                dict.fromkeys(layer.mixer.sharing for layer in self.sharded_layers)
             )
             raise ConfigError(
-                f"tp={tp} cannot divide {shared} evenly; choose tp from "
+                f"tp={tp} cannot divide {heads} evenly; choose tp from "
                 f"{', '.join(map(str, possible))}"
             )
 
@@ -203,10 +203,13 @@ def model_size(spec: ModelSpec) -> ModelSize:
     Qwen3-30B-A3B (D 2048, 48 layers, E 128, K 8, I 768) -> about 30.5e9 and 3.0e9
     """
     head = spec.vocab_size * spec.hidden_size
-    always = sum(outputs * inputs for outputs, inputs in spec.products()) + head
-    experts = len(spec.moe_layers) * spec.expert_weights
-    total = always + spec.num_experts * experts + (0 if spec.tie_embeddings else head)
-    return ModelSize(total, always + spec.experts_per_token * experts)
+    dense = sum(outputs * inputs for outputs, inputs in spec.products()) + head
+    expert = len(spec.moe_layers) * spec.expert_weights  # one expert of every layer
+    embedding = 0 if spec.tie_embeddings else head
+    return ModelSize(
+        total=dense + spec.num_experts * expert + embedding,
+        active=dense + spec.experts_per_token * expert,
+    )
 
 
 def bytes_per_weight(spec: ModelSpec, quantization: str | None, itemsize: int) -> float:

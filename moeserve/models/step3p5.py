@@ -44,17 +44,19 @@ def _spec_fields(config: Fields) -> family.SpecFields:
         "swiglu_limits",
         "swiglu_limits_shared",
     )
-    own_values = {
+    decoder_values = {
         key: value[:count]
         for key in keys_per_layer
         if isinstance(value := config.values.get(key), list)
     }
-    own = replace(config, values={**config.values, **own_values})
-    types = family.layer_types(own, known=known_types, default=["full_attention"] * count)
-    mixers = {kind: _attention(own, kind, types) for kind in dict.fromkeys(types)}
+    decoder_config = replace(config, values={**config.values, **decoder_values})
+    types = family.layer_types(
+        decoder_config, known=known_types, default=["full_attention"] * count
+    )
+    mixers = {kind: _attention(decoder_config, kind, types) for kind in dict.fromkeys(types)}
     return {
         "layers": family.layers(
-            config, [mixers[kind] for kind in types], _feed_forward_blocks(own, count)
+            config, [mixers[kind] for kind in types], _feed_forward_blocks(decoder_config, count)
         ),
         "num_mtp_layers": mtp,
         "norm": NormSpec(shift=1.0),
@@ -69,10 +71,10 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
         ("rope_theta", "rope_theta"),
         ("partial_rotary_factor", "partial_rotary_factors"),
     ):
-        if isinstance(each := values.get(hub_key), list):
-            if len(each) != len(types) or any(
-                value != each[first]
-                for value, layer_type in zip(each, types, strict=True)
+        if isinstance(per_layer := values.get(hub_key), list):
+            if len(per_layer) != len(types) or any(
+                value != per_layer[first]
+                for value, layer_type in zip(per_layer, types, strict=True)
                 if layer_type == kind
             ):
                 raise config.error(
@@ -80,29 +82,29 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
                     f"it must list a number for each of {len(types)} layers, the same for all "
                     "layers of a type",
                 )
-            values[key] = each[first]
+            values[key] = per_layer[first]
     if kind == "sliding_attention":
         other = config.section("attention_other_setting")
         heads = values.get("num_sliding_attention_heads") or other.get("num_attention_heads")
         values["num_attention_heads"] = heads or values["num_attention_heads"]
         if config.values.get("yarn_only_types"):
             values.pop("rope_scaling", None)
-    own = replace(config, values=values)
+    type_config = replace(config, values=values)
     rule = KVRule(
-        window=own.integer("sliding_window", 1, family.MAX_POSITION)
+        window=type_config.integer("sliding_window", 1, family.MAX_POSITION)
         if kind == "sliding_attention"
         else None
     )
-    width = own.optional_number("query_pre_attn_scalar", 0, 1e6)
+    width = type_config.optional_number("query_pre_attn_scalar", 0, 1e6)
     return family.attention(
-        own,
+        type_config,
         layer_type=kind,
         rope={"partial": True},
         rule=rule,
         qk_norm="head",
         gate="head",
-        scale=None if width in (None, own.raw("head_dim")) else width**-0.5,
-        **family.attention_bias(own),
+        scale=None if width in (None, type_config.raw("head_dim")) else width**-0.5,
+        **family.attention_bias(type_config),
     )
 
 

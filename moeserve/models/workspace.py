@@ -49,11 +49,15 @@ def workspace_bytes(
     """
     tokens = padded_rows(max_tokens, LARGEST_PAD)
     itemsize = dtype.itemsize
-    # The residual stream, the normed stream, a block's output, and the norm's fp32 copies.
+    # 3 * itemsize: the residual stream, the normed stream, and a block's output.
+    # 3 * FP32: the norm's copies of its input, its square, and its result.
     stream = tokens * spec.hidden_size * (3 * itemsize + 3 * FP32)
-    if spec.draft_layers:  # the model's hidden states, padded, and the inputs of the merge
-        stream += tokens * spec.hidden_size * (4 + 2 * len(spec.aux_hidden_layers)) * itemsize
-    block = max(
+    if spec.draft_layers:
+        # The model's hidden states and the auxiliary ones, twice (without and with padding), and
+        # the two inputs of the merge.
+        num_hidden_states = 1 + len(spec.aux_hidden_layers)
+        stream += tokens * spec.hidden_size * (2 * num_hidden_states + 2) * itemsize
+    largest_block = max(
         max(
             mixer_workspace(
                 layer.mixer,
@@ -74,37 +78,44 @@ def workspace_bytes(
             else 0,
         )
         for layer, ranks in [
-            *((layer, tp_size) for layer in set(spec.shared_layers)),
-            *((layer, 1) for layer in set(spec.draft_layers) if spec.draft_whole),
+            *((layer, tp_size) for layer in set(spec.sharded_layers)),
+            *((layer, 1) for layer in set(spec.draft_layers) if spec.replicate_drafter),
         ]
     )
+    # Logits in the model's dtype and in fp32, and their hidden states.
     logits = max_rows * (spec.vocab_size * (itemsize + FP32) + spec.hidden_size * itemsize)
     logits += gathered_bytes(max_rows, spec.vocab_size, itemsize, tp_size)
     received = 0 if inflow is None else _received(spec, inflow, itemsize)
-    return stream + _metadata(spec, tokens, max_rows, max_len) + max(block, logits) + received
+    return (
+        stream + _metadata(spec, tokens, max_rows, max_len) + max(largest_block, logits) + received
+    )
 
 
 def _metadata(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
     """Return the bytes of attention metadata: cache rows of each query block, and rotary angles."""
-    blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
+    query_blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
     attending = (
         layer.mixer for layer in spec.cached_layers if layer.mixer.head_shape(1) is not None
     )
     angles = max((tensor.width for mixer in attending for tensor in mixer.cache(1)), default=0)
-    return (
-        INT64 * padded_context(max_len) * (len(set(spec.kv_rules)) * blocks + 6)
-        + 2 * tokens * angles * FP32
-    )
+    # For each rule, an index per position of each query block. 6: temporary indices of one context.
+    num_contexts = len(set(spec.kv_rules)) * query_blocks + 6
+    rotary_bytes = 2 * tokens * angles * FP32  # cosines and sines
+    return INT64 * padded_context(max_len) * num_contexts + rotary_bytes
 
 
 def _received(spec: ModelSpec, inflow: Inflow, itemsize: int) -> int:
-    """Return the bytes of received rows and their results, which the transport keeps; of the
-    activations of one expert; and of experts that are being moved to this rank.
+    """Return the bytes of expert parallelism.
 
-    Only one micro-batch computes at a time. In the worst case, one expert gets every token.
+    They are those of received rows and their results, which the transport keeps; of the activations
+    of one expert; and of experts that are being moved to this rank. Only one micro-batch computes
+    at a time. In the worst case, one expert gets every token.
     """
     width = spec.hidden_size
-    rows = inflow.ubatches * inflow.rows * (inflow.copies * width * itemsize + 4 * INT64)
+    # 4 * INT64: the indices of a row in the sorts and sums of the transport.
+    row_bytes = inflow.copies * width * itemsize + 4 * INT64
     tokens = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
-    activations = tokens * (4 * spec.expert_size + 2 * width) * itemsize
-    return rows + activations + inflow.moving * spec.expert_weights * itemsize
+    # 4 * expert_size: gate and up, their activation, and a temporary one. 2 * width: input, result.
+    activation_bytes = tokens * (4 * spec.expert_size + 2 * width) * itemsize
+    moving_bytes = inflow.moving * spec.expert_weights * itemsize
+    return inflow.ubatches * inflow.rows * row_bytes + activation_bytes + moving_bytes

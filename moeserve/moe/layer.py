@@ -29,10 +29,10 @@ from moeserve.ops.inputs import RowContext
 SharedExpert = Callable[[Tensor, RowContext], Tensor]
 
 
-def why_not_recorded(wire: All2AllCaps, compute: ExpertsCaps) -> str | None:
+def why_not_recorded(transport: All2AllCaps, compute: ExpertsCaps) -> str | None:
     """Return why no CUDA graph can record this backend and this kernel; None if one can."""
-    if wire.not_recorded:
-        return wire.not_recorded
+    if transport.not_recorded:
+        return transport.not_recorded
     if not compute.device_counts:
         return f"{compute.name} must know the counts of rows on the host"
     return None
@@ -72,7 +72,7 @@ class MoELayer:
         """Return the layer's output [T, D]. router_TD: the router's input, if it is not x."""
         num_tokens = context.num_tokens
         routing = self.router(x_TD if router_TD is None else router_TD, context)
-        ubatch.note_load(self.to_physical.load(routing))
+        ubatch.note_load(self.to_physical.count_load(routing))
         routing = self.to_physical(routing)
         tp = self.tp
         # If only the device knows where padding begins, the padding is distributed as well.
@@ -106,20 +106,20 @@ class MoELayer:
         assert isinstance(num_tokens, int)
         routed_TD = x_TD
         out_TD = torch.empty_like(x_TD)
-        shared_TD = list[Tensor]()
+        shared_results: list[Tensor] = []  # [T, D], appended by run_shared
         if self.on_input:
             routed_TD, routing = routing.on_input(x_TD)
         run_shared = None
         if (shared := self.shared) is not None and len(x_TD):
-            run_shared = lambda: shared_TD.append(shared(x_TD, context))  # noqa: E731
+            run_shared = lambda: shared_results.append(shared(x_TD, context))  # noqa: E731
         limit = self.all2all.caps.max_tokens or sys.maxsize
         if num_tokens < len(x_TD):  # padding is not dispatched
             out_TD[num_tokens:] = 0
         for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
             rows = slice(start, min(start + limit, num_tokens))
             self._run_round(routed_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
-            run_shared = None
-        return out_TD + shared_TD[0] if shared_TD else out_TD
+            run_shared = None  # the first round runs it
+        return out_TD + shared_results[0] if shared_results else out_TD
 
     def _run_round(
         self,
@@ -140,12 +140,13 @@ class MoELayer:
         )
 
     def _run_experts(self, ticket: Ticket, y: Tensor, ubatch: UBatch) -> None:
-        if (early := ticket.early) is None:
+        early_send = ticket.early_send
+        if early_send is None:
             self.experts.run(ticket.inbound, self.packed, y)
             return
-        first, rest = ticket.inbound.split(early.num_experts)
+        first, rest = ticket.inbound.split(early_send.num_experts)
         self.experts.run(first, self.packed, y)
-        ubatch.send_early(lambda: early.send(y))
+        ubatch.send_early(lambda: early_send.send(y))
         self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :])
 
 
@@ -173,9 +174,9 @@ class FusedMoELayer(MoELayer):
         out_TD = ubatch.run_fused(lambda: self._fused(x_TD, self.packed, context.num_tokens))
         return out_TD if self.shared is None else out_TD + self.shared(x_TD, context)
 
-    def expect(self, layer: "FusedMoELayer") -> None:
-        """Let this layer's kernel predict the experts of the next layer, `layer`, so that they are
-        read from disk in advance. Does nothing if the kernel cannot.
+    def predict_experts_of(self, next_layer: "FusedMoELayer") -> None:
+        """Let this layer's kernel predict the experts of `next_layer`, and read them from disk in
+        advance. Does nothing if the kernel cannot.
         """
-        if hasattr(self._fused, "expect"):
-            self._fused.expect(layer._fused)
+        if hasattr(self._fused, "predict_experts_of"):
+            self._fused.predict_experts_of(next_layer._fused)

@@ -26,7 +26,8 @@ class Pending(Protocol[T_co]):
     def arrive(self) -> None:
         """Launch the receiving kernel now instead of in `wait`, if there is one.
 
-        The other micro-batch calls this before it sends. Repeated calls do nothing.
+        The other micro-batch calls this before it sends. Repeated calls do nothing. Without a
+        receiving kernel, no call does anything.
         """
         return
 

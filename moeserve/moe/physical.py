@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
 
-MAX_TURNS = 64  # limits the table; if replicas do not divide it, their shares differ by <= 1/64
+# Limits the table. If an expert's number of replicas does not divide it, the shares of its replicas
+# differ by up to 1 / MAX_TURNS of its tokens.
+MAX_TURNS = 64
 _STARTS_STEP = 1024  # tokens by which `_starts_T1` grows
 
 
@@ -24,8 +26,8 @@ class LogicalToPhysical:
     Tokens use an expert's replicas in turn, by token index plus layer. The choice of a replica does
     not change results, because all replicas hold the same weights.
 
-    Turn w of expert e is entry w * (E + 1) + e + 1 of a flat table. Entry w * (E + 1) is -1, for
-    padding (e = -1).
+    In a flat table, entry w * (E + 1) + e + 1 is the physical expert of logical expert e in turn w.
+    For padding, e is -1, and entry w * (E + 1) is -1.
 
     counts_on_device: count the load on the device, so that the host need not wait for the ids.
     """
@@ -70,13 +72,13 @@ class LogicalToPhysical:
             routing.weights_TK,
         )
 
-    def after(self, placement: Placement) -> "LogicalToPhysical":
+    def with_placement(self, placement: Placement) -> "LogicalToPhysical":
         """Return the map of the same layer under another placement."""
         return LogicalToPhysical(
             placement, self.layer, self.device, counts_on_device=self.counts_on_device
         )
 
-    def load(self, routing: Routing) -> NDArray[np.int64] | torch.Tensor:
+    def count_load(self, routing: Routing) -> NDArray[np.int64] | torch.Tensor:
         """Count the (token, k) pairs of each logical expert, [E], without padding.
 
         A tensor of int32 if the device counts.

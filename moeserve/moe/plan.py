@@ -46,8 +46,10 @@ class MoEPlan:
     fused: bool  # one call of the kernel runs router, dispatch, experts and combine
     needs: MoENeeds
     # (backend, kernel, reason) of each pair. The reason of the chosen pair is "picked" and remarks
-    # for the user. The last two entries are about CUDA graphs and fusing.
-    reasons: tuple[tuple[str, str, str], ...]
+    # for the user.
+    pairs: tuple[tuple[str, str, str], ...]
+    graphs_note: str  # whether CUDA graphs can record decode steps, and why not
+    fused_note: str  # whether the layer is fused, and why not
 
     def layer(
         self,
@@ -61,14 +63,14 @@ class MoEPlan:
         fused = self.fused and isinstance(self.experts, Fusible) and self.experts.can_fuse(router)
         kind = FusedMoELayer if fused else MoELayer
         return kind(
-            router,
-            self.all2all,
-            self.experts,
-            packed,
-            to_physical,
-            shared,
-            tp,
-            router.rule.on_input,
+            router=router,
+            all2all=self.all2all,
+            experts=self.experts,
+            packed=packed,
+            to_physical=to_physical,
+            shared=shared,
+            tp=tp,
+            on_input=router.rule.on_input,
         )
 
     def with_activation(self, activation: Activation) -> "MoEPlan":
@@ -76,13 +78,18 @@ class MoEPlan:
         return replace(self, experts=self.experts.with_activation(activation))
 
     def table(self) -> str:
-        """Format the needs and the reasons as aligned lines, for the log."""
+        """Format the needs, the reasons and the notes as aligned lines, for the log."""
         needs = self.needs
         header = (
             f"{needs.world_size} ranks, {needs.ubatches} micro-batches, {needs.device}, "
             f"{needs.dtype} rows of {needs.hidden_size}"
         )
-        rows = [("all2all", "experts", header), *self.reasons]
+        rows = [
+            ("all2all", "experts", header),
+            *self.pairs,
+            ("graphs", self.all2all.caps.name, self.graphs_note),
+            ("fused", self.experts.caps.name, self.fused_note),
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(
             f"{backend:<{widths[0]}}  {kernel:<{widths[1]}}  {reason}".rstrip()
@@ -95,7 +102,7 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
 
     Raises ConfigError with the reasons if there is none.
     """
-    reasons: list[tuple[str, str, str]] = []
+    pairs: list[tuple[str, str, str]] = []
     picked: tuple[All2All, Experts] | None = None
     for backend in backends:
         for kernel in kernels:
@@ -103,32 +110,32 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
             if why is None and picked is None:
                 picked = backend, kernel
                 why = "; ".join(("picked", *_remarks(needs, backend)))
-            reasons.append(
-                (backend.caps.name, kernel.caps.name, why or "possible, lower preference")
-            )
+            pairs.append((backend.caps.name, kernel.caps.name, why or "possible, lower preference"))
     if picked is None:
         lines = (
             "\n".join(
                 f"  {backend_name} with {kernel_name}: {reason}"
-                for backend_name, kernel_name, reason in reasons
+                for backend_name, kernel_name, reason in pairs
             )
             or "  nothing was offered"
         )
         raise ConfigError(f"no all2all backend and expert kernel fit {needs}:\n{lines}")
     backend, kernel = picked
-    not_fused = _why_not_fused(needs, backend, kernel)
-    eager = why_not_recorded(backend.caps, kernel.caps) if not_fused else None
+    why_not_fused = _why_not_fused(needs, backend, kernel)
+    why_no_graphs = None
     if needs.device != "cuda":
-        eager = f"there are none on {needs.device}"
-    reasons.append(("graphs", backend.caps.name, eager or "possible: decode steps can be recorded"))
-    reasons.append(
-        (
-            "fused",
-            kernel.caps.name,
-            not_fused or "picked: router, dispatch, experts and combine are one call",
-        )
+        why_no_graphs = f"there are none on {needs.device}"
+    elif why_not_fused is not None:  # a fused layer can always be recorded
+        why_no_graphs = why_not_recorded(backend.caps, kernel.caps)
+    return MoEPlan(
+        all2all=backend,
+        experts=kernel,
+        fused=why_not_fused is None,
+        needs=needs,
+        pairs=tuple(pairs),
+        graphs_note=why_no_graphs or "possible: decode steps can be recorded",
+        fused_note=why_not_fused or "picked: router, dispatch, experts and combine are one call",
     )
-    return MoEPlan(backend, kernel, not_fused is None, needs, tuple(reasons))
 
 
 def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
@@ -137,7 +144,7 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
         (isinstance(kernel, Fusible), f"{kernel.caps.name} has no fused form"),
         (
             backend.caps.in_place,
-            f"rows are sent by {backend.caps.name}, or rounded as if they were",
+            f"{backend.caps.name} moves or rounds rows before the experts",
         ),
         (needs.tp_size == 1, f"{needs.tp_size} tensor-parallel ranks divide the tokens"),
         (
@@ -167,31 +174,31 @@ def _remarks(needs: MoENeeds, backend: All2All) -> list[str]:
 
 def _unsupported(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
     """Return why the pair does not meet the needs; None if it does."""
-    wire = backend.caps
+    transport = backend.caps
     compute = kernel.caps
-    if wire.obstacle is not None:
-        return wire.obstacle
+    if transport.obstacle is not None:
+        return transport.obstacle
     if compute.obstacle is not None:
         return compute.obstacle
     checks = (
-        (needs.device in wire.devices, f"{wire.name} does not support {needs.device}"),
+        (needs.device in transport.devices, f"{transport.name} does not support {needs.device}"),
         (
-            wire.world_sizes(needs.world_size),
-            f"{wire.name} does not support {needs.world_size} ranks",
+            transport.supports_world_size(needs.world_size),
+            f"{transport.name} does not support {needs.world_size} ranks",
         ),
-        (needs.dtype in wire.wires, f"{wire.name} does not support {needs.dtype}"),
+        (needs.dtype in transport.row_dtypes, f"{transport.name} does not support {needs.dtype}"),
         (
-            wire.pad_hidden(needs.hidden_size) is not None,
-            f"{wire.name} does not support rows of {needs.hidden_size}",
-        ),
-        (
-            wire.max_in_flight is None or needs.ubatches <= wire.max_in_flight,
-            f"{wire.name} supports {wire.max_in_flight} dispatches in flight, "
-            f"for {needs.ubatches} micro-batches",
+            transport.pad_hidden(needs.hidden_size) is not None,
+            f"{transport.name} does not support rows of {needs.hidden_size}",
         ),
         (
-            wire.exact or not needs.exact,
-            f"{wire.name} does not keep the order of sums: bits may depend on where experts "
+            transport.max_in_flight is None or needs.ubatches <= transport.max_in_flight,
+            f"{transport.name} allows {transport.max_in_flight} dispatches at once, "
+            f"{needs.ubatches} micro-batches need one each",
+        ),
+        (
+            transport.exact or not needs.exact,
+            f"{transport.name} does not keep the order of sums: bits may depend on where experts "
             "are; use --determinism fast",
         ),
         (compute.biases or not needs.biases, f"{compute.name} takes no experts with biases"),
@@ -202,14 +209,20 @@ def _unsupported(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | No
             compute.not_on.get(needs.device, f"{compute.name} does not run on {needs.device}"),
         ),
         (
-            needs.hidden_size % compute.width_step == 0 == needs.expert_size % compute.width_step,
+            all(
+                width % compute.width_step == 0 for width in (needs.hidden_size, needs.expert_size)
+            ),
             f"{compute.name} takes multiples of {compute.width_step}; "
             f"the model is {needs.hidden_size} wide, its experts {needs.expert_size}",
         ),
-        (bool(wire.layouts & compute.layouts), f"{wire.name} and {compute.name} share no layout"),
         (
-            compute.device_counts or not wire.device_counts,
-            f"{wire.name} counts rows on the device, {compute.name} must know them on the host",
+            bool(transport.layouts & compute.layouts),
+            f"{transport.name} and {compute.name} share no layout",
+        ),
+        (
+            compute.device_counts or not transport.device_counts,
+            f"{transport.name} counts rows on the device, "
+            f"{compute.name} must know them on the host",
         ),
     )
     return next((why for holds, why in checks if not holds), None)

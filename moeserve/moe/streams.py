@@ -32,28 +32,28 @@ class InFlightTransfer:
     makes the current stream wait for it. The end of that wait counts as the end of the transfer.
     """
 
-    __slots__ = ("awaited", "begun", "ended", "is_joined", "work")
+    __slots__ = ("begin_event", "end_event", "is_joined", "wait_begin_event", "work")
 
     def __init__(self, work: object = None) -> None:
         self.work = work  # keeps its tensors alive until `join`
         self.is_joined = False
         new_event: Any = torch.cuda.Event
-        self.begun = new_event(enable_timing=True)
-        self.awaited = new_event(enable_timing=True)
-        self.ended = new_event(enable_timing=True)
+        self.begin_event = new_event(enable_timing=True)
+        self.wait_begin_event = new_event(enable_timing=True)
+        self.end_event = new_event(enable_timing=True)
 
     def join(self) -> None:
         """Make the current stream wait for the transfer."""
-        self.awaited.record()
-        torch.cuda.current_stream().wait_event(self.ended)
+        self.wait_begin_event.record()
+        torch.cuda.current_stream().wait_event(self.end_event)
         self.work = None
         self.is_joined = True
 
     def __enter__(self) -> None:
-        self.awaited.record()
+        self.wait_begin_event.record()
 
     def __exit__(self, *_: object) -> None:
-        self.ended.record()
+        self.end_event.record()
         self.is_joined = True
 
     @property
@@ -62,8 +62,8 @@ class InFlightTransfer:
 
         Valid once the device has passed `join`.
         """
-        took_ms = self.begun.elapsed_time(self.ended)
-        waited_ms = self.awaited.elapsed_time(self.ended)
+        took_ms = self.begin_event.elapsed_time(self.end_event)
+        waited_ms = self.wait_begin_event.elapsed_time(self.end_event)
         return int(took_ms * 1000), int(max(0.0, min(took_ms, waited_ms)) * 1000)
 
 
@@ -112,11 +112,11 @@ class CudaStream(CommStream):
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
         transfer = self._begin(work)
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(transfer.begun)
+            self._stream.wait_event(transfer.begin_event)
             try:
                 value = work()
             finally:  # if `work` raises, a part of it may have been launched
-                transfer.ended.record()
+                transfer.end_event.record()
 
         def join() -> T:
             if not transfer.is_joined:
@@ -132,7 +132,7 @@ class CudaStream(CommStream):
         transfer = InFlightTransfer(work)
         if not torch.cuda.is_current_stream_capturing():
             self._transfers.append(transfer)
-        transfer.begun.record()
+        transfer.begin_event.record()
         return transfer
 
     def take_transfers(self) -> list[InFlightTransfer]:
@@ -141,7 +141,7 @@ class CudaStream(CommStream):
         self._transfers = [
             transfer
             for transfer in self._transfers
-            if not (transfer.is_joined or transfer.ended.query())
+            if not (transfer.is_joined or transfer.end_event.query())
         ]
         return joined
 
@@ -162,8 +162,9 @@ def _cuda_stream(index: int) -> CudaStream:
     return CudaStream(torch.device("cuda", index))
 
 
-def here() -> Callable[[], AbstractContextManager[object]]:
-    """Return a context manager with which another thread uses the calling thread's CUDA stream.
+def share_stream() -> Callable[[], AbstractContextManager[object]]:
+    """Return a function that makes a context manager, in which another thread uses the CUDA stream
+    of the thread that called `share_stream`.
 
     torch's current device and stream are per thread.
     """

@@ -31,8 +31,8 @@ WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}  # transfer -> wor
 class UBatchMeter:
     """The times of a micro-batch's transfers in one step, in ns of the monotonic clock.
 
-    Transfers that end `ON_DEVICE` are omitted, because the host only launches them. moe/streams.py
-    times those with CUDA events.
+    Transfers whose `arrived_ns` is `ON_DEVICE` are omitted, because the host only launches them.
+    moe/streams.py times such transfers with CUDA events.
     """
 
     index: int  # the micro-batch's number
@@ -41,7 +41,7 @@ class UBatchMeter:
     # in `arrive` for its sibling. Work that `wait` does after the last row has arrived is excluded.
     exposed_ns: int = 0
     events: list[TraceEvent] | None = None  # None if the step is not traced
-    _resumed_ns: int = 0  # when the current work began
+    _resumed_ns: int = 0  # when the current span of work began
 
     def reset(self, trace: bool) -> None:
         """Begin a step."""
@@ -50,12 +50,12 @@ class UBatchMeter:
         self.events = [] if trace else None
 
     def resume(self) -> None:
-        """Mark the beginning of work."""
+        """Begin a span of work, which the next `record_work` ends."""
         if self.events is not None:
             self._resumed_ns = time.monotonic_ns()
 
-    def work(self, name: str, layer: int) -> None:
-        """Record the work since the last mark as `name`, and mark the beginning of more work."""
+    def record_work(self, name: str, layer: int) -> None:
+        """End the current span of work and record it as `name`. Begin another one."""
         if self.events is not None:
             now_ns = time.monotonic_ns()
             if now_ns - self._resumed_ns >= SHORTEST_NS:
@@ -64,8 +64,8 @@ class UBatchMeter:
                 )
             self._resumed_ns = now_ns
 
-    def transfer(
-        self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int
+    def record_transfer(
+        self, name: str, layer: int, *, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int
     ) -> None:
         """Record a transfer from start_ns to arrived_ns, for which the micro-batch waited from
         wait_ns to end_ns.
@@ -121,7 +121,7 @@ class UBatch:
             result = work()
             self._launch_receives()
             if self._sibling is not None:
-                self._sibling._sibling = None
+                self._sibling._sibling = None  # this micro-batch can launch nothing more for it
             ping_pong.finish(self.index)
             return result
         except BaseException as error:
@@ -144,7 +144,7 @@ class UBatch:
         """
         meter = self.meter
         layer = len(self._loads) - 1
-        meter.work(WORK_BEFORE.get(name, "work"), layer)
+        meter.record_work(WORK_BEFORE.get(name, "work"), layer)
         self._launch_receives()
         start_ns = self._early_ns or time.monotonic_ns()
         self._early_ns = 0
@@ -152,7 +152,7 @@ class UBatch:
         meter.resume()
         if meanwhile is not None:
             meanwhile()
-            meter.work("shared", layer)
+            meter.record_work("shared", layer)
         if self._sibling is not None and self._ping_pong is not None:
             if not isinstance(pending, Completed):
                 self._sibling._receives.append(pending.arrive)
@@ -161,16 +161,23 @@ class UBatch:
         wait_ns = time.monotonic_ns()
         value = pending.wait()
         if not isinstance(pending, Completed):
-            meter.transfer(name, layer, start_ns, wait_ns, time.monotonic_ns(), pending.arrived_ns)
+            meter.record_transfer(
+                name,
+                layer,
+                start_ns=start_ns,
+                wait_ns=wait_ns,
+                end_ns=time.monotonic_ns(),
+                arrived_ns=pending.arrived_ns,
+            )
         return value
 
     def run_fused(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
         """Run a layer without transfers. `compute` returns the output and the rows per expert."""
         layer = len(self._loads)
-        self.meter.work(WORK_BEFORE["dispatch"], layer)
+        self.meter.record_work(WORK_BEFORE["dispatch"], layer)
         out_TD, counts_E = compute()
         self.note_load(counts_E)
-        self.meter.work(WORK_BEFORE["combine"], layer)
+        self.meter.record_work(WORK_BEFORE["combine"], layer)
         return out_TD
 
     def send_early(self, send: Callable[[], None]) -> None:

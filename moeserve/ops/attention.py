@@ -6,8 +6,8 @@ context length; q is the number of query rows per KV head.
 
 The order of every sum depends on positions only, not on the batch:
 
-- A context is divided into cuts of CUT positions, counted from position 0, and cuts into tiles of
-  TILE positions.
+- A context is divided into cuts of CONTEXT_CUT positions, counted from position 0, and cuts into
+  tiles of TILE positions.
 - `attention_partial` computes (max, sum, values) of a cut: the largest score, the sum of
   exp(score - max), and the values weighted by exp(score - max). Values are summed within tiles,
   then tiles are added in order. A position that a query does not see adds exact zeros, and a cut
@@ -33,7 +33,7 @@ from moeserve.ops.elementwise import TORCH_GRAIN, exp
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, entry_width, from_entries
 
 TILE = 64  # positions
-CUT = 512  # positions; a multiple of TILE
+CONTEXT_CUT = 512  # positions; a multiple of TILE
 QUERY_BLOCK = 64  # queries
 MAX_SCORES = 1 << 20  # of a work item
 MAX_CONTEXT_ELEMENTS = 1 << 21  # of the cache, in a work item
@@ -46,7 +46,7 @@ MIN_PRODUCT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class WorkItem:
     """A work item: B query blocks of m queries, each over L positions from the start of a tile.
 
     Blocks with fewer than m queries repeat their last query.
@@ -68,7 +68,7 @@ class TorchAttentionMetadata:
     shape: HeadShape
     num_tokens: int
     heads_G1: Tensor  # 0 .. G-1
-    items: tuple[Item, ...]
+    items: tuple[WorkItem, ...]
 
 
 def plan_attention(
@@ -77,7 +77,9 @@ def plan_attention(
     """Group the queries of a step into work items; see `PlanAttention`."""
     offsets = step.offsets_R1.tolist()
     kv_width = shape.num_kv_heads * max(shape.dim, shape.v_dim)
-    members: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
+    # (m, tiles, tiles between the start of the cut and of the block) -> the query blocks of that
+    # shape: (row, first token, number of queries, first position)
+    blocks_of: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
     for row, start in enumerate(step.starts_R.tolist()):
         first, end = offsets[row : row + 2]
         for token in range(first, end, QUERY_BLOCK):
@@ -87,11 +89,12 @@ def plan_attention(
             tiles = _rounded_tiles(-(-(position + count) // TILE) - first_tile)
             m = 1 if count == 1 else -(-count // 8) * 8
             # The cuts of all blocks of an item must be in the same columns.
-            key = (m, tiles, first_tile % (CUT // TILE))
-            members.setdefault(key, []).append((row, token, count, position))
+            key = (m, tiles, first_tile % (CONTEXT_CUT // TILE))
+            blocks_of.setdefault(key, []).append((row, token, count, position))
     items = []
-    for (m, tiles, offset), blocks in sorted(members.items()):
+    for (m, tiles, offset), blocks in sorted(blocks_of.items()):
         length = tiles * TILE
+        # The part of the limits that one block takes: scores of all heads, or keys or values
         share = max(
             shape.num_heads * m * length / MAX_SCORES, kv_width * length / MAX_CONTEXT_ELEMENTS
         )
@@ -102,9 +105,9 @@ def plan_attention(
                     np.array(blocks[start : start + batch], np.int64).T,
                     m,
                     length,
-                    cuts_of(offset * TILE, length),
-                    group,
-                    shape.num_kv_heads,
+                    cuts=cuts_of(offset * TILE, length),
+                    group=group,
+                    num_kv_heads=shape.num_kv_heads,
                 )
             )
     heads_G1 = torch.arange(shape.num_kv_heads, device=group.blocks_RN.device)[:, None]
@@ -137,7 +140,7 @@ def cuts_of(start: int, length: int) -> tuple[tuple[int, int], ...]:
 
     0, 1100 -> (0, 512), (512, 1024), (1024, 1100); 448, 200 -> (0, 64), (64, 200).
     """
-    borders = [0, *range(CUT - start, length, CUT), length]
+    borders = [0, *range(CONTEXT_CUT - start, length, CONTEXT_CUT), length]
     return tuple(pairwise(borders))
 
 
@@ -148,8 +151,11 @@ def _build_item(
     cuts: tuple[tuple[int, int], ...],
     group: GroupInputs,
     num_kv_heads: int,
-) -> Item:
-    """Build an item. members: row, first token, tokens and first position of B query blocks."""
+) -> WorkItem:
+    """Build a work item.
+
+    members: [4, B], the row, first token, number of queries and first position of B query blocks.
+    """
     size = group.block_size
     device = group.blocks_RN.device
     rows_B, tokens_B, counts_B, starts_B = members
@@ -166,7 +172,7 @@ def _build_item(
     blocks_BN = group.blocks_RN.index_select(0, torch.from_numpy(rows_B).to(device))
     blocks_BL = blocks_BN.gather(1, torch.from_numpy(columns_BL).to(device))
     entries_BL = blocks_BL * size + torch.from_numpy(keys_BL % size).to(device)
-    return Item(
+    return WorkItem(
         size=(len(rows_B), m, length),
         tokens=torch.from_numpy((tokens_B[:, None] + steps_Bm).ravel()).to(device),
         rows_BL=entries_BL * torch.from_numpy(used_BL).to(device) * num_kv_heads,
@@ -214,8 +220,8 @@ def attention(
     for item in plan.items:
         batch, m, length = item.size
         q_BmGhd = q_THd.index_select(0, item.tokens).view(batch, m, num_kv_heads, -1, d)
-        # A block whose scores alone exceed the limit is split by KV heads.
-        scores = batch * m * num_heads * min(length, CUT)
+        # A block whose scores alone exceed four times the limit is split by KV heads.
+        scores = batch * m * num_heads * min(length, CONTEXT_CUT)
         heads = max(1, min(num_kv_heads, 4 * MAX_SCORES * num_kv_heads // scores))
         parts = []
         for first in range(0, num_kv_heads, heads):
@@ -238,7 +244,7 @@ def _attend(
     k_rows: Tensor,
     v_rows: Tensor,
     rows_BGL: Tensor,
-    item: Item,
+    item: WorkItem,
     sinks_Gh: Tensor | None,
     soft_cap: float,
 ) -> Tensor:
@@ -248,18 +254,20 @@ def _attend(
     """
     batch, m, kv_heads, h, d = q_BmGhd.shape
     narrow = min(d, v_rows.shape[1])
-    compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
+    compute_dtype = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
     num_queries = m * h
-    q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, num_queries, d).to(compute)
-    # Queries are padded to a multiple of this, so that torch always chooses the same kernel.
-    step = 8 if compute != torch.bfloat16 else 1 << (MIN_PRODUCT // (TILE * narrow)).bit_length()
-    if extra := -num_queries % step:
+    q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, num_queries, d).to(compute_dtype)
+    # Queries are padded to a multiple of `row_step`, so that torch always chooses the same kernel.
+    row_step = 8
+    if compute_dtype == torch.bfloat16:  # at least MIN_PRODUCT multiplications
+        row_step = 1 << (MIN_PRODUCT // (TILE * narrow)).bit_length()
+    if extra := -num_queries % row_step:
         q = torch.nn.functional.pad(q, (0, 0, 0, extra))
 
     total: Partial | None = None
     for start, end in item.cuts:
-        k = _gather(k_rows, rows_BGL, (start, end)).to(compute)
-        v = _gather(v_rows, rows_BGL, (start, end)).to(compute)
+        k = _gather(k_rows, rows_BGL, (start, end)).to(compute_dtype)
+        v = _gather(v_rows, rows_BGL, (start, end)).to(compute_dtype)
         hidden_Bml = None
         if end > (first := max(start, item.hidden_from)):
             hidden_Bml = item.hidden_Bml[:, :, first - item.hidden_from : end - item.hidden_from]
@@ -272,7 +280,7 @@ def _attend(
         total = merge_partials(
             total, Partial(largest, torch.ones_like(largest), torch.zeros_like(total.values))
         )
-    out = (total.values / total.weight[:, :, None])[:, :num_queries]
+    out = (total.values / total.exp_sum[:, :, None])[:, :num_queries]
     return out.view(batch, kv_heads, m, h, -1).permute(0, 2, 1, 3, 4)
 
 
@@ -280,7 +288,7 @@ class Partial(NamedTuple):
     """(max, sum, values) of attention to some cuts, fp32; see the module's docstring."""
 
     largest: Tensor  # [B * G, q]
-    weight: Tensor  # [B * G, q]
+    exp_sum: Tensor  # [B * G, q]
     values: Tensor  # [B * G, q, v]
 
 
@@ -315,12 +323,12 @@ def merge_partials(total: Partial, part: Partial) -> Partial:
     """Merge the next cut into the cuts before it."""
     largest = torch.maximum(total.largest, part.largest)
     base = largest.clamp(min=LOWEST)
-    old = exp(total.largest - base)
-    new = exp(part.largest - base)
+    total_factor = exp(total.largest - base)
+    part_factor = exp(part.largest - base)
     return Partial(
         largest,
-        total.weight * old + part.weight * new,
-        total.values * old[:, :, None] + part.values * new[:, :, None],
+        total.exp_sum * total_factor + part.exp_sum * part_factor,
+        total.values * total_factor[:, :, None] + part.values * part_factor[:, :, None],
     )
 
 

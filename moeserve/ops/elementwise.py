@@ -22,7 +22,7 @@ from moeserve.ops.rules import Activation, RouterRule
 
 TORCH_GRAIN = 32_768  # the least elements per thread in torch's elementwise loops
 LOWEST = -(1 << 62)  # less than the key of any score
-# Elements per iteration of torch's vectorized loops (or half or a quarter of them)
+# A multiple of the elements per iteration of torch's vectorized loops, which are 16, 32 or 64.
 LANES = 64
 
 
@@ -124,6 +124,7 @@ def _gated(gate: Tensor, up: Tensor, rule: Activation) -> Tensor:
         return F.silu(gate)[:, :width].mul_(up)
     x = gate.float().clamp(max=rule.gate_limit)
     y = up.float().clamp(-rule.limit, rule.limit)
+    # For GELU, factor * x is 2u.
     factor = rule.alpha if rule.kind == "silu" else 0.0713548162726 * x * x + 1.5957691216057
     x = (x * torch.sigmoid(factor * x))[:, :width].clamp(max=rule.act_limit)
     return (x * (y + rule.up_shift)).to(up.dtype)
@@ -226,7 +227,7 @@ def write_kv(
 def qk_norm_rope_cache(
     qkv_TN: Tensor,
     rule: HeadRule,
-    at: RopeCacheInputs,
+    rope_cache: RopeCacheInputs,
     cache: LayerCache,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
@@ -239,15 +240,20 @@ def qk_norm_rope_cache(
     normed_THd: fp32 [T, H + G, d], contiguous: already normed queries and keys, which replace those
         of qkv_TN.
     """
-    (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
+    cos_T1d, sin_T1d, slot_mapping_T = rope_cache
+    k_cache, v_cache = cache
     heads = rule.num_heads
-    both = rule.num_heads + rule.num_kv_heads
+    num_qk_heads = rule.num_heads + rule.num_kv_heads
     dim = cos_T1d.shape[2]
-    real = len(slot_mapping_T)
+    num_tokens = len(slot_mapping_T)  # without padding
     qk_THd = (
-        qkv_TN[:, : both * dim].view(-1, both, dim).float() if normed_THd is None else normed_THd
+        qkv_TN[:, : num_qk_heads * dim].view(-1, num_qk_heads, dim).float()
+        if normed_THd is None
+        else normed_THd
     )
-    v_TGv = qkv_TN[:real, both * dim :].view(real, rule.num_kv_heads, rule.v_dim or dim)
+    v_TGv = qkv_TN[:num_tokens, num_qk_heads * dim :].view(
+        num_tokens, rule.num_kv_heads, rule.v_dim or dim
+    )
     if rule.norms is not None and not rule.norm_last:
         qk_THd = torch.rms_norm(qk_THd, (dim,), None, rule.eps) * rule.norms
     if rule.norm_values:
@@ -260,7 +266,7 @@ def qk_norm_rope_cache(
         rotated_THd = torch.rms_norm(rotated_THd, (dim,), None, rule.eps).mul_(rule.norms)
     # Queries are scaled while they are fp32: one rounding instead of two.
     rotated_THd[:, :heads] *= rule.scale
-    write_kv(rotated_THd[:real, heads:], v_TGv, k_cache, v_cache, slot_mapping_T)
+    write_kv(rotated_THd[:num_tokens, heads:], v_TGv, k_cache, v_cache, slot_mapping_T)
     return rotated_THd[:, :heads].to(qkv_TN.dtype)
 
 
@@ -317,7 +323,7 @@ def _keys(scores_TE: Tensor) -> Tensor:
 
     The bits of floats are ordered like integers, after those of negative floats are flipped.
     """
-    bits = (scores_TE + 0.0).view(torch.int32).long()
+    bits = (scores_TE + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
     return keys - torch.arange(scores_TE.shape[-1], device=scores_TE.device)
 
@@ -325,6 +331,7 @@ def _keys(scores_TE: Tensor) -> Tensor:
 def _keep_groups(keys_TE: Tensor, rule: RouterRule) -> Tensor:
     """Return the keys, with LOWEST for the experts of all but the best groups."""
     keys_TGS = keys_TE.view(len(keys_TE), rule.groups, keys_TE.shape[1] // rule.groups)
+    # Undo `_keys`: add more than any id, and drop the 16 bits that ids occupy.
     bits = ((keys_TGS.topk(rule.num_group_scores, dim=-1).values + 0xFFFF) >> 16).int()
     scores_TGn = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
     kept = _keys(scores_TGn.sum(-1)).topk(rule.kept_groups, dim=-1).indices

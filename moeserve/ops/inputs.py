@@ -118,8 +118,8 @@ class StepInputs:
     # int32 [1] on the device: number of tokens without padding; None: all T
     live: Tensor | None = None
     # Piecewise CUDA graphs: ends a graph before attention and begins another one after it, so that
-    # each step that replays them plans and computes its own attention. None: not captured so.
-    cut: "Cut | None" = None
+    # each step that replays them plans and computes its own attention. None: no such graphs.
+    graph_break: "GraphBreak | None" = None
     embeds: EmbedPatch | None = None
 
 
@@ -146,7 +146,7 @@ class RowContext:
 PlanRows = Callable[[StepInputs], Any]  # step -> attention metadata
 Attend = Callable[[Tensor, Any, Tensor], Any]  # (queries, metadata, output)
 # (queries, plan, attend, columns of the output) -> output
-Cut = Callable[[Tensor, PlanRows, Attend, int], Tensor]
+GraphBreak = Callable[[Tensor, PlanRows, Attend, int], Tensor]
 # Makes the attention metadata of a step, for all layers of a KV group with such heads.
 PlanAttention = Callable[[GroupInputs, StepInputs, HeadShape], Any]
 

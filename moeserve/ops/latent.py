@@ -9,7 +9,7 @@ these products to queries and results: queries are [W_UK^T q_nope | rope(q_rope)
 cache entries [latent | rope(key)], which all heads share, and the weighted sums of latents are
 multiplied by W_UV:
 
-    q_THn = ops.latent_rope_cache(q_THe, kv_TC, rule, at, cache, q_THC)
+    q_THn = ops.latent_rope_cache(q_THe, kv_TC, rule, rope_cache, cache, q_THC)
     up(q_THn, out=q_THC[..., :L])                     # up = ops.pack_heads(W_UK [H, L, n])
     o_THL = ops.attention(q_THC, cache, cache[..., :L], plan).unflatten(1, (H, L))
     v_THv = down(o_THL)                               # down = ops.pack_heads(W_UV [H, v, L])
@@ -77,7 +77,7 @@ def latent_rope_cache(
     q_THe: Tensor,
     kv_TC: Tensor,
     rule: LatentRule,
-    at: RopeCacheInputs,
+    rope_cache: RopeCacheInputs,
     latent_cache: Tensor,
     q_THC: Tensor,
 ) -> Tensor:
@@ -90,13 +90,13 @@ def latent_rope_cache(
     latent_cache: [blocks, block size, 1, C], contiguous.
     q_THC: output; its last p columns become the part of queries with rope.
     """
-    cos_T1p, sin_T1p, slot_mapping_T = at
+    cos_T1p, sin_T1p, slot_mapping_T = rope_cache
     rank = rule.rank
-    real = slot_mapping_T.shape[0]
+    num_tokens = slot_mapping_T.shape[0]  # without padding
     q = q_THe.float()
     q_THC[:, :, rank:] = rotary(q[:, :, rule.nope_dim :], cos_T1p, sin_T1p).mul_(rule.scale)
-    kv = kv_TC[:real].float()
-    rotated_T1p = rotary(kv[:, None, rank:], cos_T1p[:real], sin_T1p[:real])
+    kv = kv_TC[:num_tokens].float()
+    rotated_T1p = rotary(kv[:, None, rank:], cos_T1p[:num_tokens], sin_T1p[:num_tokens])
     entries = torch.cat((rms_norm(kv[:, :rank], rule.norm_L, rule.eps), rotated_T1p[:, 0]), 1)
     latent_cache.view(-1, kv.shape[1]).index_copy_(
         0, slot_mapping_T, entries.to(latent_cache.dtype)

@@ -43,7 +43,7 @@ class LatentBlock:
         rule: LatentRule,
         dtype: torch.dtype,
     ) -> None:
-        self._keep = narrow, queries, latents, up, down, out, rule  # whose memory the block reads
+        self._keep = narrow, queries, latents, up, down, out, rule  # the block reads their memory
         self._dtype = dtype
         entry = rule.rank + rule.rope_dim
         self._shape = HeadShape(rule.num_heads, 1, entry, rule.rank)
@@ -62,13 +62,17 @@ class LatentBlock:
         )  # fmt: skip
 
     def __call__(
-        self, x_TD: Tensor, at: RopeCacheInputs, latent_cache: Tensor, plan: NativeAttentionMetadata
+        self,
+        x_TD: Tensor,
+        rope_cache: RopeCacheInputs,
+        latent_cache: Tensor,
+        plan: NativeAttentionMetadata,
     ) -> Tensor:
         """Run the block. For the arguments see `latent_rope_cache` and `attention`.
 
         All have x's dtype, and are contiguous, except for the stride between rows of x.
         """
-        cos_T1p, sin_T1p, slot_mapping_T = at
+        cos_T1p, sin_T1p, slot_mapping_T = rope_cache
         assert x_TD.dtype is latent_cache.dtype is self._dtype, (
             x_TD.dtype,
             latent_cache.dtype,

@@ -47,8 +47,8 @@ from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20  # bytes of a huge page
-# Version of the packed layout. Change it with the layout, so that cached files of an older layout
-# are not used (loader/packed_cache.py).
+# The version of the packed layout. Change the version with the layout, so that cached files in an
+# older layout are not used (loader/packed_cache.py).
 LAYOUT = 1
 BYTES_IN_12_BITS = 1.53  # bytes per compressed weight, with tables and room for escapes
 HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels support
@@ -75,26 +75,29 @@ def packing_of(weight: Weight, columns: int | None = None, lossless: bool = Fals
 
     lossless: compress bf16 weights to 12 bits.
     """
-    rows = columns or weight.shape[-2]
-    depth = weight.shape[-1]
+    num_outputs = columns or weight.shape[-2]
+    num_inputs = weight.shape[-1]
     if isinstance(weight, Quantised):
         has_supers = weight.supers is not None
         bits = 0
         if weight.activations == "int8":
             bits = (weight.bits or 8) if weight.kind == "int8" else 4
         return _native.Packing(
-            getattr(_native.Type, weight.kind), depth, rows, weight.group,
+            getattr(_native.Type, weight.kind), num_inputs, num_outputs, weight.group,
             weight.zeros is not None, bits,
             TYPES[weight.scale_dtype], weight.mins is not None, has_supers,
         )  # fmt: skip
-    compressed = lossless and weight.dtype is torch.bfloat16 and depth % 8 == 0
-    return _native.Packing(_native.Type.bf12 if compressed else TYPES[weight.dtype], depth, rows)
+    is_compressed = lossless and weight.dtype is torch.bfloat16 and num_inputs % 8 == 0
+    native_type = _native.Type.bf12 if is_compressed else TYPES[weight.dtype]
+    return _native.Packing(native_type, num_inputs, num_outputs)
 
 
-def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
-    """Pack a matrix to the address `to`.
+def pack(
+    packing: Any, weight_NK: Weight, target: int, block_stride: int, all_threads: bool
+) -> None:
+    """Pack a matrix to the address `target`.
 
-    step: bytes between the starts of two blocks. all_threads: use the thread pool.
+    block_stride: bytes between the starts of two blocks. all_threads: use the thread pool.
 
     Raises CheckpointError for weights that cannot be compressed to 12 bits.
     """
@@ -112,8 +115,8 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
         values.data_ptr(),
         values.stride(0),
         *(address(part) for part in group_parts),
-        to,
-        step,
+        target,
+        block_stride,
         all_threads,
     ):
         raise CheckpointError(
@@ -132,7 +135,7 @@ class NativeLinear:
 
     __slots__ = (
         "_bias",
-        "_bias_at",
+        "_bias_address",
         "_columns",
         "_depth",
         "_dtype",
@@ -158,18 +161,16 @@ class NativeLinear:
             pack(
                 self._packing,
                 weight_NK,
-                self.packed.data_ptr(),
-                self._packing.block_bytes,
+                target=self.packed.data_ptr(),
+                block_stride=self._packing.block_bytes,
                 all_threads=True,
             )
-        self._bias = (
-            None
-            if bias_N is None
-            else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
-        )
-        self._bias_at = address(self._bias)
+        self._bias: Tensor | None = None
+        if bias_N is not None:
+            self._bias = torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
+        self._bias_address = address(self._bias)
         # A reference to this object's memory, for fused blocks.
-        self.matrix = _native.Matrix(self._packing, self.packed.data_ptr(), self._bias_at)
+        self.matrix = _native.Matrix(self._packing, self.packed.data_ptr(), self._bias_address)
 
     @property
     def parts(self) -> tuple[Tensor | None, ...]:
@@ -184,7 +185,7 @@ class NativeLinear:
             x_MK = x_MK.contiguous()
         y_MN = x_MK.new_empty(x_MK.shape[0], self._columns)
         _native.linear(
-            self._type, self._packing, self.packed.data_ptr(), self._bias_at, x_MK.data_ptr(),
+            self._type, self._packing, self.packed.data_ptr(), self._bias_address, x_MK.data_ptr(),
             x_MK.stride(0),
             x_MK.shape[0], y_MN.data_ptr(),
         )  # fmt: skip
@@ -205,9 +206,15 @@ class NativeHeads:
         self._shape = tuple(weight_HNK.shape)
         self._packing = packing_of(weight_HNK)
         self._packed, is_packed = allocate(self._shape[0] * self._packing.bytes)
-        for head in () if is_packed else range(self._shape[0]):
-            to = self._packed.data_ptr() + head * self._packing.bytes
-            pack(self._packing, weight_HNK[head], to, self._packing.block_bytes, all_threads=True)
+        if not is_packed:
+            for head in range(self._shape[0]):
+                pack(
+                    self._packing,
+                    weight_HNK[head],
+                    target=self._packed.data_ptr() + head * self._packing.bytes,
+                    block_stride=self._packing.block_bytes,
+                    all_threads=True,
+                )
         # A reference to this object's memory, for fused blocks.
         self.matrices = _native.HeadMatrices(self._packing, self._packed.data_ptr(), self._shape[0])
 
@@ -285,7 +292,8 @@ def attention(
     All sums are fp32. q_THd: already scaled; contiguous per token, with any stride between tokens.
     v_cache: contiguous, or a view of the first elements of k_cache's entries (not with int8).
     """
-    (num_rows, num_heads, d), v = q_THd.shape, plan.shape.v_dim
+    num_rows, num_heads, d = q_THd.shape
+    v = plan.shape.v_dim
     assert HeadShape(num_heads, k_cache.shape[2], d, v) == plan.shape, (
         q_THd.shape,
         k_cache.shape,
@@ -300,10 +308,10 @@ def attention(
         v_cache.shape,
         plan.shape,
     )
-    is_part = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
-    assert v_cache.is_contiguous() or (is_part and k_cache.dtype != torch.int8), v_cache.stride()
+    is_view = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
+    assert v_cache.is_contiguous() or (is_view and k_cache.dtype != torch.int8), v_cache.stride()
     k_bytes = k_cache.shape[3] * k_cache.itemsize
-    v_bytes = k_bytes if is_part else v_cache.shape[3] * v_cache.itemsize
+    v_bytes = k_bytes if is_view else v_cache.shape[3] * v_cache.itemsize
     if sinks_H is not None:
         assert sinks_H.dtype == torch.float32, sinks_H.dtype
         assert sinks_H.is_contiguous(), sinks_H.stride()
@@ -335,13 +343,18 @@ class AttentionBlock:
         sinks_H: Tensor | None = None,
         soft_cap: float = 0.0,
     ) -> None:
-        self._keep = qkv, out, rule, sinks_H  # whose memory the block reads
+        self._keep = qkv, out, rule, sinks_H  # the block reads their memory
         self._dtype = dtype
-        self._shape = shape = HeadShape(rule.num_heads, rule.num_kv_heads, dim, rule.v_dim or dim)
-        widths = {
-            kv: (entry_width(dim, kv), entry_width(shape.v_dim, kv)) for kv in (dtype, torch.int8)
+        shape = HeadShape(rule.num_heads, rule.num_kv_heads, dim, rule.v_dim or dim)
+        self._shape = shape
+        # (dtype of the KV cache, widths of its key and value entries) -> native type. Other caches
+        # do not fit, so the lookup fails.
+        self._kv_types = {
+            (kv_dtype, entry_width(dim, kv_dtype), entry_width(shape.v_dim, kv_dtype)): KV_TYPES[
+                kv_dtype
+            ]
+            for kv_dtype in (dtype, torch.int8)
         }
-        self._kv_types = {(kv, *both): KV_TYPES[kv] for kv, both in widths.items()}
         self._columns = rule.num_heads * shape.v_dim if out is None else out.matrix.columns
         self.native = _native.AttentionBlock(
             TYPES[dtype], qkv.matrix, None if out is None else out.matrix, rule.num_heads,
@@ -352,13 +365,18 @@ class AttentionBlock:
         )  # fmt: skip
 
     def __call__(
-        self, x_TD: Tensor, at: RopeCacheInputs, cache: LayerCache, plan: NativeAttentionMetadata
+        self,
+        x_TD: Tensor,
+        rope_cache: RopeCacheInputs,
+        cache: LayerCache,
+        plan: NativeAttentionMetadata,
     ) -> Tensor:
         """Run the block. For the arguments see `qk_norm_rope_cache` and `attention`.
 
         All must be contiguous. Both caches have x's dtype or int8.
         """
-        (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
+        cos_T1d, sin_T1d, slot_mapping_T = rope_cache
+        k_cache, v_cache = cache
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         _, block_size, _, width = k_cache.shape
         assert (plan.shape, plan.block_size) == (self._shape, block_size), (
@@ -388,7 +406,7 @@ class GatedMLPBlock:
         columns = gate_up.matrix.columns
         inner = down.matrix.depth
         assert columns == activation.parts * inner, (columns, inner, activation)
-        self._keep = gate_up, down  # whose memory the call reads
+        self._keep = gate_up, down  # the call reads their memory
         self.native = native_activation(activation)
         self._dtype = dtype
         self._depth = gate_up.matrix.depth
@@ -427,7 +445,7 @@ class ExpertsBlock:
         bias_E: Tensor | None = None,
         expert_scale_E: Tensor | None = None,
     ) -> None:
-        self._keep = router, bias_E, expert_scale_E  # whose memory the block reads
+        self._keep = router, bias_E, expert_scale_E  # the block reads their memory
         self._num_experts = router.matrix.columns
         check_per_expert(bias_E, self._num_experts)
         check_per_expert(expert_scale_E, self._num_experts)
@@ -437,8 +455,8 @@ class ExpertsBlock:
             rule.on_input, address(bias_E), address(expert_scale_E), native_activation(activation),
         )  # fmt: skip
 
-    def expect(self, block: ExpertsBlock) -> None:
-        """Prefetch experts on disk for `block`, the next layer's."""
+    def predict_experts_of(self, block: ExpertsBlock) -> None:
+        """Predict the experts of `block`, that of the next layer, and prefetch them from disk."""
         self._block.expect(block._block)
 
     def __call__(

@@ -58,7 +58,8 @@ def causal_conv(
     plan: NativeTilePlan,
 ) -> Tensor:
     """Return the convolution [T, C] in fp32; see ops/recurrence.py. x may have any row stride."""
-    (num_rows, channels), inputs = x_TC.shape, weight_CK.shape[1]
+    num_rows, channels = x_TC.shape
+    inputs = weight_CK.shape[1]
     assert 2 <= inputs <= TILE + 1, inputs
     assert x_TC.stride(1) == 1 or channels == 1, x_TC.stride()
     assert plan.num_tokens <= num_rows, (plan.num_tokens, num_rows)
@@ -101,7 +102,9 @@ def recurrence(
     plan: NativeTilePlan,
 ) -> Tensor:
     """Return o [T, H, v] of the recurrence; see ops/recurrence.py."""
-    (num_rows, groups, d), (_, heads, v), decays = q_TGd.shape, v_THv.shape, log_decay_THD.shape[2]
+    num_rows, groups, d = q_TGd.shape
+    _, heads, v = v_THv.shape
+    decays = log_decay_THD.shape[2]
     assert k_TGd.shape == q_TGd.shape, (k_TGd.shape, q_TGd.shape)
     assert v_THv.shape[0] == num_rows >= plan.num_tokens, (v_THv.shape, num_rows, plan.num_tokens)
     assert heads % groups == 0, (heads, groups)
@@ -113,11 +116,9 @@ def recurrence(
     check_cache(keys, plan.block_size, groups, d)
     check_cache(updates, plan.block_size, heads, v)
     check_cache(sums, plan.block_size, heads, decays)
-    (q_TGd, q_stride), (k_TGd, k_stride), (v_THv, v_stride) = (
-        _by_token(q_TGd),
-        _by_token(k_TGd),
-        _by_token(v_THv),
-    )
+    q_TGd, q_stride = _by_token(q_TGd)
+    k_TGd, k_stride = _by_token(k_TGd)
+    v_THv, v_stride = _by_token(v_THv)
     log_decay_THD, decay_stride = _by_token(log_decay_THD)
     beta_TH, beta_stride = (None, 0) if beta_TH is None else _by_token(beta_TH)
     out_THv = _empty((num_rows, heads, v))
@@ -142,7 +143,8 @@ def selective_scan(
     plan: NativeTilePlan,
 ) -> Tensor:
     """Return y [T, C] of the scan; see ops/selective_scan.py."""
-    (num_rows, channels), state = x_TC.shape, len(a_NC)
+    num_rows, channels = x_TC.shape
+    state = len(a_NC)
     assert plan.num_tokens <= num_rows, (plan.num_tokens, num_rows)
     shapes = (
         (num_rows, channels),

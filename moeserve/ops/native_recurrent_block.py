@@ -63,11 +63,9 @@ class RecurrentBlock:
         v_dim: int,
         dtype: torch.dtype,
     ) -> None:
-        self._keep = inputs, gates, out, rule  # whose memory the block reads
-        (channels, num_inputs), (unit_q, unit_k, unit_eps) = (
-            rule.conv_CK.shape,
-            rule.unit or (None, None, 0.0),
-        )
+        self._keep = inputs, gates, out, rule  # the block reads their memory
+        channels, num_inputs = rule.conv_CK.shape
+        unit_q, unit_k, unit_eps = rule.unit or (None, None, 0.0)
         assert channels == 2 * rule.groups * dim + rule.heads * v_dim, (
             rule.conv_CK.shape,
             dim,

@@ -89,12 +89,13 @@ def add_rms_norm(
 def qk_norm_rope_cache(
     qkv_TN: Tensor,
     rule: HeadRule,
-    at: RopeCacheInputs,
+    rope_cache: RopeCacheInputs,
     cache: LayerCache,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     """Apply norms and rope, and write the KV cache, in one call; see ops/elementwise.py."""
-    (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
+    cos_T1d, sin_T1d, slot_mapping_T = rope_cache
+    k_cache, v_cache = cache
     rows = len(qkv_TN)
     heads = rule.num_heads
     groups = rule.num_kv_heads
@@ -122,7 +123,7 @@ def latent_rope_cache(
     q_THe: Tensor,
     kv_TC: Tensor,
     rule: LatentRule,
-    at: RopeCacheInputs,
+    rope_cache: RopeCacheInputs,
     latent_cache: Tensor,
     q_THC: Tensor,
 ) -> Tensor:
@@ -130,7 +131,7 @@ def latent_rope_cache(
 
     q_THC must be contiguous.
     """
-    cos_T1p, sin_T1p, slot_mapping_T = at
+    cos_T1p, sin_T1p, slot_mapping_T = rope_cache
     rows = len(q_THe)
     heads = rule.num_heads
     width = rule.nope_dim + rule.rope_dim
@@ -260,10 +261,11 @@ def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArr
     order_N = _empty(num_pairs, dtype=torch.int64)
     place_N = _empty(num_pairs, dtype=torch.int64)
     counts_e = np.empty(num_experts, np.int64)
-    placed = _native.group_pairs(
+    num_placed = _native.group_pairs(
         ids_TK.data_ptr(), num_pairs, counts_e, order_N.data_ptr(), place_N.data_ptr()
     )
-    return order_N if placed == num_pairs else order_N[:placed], place_N, counts_e
+    order_P = order_N if num_placed == num_pairs else order_N[:num_placed]
+    return order_P, place_N, counts_e
 
 
 def rows_of_pairs(x_TD: Tensor, order_P: Tensor, top_k: int) -> Tensor:
@@ -291,6 +293,7 @@ def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor)
 
 
 def _rows(from_XD: Tensor, index_P: Tensor, divisor: int) -> Tensor:
+    """Return the rows index // divisor of a matrix, [P, D]."""
     assert from_XD.is_contiguous(), from_XD.stride()
     assert index_P.is_contiguous(), index_P.stride()
     count = index_P.shape[0]
@@ -323,31 +326,33 @@ def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
 def draw(
     x_SV: Tensor, slots_S: NDArray[np.int64], positions_S: NDArray[np.int64],
     columns: Sequence[NDArray[Any]],
-    token_hash_V: Tensor, not_here: int, random: int,
+    token_hash_V: Tensor, unsupported: int, random: int,
     masks: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sample a token for each row of fp32 logits: (tokens int64, maxima, `Status` uint8).
 
     The token is the most likely one, or the winner of `race` at the request's temperature if the
-    request has the trait `random`. It is -1 if rounding could decide, or the request has traits of
-    `not_here`: then use the reference (runner/sampling/reference.py). Logits are not changed.
+    request has the trait `random`. The token is -1 if rounding could decide, or if the request has
+    one of the traits `unsupported`: then use the reference (runner/sampling/reference.py). Logits
+    are not changed.
 
-    positions_S: of the tokens.
-    columns: by slot, traits uint16, temperature fp32, seed uint64.
+    positions_S: the positions of the tokens.
+    columns: traits (uint16), temperatures (fp32) and seeds (uint64), each by slot.
     masks: rows and bitmasks of allowed tokens, see `apply_bitmask`.
     """
     rows, width = x_SV.shape
     tokens_S = _empty(rows, dtype=torch.int64)
     peak_S = _empty(rows)
     status_S = _empty(rows, dtype=torch.uint8)
-    mask_of_S = bits_CW = None
+    mask_of_S = None
+    bits_CW = None
     if masks is not None:
         rows_C, bits_CW = masks
         assert bits_CW.shape[1] * 32 >= width, (bits_CW.shape, x_SV.shape)
         mask_of_S = np.full(rows, -1)
         mask_of_S[rows_C] = np.arange(len(rows_C))
     _native.draw(
-        width, x_SV.data_ptr(), _stride(x_SV), slots_S, positions_S, *columns, not_here, random,
+        width, x_SV.data_ptr(), _stride(x_SV), slots_S, positions_S, *columns, unsupported, random,
         token_hash_V.data_ptr(), mask_of_S, bits_CW, peak_S.data_ptr(), tokens_S.data_ptr(),
         status_S.data_ptr(),
     )  # fmt: skip

@@ -67,17 +67,16 @@ def pick_ops(
         ops = _table_on_device(device, dtype, kernels, obstacle("triton"), exact)
     else:
         keep_freed_memory()
-        native_obstacle = (
-            "" if kernels == "torch" else obstacle("native") or _native_obstacle(dtype)
-        )
+        native_obstacle = ""
+        if kernels != "torch":
+            native_obstacle = obstacle("native") or _select_isa(dtype)
         if native_obstacle and kernels == "native":
             raise ConfigError(f"{native_obstacle}; choose kernels: auto")
-        ops = (
-            _torch_table(device, dtype, native_obstacle)
-            if native_obstacle or kernels == "torch"
-            else _native_table(device, dtype)
-        )
-    log.debug("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.chosen)
+        if native_obstacle or kernels == "torch":
+            ops = _torch_table(device, dtype, native_obstacle)
+        else:
+            ops = _native_table(device, dtype)
+    log.debug("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.description)
     return ops
 
 
@@ -99,15 +98,14 @@ def _table_on_device(
 ) -> Ops:
     if kernels == "native":
         raise ConfigError(f"kernels: native is for CPUs; choose kernels: auto on {device.type}")
-    obstacle = (
-        "kernels: torch is set"
-        if kernels == "torch"
-        else obstacle or _triton_obstacle(device, dtype)
-    )
+    if kernels == "torch":
+        obstacle = "kernels: torch is set"
+    else:
+        obstacle = obstacle or _triton_obstacle(device, dtype)
     if not obstacle:
         from moeserve.ops.triton_ops import triton_table  # slow to import: only if it is used
 
-        return replace(triton_table(device, dtype, exact), asked=kernels)
+        return replace(triton_table(device, dtype, exact), kernels_setting=kernels)
     if kernels in NEEDS_TRITON:
         raise ConfigError(f"{obstacle}; choose kernels: auto")
     if exact:
@@ -117,7 +115,9 @@ def _table_on_device(
         )
     if kernels != "torch":
         log.warning("%s; torch's kernels are used, which are slower", obstacle)
-    return _build_torch_table(device, dtype, 1, f"torch on {device.type}", 1, exact=False)
+    return _build_torch_table(
+        device, dtype, pad=1, linear=f"torch on {device.type}", threads=1, exact=False
+    )
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
@@ -136,8 +136,11 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
     )
 
 
-def _native_obstacle(dtype: torch.dtype) -> str:
-    """Select the best instruction set that passes the probe. Returns why none does, or ""."""
+def _select_isa(dtype: torch.dtype) -> str:
+    """Select the best instruction set whose native kernels pass the probe.
+
+    Returns why no native kernels can be used; empty if an instruction set is selected.
+    """
     module: Any = native()
     if module is None or not module.supported_isas():
         return "there are no native kernels for this machine"
@@ -160,7 +163,7 @@ def _native_table(device: torch.device, dtype: torch.dtype) -> Ops:
     return Ops(
         device=device,
         dtype=dtype,
-        chosen=f"all: native, {module.serving_isa()}",
+        description=f"all: native, {module.serving_isa()}",
         native=True,
         pad_rows=partial(max, 1),
         pack_linear=native_layer.NativeLinear,
@@ -197,7 +200,9 @@ def _torch_table(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops
     linear = f"torch ({obstacle})" if obstacle else "torch"
     threads = torch.get_num_threads()
     pads = (pad for pad in (1, 8, 16, 32) if probe_linear(partial(PlainLinear, pad=pad), dtype))
-    if not (exact := bool(pad := next(pads, 0)) and probe_attention(dtype)):
+    pad = next(pads, 0)
+    exact = pad > 0 and probe_attention(dtype)
+    if not exact:
         log.warning(
             "bits of %s in %s depend on the number of rows on this machine: the tokens of a "
             "request may depend on other requests in the batch",
@@ -205,22 +210,26 @@ def _torch_table(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops
             dtype,
         )
     linear += f", rows in {pad}s" if pad else ", not batch-invariant"
-    return _build_torch_table(device, dtype, pad or 32, linear, threads, exact)
+    return _build_torch_table(
+        device, dtype, pad=pad or 32, linear=linear, threads=threads, exact=exact
+    )
 
 
 def _build_torch_table(
     device: torch.device,
     dtype: torch.dtype,
+    *,
     pad: int,
     linear: str,
     threads: int,
-    exact: bool = True,
+    exact: bool,
 ) -> Ops:
+    """Return torch's kernels. linear: the description of its products."""
     pack_linear = partial(PlainLinear, pad=pad)
     return Ops(
         device=device,
         dtype=dtype,
-        chosen=f"linear: {linear}, attention: torch, tiles of 64, others: torch",
+        description=f"linear: {linear}, attention: torch, tiles of 64, others: torch",
         exact=exact,
         pad_rows=lambda rows: padded_rows(rows, pad),
         pack_linear=pack_linear,

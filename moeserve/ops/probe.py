@@ -92,7 +92,8 @@ def probe_native(dtype: torch.dtype) -> str:
     norm_D = _random(264, seed=2).abs()
     q = _random(70, 4, 64, seed=3).to(dtype)
     caches = [_random(8, 10, 2, 64, seed=seed) for seed in (4, 5)]
-    step = *host_step(torch.arange(1, 8)[None], 10, [0], [0, 70]), HeadShape(4, 2, 64, 64)
+    group, step = host_step(torch.arange(1, 8)[None], 10, [0], [0, 70])
+    shape = HeadShape(num_heads=4, num_kv_heads=2, dim=64, v_dim=64)
     pairs = {
         "products": (NativeLinear(weight)(x), x.double() @ weight.double().T),
         "norms": (
@@ -103,8 +104,8 @@ def probe_native(dtype: torch.dtype) -> str:
     for cache_type in (dtype, torch.int8):
         k, v = (to_entries(cache, cache_type) for cache in caches)
         pairs[f"attention over {cache_type}"] = (
-            native_layer.attention(q / 8, k, v, native_layer.plan_attention(*step)),
-            attention(q / 8, k, v, plan_attention(*step)),
+            native_layer.attention(q / 8, k, v, native_layer.plan_attention(group, step, shape)),
+            attention(q / 8, k, v, plan_attention(group, step, shape)),
         )
     for what, (ours, reference) in pairs.items():
         if not torch.allclose(ours.double(), reference.double(), rtol=tolerance, atol=tolerance):

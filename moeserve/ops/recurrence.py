@@ -98,8 +98,8 @@ def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
                     follows_previous=follows_previous,
                 )
             )
-            token = token + count
-            position = position + count
+            token += count
+            position += count
             follows_previous = True
     return TilePlan(tuple(tiles), int(step.offsets_R1[-1]))
 
@@ -176,10 +176,10 @@ def recurrence(
     state_Hdv = v_THv.new_zeros((heads, *widths))
     rows = _TokenRows()
     for tile in plan.tiles:
-        places = [cache[tile.block, tile.slots] for cache in row_caches]
+        cached_rows = [cache[tile.block, tile.slots] for cache in row_caches]
         if tile.first_index:
             state_Hdv = states[tile.block, tile.index_in_block].view(heads, *widths)
-            rows = _TokenRows.of(places, tile.first_index)
+            rows = _TokenRows.of(cached_rows, tile.first_index)
         else:
             if tile.previous is None:
                 state_Hdv = torch.zeros_like(state_Hdv)
@@ -187,19 +187,28 @@ def recurrence(
                 state_Hdv = _next_state(state_Hdv, rows)
             else:
                 block, place = tile.previous
-                before = [cache[block, place * TILE : place * TILE + TILE] for cache in row_caches]
+                previous_rows = [
+                    cache[block, place * TILE : place * TILE + TILE] for cache in row_caches
+                ]
                 state_Hdv = _next_state(
-                    states[block, place].view(heads, *widths), _TokenRows.of(before, TILE)
+                    states[block, place].view(heads, *widths), _TokenRows.of(previous_rows, TILE)
                 )
             if tile.block:
                 states[tile.block, tile.index_in_block] = state_Hdv.flatten(1)
             rows = _TokenRows()
         for i, token in enumerate(tile.tokens, tile.first_index):
             beta_H = None if beta_TH is None else beta_TH[token]
-            inputs = q_TGd[token], k_TGd[token], v_THv[token], log_decay_THD[token], beta_H
-            out_THv[token] = _compute_token(*inputs, state_Hdv, rows)
+            out_THv[token] = _compute_token(
+                q_TGd[token],
+                k_TGd[token],
+                v_THv[token],
+                log_decay_THD[token],
+                beta_H,
+                state_Hdv,
+                rows,
+            )
             if tile.block:
-                for cache, value in zip(places, rows.last, strict=True):
+                for cache, value in zip(cached_rows, rows.last, strict=True):
                     cache[i] = value
     return out_THv
 
@@ -213,9 +222,9 @@ class _TokenRows:
         self.s: list[Tensor] = []
 
     @classmethod
-    def of(cls, places: list[Tensor], count: int) -> "_TokenRows":
+    def of(cls, cached_rows: list[Tensor], count: int) -> "_TokenRows":
         rows = cls()
-        rows.k, rows.u, rows.s = (list(place[:count].clone()) for place in places)
+        rows.k, rows.u, rows.s = (list(cached[:count].clone()) for cached in cached_rows)
         return rows
 
     @property
@@ -260,8 +269,8 @@ def _compute_token(
 
 def _next_state(state_Hdv: Tensor, rows: _TokenRows) -> Tensor:
     """Return the state after all tokens of a full tile."""
-    last = rows.s[-1]
-    decays = elementwise.exp(torch.stack([last, *(last - s_HD for s_HD in rows.s)]))
+    s_end_HD = rows.s[-1]
+    decays = elementwise.exp(torch.stack([s_end_HD, *(s_end_HD - s_HD for s_HD in rows.s)]))
     state_Hdv = state_Hdv * decays[0, :, :, None]
     for i, (k_Gd, u_Hv) in enumerate(zip(rows.k, rows.u, strict=True), 1):
         k_Hd = k_Gd.repeat_interleave(u_Hv.shape[0] // k_Gd.shape[0], 0) * decays[i]

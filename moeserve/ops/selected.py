@@ -1,7 +1,7 @@
 """Selection of the tokens that a query attends to (DeepSeek sparse attention).
 
 Shapes: T tokens (including padding), S of which select, J index heads, d their width, K selected
-tokens, L context padded to tiles.
+tokens, M queries that are scored at once, L context padded to tiles, N blocks of a request's table.
 
 A query selects if it sees more than K tokens. The score of a token is
 
@@ -31,9 +31,9 @@ from moeserve.ops.attention import MAX_SCORES, TILE
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.latent import PackHeads
 
-MAX_QUERIES = 16  # to score at once
-MIN_KEYS = 1024  # to score at once, if there are as many
-POSITION_BITS = 31
+MAX_QUERIES = 16  # queries that are scored at once, at most
+MIN_KEYS = 1024  # keys that are scored at once, at least, if there are as many
+POSITION_BITS = 31  # of a key of `_best_positions`
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +60,12 @@ class Selection:
     top_k: int
     blocks_RN: Tensor  # block tables of the step
     requests: tuple[SelectingRequest, ...]
-    others: tuple[GroupInputs, StepInputs] | None  # a step of the other queries; None: none
+    others: tuple[GroupInputs, StepInputs] | None  # a step of the other queries; None: none exist
     context: int  # the most tokens that a query sees
     tokens_S: Tensor  # int64: tokens of the selecting queries
     rows_S: Tensor  # int64: their rows
     positions_S: Tensor  # int64: their positions
-    others_N: Tensor  # int64: tokens of the other queries
+    other_tokens: Tensor  # int64: tokens of the queries that do not select
 
 
 def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selection | None:
@@ -79,7 +79,7 @@ def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selectio
     if (num_plain_R == counts_R).all():
         return None
     selecting = []
-    requests = list[SelectingRequest]()
+    requests: list[SelectingRequest] = []
     num_selecting = 0
     for row in np.flatnonzero(num_plain_R < counts_R):
         tokens = np.arange(offsets[row] + num_plain_R[row], offsets[row + 1])
@@ -92,7 +92,7 @@ def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selectio
     rows_S = np.repeat(np.arange(len(counts_R)), counts_R - num_plain_R)
     positions_S = tokens_S + (step.starts_R - offsets[:-1])[rows_S]
     kept_rows = np.flatnonzero(num_plain_R)
-    others_N = np.concatenate(
+    other_tokens = np.concatenate(
         [np.arange(offsets[row], offsets[row] + num_plain_R[row]) for row in kept_rows]
         or [num_plain_R[:0]]
     )
@@ -109,11 +109,17 @@ def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selectio
             step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=rows_on_device
         )
         others = replace(group, blocks_RN=blocks), rest
-    on_device = [
-        _to_device(array, blocks_RN.device) for array in (tokens_S, rows_S, positions_S, others_N)
-    ]
+    device = blocks_RN.device
     return Selection(
-        top_k, blocks_RN, tuple(requests), others, int(positions_S.max()) + 1, *on_device
+        top_k=top_k,
+        blocks_RN=blocks_RN,
+        requests=tuple(requests),
+        others=others,
+        context=int(positions_S.max()) + 1,
+        tokens_S=_to_device(tokens_S, device),
+        rows_S=_to_device(rows_S, device),
+        positions_S=_to_device(positions_S, device),
+        other_tokens=_to_device(other_tokens, device),
     )
 
 
@@ -135,9 +141,16 @@ def select_always(group: GroupInputs, step: StepInputs, top_k: int) -> Selection
         max=len(starts_R) - 1
     )
     context = int((step.starts_R + np.diff(step.offsets_R1)).max())
-    queries = tokens_T, rows_T, step.positions.text_T
     return Selection(
-        min(top_k, context), group.blocks_RN, (), None, context, *queries, tokens_T[:0]
+        top_k=min(top_k, context),
+        blocks_RN=group.blocks_RN,
+        requests=(),
+        others=None,
+        context=context,
+        tokens_S=tokens_T,
+        rows_S=rows_T,
+        positions_S=step.positions.text_T,
+        other_tokens=tokens_T[:0],
     )
 
 
@@ -149,7 +162,8 @@ def chosen_as_requests(
     The cache is that of the layer in blocks of one token: cache.view(-1, 1, *cache.shape[2:]).
     positions_S: of the queries, if some may see fewer than K tokens, which then come first.
     """
-    (count, top_k), device = slots_SK.shape, slots_SK.device
+    count, top_k = slots_SK.shape
+    device = slots_SK.device
     last_S = (
         torch.full((count,), top_k - 1, device=device)
         if positions_S is None

@@ -38,7 +38,7 @@ class Ops:
 
     device: torch.device
     dtype: torch.dtype
-    chosen: str  # the implementation of every kernel and the reason, on one line
+    description: str  # the implementation of every kernel and the reason, on one line
     # Number of rows -> number of rows to compute, for rows of a step or of an expert. The
     # additional rows may have any content.
     pad_rows: Callable[[int], int]
@@ -50,7 +50,7 @@ class Ops:
     soft_cap: Callable[[Tensor, float], Tensor]
     native: bool = False  # the table of csrc/, which has kernels for experts, too
     triton: bool = False  # the table of kernels/, which has kernels for experts, too
-    asked: str = "auto"  # the `kernels` setting
+    kernels_setting: str = "auto"  # the setting `kernels`
     exact: bool = True  # batch-invariant: a row's bits depend on the row alone
     allocate: native_layer.Allocate = native_layer.allocate_new  # memory for packed weights
     write_experts: native_layer.WriteExperts | None = None  # to disk (expert_memory)
@@ -107,24 +107,25 @@ class Ops:
         )
 
     @property
-    def compresses(self) -> bool:
+    def supports_lossless(self) -> bool:
         """Whether the kernels support bf16 weights compressed to 12 bits."""
         module: Any = native()
         return (
             self.native and self.dtype == torch.bfloat16 and module.serving_isa() == "avx512_bf16"
         )
 
-    def compressing(self, which: Lossless) -> "Ops":
+    def with_lossless(self, which: Lossless) -> "Ops":
         """Return the table that compresses these bf16 weights to 12 bits.
 
         Raises ConfigError if the kernels do not support it.
         """
         if which == "off":
             return self
-        if not self.compresses:
+        if not self.supports_lossless:
             raise ConfigError(
                 f"lossless_compression={which} needs bfloat16 weights on a CPU with AVX512-BF16, "
-                f"but here {self.dtype} is computed by {self.chosen}; use lossless_compression=off"
+                f"but here {self.dtype} is computed by {self.description}; use "
+                "lossless_compression=off"
             )
         pack_linear = partial(native_layer.NativeLinear, lossless=which == "all")
         log.info(

@@ -45,7 +45,7 @@ def traced(ops: Ops) -> Ops:
     )
     return replace(
         ops,
-        chosen=f"{ops.chosen}, norms and activations: torch.compile",
+        description=f"{ops.description}, norms and activations: torch.compile",
         trace=partial(torch.compile, dynamic=True),  # one compilation for all sizes of steps
         opaque=cache(opaque),  # layers must get the same wrapper to share compiled code
         pack_linear=lambda weight, bias: _plain_or_opaque(ops.pack_linear(weight, bias)),

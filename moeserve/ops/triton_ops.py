@@ -45,7 +45,7 @@ from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle, parts_of
 log = logging.getLogger(__name__)
 # FlashAttention may load whole blocks of this many tokens or more, and with them NaN that an
 # earlier request left in the block.
-WHOLE = 64
+MIN_WHOLE_BLOCK = 64
 BLOCKS_M = (16, 32, 64, 128)  # rows per tile of possible launches
 
 
@@ -75,11 +75,11 @@ class QuantisedLinear:
         """Return x W^T + b, [M, N]."""
         rows = x_MK.shape[0]
         config = WEIGHT_ONLY.launch(rows, self._weight, x_MK)
-        to = align_rows(rows, config["block_m"], x_MK.device)
+        alignment = align_rows(rows, config["block_m"], x_MK.device)
         y_MN = x_MK.new_empty(
             (rows, self._num_outputs), dtype=x_MK.dtype if self._bias is None else torch.float32
         )
-        WEIGHT_ONLY.down(x_MK, self._weight, to, config, y_MN)
+        WEIGHT_ONLY.down(x_MK, self._weight, alignment, config, y_MN)
         return y_MN if self._bias is None else (y_MN + self._bias).to(x_MK.dtype)
 
 
@@ -147,14 +147,14 @@ def plan_attention(
         context=int((step.starts_R + counts_R).max()),
     )
     sizes = AttentionShape(
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.dim,
-        shape.v_dim,
-        group.block_size,
-        dtype,
-        group.window,
-        group.chunk,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        dim=shape.dim,
+        v_dim=shape.v_dim,
+        block_size=group.block_size,
+        dtype=dtype,
+        window=group.window,
+        chunk=group.chunk,
     )
     inputs = group.blocks_RN, *step.rows_on_device, sizes, bounds
     if by_flash is not None and by_flash(sizes, bounds.new_tokens):
@@ -164,29 +164,31 @@ def plan_attention(
     return paged_attention.plan_attention(*inputs, invariant=exact)
 
 
-def with_flash_attention(ops: Ops, cache: CacheConfig, *, asked: bool, misfit: str) -> Ops:
+def with_flash_attention(ops: Ops, cache: CacheConfig, *, required: bool, misfit: str) -> Ops:
     """Return the table with FlashAttention-3, or unchanged if it is not supported.
 
-    asked: use it in all steps (attention_backend=fa3), and raise ConfigError if it is not
-        supported. Otherwise it is used in steps for which it was measured to be faster.
-    misfit: why it does not support one of the layers; empty if it does.
+    required: use FlashAttention in all steps (attention_backend=fa3), and raise ConfigError if it
+        is not supported. Otherwise it is used in steps for which it was measured to be faster.
+    misfit: why FlashAttention does not support one of the layers; empty if it supports all.
     """
     obstacle = _flash_attention_obstacle(ops, cache, misfit)
     if obstacle:
-        if asked:
+        if required:
             raise ConfigError(
                 f"attention_backend=fa3: {obstacle}; or choose attention_backend: auto"
             )
         log.debug("attention by Triton, not fa3: %s", obstacle)
         return ops
-    by_flash = (
-        (lambda shape, new_tokens: True) if asked else partial(flash_attention.wins, ops.device)
-    )
+    by_flash: Callable[[AttentionShape, int], bool]
+    if required:
+        by_flash = lambda shape, new_tokens: True  # noqa: E731
+        where = ""
+    else:
+        by_flash = partial(flash_attention.is_faster, ops.device)
+        where = " where `moeserve tune` found it faster"
     return replace(
         ops,
-        chosen=ops.chosen
-        + ", attention: fa3"
-        + " where `moeserve tune` found it faster" * (not asked),
+        description=f"{ops.description}, attention: fa3{where}",
         plan_attention=partial(plan_attention, dtype=ops.dtype, exact=False, by_flash=by_flash),
         attention=_attention_by_plan,
     )
@@ -201,8 +203,10 @@ def _flash_attention_obstacle(ops: Ops, cache: CacheConfig, misfit: str) -> str 
         return f"it computes in bfloat16 and float16, not in {ops.dtype}"
     if cache.kv_cache_dtype != "auto":
         return f"it does not support a KV cache in {cache.kv_cache_dtype}"
-    if cache.block_size >= WHOLE:
-        return f"it reads beyond the end of a context in blocks of {WHOLE} tokens and more"
+    if cache.block_size >= MIN_WHOLE_BLOCK:
+        return (
+            f"it reads beyond the end of a context in blocks of {MIN_WHOLE_BLOCK} tokens and more"
+        )
     return flash_attention.unsupported_reason(ops.device)
 
 
@@ -234,10 +238,11 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
     """Return the table of the Triton kernels. exact: batch-invariant."""
     on_cpu = device.type == "cpu"  # Triton's interpreter; torch's CPU loops have a scalar tail
     products = "triton, batch-invariant" if exact else f"torch on {device.type}"
+    others = "triton, batch-invariant" if exact else "triton"
     return Ops(
         device=device,
         dtype=dtype,
-        chosen=f"linear: {products}, others: triton" + ", batch-invariant" * exact,
+        description=f"linear: {products}, others: {others}",
         triton=True,
         exact=exact,
         pad_rows=partial(max, 1),

@@ -42,7 +42,7 @@ class Kernels:
     gate_up: Callable[..., Any]  # see kernels/grouped_gemm.py
     down: Callable[..., Tensor]  # see kernels/grouped_gemm.py
     # (x, alignment of rows) -> the input of gate_up, for example quantized activations
-    rows: Callable[[Tensor, Alignment], Any] = lambda x, to: x
+    rows: Callable[[Tensor, Alignment], Any] = lambda x, alignment: x
     # flashinfer_moe.py is used if the launch parameters say so; w13 then has its layout
     flashinfer: bool = False
 
@@ -166,8 +166,10 @@ PLAIN = Kernels(
 )
 W8A8 = Kernels(
     lay=_lay_e4m3,
-    rows=lambda x, to: (
-        x if isinstance(x, Scaled) else Scaled(*quantise(x, to if to.order_N is None else None))
+    rows=lambda x, alignment: (
+        x
+        if isinstance(x, Scaled)
+        else Scaled(*quantise(x, alignment if alignment.order_N is None else None))
     ),
     launch=lambda n, w2, x: grouped_fp8.launch_fp8_of(n, *_sizes(w2), facts_of(x.device).name),
     gate_up=grouped_fp8.gate_up_fp8,
@@ -175,13 +177,13 @@ W8A8 = Kernels(
 )
 W8A8_OR_DEEP_GEMM = replace(
     W8A8,
-    launch=lambda n, w2, x: deep_gemm.chosen(W8A8.launch(n, w2, x), n / len(w2.values)),
+    launch=lambda n, w2, x: deep_gemm.with_deep_gemm(W8A8.launch(n, w2, x), n / len(w2.values)),
     gate_up=deep_gemm.gate_up,
     down=deep_gemm.down,
 )
 DEEP_GEMM = replace(
     W8A8_OR_DEEP_GEMM,
-    launch=lambda n, w2, x: deep_gemm.chosen(deep_gemm.CONFIG, n / len(w2.values)),
+    launch=lambda n, w2, x: deep_gemm.with_deep_gemm(deep_gemm.CONFIG, n / len(w2.values)),
 )
 WEIGHT_ONLY = Kernels(
     lay=_lay_narrow,

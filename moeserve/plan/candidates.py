@@ -2,10 +2,10 @@
 
 `moeserve simulate` ranks all layouts with the closed-form estimate here, then simulates the best.
 
-In the estimate, an engine decodes B rows in every step and prefills prompts in chunks beside them.
-A step of the group either has a chunk on some engine or has none. The share of steps with chunks
-depends on how long both kinds take, and the times depend on the number of rows, so all of them are
-found by fixed-point iteration.
+In the estimate, an engine decodes the same number of rows in every step, and prefills prompts in
+chunks beside them. A step of the group either has a chunk on some engine or has none. The share of
+steps with chunks depends on how long both kinds of steps take, and these times depend on the number
+of rows. So all of them are found by fixed-point iteration.
 """
 
 import math
@@ -22,10 +22,10 @@ from moeserve.plan.roofline import Roofline, Shape
 from moeserve.plan.tables import KernelTables
 
 STEP_TOKENS = (2048, 8192)  # values of --max-num-batched-tokens to try
-CAPACITY_FACTOR = (
-    1.1  # KV capacity needed per average token held, so that requests are not preempted
-)
-NUM_ROUNDS = 60  # of the iteration
+# KV capacity needed per token held on average, so that requests are not preempted.
+CAPACITY_FACTOR = 1.1
+NUM_ROUNDS = 60  # of the fixed-point iteration
+DAMPING = 0.5  # each round moves the step time by this share of the difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,9 @@ class Candidate:
         context = load.input + load.output / 2  # mean tokens of a running request
         kv_rows = limits.num_blocks * limits.block_size / (context * CAPACITY_FACTOR)
         max_rows = min(limits.max_num_seqs, kv_rows)
-        decode = prefill = {"": 0.0}
-        step_s = 1e-3
+        decode = {"": 0.0}  # seconds of each part of a step without prefill
+        prefill = {"": 0.0}  # the same for a step with prefill
+        step_s = 1e-3  # start of the iteration
         rows = 0.0
         prefill_share = 0.0
         for _ in range(NUM_ROUNDS):
@@ -93,34 +94,37 @@ class Candidate:
             chunk = min(load.input, limits.prefill_chunk, limits.max_num_batched_tokens - rows)
             if rows > max_rows or chunk < 1:
                 return None
-            chunks = rate * load.input / chunk * step_s  # per engine and step
-            if chunks > 1:
+            num_chunks = rate * load.input / chunk * step_s  # per engine and step
+            if num_chunks > 1:
                 return None
             rows_or_one = max(1.0, rows)
             decode_shape = self._shape(rows_or_one, context)
             prefill_shape = self._shape(rows_or_one, context, chunk, load.input)
-            # Chunks arrive at random: the share of steps in which any engine has one, and the
-            # number of engines that have one in such a step.
-            prefill_share = 1 - math.exp(-dp * chunks)
+            # Chunks arrive at random (Poisson): the share of steps in which any engine has one, and
+            # the number of engines that have one in such a step.
+            prefill_share = 1 - math.exp(-dp * num_chunks)
             num_prefilling = 1
             if prefill_share:
-                num_prefilling = min(dp, max(1, round(dp * chunks / prefill_share)))
+                num_prefilling = min(dp, max(1, round(dp * num_chunks / prefill_share)))
             decode = self.cost.terms([decode_shape] * dp)
             prefill = self.cost.terms(
                 [prefill_shape] * num_prefilling + [decode_shape] * (dp - num_prefilling)
             )
             host_s = self.cost.host_seconds(decode_shape)
+            # The host works while the devices compute, so a step takes the longer time of both.
             decode_s = max(host_s, sum(decode.values()))
             prefill_s = max(host_s, sum(prefill.values()))
             mean_s = (1 - prefill_share) * decode_s + prefill_share * prefill_s
-            step_s += 0.5 * (mean_s - step_s)
-        num_steps = math.ceil(load.input / chunk)  # of a prompt
-        queue = chunks / max(1e-6, 1 - chunks)  # waiting prompts in a queue with random arrivals
-        ttft_s = 1.5 * step_s + (num_steps + queue) * prefill_s
+            step_s += DAMPING * (mean_s - step_s)
+        num_prompt_steps = math.ceil(load.input / chunk)
+        # Prompts that wait before a new one, as in a queue with random arrivals (M/M/1).
+        num_waiting = num_chunks / max(1e-6, 1 - num_chunks)
+        # On average, a new request waits for half of the running step and for the one queued after.
+        ttft_s = 1.5 * step_s + (num_prompt_steps + num_waiting) * prefill_s
         used_shares = {  # of each limit
             "max_num_seqs": rows / limits.max_num_seqs,
             "KV blocks": rows / kv_rows,
-            "reading prompts": chunks,
+            "reading prompts": num_chunks,
             "ttft goal": ttft_s / load.ttft_s,
             "itl goal": step_s / load.itl_s,
         }
@@ -147,9 +151,11 @@ class Candidate:
         for window in self.cost.windows:
             max_reads = math.inf if window is None else window
             decode_reads = rows * min(context, max_reads)
-            middle = min(max(chunk, prompt) / 2, max_reads) if chunk else 0.0
-            num_reads.append(decode_reads + middle + chunk / 2)
-            num_pairs.append(decode_reads + chunk * middle)
+            # Positions that the middle query of the chunk reads. The last query reads half a chunk
+            # more.
+            middle_reads = min(max(chunk, prompt) / 2, max_reads) if chunk else 0.0
+            num_reads.append(decode_reads + middle_reads + chunk / 2)
+            num_pairs.append(decode_reads + chunk * middle_reads)
         num_rows = round(rows + 1) if chunk else round(rows)
         return Shape(
             num_tokens=round(rows + chunk),
@@ -161,8 +167,8 @@ class Candidate:
 
     def capacity(self, load: Workload) -> float:
         """Return the highest rate within the goals, with a precision of 1 %; 0 if there is none."""
-        low = 0.0
-        high = 1.0
+        low = 0.0  # a rate within the goals
+        high = 1.0  # a rate that exceeds them, after the first loop
         while high < 1e6 and self._meets_goals(replace(load, rate=high)):
             low = high
             high = 2 * high
@@ -214,6 +220,7 @@ def _layouts(
         dp = cluster.num_devices // tp
         for ep in ("on", "off") if spec.moe and dp > 1 else ("on",):
             num_redundant = [0]
+            # Redundant experts are of use only if some experts are more popular than others.
             if spec.moe and ep == "on" and zipf and 1 < dp * tp <= spec.num_experts:
                 num_redundant.append(dp * tp)  # one more expert on every rank
             for redundant in num_redundant:
@@ -224,9 +231,10 @@ def _candidate(
     spec: ModelSpec, config: Config, cluster: Cluster, zipf: float, tables: KernelTables | None
 ) -> Candidate:
     parallel = config.parallel
-    # With --ep off, engines do not step together and need no rendezvous.
+    # With --ep off, engines do not run in lockstep and need no rendezvous.
     nodes = cluster.nodes if parallel.ep == "on" else 1
     if nodes > 1:
+        # `check_parallel` needs values of these settings, and `config` does not keep them.
         parallel = replace(parallel, nnodes=nodes, rendezvous="HOST:29500", cluster_key_file="KEY")
     try:
         check_parallel(replace(config, parallel=parallel), spec)

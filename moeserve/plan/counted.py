@@ -1,10 +1,10 @@
 """A fast simulated engine that computes the totals of each step without running a scheduler.
 
 The scheduler is the specification: tests compare every number with the steps that it plans. The
-cost of a step does not grow with the number of decoding rows, because they are only counted:
+cost of a step does not grow with the number of decoding rows, because these are only counted:
 
 - A decoding row has one token in each step, from its first to a last step that is known in advance.
-- It allocates a KV block whenever its position is a multiple of the block size.
+- A decoding row allocates a KV block whenever its position is a multiple of the block size.
 
 So a few counters describe all decoding rows, and a step touches only the requests that arrive,
 prefill or finish in it.
@@ -19,7 +19,7 @@ from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
 from moeserve.messages import Submit
 from moeserve.plan.report import Clients
-from moeserve.plan.roofline import NOTHING, Shape, Windows
+from moeserve.plan.roofline import NO_WORK, Shape, Windows
 
 
 class StepOutcome(NamedTuple):
@@ -43,22 +43,22 @@ class Uncountable(Exception):
 
 @dataclass(slots=True)
 class _Request:
-    """A request."""
+    """A request. It has one row in each step."""
 
     rid: int
     num_prompt: int  # prompt tokens
     # Positions that its steps compute in total: all tokens but the last generated one
     num_positions: int
-    num_planned: int = 0  # positions that planned steps compute
+    num_planned: int = 0  # positions of prompt tokens that the steps planned so far compute
 
 
 class CountedStep(NamedTuple):
     """A planned step."""
 
     shape: Shape
-    first: Sequence[_Request]  # requests whose first token it samples
-    ended: Sequence[_Request]  # requests whose last token it samples, by rid
-    num_freed: int  # KV blocks of the requests that end
+    with_first_token: Sequence[_Request]  # requests whose first token it samples
+    ended: Sequence[_Request]  # requests whose last token it samples, ordered by rid
+    num_freed_blocks: int  # KV blocks of the requests that end
     prompt_tokens: int  # of the prompts that begin
 
 
@@ -93,13 +93,16 @@ class CountedEngine:
         self._waiting: deque[_Request] = deque()
         self._prefilling: list[_Request] = []  # rows that have begun to prefill, oldest first
         self._ending: dict[int, list[_Request]] = {}  # decoding rows by their last step
-        self._crossing = [0] * limits.block_size  # decoding rows by (position - step) % block size
+        # Numbers of decoding rows by (position - step) % block size. A row's entry never changes,
+        # because both grow by 1. In step s, the rows of entry -s % block size are at a position
+        # that is a multiple of the block size, and need a block.
+        self._num_at_offset = [0] * limits.block_size
         self._num_decoding = 0  # decoding rows
         self._context_sum = 0  # sum of their context lengths in the next step
         self._promised_blocks = 0  # that the prompts of _prefilling will still allocate
         self._step = 0  # number of steps so far
         self._num_running = 0  # rows that prefill or decode
-        self._num_free = limits.num_blocks - 1  # KV blocks, without the null block
+        self._num_free_blocks = limits.num_blocks - 1  # without the null block
 
     @property
     def num_waiting(self) -> int:
@@ -112,140 +115,163 @@ class CountedEngine:
             submit = self.inbox.popleft()[1]
             num_positions = submit.num_prompt + submit.sampling.max_tokens - 1
             self._waiting.append(_Request(submit.rid, submit.num_prompt, num_positions))
-        rows = self._num_decoding
+        num_decoding = self._num_decoding
         context_sum = float(self._context_sum)
         step = self._step
-        size = self._block_size
-        if crossing := self._crossing[-step % size]:
-            self._allocate(crossing)
+        block_size = self._block_size
+        if num_needing_block := self._num_at_offset[-step % block_size]:
+            self._allocate(num_needing_block)
         # The decoding rows. Each has one token, so it has as many pairs as reads.
-        shape = Shape(rows, rows, rows, num_reads=(context_sum,), num_pairs=(context_sum,))
+        shape = Shape(
+            num_tokens=num_decoding,
+            num_rows=num_decoding,
+            num_samples=num_decoding,
+            num_reads=(context_sum,),
+            num_pairs=(context_sum,),
+        )
         prompt_tokens = 0
-        if rows and not (self._waiting or self._prefilling or step in self._ending):
+        if num_decoding and not (self._waiting or self._prefilling or step in self._ending):
             # The same rows as in the previous step, one position further.
             self._step = step + 1
-            self._context_sum = self._context_sum + rows
-            same = CountedStep(shape=shape, first=(), ended=(), num_freed=0, prompt_tokens=0)
-            return same, shape
-        ended = decoded = self._ending.pop(step, [])
-        first: list[_Request] = []
-        if self._prefilling or self._waiting:
-            shape, prompt_tokens = self._plan_prefill(first)
-            ended = sorted(
-                [*decoded, *(row for row in first if row.num_planned == row.num_positions)],
-                key=lambda row: row.rid,
+            self._context_sum = self._context_sum + num_decoding
+            same_rows = CountedStep(
+                shape=shape, with_first_token=(), ended=(), num_freed_blocks=0, prompt_tokens=0
             )
+            return same_rows, shape
+        ended_decoding = self._ending.pop(step, [])
+        ended = ended_decoding
+        with_first_token: list[_Request] = []
+        if self._prefilling or self._waiting:
+            shape, prompt_tokens = self._plan_prefill(with_first_token)
+            # A request for a single token ends with its prompt.
+            ended_prompts = [
+                row for row in with_first_token if row.num_planned == row.num_positions
+            ]
+            ended = sorted([*ended_decoding, *ended_prompts], key=lambda row: row.rid)
         if not shape.num_rows:
-            return None, NOTHING
+            return None, NO_WORK
         self._step += 1
-        for row in decoded:
+        for row in ended_decoding:
             self._num_decoding -= 1
             self._context_sum -= row.num_positions
-            self._crossing[(row.num_positions - 1 - step) % size] -= 1
+            self._num_at_offset[(row.num_positions - 1 - step) % block_size] -= 1
         self._context_sum += self._num_decoding
-        for row in first:
-            if row.num_prompt < row.num_positions:
+        for row in with_first_token:
+            if row.num_prompt < row.num_positions:  # it decodes from the next step on
                 self._num_decoding += 1
                 self._context_sum += row.num_prompt + 1
-                self._crossing[(row.num_prompt - step - 1) % size] += 1
-                self._ending.setdefault(step + row.num_positions - row.num_prompt, []).append(row)
-        num_freed = sum([self._count_blocks(row.num_positions) for row in ended]) if ended else 0
-        return CountedStep(shape, first, ended, num_freed, prompt_tokens), shape
+                self._num_at_offset[(row.num_prompt - step - 1) % block_size] += 1
+                last_step = step + row.num_positions - row.num_prompt
+                self._ending.setdefault(last_step, []).append(row)
+        num_freed_blocks = 0
+        if ended:
+            num_freed_blocks = sum([self._count_blocks(row.num_positions) for row in ended])
+        planned = CountedStep(
+            shape=shape,
+            with_first_token=with_first_token,
+            ended=ended,
+            num_freed_blocks=num_freed_blocks,
+            prompt_tokens=prompt_tokens,
+        )
+        return planned, shape
 
-    def _plan_prefill(self, first: list[_Request]) -> tuple[Shape, int]:
+    def _plan_prefill(self, with_first_token: list[_Request]) -> tuple[Shape, int]:
         """Plan the prefill with the tokens that decoding rows leave.
 
-        Append the rows whose prompts are done to `first`. Return the shape of the whole step, and
-        the number of tokens of the prompts that begin.
+        Append the rows whose prompts are done to `with_first_token`. Return the shape of the whole
+        step, and the number of tokens of the prompts that begin.
         """
         counts = [min(row.num_prompt - row.num_planned, self._chunk) for row in self._prefilling]
-        left = self._limits.max_num_batched_tokens - self._num_decoding - counts.count(1)
-        granted: list[tuple[_Request, int]] = []
+        # As in `fit_to_budget`, rows with a single token (decoding, or at the end of a prompt) come
+        # first, and the others share what is left.
+        num_left = self._limits.max_num_batched_tokens - self._num_decoding - counts.count(1)
+        granted: list[tuple[_Request, int]] = []  # rows, and their tokens in this step
         for row, count in zip(self._prefilling, counts, strict=True):
             if count > 1:
-                count = min(count, left)
-                left -= count
+                count = min(count, num_left)
+                num_left -= count
             self._grant(row, count, granted)
         prompt_tokens = 0
-        while left > 0 and self._waiting and self._num_running < self._limits.max_num_seqs:
+        while num_left > 0 and self._waiting and self._num_running < self._limits.max_num_seqs:
             row = self._waiting[0]
             num_needed = self._count_blocks(row.num_prompt)
-            if (
-                self._num_running
-                and num_needed
-                > self._num_free - self._promised_blocks - self._limits.watermark_blocks
-            ):
+            num_available = (
+                self._num_free_blocks - self._promised_blocks - self._limits.watermark_blocks
+            )
+            if self._num_running and num_needed > num_available:
                 break
             self._waiting.popleft()
             self._num_running += 1
             self._promised_blocks += num_needed
             prompt_tokens += row.num_prompt
-            count = min(row.num_prompt, left, self._chunk)
-            left -= count
+            count = min(row.num_prompt, num_left, self._chunk)
+            num_left -= count
             self._prefilling.append(row)
             self._grant(row, count, granted)
-        first += (row for row, _ in granted if row.num_planned == row.num_prompt)
+        with_first_token += (row for row, _ in granted if row.num_planned == row.num_prompt)
         self._prefilling = [row for row in self._prefilling if row.num_planned < row.num_prompt]
-        rows = self._num_decoding
-        num_tokens = self._num_decoding + sum(count for _, count in granted)
+        num_decoding = self._num_decoding
+        num_tokens = num_decoding + sum(count for _, count in granted)
+        # A chunk's tokens are the last ones of those planned, and each reads all up to itself: on
+        # average as many as the middle one.
         num_pairs = self._context_sum + sum(
             count * (row.num_planned - (count - 1) / 2) for row, count in granted
         )
         num_reads = float(self._context_sum + sum(row.num_planned for row, _ in granted))
         shape = Shape(
             num_tokens=num_tokens,
-            num_rows=rows + len(granted),
-            num_samples=rows + len(first),
+            num_rows=num_decoding + len(granted),
+            num_samples=num_decoding + len(with_first_token),
             num_reads=(num_reads,),
             num_pairs=(float(num_pairs),),
         )
         return shape, prompt_tokens
 
     def _grant(self, row: _Request, count: int, granted: list[tuple[_Request, int]]) -> None:
+        """Plan `count` prompt tokens of a row, and allocate their KV blocks."""
         if count:
-            num_blocks = self._count_blocks(row.num_planned + count) - self._count_blocks(
-                row.num_planned
-            )
+            num_planned = row.num_planned + count
+            num_blocks = self._count_blocks(num_planned) - self._count_blocks(row.num_planned)
             self._allocate(num_blocks)
             self._promised_blocks -= num_blocks
-            row.num_planned += count
+            row.num_planned = num_planned
             granted.append((row, count))
 
     def _allocate(self, num_blocks: int) -> None:
-        self._num_free -= num_blocks
-        if self._num_free < 0:
+        self._num_free_blocks -= num_blocks
+        if self._num_free_blocks < 0:
             raise Uncountable
 
     def _count_blocks(self, num_positions: int) -> int:
         return -(-num_positions // self._block_size)
 
     def settle(self, plan: CountedStep, clients: Clients, now_s: float) -> StepOutcome:
-        """End the oldest step."""
+        """End the oldest step, and record first and last tokens in `clients`."""
         num_samples = plan.shape.num_samples
         num_tokens = plan.shape.num_tokens
-        if not (plan.first or plan.ended):
+        if not (plan.with_first_token or plan.ended):
             return StepOutcome(
                 num_sampled=num_samples,
                 num_continued=num_samples,
                 cached={},
                 ended_rids=[],
                 num_tokens=num_tokens,
-                num_free_blocks=self._num_free,
+                num_free_blocks=self._num_free_blocks,
                 prompt_tokens=plan.prompt_tokens,
             )
-        self._num_free += plan.num_freed
+        self._num_free_blocks += plan.num_freed_blocks
         self._num_running -= len(plan.ended)
-        for row in plan.first:
+        for row in plan.with_first_token:
             clients.first_s[row.rid] = now_s
         for row in plan.ended:
             clients.last_s[row.rid] = now_s
             clients.num_tokens[row.rid] = row.num_positions + 1 - row.num_prompt
         return StepOutcome(
             num_sampled=num_samples,
-            num_continued=num_samples - len(plan.first),
-            cached={row.rid: 0 for row in plan.first},
+            num_continued=num_samples - len(plan.with_first_token),
+            cached={row.rid: 0 for row in plan.with_first_token},
             ended_rids=[row.rid for row in plan.ended],
             num_tokens=num_tokens,
-            num_free_blocks=self._num_free,
+            num_free_blocks=self._num_free_blocks,
             prompt_tokens=plan.prompt_tokens,
         )

@@ -28,7 +28,7 @@ class Link:
     name: str
     bytes_per_s: float
     latency_s: float  # of one message
-    gather_bytes_per_s: float = 0.0  # of tensor-parallel gathers; 0 if none use this link
+    gather_bytes_per_s: float = 0.0  # of tensor-parallel gathers; 0 if no gather uses this link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,9 @@ class Device:
     expert_share: float = 0.57  # of `flops`
     expert_8bit_share: float = 0.50  # of `flops_8bit`
     attention_share: float = 0.55  # of `flops`
-    overlap: float = 0.6  # share of the shorter one of reading and computing that is hidden
-    in_situ: float = 0.70  # speed of kernels in a server, relative to a benchmark of their own
+    # Share of the shorter one of reading and computing that the longer one hides.
+    overlap: float = 0.6
+    in_situ: float = 0.70  # speed of kernels in a server, relative to a benchmark of the kernel
     launch_s: float = 20e-6  # for the kernels of a layer, in a CUDA graph
     host_s: float = 300e-6  # host time per step
     host_row_s: float = 1.5e-6  # host time per request of a step

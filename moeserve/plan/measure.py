@@ -21,28 +21,28 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import StepRecord
 from moeserve.models.hf_config import read_model_spec
-from moeserve.plan.calibration import GAP_TERMS, Calibration, StepSample, fit
+from moeserve.plan.calibration import GAP_TERMS, Calibration, StepSample, fit_calibration
 from moeserve.sampling import SamplingParams
 
 NUM_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of streams per engine
 # Each number of streams runs for at least this long. Answers are aborted after twice as long.
 MIN_STREAM_S = 2.5
-MIN_STREAM_STEPS = 40
+MIN_STREAM_STEPS = 40  # and for at least this many steps per engine
 PROMPT_LENGTHS = (16, 32, 64, 128, 256, 512)  # prompt tokens
 MAX_ANSWER = 64  # generated tokens
 IDLE_FACTOR = 20.0  # an engine was idle in a period of more step times than this
 
 
-class Records(FrontStats):
+class RecordingStats(FrontStats):
     """Statistics that keep the record of each step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[StepRecord] = []
 
-    def step(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord) -> None:
         """Keep the record of a step."""
-        super().step(record)
+        super().record_step(record)
         self.records.append(record)
 
 
@@ -63,7 +63,8 @@ async def measure(config: Config, max_streams: int = 64) -> Calibration:
     dp = config.parallel.dp
     async with open_front_end(config, child=True) as front:
         ready = await front.wait_ready()
-        stats = front.stats = Records()
+        stats = RecordingStats()
+        front.stats = stats
         chunk = config.scheduler.max_num_batched_tokens or max(
             512, config.scheduler.max_num_seqs + 256
         )
@@ -96,32 +97,31 @@ async def measure(config: Config, max_streams: int = 64) -> Calibration:
         max_total = dp * min(max_streams, config.scheduler.max_num_seqs)
         # Measure fewer streams than engines, too: an engine beside idle ones has the whole memory
         # bandwidth.
-        for streams in sorted(
-            {n for n in NUM_STREAMS if n < dp}
-            | {dp * n for n in NUM_STREAMS if dp * n <= max_total}
-        ):
+        totals_of_streams = {n for n in NUM_STREAMS if n < dp}
+        totals_of_streams |= {dp * n for n in NUM_STREAMS if dp * n <= max_total}
+        for num_streams in sorted(totals_of_streams):
             stats.records.clear()
             is_running = partial(
                 _is_running, stats.records, MIN_STREAM_STEPS * dp, time.monotonic()
             )
             async with asyncio.TaskGroup() as group:
-                for seed in range(streams):
+                for seed in range(num_streams):
                     group.create_task(_stream(front, random.Random(seed), prompts, is_running))
             samples += _step_samples(stats.records, limits.block_size)
-        for prompt in prompts * 4:
+        for num_prompt in prompts * 4:
             stats.records.clear()
-            first_s = await _answer(front, random.Random(prompt), prompt, 2)
+            first_s = await _answer(front, random.Random(num_prompt), num_prompt, num_tokens=2)
             delays_s += [
                 first_s - record.device_us / 1e6
                 for record in stats.records
-                if record.num_tokens == prompt
+                if record.num_tokens == num_prompt
             ]
-    fitted = fit(samples, unfitted)
-    delay_s = (
-        max(0.0, median(delays_s) - fitted.terms[GAP_TERMS[0]] - fitted.terms[GAP_TERMS[2]])
-        if delays_s
-        else 0.0
-    )
+    fitted = fit_calibration(samples, unfitted)
+    delay_s = 0.0
+    if delays_s:
+        # The simulation adds the time between two steps itself.
+        gap_s, _, gap_of_prompt_s = (fitted.terms[name] for name in GAP_TERMS)
+        delay_s = max(0.0, median(delays_s) - gap_s - gap_of_prompt_s)
     return msgspec.structs.replace(fitted, delay_s=delay_s)
 
 
@@ -130,14 +130,7 @@ def _step_samples(records: list[StepRecord], block_size: int) -> list[StepSample
 
     These are steps with decodes only, and steps with decodes and one whole prompt.
     """
-    steps: list[list[StepRecord]] = []
-    for record in sorted(records, key=lambda record: record.at_s):
-        last = steps[-1] if steps else []
-        is_same = record.at_s - last[0].at_s < last[0].device_us / 2e6 if last else False
-        if is_same and record.dp_rank not in {other.dp_rank for other in last}:
-            last.append(record)
-        else:
-            steps.append([record])
+    steps = _group_by_step(records)
     samples = []
     has_prompt = [any(record.num_tokens > record.num_requests for record in step) for step in steps]
     for i, (before, step, second, third) in enumerate(
@@ -147,9 +140,11 @@ def _step_samples(records: list[StepRecord], block_size: int) -> list[StepSample
         num_prompt = most.num_tokens - most.num_requests + 1
         if num_prompt > 1 and most.prompt_tokens != num_prompt:
             continue
-        # On average, half of the last block of a request is empty. 1: the null block.
+        # On average, half of the last block of a request is empty. The null block is not used.
         num_used = most.num_blocks - 1 - most.num_free_blocks
         num_reads = block_size * (num_used - most.num_running / 2)
+        # Each decoding row has as many pairs as reads. The prompt's queries read 1, 2, ... of its
+        # positions.
         num_pairs = num_reads - num_prompt + num_prompt * (num_prompt + 1) / 2
         device_s = max(record.device_us for record in step) / 1e6
         # `at_s` is the time when a step was planned. With two steps in flight, a step is planned
@@ -174,6 +169,24 @@ def _step_samples(records: list[StepRecord], block_size: int) -> list[StepSample
             )
         )
     return samples
+
+
+def _group_by_step(records: list[StepRecord]) -> list[list[StepRecord]]:
+    """Return the records of each step, ordered by time.
+
+    Different engines' records are of one step if the step was planned on them within half of its
+    duration.
+    """
+    steps: list[list[StepRecord]] = []
+    for record in sorted(records, key=lambda record: record.at_s):
+        last = steps[-1] if steps else []
+        half_step_s = last[0].device_us / 2e6 if last else 0.0
+        is_same_step = bool(last) and record.at_s - last[0].at_s < half_step_s
+        if is_same_step and record.dp_rank not in {other.dp_rank for other in last}:
+            last.append(record)
+        else:
+            steps.append([record])
+    return steps
 
 
 def _is_running(records: list[StepRecord], min_steps: int, begin_at_s: float, factor: int) -> bool:

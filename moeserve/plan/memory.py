@@ -23,7 +23,7 @@ class RankWeights:
     head_bytes: float
     expert_params: int  # of one expert in one layer
     expert_bytes: float
-    embedding_bytes: float  # not the other weights' traffic: a step reads only a few rows
+    embedding_bytes: float  # apart from the others, because a step reads only a few of its rows
     num_local_experts: int  # expert slots in a layer, redundant ones included
     num_moe_layers: int
 
@@ -49,26 +49,25 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
     from moeserve.moe.placement.placement import Placement
 
     parallel = config.parallel
-    world = World(0, parallel.num_ranks, parallel.tp, ep=parallel.ep == "on")
-    # Plan a single expert per layer, and multiply: all experts have the same size.
-    placement = Placement.initial(
-        len(spec.moe_layers), max(1, spec.num_experts), max(1, spec.num_experts)
-    )
-    plan = load_plan(
-        spec, (), World(0, max(1, spec.num_experts) * parallel.tp, parallel.tp), placement
-    )
+    world = World(rank=0, size=parallel.num_ranks, tp_size=parallel.tp, ep=parallel.ep == "on")
+    # Plan a rank with a single expert per layer, and multiply: all experts have the same size.
+    num_ranks = max(1, spec.num_experts)
+    placement = Placement.initial(len(spec.moe_layers), num_ranks, num_ranks)
+    plan_world = World(rank=0, size=num_ranks * parallel.tp, tp_size=parallel.tp)
+    plan = load_plan(spec, (), plan_world, placement)
     itemsize = FP32 if spec.dtype == "float32" else 2
     quantization = None if config.model.quantization == "none" else config.model.quantization
     # GPUs widen stored formats that have minima (GGUF) to floats.
-    forms = tuple(form for stored in spec.stored if (form := stored.for_floats))
+    forms = tuple(form for stored in spec.stored if (form := stored.for_float_activations))
     spec = replace(spec, stored=forms if len(forms) == len(spec.stored) else ())
     quantized_bytes = bytes_per_weight(spec, quantization, itemsize)
     num_params = {"dense": 0, "head": 0, "embed": 0}
     num_bytes = dict.fromkeys(num_params, 0.0)
     for param in plan.params:
-        kind = {"embed": "embed", "lm_head": "head"}.get(param.name.split("_bias")[0], "dense")
-        if param.name.rsplit(".", 1)[-1].startswith(("w13", "w2")):
+        is_of_experts = param.name.rsplit(".", 1)[-1].startswith(("w13", "w2"))
+        if is_of_experts:  # `spec.expert_weights` counts these
             continue
+        kind = {"embed": "embed", "lm_head": "head"}.get(param.name.split("_bias")[0], "dense")
         size = math.prod(param.shape)
         per_weight: float = itemsize
         if param.fp32:
@@ -82,7 +81,6 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
         num_bytes["head"] = num_bytes["embed"]
         num_bytes["embed"] = 0.0
     num_redundant = parallel.redundant_experts if world.ep else 0
-    num_ranks = world.size if world.ep else 1
     return RankWeights(
         dense_params=num_params["dense"],
         dense_bytes=num_bytes["dense"],
@@ -91,7 +89,7 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
         expert_params=spec.expert_weights,
         expert_bytes=spec.expert_weights * quantized_bytes,
         embedding_bytes=num_bytes["embed"],
-        num_local_experts=-(-(spec.num_experts + num_redundant) // num_ranks),
+        num_local_experts=-(-(spec.num_experts + num_redundant) // world.num_expert_ranks),
         num_moe_layers=len(spec.moe_layers),
     )
 
@@ -129,7 +127,7 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     weights = rank_weights(spec, config)
     inflow = None
     if spec.moe is not None and parallel.ep == "on" and parallel.num_ranks > 1:
-        # The same arguments as in the runner (runner/load.py).
+        # The same arguments as in the runner (runner/base.py).
         num_tokens = -(-limits_of.step_tokens(config) // parallel.tp)
         row_bytes = spec.hidden_size * dtype.itemsize
         inflow = Inflow(

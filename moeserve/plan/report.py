@@ -57,7 +57,7 @@ class Steps:
     min_free_share: float = 1.0  # minimum share of free KV blocks
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    refused: dict[str, int] = field(default_factory=dict)  # requests by error code
+    refused: dict[str, int] = field(default_factory=dict)  # number of requests by error code
 
 
 def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str, Any]:
@@ -98,8 +98,8 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
     for q in QUANTILES:
         itl_s = 0.0
         if cumulated[-1]:
-            at = int(np.searchsorted(cumulated, q / 100 * cumulated[-1]))
-            itl_s = float(_EDGES[min(at, len(_EDGES) - 1)])
+            bin_index = int(np.searchsorted(cumulated, q / 100 * cumulated[-1]))
+            itl_s = float(_EDGES[min(bin_index, len(_EDGES) - 1)])
         result[f"p{q}_itl_ms"] = 1e3 * itl_s
     return {
         key: round(float(value), 3) if isinstance(value, float) else value
@@ -107,13 +107,12 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """Format the metrics as text."""
+def format_metrics(result: dict[str, Any]) -> str:
+    """Return the metrics as text."""
     lines = [
-        f"{result['completed']:,} of {result['requests']:,} requests in {result['duration']:,.1f} "
-        "s: "
-        f"{result['request_throughput']:,.2f} requests/s, {result['output_throughput']:,.0f} "
-        "tokens/s",
+        f"{result['completed']:,} of {result['requests']:,} requests in"
+        f" {result['duration']:,.1f} s: {result['request_throughput']:,.2f} requests/s,"
+        f" {result['output_throughput']:,.0f} tokens/s",
         f"{'ms':<22}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
     names = {
@@ -122,16 +121,14 @@ def table(result: dict[str, Any]) -> str:
         "tpot": "per token",
         "e2el": "to the last token",
     }
-    for key, shown in names.items():
-        lines.append(
-            f"{shown:<22}" + "".join(f"{result[f'p{q}_{key}_ms']:>10,.1f}" for q in QUANTILES)
-        )
+    for key, label in names.items():
+        columns = [f"{result[f'p{q}_{key}_ms']:>10,.1f}" for q in QUANTILES]
+        lines.append(f"{label:<22}{''.join(columns)}")
     lines.append(
-        f"{result['steps']:,} steps of an engine, {result['mean_rows']:.1f} requests in each; "
-        "preemptions "
-        f"{result['preemptions']}; most waiting {result['most_waiting']}; KV blocks in use at most "
-        f"{100 * result['peak_kv_use']:.0f} %; {100 * result['cached_share']:.0f} % of prompt "
-        "tokens from the cache"
+        f"{result['steps']:,} steps of an engine, {result['mean_rows']:.1f} requests in each;"
+        f" preemptions {result['preemptions']}; most waiting {result['most_waiting']};"
+        f" KV blocks in use at most {100 * result['peak_kv_use']:.0f} %;"
+        f" {100 * result['cached_share']:.0f} % of prompt tokens from the cache"
     )
     if result["refused"]:
         lines.append(f"{result['refused']} requests were refused: they can never fit")

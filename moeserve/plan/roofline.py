@@ -1,7 +1,8 @@
 """A roofline model of step times.
 
-Bytes and operations are counted for each kind of kernel. For all-to-alls and gathers, the bytes of
-the sent activations are counted. Kernel launches and the host take constant times.
+A kernel takes the longer one of reading its bytes and computing its operations, plus a part of the
+shorter one. For all-to-alls and gathers, the bytes of the sent activations are counted. A kernel
+launch takes a constant time, and the host's time grows with the number of rows.
 
 The rates of devices, and the shares of them that kernels reach, are in hardware.py. Names that end
 in _s are durations in seconds.
@@ -26,7 +27,7 @@ from moeserve.plan.tables import AttentionTimes, HeadKey, KernelTables, Times
 MIN_DBO_SAVING = 0.03  # share of a step's time that two micro-batches must save (runner/dbo.py)
 SYNC_S = 30e-6  # duration of the step vote
 FAR_LATENCY_S = 100e-6  # latency of a high-throughput all-to-all across machines
-COUNTED_TOKENS = 10_000.0  # tokens of the expert load that the placement is solved for
+LOAD_TOKENS = 10_000.0  # tokens of the expert load that the placement is solved for
 FP8_ELEMENT_BYTES = 1.03  # 1 byte, and an fp32 scale for every 128 elements
 STATE_BYTES = 8.0  # per element of a recurrent state: an fp32 number is read and written
 
@@ -42,14 +43,14 @@ class Shape(NamedTuple):
     num_pairs: tuple[float, ...]  # (query, position) pairs of attention
 
 
-NOTHING = Shape(num_tokens=0, num_rows=0, num_samples=0, num_reads=(), num_pairs=())
+NO_WORK = Shape(num_tokens=0, num_rows=0, num_samples=0, num_reads=(), num_pairs=())
 Windows = tuple[int | None, ...]  # attention windows of a model, see `CacheRead.window`
 
 
 class StepCost(Protocol):
     """A model of step times, for the simulator."""
 
-    windows: Windows  # that every `Shape` has to count
+    windows: Windows  # for which every `Shape` must have counts
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """Return the time of a step that engines with these shapes run in lockstep."""
@@ -94,7 +95,7 @@ class AttentionCost(NamedTuple):
     window: int | None
     bytes_per_position: int
     operations: int  # per (query, position) pair
-    heads: HeadKey | None  # its key in the kernel tables, None if they have no such attention
+    heads: HeadKey | None  # key in the kernel tables; None if they have no such attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +124,11 @@ class ExpertShares:
         popularity_E = np.arange(1, num_experts + 1) ** -zipf
         # The share of tokens that choose an expert
         chosen_E = np.minimum(1.0, top_k * popularity_E / popularity_E.sum())
-        load_LE = chosen_E[None] * COUNTED_TOKENS
+        load_LE = chosen_E[None] * LOAD_TOKENS
         placement = Placement.initial(1, num_experts, num_ranks, num_redundant)
         if zipf and num_ranks > 1:
             placement = solve(load_LE, placement, 1)
-        # The load of the busiest rank, relative to the mean
+        # The load of the busiest rank, relative to the mean. `balance` is the inverse.
         self.imbalance = 1 / float(balance(rank_loads(load_LE, placement))[0])
         # Tokens are spread evenly over the replicas of an expert. A replica is used by at least one
         # of T tokens with the probability 1 - (1 - its share) ** T.
@@ -201,15 +202,24 @@ class Roofline:
         zipf: float = 0.0,
         tables: KernelTables | None = None,
     ) -> None:
+        """Create the model of step times.
+
+        Args:
+            link: the network between machines.
+            per_node: devices of a machine.
+            zipf: see `ExpertShares`.
+            tables: measured times of kernels.
+        """
         parallel = config.parallel
         self.spec = spec
         self.device = device
         self.link = link
-        self.dbo = parallel.dbo != "off"
+        self.dbo = parallel.dbo != "off"  # whether steps may use dual-batch overlap
         self.tp = parallel.tp
         self.num_ranks = parallel.num_ranks
+        # The number of ranks over which the experts are sharded, in all and on one machine.
         self.ep = self.num_ranks if parallel.ep == "on" and spec.moe else 1
-        self.ep_per_node = min(per_node, self.ep)  # ranks of one machine
+        self.ep_per_node = min(per_node, self.ep)
         self.weights: RankWeights = rank_weights(spec, config)
         self.itemsize = 4 if spec.dtype == "float32" else 2
         self.dense_8bit = bool(spec.stored) and _is_8bit(
@@ -248,10 +258,13 @@ class Roofline:
     def _set_bytes(self, config: Config) -> None:
         """Set the bytes per token, per row of an expert, and per request."""
         spec = self.spec
-        # A GEMM reads its inputs and writes its outputs, and one elementwise kernel before it reads
-        # and writes the inputs. Experts also copy their rows on dispatch and combine.
+        # A GEMM reads its inputs and writes its outputs. One elementwise kernel before it reads and
+        # writes the inputs: in all 3 times the inputs.
         elements = sum(3 * inputs + outputs for outputs, inputs in spec.products()) / self.tp
         self.activation_bytes = elements * self.itemsize  # per token
+        # Elements of a row, with D for the hidden size and I for the expert size: dispatch reads
+        # and writes D, the first GEMM reads D and writes 2 I, the activation function reads 2 I and
+        # writes I, the second GEMM reads I and writes D, and combine reads D.
         expert_elements = 5 * spec.hidden_size + 6 * spec.expert_size
         self.expert_activation_bytes = expert_elements * self.itemsize  # per row of an expert
         # Bytes of a token's activation that an all-to-all sends
@@ -319,20 +332,22 @@ class Roofline:
 
         With dual-batch overlap, the step uses two micro-batches if that is faster.
         """
-        one = self._time_computation(shapes, 1) | {"all2all": self._time_all2all(shapes, 1)}
+        whole = self._time_computation(shapes, num_ubatches=1)
+        whole["all2all"] = self._time_all2all(shapes, num_ubatches=1)
         if not self.dbo or self.ep == 1 or max(shape.num_tokens for shape in shapes) < 2:
-            return one
-        two = self._time_computation(shapes, 2)
-        all2all_s = self._time_all2all(shapes, 2)
+            return whole
+        halves = self._time_computation(shapes, num_ubatches=2)
+        all2all_s = self._time_all2all(shapes, num_ubatches=2)
         # The all-to-all of one half overlaps with the computation of the other. The first and the
-        # last all-to-all do not overlap.
-        compute_s = sum(two.values()) - two["launch"]
+        # last all-to-all do not overlap. Each MoE layer has two, dispatch and combine.
+        compute_s = sum(halves.values()) - halves["launch"]
         exposed_s = min(compute_s, all2all_s) / max(1, 2 * self.weights.num_moe_layers)
-        two["all2all"] = max(0.0, all2all_s - compute_s) + exposed_s
-        return two if sum(two.values()) < (1 - MIN_DBO_SAVING) * sum(one.values()) else one
+        halves["all2all"] = max(0.0, all2all_s - compute_s) + exposed_s
+        is_faster = sum(halves.values()) < (1 - MIN_DBO_SAVING) * sum(whole.values())
+        return halves if is_faster else whole
 
     def _time_computation(self, shapes: Sequence[Shape], num_ubatches: int) -> dict[str, float]:
-        """Return the seconds of each part of a step but the all-to-all."""
+        """Return the seconds of each part of a step except the all-to-all."""
         weights = self.weights
         num_tokens = max(shape.num_tokens for shape in shapes)
         num_rows = max(shape.num_rows for shape in shapes)
@@ -372,23 +387,23 @@ class Roofline:
             "between products": activation_bytes / self.read_bytes_per_s,
             "tp gathers": self._time_gathers(num_tokens, num_ubatches),
         }
-        return {name: float(value) / self.device.in_situ for name, value in kernels.items()} | {
-            "launch": launch_s
-        }
+        terms = {name: float(seconds) / self.device.in_situ for name, seconds in kernels.items()}
+        terms["launch"] = launch_s  # not of kernels, so `in_situ` does not apply
+        return terms
 
-    def _seen_tokens(self, shapes: Sequence[Shape], num_ubatches: int) -> float:
+    def _tokens_for_experts(self, shapes: Sequence[Shape], num_ubatches: int) -> float:
         """Return the tokens of a micro-batch whose experts may be on a rank.
 
         With EP, these are the tokens of all engines. Otherwise each engine computes its own.
         """
-        each = [shape.num_tokens for shape in shapes]
-        return (sum(each) if self.ep > 1 else max(each)) / num_ubatches
+        num_tokens = [shape.num_tokens for shape in shapes]
+        return (sum(num_tokens) if self.ep > 1 else max(num_tokens)) / num_ubatches
 
     def _expert_rows(self, shapes: Sequence[Shape], num_ubatches: int) -> float:
         """Return the rows that the experts of the busiest rank get in a layer of a micro-batch."""
         if self.expert_shares is None:
             return 0.0
-        num_rows = self._seen_tokens(shapes, num_ubatches) * self.spec.experts_per_token
+        num_rows = self._tokens_for_experts(shapes, num_ubatches) * self.spec.experts_per_token
         return num_rows / self.ep * self.expert_shares.imbalance
 
     def _time_experts(self, shapes: Sequence[Shape], num_ubatches: int, num_rows: float) -> float:
@@ -400,10 +415,11 @@ class Roofline:
             num_tokens = max(shape.num_tokens for shape in shapes)
             layer_s = self.expert_times.seconds(num_tokens / num_ubatches)
         else:
-            num_used = self.expert_shares.num_used(self._seen_tokens(shapes, num_ubatches))
+            num_tokens_seen = self._tokens_for_experts(shapes, num_ubatches)
+            num_used = self.expert_shares.num_used(num_tokens_seen)
             layer_s = self._time_roofline(
                 num_bytes=num_used * weights.expert_bytes,
-                operations=2 * num_rows * weights.expert_params,
+                operations=2 * num_rows * weights.expert_params,  # a multiply and an add
                 flops=self.expert_flops,
             )
         return float(num_ubatches * weights.num_moe_layers * layer_s)
@@ -413,7 +429,9 @@ class Roofline:
         if self.tp == 1:
             return 0.0
         peer = self.device.peer
+        # A rank receives the other ranks' parts of the activations.
         num_bytes = num_tokens * self.spec.hidden_size * self.itemsize * (self.tp - 1) / self.tp
+        # A gather is assumed to have half the latency of an all-to-all message.
         gather_s = num_ubatches * peer.latency_s / 2 + num_bytes / peer.gather_bytes_per_s
         return 2 * len(self.spec.layers) * gather_s
 
@@ -429,18 +447,20 @@ class Roofline:
         """Return the seconds of GEMMs, measured or estimated."""
         if times is not None:
             return times.seconds(num_rows)
-        return float(self._time_roofline(num_bytes, 2 * num_weights * num_rows, flops))
+        operations = 2 * num_weights * num_rows  # a multiply and an add
+        return float(self._time_roofline(num_bytes, operations, flops))
 
     def _time_roofline(self, num_bytes: Any, operations: Any, flops: float) -> Any:
         """Return the seconds of a kernel, or of an array of kernels.
 
-        `Device.overlap` of the shorter one of reading and computing is hidden by the longer one.
+        The longer one of reading and computing hides a part of the shorter one: the share
+        `Device.overlap`.
         """
         reading_s = num_bytes / self.read_bytes_per_s
         computing_s = operations / flops
-        return np.maximum(reading_s, computing_s) + (1 - self.device.overlap) * np.minimum(
-            reading_s, computing_s
-        )
+        longer_s = np.maximum(reading_s, computing_s)
+        shorter_s = np.minimum(reading_s, computing_s)
+        return longer_s + (1 - self.device.overlap) * shorter_s
 
     def _time_attention(self, shapes: Sequence[Shape]) -> float:
         """Return the seconds of the slowest engine's attention."""
@@ -501,15 +521,16 @@ class Roofline:
         if num_nodes > 1:
             other_nodes = num_nodes * (1 - (1 - 1 / num_nodes) ** top_k) * far_share
         total_s = 0.0
+        latency_s = max(peer.latency_s, link.latency_s) if far_share else peer.latency_s
+        # Low latency: seconds per byte that is sent to an expert.
+        s_per_sent_byte = far_share / link.bytes_per_s + (1 - far_share) / peer.bytes_per_s
+        # High throughput: seconds per byte of a token. `link` carries a copy for each machine,
+        # `peer` a copy for each expert, and both send at the same time.
+        s_per_token_byte = max(other_nodes / link.bytes_per_s, top_k / peer.bytes_per_s)
         for row_bytes in (self.dispatch_bytes, self.combine_bytes):
-            low_latency_s = num_ubatches * max(
-                peer.latency_s, link.latency_s if far_share else 0.0
-            ) + num_tokens * top_k * row_bytes * (
-                far_share / link.bytes_per_s + (1 - far_share) / peer.bytes_per_s
-            )
-            # Both links send at the same time.
-            high_throughput_s = num_ubatches * FAR_LATENCY_S + num_tokens * row_bytes * max(
-                other_nodes / link.bytes_per_s, top_k / peer.bytes_per_s
-            )
+            sent_bytes = num_tokens * top_k * row_bytes
+            low_latency_s = num_ubatches * latency_s + sent_bytes * s_per_sent_byte
+            token_bytes = num_tokens * row_bytes
+            high_throughput_s = num_ubatches * FAR_LATENCY_S + token_bytes * s_per_token_byte
             total_s += min(low_latency_s, high_throughput_s) if far_share else low_latency_s
         return self.weights.num_moe_layers * total_s / self.device.in_situ

@@ -1,7 +1,7 @@
 """Engines in simulated time: real schedulers and balancer, but a model of the forward pass's time.
 
 An engine runs the loop of `engine/core.py`: it plans up to `depth` steps ahead, and settles the
-oldest one when it cannot plan another. Engines of a group run a step if any of them has work
+oldest step when it cannot plan another. Engines of a group run a step if any of them has work
 (engine/vote.py). The step takes as long as the slowest engine needs, and idle engines take part in
 it. New requests are read between two steps.
 """
@@ -23,7 +23,7 @@ from moeserve.errors import RequestError
 from moeserve.messages import Submit
 from moeserve.plan.counted import CountedEngine, StepOutcome
 from moeserve.plan.report import Clients, Steps
-from moeserve.plan.roofline import NOTHING, Shape, StepCost, Windows, shape_of
+from moeserve.plan.roofline import NO_WORK, Shape, StepCost, Windows, shape_of
 from moeserve.plan.trace import RequestTrace, prompt_of
 from moeserve.sampling import TokenSampling
 
@@ -67,13 +67,17 @@ class Engine:
                 self.scheduler.submit(submit)
             except RequestError as error:
                 self._on_refused(self.rank, submit.rid, error.code or "")
-        plan = self.scheduler.plan() if self.scheduler.has_work else None
-        return plan, NOTHING if plan is None else shape_of(plan, self._windows)
+        if not self.scheduler.has_work:
+            return None, NO_WORK
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None, NO_WORK
+        return plan, shape_of(plan, self._windows)
 
     def settle(self, plan: StepPlan, clients: Clients, now_s: float) -> StepOutcome:
-        """End the oldest step."""
+        """End the oldest step, and record its tokens in `clients`."""
         num_samples = int(np.count_nonzero(plan.samples_R))
-        token_ids = np.zeros(num_samples, np.int32)  # their values do not matter
+        token_ids = np.zeros(num_samples, np.int32)  # any values: no stop token is configured
         output = self.scheduler.update_from_output(plan, StepResult(plan.step, token_ids))
         rids = np.frombuffer(output.rids, "<i8")
         record = output.record
@@ -96,7 +100,7 @@ class Engine:
 class _StepInFlight(NamedTuple):
     """A planned step of a group."""
 
-    plans: tuple[Any, ...]  # of each engine, None if it has nothing to do
+    plans: tuple[Any, ...]  # by engine; None for engines without work
     end_s: float  # when the step ends
     host_s: float  # the host's time afterwards, until it can plan again
 
@@ -155,7 +159,7 @@ class Group:
                     outcome = engine.settle(plan, clients, self._now_s)
                     self._simulation.record(engine.rank, outcome)
                     num_continued += outcome.num_continued
-            clients.count_continued(num_continued, self._now_s - self._last_end_s)
+            clients.count_continued(num_continued, gap_s=self._now_s - self._last_end_s)
             self._last_end_s = self._now_s
             self._now_s += step.host_s
 
@@ -186,10 +190,11 @@ class Group:
 class Simulation:
     """One run of a trace.
 
-    cost: the time of a step that a group of engines runs together.
-    dp: the number of engines. They form one group if `together`, otherwise each is its own group.
+    cost: the time of a step that a group of engines runs in lockstep.
+    dp: the number of engines.
+    is_one_group: whether all engines form one group. Otherwise each engine is a group of its own.
     observe: called with every plan.
-    counted: use the engines of plan/counted.py, which have no plans to observe.
+    counted: whether to use the engines of plan/counted.py, which have no plans to observe.
     """
 
     def __init__(
@@ -199,7 +204,7 @@ class Simulation:
         cost: StepCost,
         dp: int = 1,
         *,
-        together: bool = True,
+        is_one_group: bool = True,
         observe: Observe | None = None,
         counted: bool = False,
     ) -> None:
@@ -210,18 +215,19 @@ class Simulation:
             else Engine(rank, limits, groups, cost.windows, self.count_refused)
             for rank in range(dp)
         ]
-        members = [engines] if together else [[engine] for engine in engines]
+        engines_of_groups = [engines] if is_one_group else [[engine] for engine in engines]
         # Copy the cost for each group, because it may remember the last step.
         self.groups = [
             Group(group_engines, copy(cost), limits.depth, self, observe)
-            for group_engines in members
+            for group_engines in engines_of_groups
         ]
         self._by_rank = {
             engine.rank: (group, engine) for group in self.groups for engine in group.engines
         }
         self._balancer = Balancer()
-        for engine in engines if dp > 1 else ():
-            self._balancer.open(engine.rank, limits.block_size, limits.num_blocks)
+        if dp > 1:  # a single engine needs no balancing
+            for engine in engines:
+                self._balancer.add_engine(engine.rank, limits.block_size, limits.num_blocks)
         self._num_blocks = limits.num_blocks
         self.clients = Clients(np.zeros(0))
 
@@ -232,16 +238,13 @@ class Simulation:
             for group in self.groups:
                 if group.next_s < arrival.at_s:
                     group.advance(arrival.at_s)
-            sampling = TokenSampling(seed=0, max_tokens=arrival.output)
-            self._send(
-                arrival.at_s,
-                Submit(
-                    rid=rid,
-                    tokens=prompt_of(rid, arrival),
-                    num_prompt=arrival.input,
-                    sampling=sampling,
-                ),
+            submit = Submit(
+                rid=rid,
+                tokens=prompt_of(rid, arrival),
+                num_prompt=arrival.input,
+                sampling=TokenSampling(seed=0, max_tokens=arrival.output),
             )
+            self._send(arrival.at_s, submit)
         for group in self.groups:
             group.advance(math.inf)
         return self
@@ -259,12 +262,12 @@ class Simulation:
     def count_refused(self, rank: int, rid: int, code: str) -> None:
         """Count a request that an engine refused."""
         self.steps.refused[code] = self.steps.refused.get(code, 0) + 1
-        self._balancer.end(rid)
+        self._balancer.remove_request(rid)
 
     def record(self, rank: int, outcome: StepOutcome) -> None:
         """Add the outcome of an engine's step to the totals, and report it to the balancer."""
         totals = self.steps
-        if outcome.prompt_tokens or outcome.num_preempted:
+        if outcome.prompt_tokens or outcome.num_preempted:  # few steps have either
             totals.num_preempted += outcome.num_preempted
             totals.prompt_tokens += outcome.prompt_tokens
             totals.cached_tokens += outcome.cached_tokens
@@ -274,12 +277,12 @@ class Simulation:
         if outcome.ended_rids:
             self.clients.is_done[outcome.ended_rids] = True
         if len(self._by_rank) > 1:
-            self._balancer.stepped(
+            self._balancer.on_step(
                 rank,
-                outcome.num_sampled,
-                outcome.num_tokens,
-                outcome.num_free_blocks,
-                outcome.cached,
+                num_sampled=outcome.num_sampled,
+                num_tokens=outcome.num_tokens,
+                num_free_blocks=outcome.num_free_blocks,
+                cached=outcome.cached,
             )
             for rid in outcome.ended_rids:
-                self._balancer.end(rid)
+                self._balancer.remove_request(rid)

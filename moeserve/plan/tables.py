@@ -58,20 +58,21 @@ class Times:
 class AttentionTimes:
     """Measured times of one layer's full attention."""
 
-    # By number of rows: seconds over the KV positions that they read
+    # By number of rows: seconds over the KV positions that these rows read
     decode: dict[int, Times]
-    prefill: Times  # seconds over pairs of a query and an earlier position
+    prefill: Times  # seconds over the pairs of a query and an earlier position
 
     def seconds(self, num_rows: int, num_prompt: int, num_reads: float, num_pairs: float) -> float:
-        """Return the time of a step.
+        """Return the time of a step: as if it decoded all rows, and then prefilled the prompts.
 
         num_rows, num_reads, num_pairs: see `Shape`.
         num_prompt: number of tokens beyond one per row.
         """
         decode_s = 0.0
-        if num_reads - num_prompt > num_rows:
+        decode_reads = num_reads - num_prompt
+        if decode_reads > num_rows:  # otherwise the rows have no context
             nearest = min(self.decode, key=lambda number: abs(math.log(number / num_rows)))
-            decode_s = self.decode[nearest].seconds(num_reads - num_prompt)
+            decode_s = self.decode[nearest].seconds(decode_reads)
         prefill_s = self.prefill.seconds(num_pairs - num_reads) if num_prompt else 0.0
         return decode_s + prefill_s
 
@@ -91,31 +92,38 @@ class KernelTables:
         Return None if none are measured. Sizes are interpolated linearly on logarithmic axes;
         after the largest one, the time is proportional to outputs and inputs.
         """
-        sizes = sorted({n for n, _ in self.gemms})
-        curves = []  # for each shape: seconds by number of rows
-        for shape, number in Counter(shapes if sizes else ()).items():
-            factor = float(number)  # GEMMs of this shape, times the excess over the largest size
-            sides = []  # for outputs and inputs: two measured sizes, each with its weight
-            for size in shape:
-                factor *= max(1.0, size / sizes[-1])
-                at = float(np.interp(math.log(size), np.log(sizes), range(len(sizes))))
-                low = min(int(at), len(sizes) - 2)
-                sides.append(((sizes[low], 1 - (at - low)), (sizes[low + 1], at - low)))
-            # The measured shapes that surround this one, each with its weight
-            corners = [
-                (self.gemms.get((outputs, inputs), {}), out_weight * in_weight)
-                for (outputs, out_weight), (inputs, in_weight) in product(*sides)
-                if out_weight * in_weight
-            ]
-            curve = {}
-            for rows in set.intersection(*(set(points) for points, _ in corners)):
-                log_s = sum(weight * math.log(points[rows]) for points, weight in corners)
-                curve[rows] = factor * math.exp(log_s)
-            curves.append(curve)
+        if not self.gemms:
+            return None
+        # For each shape: seconds by number of rows
+        curves = [self._gemm_curve(shape, number) for shape, number in Counter(shapes).items()]
         common_rows = set.intersection(*map(set, curves)) if curves else set()
         if not common_rows:
             return None
         return Times({rows: sum(curve[rows] for curve in curves) for rows in common_rows})
+
+    def _gemm_curve(self, shape: tuple[float, float], number: int) -> dict[int, float]:
+        """Return the seconds of `number` GEMMs of a shape (outputs, inputs), by rows."""
+        sizes = sorted({outputs for outputs, _ in self.gemms})
+        factor = float(number)  # times the excess over the largest size
+        sides = []  # for outputs and inputs: two measured sizes, each with its weight
+        for size in shape:
+            factor *= max(1.0, size / sizes[-1])
+            # The position of the size in `sizes`, with a fraction between two of them.
+            position = float(np.interp(math.log(size), np.log(sizes), range(len(sizes))))
+            low = min(int(position), len(sizes) - 2)
+            high_weight = position - low
+            sides.append(((sizes[low], 1 - high_weight), (sizes[low + 1], high_weight)))
+        # The measured shapes that surround this one, each with its weight
+        corners = [
+            (self.gemms.get((outputs, inputs), {}), out_weight * in_weight)
+            for (outputs, out_weight), (inputs, in_weight) in product(*sides)
+            if out_weight * in_weight
+        ]
+        curve = {}
+        for rows in set.intersection(*(set(points) for points, _ in corners)):
+            log_s = sum(weight * math.log(points[rows]) for points, weight in corners)
+            curve[rows] = factor * math.exp(log_s)
+        return curve
 
 
 def read_tables(source: str, device: Device) -> KernelTables:
@@ -127,10 +135,10 @@ def read_tables(source: str, device: Device) -> KernelTables:
     """
     folder = Path(source)
     if source == PACKAGE:
-        found = importlib.util.find_spec("aiconfigurator_core")
-        if found is None or not found.submodule_search_locations:
+        module_spec = importlib.util.find_spec("aiconfigurator_core")
+        if module_spec is None or not module_spec.submodule_search_locations:
             raise ConfigError(f"--tables {source}: the package is not installed; {HINT}")
-        folder = Path(found.submodule_search_locations[0], "systems/data")
+        folder = Path(module_spec.submodule_search_locations[0], "systems/data")
     if not folder.is_dir():
         raise ConfigError(f"--tables {source}: there is no folder {folder}; {HINT}")
     try:
@@ -212,8 +220,8 @@ def _fastest(points: Any) -> dict[Any, dict[int, float]]:
 
     If several kernels were measured, the fastest one counts, as an engine would choose it.
     """
-    found: dict[Any, dict[int, float]] = defaultdict(dict)
+    curves: dict[Any, dict[int, float]] = defaultdict(dict)
     for (*key, size), took_s in points:
-        curve = found[tuple(key)]
+        curve = curves[tuple(key)]
         curve[size] = min(took_s, curve.get(size, np.inf))
-    return found
+    return curves

@@ -57,16 +57,18 @@ def synthetic(
 ) -> RequestTrace:
     """Return requests at these times, with lengths uniform in mean * (1 - spread .. 1 + spread)."""
     rng = np.random.default_rng(seed)
-    lengths = [
-        np.maximum(1, np.rint(mean * rng.uniform(1 - spread, 1 + spread, len(times_s))))
-        .astype(int)
-        .tolist()
-        for mean in (num_input, num_output)
-    ]
+
+    def draw_lengths(mean: int) -> list[int]:
+        lengths = np.rint(mean * rng.uniform(1 - spread, 1 + spread, len(times_s)))
+        as_ints: list[int] = np.maximum(1, lengths).astype(int).tolist()
+        return as_ints
+
+    inputs = draw_lengths(num_input)
+    outputs = draw_lengths(num_output)
     return RequestTrace(
         [
-            Arrival(at_s, num_input, num_output)
-            for at_s, num_input, num_output in zip(times_s, *lengths, strict=True)
+            Arrival(at_s, input, output)
+            for at_s, input, output in zip(times_s, inputs, outputs, strict=True)
         ]
     )
 
@@ -76,7 +78,7 @@ def prompt_of(rid: int, arrival: Arrival) -> bytes:
 
     The tokens of a block are its hash id. Without hash ids, no two prompts share a prefix.
     """
-    if not arrival.hash_ids:
+    if not arrival.hash_ids:  # the first token is the request id, the others are 0
         return rid.to_bytes(4, "little") + bytes(4 * arrival.input - 4)
     ids = np.array([hash_id % (2**31 - 1) for hash_id in arrival.hash_ids], "<i4")
     return np.resize(np.repeat(ids, MOONCAKE_BLOCK), arrival.input).tobytes()
@@ -96,28 +98,29 @@ def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
                 f"--trace {path}: conversations have no times; give the requests per second with"
                 " --rates"
             )
-        found = list(_read_conversations(path, text))
+        arrivals = list(_read_conversations(path, text))
     else:
-        found = [
+        arrivals = [
             arrival
             for number, line in enumerate(text.splitlines(), 1)
             if (arrival := _parse_line(path, number, line))
         ]
-    if not found:
+    if not arrivals:
         raise ConfigError(f"--trace {path}: the file has no requests")
-    found.sort(key=lambda arrival: arrival.at_s)
-    first_s = found[0].at_s
-    duration_s = found[-1].at_s - found[0].at_s
+    arrivals.sort(key=lambda arrival: arrival.at_s)
+    first_s = arrivals[0].at_s
+    duration_s = arrivals[-1].at_s - first_s
     if rate is None or duration_s:
-        stretch = 1.0 if rate is None else len(found) / rate / duration_s
+        stretch = 1.0 if rate is None else len(arrivals) / rate / duration_s
         return RequestTrace(
-            [arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in found]
+            [arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in arrivals]
         )
-    gaps_s = np.random.default_rng(0).exponential(1 / rate, len(found))
+    # The file has no times, or all are equal: draw random ones.
+    gaps_s = np.random.default_rng(0).exponential(1 / rate, len(arrivals))
     return RequestTrace(
         [
             arrival._replace(at_s=float(at_s))
-            for arrival, at_s in zip(found, gaps_s.cumsum(), strict=True)
+            for arrival, at_s in zip(arrivals, gaps_s.cumsum(), strict=True)
         ]
     )
 
@@ -164,13 +167,15 @@ def _parse_line(path: Path, number: int, line: bytes) -> Arrival | None:
                 f"{where}: time {entry['time']!r} is not like 2026-01-31T12:00:00Z"
             ) from None
     else:
+        keys = ", ".join(itertools.islice(entry, 6)) or "(none)"
         raise ConfigError(
-            f"{where}: expected Mooncake's timestamp, input_length and output_length, or a line "
-            "of moeserve's access "
-            f"log, got the keys {', '.join(itertools.islice(entry, 6)) or '(none)'}"
+            f"{where}: expected Mooncake's timestamp, input_length and output_length, or a line"
+            f" of moeserve's access log, got the keys {keys}"
         )
-    tokens = [int(_read_number(where, entry, key)) for key in sizes]
-    return Arrival(at_s, max(1, tokens[0]), max(1, tokens[1]), tuple(ids))
+    num_input, num_output = (int(_read_number(where, entry, key)) for key in sizes)
+    return Arrival(
+        at_s=at_s, input=max(1, num_input), output=max(1, num_output), hash_ids=tuple(ids)
+    )
 
 
 def _read_number(where: str, entry: dict[str, Any], key: str) -> float:

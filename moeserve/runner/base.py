@@ -14,7 +14,7 @@ Each device has a subclass (cpu.py, gpu.py):
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import QuantizeTo
 from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan
-from moeserve.runner.experts import Read
+from moeserve.runner.experts import ReadExpert
 from moeserve.runner.graphs import GraphManager, GroupGraphs, common_sizes, sizes_of
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.kv_transport import HostTransport
@@ -77,10 +77,10 @@ SINGLE_RANK = World()
 class DeviceProperties:
     """A device and its memory."""
 
-    name: str  # for log messages
+    name: str  # name for log messages
     memory: Callable[[], MemoryFacts]  # measures the memory at each call
     exclusive: bool  # no other programs are expected on the device
-    num_ranks: int = 1  # ranks of this launch that share the device
+    num_ranks: int = 1  # ranks of this server that share the device
 
 
 class ModelRunnerBase(StepExecutor, ABC):
@@ -146,8 +146,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
         self.notes: list[str] = []  # warnings for the user
-        self.read_expert: Read | None = None  # reads one expert from the checkpoint
-        self.fingerprint = ""  # of the checkpoint
+        self.read_expert: ReadExpert | None = None  # reads one expert from the checkpoint
+        self.fingerprint = ""  # fingerprint of the checkpoint
         self.on_placement_result: Callable[[PlacementResult], object] = lambda result: None
 
     @abstractmethod
@@ -189,7 +189,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             "torch": str(torch.__version__),
             "device": "cpu" if self.device.type == "cpu" else self.properties.name,
             "vectors": torch.backends.cpu.get_cpu_capability(),  # used by torch when it samples
-            "kernels": ops.chosen,
+            "kernels": ops.description,
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": config.model.quantization,
             "activations": config.model.activations,
@@ -213,34 +213,34 @@ class ModelRunnerBase(StepExecutor, ABC):
         if self.graphs_unsupported is not None:
             logger.info("all steps run without graphs: %s", self.graphs_unsupported)
             return
-        sizes = (common_sizes if self.shards_experts else sizes_of)(
-            self.config.device.graphs, self.limits
-        )
+        choose_sizes = common_sizes if self.shards_experts else sizes_of
+        sizes = choose_sizes(self.config.device.graphs, self.limits)
         num_drafts = self.limits.num_drafts
         if self.computes_with_others:
-            self.graphs = group_graphs = GroupGraphs(
-                self._forward,
-                self.fixed_inputs,
-                recorder(),
-                self.ubatches.ubatches,
-                sizes,
-                self.peers,
-                self.shards_experts,
+            graphs = GroupGraphs(
+                forward=self._forward,
+                fixed_inputs=self.fixed_inputs,
+                recorder=recorder(),
+                ubatches=self.ubatches.ubatches,
+                sizes=sizes,
+                peers=self.peers,
+                shards_experts=self.shards_experts,
                 num_drafts=num_drafts,
             )
+            self.graphs = graphs
             if self.shards_experts:
-                self.ubatches.round_up = group_graphs.round_up
+                self.ubatches.round_up = graphs.round_up
             # Recorded steps use kernels that read the number of tokens from the device. Steps
-            # without graphs never run these kernels, so they are not compiled yet, and nothing may
-            # be compiled during a recording. Therefore run them once now.
+            # without graphs never run these kernels, so the kernels are not compiled yet. Nothing
+            # may be compiled during a recording, so run the kernels once now.
             self._forward(self.fixed_inputs.largest(1, 1))
             return
         self.graphs = GraphManager(
-            self._forward,
-            self.fixed_inputs,
-            recorder(),
-            self.ubatches.ubatches,
-            sizes,
+            forward=self._forward,
+            fixed_inputs=self.fixed_inputs,
+            recorder=recorder(),
+            ubatches=self.ubatches.ubatches,
+            sizes=sizes,
             num_drafts=num_drafts,
         )
         self.graphs.capture()
@@ -256,12 +256,12 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @property
     def graphs_unsupported(self) -> str | None:
-        """The reason why no step can be recorded; None if steps can be."""
+        """The reason why no step can be recorded; None if steps can be recorded."""
         if self.config.device.graphs == "off":
             return "graphs: off"
-        return (
-            self.tp.not_recorded or (self.peers if self.shards_experts else self.model).not_recorded
-        )
+        if self.tp.not_recorded:
+            return self.tp.not_recorded
+        return self.peers.not_recorded if self.shards_experts else self.model.not_recorded
 
     @property
     def computes_with_others(self) -> bool:
@@ -289,24 +289,24 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.load_model(progress)
         if self.speculation is not None and self.spec.draft_layers:
             self.drafter = load_drafter(
-                self.spec,
-                self.model_dir,
-                self.speculation,
-                self.model,
-                self.config,
-                self.quantize_to,
-                self.shard(),
-                self.properties.memory(),
+                spec=self.spec,
+                model_dir=self.model_dir,
+                speculation=self.speculation,
+                model=self.model,
+                config=self.config,
+                quantize_to=self.quantize_to,
+                shard=self.shard(),
+                memory=self.properties.memory(),
             )
         self.peers = Peers(
-            self.model.moe_layers,
-            self.tp,
-            self.world.expert_rank,
-            self.placement,
-            wire_of(self.config.parallel.wire, self.dtype),
-            self.read_expert if self.shards_experts else None,
-            len(self.ubatches.ubatches),
-            lambda result: self.on_placement_result(result),
+            layers=self.model.moe_layers,
+            tp=self.tp,
+            rank=self.world.expert_rank,
+            placement=self.placement,
+            wire=wire_of(self.config.parallel.wire, self.dtype),
+            read=self.read_expert if self.shards_experts else None,
+            num_ubatches=len(self.ubatches.ubatches),
+            on_placement_result=lambda result: self.on_placement_result(result),
         )
         memory = self.properties.memory().shared(self.properties.num_ranks)
         return kv_budget(
@@ -396,8 +396,8 @@ class ModelRunnerBase(StepExecutor, ABC):
             ),
             ubatches=len(self.ubatches.ubatches),
             copies=self.peers.caps.copies,
-            # The new experts of one layer, and one expert as it is read: two copies and the packed
-            # one.
+            # The new experts of one layer, and three copies of the expert that is being read: two
+            # as read, one as packed.
             moving=self.placement.experts_per_rank + 3,
         )
 
@@ -407,9 +407,9 @@ class ModelRunnerBase(StepExecutor, ABC):
         Raises PeerLost if a member does not join, and ConfigError if a member has other sizes of
         recorded steps (`GroupGraphs.round_up`).
         """
-        sizes = (
-            max(self.graphs.sizes.values(), key=len) if isinstance(self.graphs, GroupGraphs) else ()
-        )
+        sizes: Sequence[int] = ()
+        if isinstance(self.graphs, GroupGraphs):
+            sizes = max(self.graphs.sizes.values(), key=len)
         terms = (
             f"{len(sizes)} sizes of recorded steps (none without Triton) up to "
             f"{max(sizes, default=0)} tokens"
@@ -480,11 +480,11 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a prefill and a decode of one request, so that every kernel has run. Their K and V
-        are written to the null block.
+        """Run a prefill and a decode of one request, so that every kernel has run. Both write their
+        K and V to the null block.
 
-        Set `max_step_s` from the time of the prefill. That time is an upper estimate, because
-        caches are cold, so that steps on a slow machine are not mistaken for a hang.
+        Set `max_step_s` from the time of the prefill, so that slow steps are not mistaken for a
+        hang. Caches are cold, so that time is an upper estimate.
         """
         length = max(
             1, min(self.warm_up_tokens, self.limits.prefill_chunk, self.limits.max_model_len - 1)
@@ -495,9 +495,9 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.execute(
             dummy_plan(len(self.groups), 0, [length], (NewRequest(0, tokens, length, sampling),))
         )
-        self.max_step_s = (time.perf_counter() - began_at_s) * -(
-            -self.limits.max_num_batched_tokens // length
-        )
+        # The longest step has as many tokens as this number of prefills.
+        num_prefills = -(-self.limits.max_num_batched_tokens // length)
+        self.max_step_s = (time.perf_counter() - began_at_s) * num_prefills
         if length < self.limits.max_model_len:
             self.execute(dummy_plan(len(self.groups), length, [1]))
         self.kv.clear_null_block()

@@ -83,9 +83,9 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
     """The result of a command."""
 
     seq: int
-    value: int = 0  # see the commands
+    value: int = 0  # the docstring of the command says what the value is
     prepared: int | None = None  # progress of the pending placement; None: not checked
-    events: tuple[TraceEvent, ...] = ()  # of a traced step
+    events: tuple[TraceEvent, ...] = ()  # the worker's spans, if the step is traced
     # The message of a PeerLost. The command may be repeated after the next Join.
     lost: str = ""
     missing: tuple[int, ...] = ()  # ranks that are gone, if `lost`
@@ -96,8 +96,8 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
     """Progress of the start."""
 
-    name: str  # of the phase, for people
-    percent: int  # of the whole start
+    name: str  # description of the phase, for people
+    percent: int  # percent of the whole start
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):

@@ -20,7 +20,7 @@ def cpu_list(text: str) -> set[int]:
     return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
 
 
-def shown(cpus: set[int]) -> str:
+def format_cpus(cpus: set[int]) -> str:
     """Return the kernel's notation of a set of CPUs: {0, 1, 2, 5} -> 0-2,5"""
     starts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
     ends = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
@@ -47,8 +47,8 @@ def nodes(allowed: set[int], system: Path = SYSTEM) -> list[set[int]]:
     folders = sorted(
         (system / "system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])
     )
-    found = [allowed & cpu_list(_read(folder / "cpulist")) for folder in folders]
-    return [node for node in found if node] or [allowed]
+    allowed_of_node = [allowed & cpu_list(_read(folder / "cpulist")) for folder in folders]
+    return [cpus for cpus in allowed_of_node if cpus] or [allowed]
 
 
 def num_cores(cpus: Iterable[int], system: Path = SYSTEM) -> int:
@@ -72,10 +72,11 @@ def assign_cpus(
     by_node = nodes(fast, system)
     node_of_rank = [number * len(by_node) // ranks for number in range(ranks)]
     node = max(by_node, key=len) if ranks == 1 else by_node[node_of_rank[rank]]
-    choices = (node, node_of_rank.count(node_of_rank[rank])), (fast, ranks)
-    return next(
-        (choice for choice in choices if (threads or 0) <= len(choice[0])), (allowed, ranks)
-    )
+    ranks_on_node = node_of_rank.count(node_of_rank[rank])
+    needed = threads or 0
+    if needed <= len(node):
+        return node, ranks_on_node
+    return (fast, ranks) if needed <= len(fast) else (allowed, ranks)
 
 
 def _read(path: Path) -> str:

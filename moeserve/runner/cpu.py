@@ -11,7 +11,7 @@ import torch
 
 from moeserve.models.spec import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.cores import assign_cpus, num_cores, shown
+from moeserve.runner.cores import assign_cpus, format_cpus, num_cores
 from moeserve.runner.limits import MemoryFacts
 from moeserve.runner.load import Progress
 from moeserve.runner.recorder import Recorder
@@ -19,7 +19,7 @@ from moeserve.runner.sampling import noise
 from moeserve.runner.tables import host_upload
 
 logger = logging.getLogger(__name__)
-# With less work per thread, starting and joining threads costs more than they save.
+# With fewer active parameters per thread, starting and joining threads costs more than they save.
 ACTIVE_PARAMS_PER_THREAD = 4_000_000
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -71,7 +71,10 @@ class CPUModelRunner(ModelRunnerBase):
             if cpus != allowed:
                 os.sched_setaffinity(0, cpus)
                 logger.info(
-                    "rank %d computes on CPUs %s of %s", world.rank, shown(cpus), shown(allowed)
+                    "rank %d computes on CPUs %s of %s",
+                    world.rank,
+                    format_cpus(cpus),
+                    format_cpus(allowed),
                 )
         cores = allowed_cores()
         threads = configured or useful_threads(

@@ -6,13 +6,13 @@ turns.
 
 With `--dbo on`, every step with at least two tokens is split. With `auto`, measurements decide. Two
 micro-batches hide the time in which the model waits for other ranks, but add hand-offs and smaller
-matrix products. What is faster cannot be known beforehand, so both are measured, by phase and step
-size: the time per token with one micro-batch, the part of it that was spent waiting, and the time
-per token with two.
+matrix products. Which number is faster cannot be known beforehand, so the policy measures both, by
+phase and step size: the time per token with one micro-batch, the part of that time which was spent
+waiting, and the time per token with two micro-batches.
 
-From time to time the other way is tried, if it could be faster, within a budget: trials lose at
-most 1 % of the total time, plus one trial. The waiting time of a step that was replayed as a graph
-is unknown, so there only the times of whole steps are compared.
+From time to time the policy tries the other number, if it could be faster. These trials have a
+budget: they lose at most 1 % of the total time, plus one trial. The waiting time of a step that was
+replayed as a graph is unknown, so the policy then compares only the times of whole steps.
 """
 
 import math
@@ -30,25 +30,25 @@ from torch import Tensor
 
 from moeserve.engine.plan import I32, StepPlan, StepResult
 from moeserve.moe.ping_pong import PingPong
-from moeserve.moe.streams import here
+from moeserve.moe.streams import share_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.runner.job_thread import JobThread
 
 T = TypeVar("T")
 
-MIN_SAMPLES = 3  # samples of the current way before the other one is tried
+MIN_SAMPLES = 3  # samples of the current number of micro-batches before the other is tried
 TRIAL_PERIOD = 8  # steps of the group from the begin of one trial to that of the next
 TRIAL_STEPS = 3  # steps per trial
 MAX_LOSS_SHARE = 0.01  # share of the total time that trials may lose
-# Least tokens of a step that is tried without knowing its waiting time. The halves of a smaller
-# step would each read all weights that the whole step reads.
+# Fewest tokens of a step that is tried as two micro-batches without knowing its waiting time. The
+# halves of a smaller step would each read all weights that the whole step reads.
 MIN_UNMEASURED_TOKENS = 32
-# Share of a step's time that two micro-batches must save to be used. To be tried, the waiting time
-# must be at least as long.
+# Share of a step's time that two micro-batches must save to be used. They are tried if the waiting
+# time has at least this share.
 MIN_GAIN = 0.03
-# The last samples. Their median is used, because a step that records a graph, on any rank, takes
-# many times longer.
+# The last samples. The policy uses their median, because a step in which any rank records a graph
+# takes many times longer.
 _Samples = partial(deque[float], maxlen=7)
 
 
@@ -59,9 +59,9 @@ class _Bucket:
     one_us: deque[float] = field(default_factory=_Samples)  # with one micro-batch
     exposed_us: deque[float] = field(default_factory=_Samples)  # the waiting time of these
     two_us: deque[float] = field(default_factory=_Samples)  # with two micro-batches
-    has_run_two: bool = (
-        False  # whether two have run before; the first time, threads and caches are cold
-    )
+    # Whether a step has run as two micro-batches before. The time of the first such step is not
+    # used, because threads and caches are cold.
+    has_run_two: bool = False
 
     @property
     def two_are_faster(self) -> bool:
@@ -72,8 +72,9 @@ class _Bucket:
 
     @property
     def is_worth_a_trial(self) -> bool:
-        """Whether the other way could be faster. Two micro-batches can save the waiting time at
-        most.
+        """Whether the other number of micro-batches could be faster.
+
+        Two micro-batches can save at most the waiting time.
         """
         if self.two_are_faster:
             return len(self.two_us) >= MIN_SAMPLES
@@ -170,28 +171,33 @@ def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
     """
     offsets = step.offsets_R1
     assert 0 <= split_at <= offsets[-1], (split_at, offsets)
-    ends = int(np.searchsorted(offsets, split_at))  # rows that begin before the split
-    begins = int(np.searchsorted(offsets, split_at, side="right")) - 1  # row of the first one after
-    starts = step.starts_R[begins:].copy()
-    if len(starts):
-        starts[0] += split_at - offsets[begins]
+    num_before = int(np.searchsorted(offsets, split_at))  # rows that begin before the split
+    # The row of the first token after the split.
+    first_after = int(np.searchsorted(offsets, split_at, side="right")) - 1
+    starts_after = step.starts_R[first_after:].copy()
+    if len(starts_after):
+        starts_after[0] += split_at - offsets[first_after]
     starts_R, offsets_R1 = step.rows_on_device
-    begun_R = (split_at - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row before the split
+    # Tokens of each of these rows before the split.
+    begun_R = (split_at - offsets_R1[first_after:-1]).clamp(min=0)
     first = _part(
         step,
         tokens=slice(0, split_at),
-        rows=slice(0, ends),
-        offsets_R1=np.minimum(offsets[: ends + 1], split_at),
-        starts_R=step.starts_R[:ends],
-        on_device=(starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)),
+        rows=slice(0, num_before),
+        offsets_R1=np.minimum(offsets[: num_before + 1], split_at),
+        starts_R=step.starts_R[:num_before],
+        on_device=(starts_R[:num_before], offsets_R1[: num_before + 1].clamp(max=split_at)),
     )
     second = _part(
         step,
         tokens=slice(split_at, None),
-        rows=slice(begins, None),
-        offsets_R1=np.maximum(offsets[begins:] - split_at, 0),
-        starts_R=starts,
-        on_device=(starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)),
+        rows=slice(first_after, None),
+        offsets_R1=np.maximum(offsets[first_after:] - split_at, 0),
+        starts_R=starts_after,
+        on_device=(
+            starts_R[first_after:] + begun_R,
+            (offsets_R1[first_after:] - split_at).clamp(min=0),
+        ),
     )
     if step.live is None:
         return first, second
@@ -211,11 +217,11 @@ def _part(
 ) -> StepInputs:
     groups = tuple(
         GroupInputs(
-            group.slot_mapping_T[tokens],
-            group.blocks_RN[rows],
-            group.block_size,
-            group.window,
-            group.chunk,
+            slot_mapping_T=group.slot_mapping_T[tokens],
+            blocks_RN=group.blocks_RN[rows],
+            block_size=group.block_size,
+            window=group.window,
+            chunk=group.chunk,
         )
         for group in step.groups
     )
@@ -239,8 +245,8 @@ def run_in_turns(
 ) -> tuple[T, T]:
     """Run two micro-batches, the second one in `thread`. Return their results.
 
-    They run in turns, never at the same time. So they can share everything but their scratch memory
-    and their communication channels.
+    They run in turns, never at the same time. So they can share everything except scratch memory
+    and communication channels.
     """
     first, second = ubatches
     ping_pong = PingPong(2)
@@ -249,7 +255,7 @@ def run_in_turns(
     results: dict[int, Any] = {}
     num_threads = torch.get_num_threads()
     is_inference = torch.is_inference_mode_enabled()
-    on_this_stream = here()
+    on_this_stream = share_stream()
 
     def run(ubatch: UBatch) -> None:
         results[ubatch.index] = ubatch.run_in_turns(lambda: works[ubatch.index](ubatch))

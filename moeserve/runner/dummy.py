@@ -12,7 +12,7 @@ from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan
 from moeserve.sampling import TokenSampling
 
 PROMPT_LEN = 4  # tokens of the requests that warm up a kind of sampling
-MANY_ROWS = 256  # up to this many rows, one variant of the attention planner is used
+MANY_ROWS = 256  # up to so many rows, there is one variant of the attention planner
 
 
 def dummy_plan(

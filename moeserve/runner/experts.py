@@ -10,8 +10,8 @@ ranks activate a layer between the same two steps:
 A progress is one of these numbers:
 
     version * (layers + 1) + n   the first n layers of this placement are prepared or active
-    -version                     this rank cannot prepare this placement (only a version from 1
-                                 on can be abandoned, since -0 is 0)
+    -version                     this rank cannot prepare this placement (version 0 cannot be
+                                 abandoned, since -0 is 0)
 
 A rank prepares the next layer only when the layer before is active, so that `commit` advances by
 one layer at most. If a rank cannot prepare a layer, all ranks abandon the placement with the same
@@ -38,11 +38,11 @@ from moeserve.moe.placement.placement import Placement
 
 logger = logging.getLogger(__name__)
 _ABANDONED_ELSEWHERE = "another rank gave it up"
-CPU_SHARE = 0.1  # of the time of one core, for background work
-BYTES_PER_S = 256e6  # memory traffic of background work that does not slow steps
+CPU_SHARE = 0.1  # share of one core's time for background work
+BYTES_PER_S = 256e6  # memory traffic of background work, low enough not to slow steps
 
-# (layer, expert, on_progress) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
-Read = Callable[[int, int, OnProgress], tuple[Any, ...]]
+# (layer, expert, on_progress) -> w13 [2I, D], w2 [D, I], as `ExpertFiles.read` does.
+ReadExpert = Callable[[int, int, OnProgress], tuple[Any, ...]]
 
 
 class Cancelled(Exception):
@@ -53,10 +53,11 @@ class Pace:
     """Limits background work to a share of one core and to a memory bandwidth, so that it does not
     slow steps.
 
-    Call it after each small piece of work: it sleeps until the thread is within its limits again.
+    Call the pace after each small piece of work. The call sleeps until the thread is within its
+    limits again.
 
-    The thread keeps its normal priority. With a low one, it could be suspended while it holds the
-    GIL, which would delay steps.
+    The thread keeps its normal priority. With a low priority, the kernel could suspend it while it
+    holds the GIL, which would delay steps.
     """
 
     def __init__(self, cancelled: threading.Event, share: float, bytes_per_s: float) -> None:
@@ -90,7 +91,7 @@ class _Move:
     """A placement that is being prepared and activated."""
 
     version: int
-    target: Placement | None = None  # None: not decoded yet
+    target: Placement | None = None  # None: the table is not decoded yet
     num_prepared: int = 0  # layers prepared or active
     num_active: int = 0  # layers active: num_prepared, or one less
     staged: _StagedLayer | None = None  # the layer that is prepared but not active
@@ -113,7 +114,7 @@ class ExpertStore:
     def __init__(
         self,
         layers: Sequence[MoELayer],
-        read: Read,
+        read: ReadExpert,
         rank: int,
         placement: Placement,
         on_placement_result: Callable[[PlacementResult], object] = lambda result: None,
@@ -124,7 +125,7 @@ class ExpertStore:
         self._read = read
         self._rank = rank
         self._placement = placement  # active, except in the first `_move.num_active` layers
-        self._local_experts = [placement.local(layer, rank) for layer in range(len(layers))]
+        self._local_experts = [placement.local_experts(layer, rank) for layer in range(len(layers))]
         self._newest_version = placement.version  # that this rank has received
         # Versions that were abandoned before this rank received them.
         self._abandoned_versions: set[int] = set()
@@ -239,9 +240,9 @@ class ExpertStore:
         """Activate the first `num_layers` layers of `version`, which are prepared on all ranks."""
         move = self._move
         if move is None or move.version != version:
-            # The placement is complete, or was dropped by `load_all` when this rank joined a group.
-            # It cannot be one that this rank has never received, because this rank has not prepared
-            # such a placement.
+            # The placement is complete, or `load_all` dropped it when this rank joined a group. The
+            # rank must have received the placement, because the group cannot agree on layers that
+            # this rank has not prepared.
             newest = max(self._newest_version, self._placement.version)
             assert version <= newest, f"agreed on placement {version}, newest here is {newest}"
             return None
@@ -324,7 +325,7 @@ class ExpertStore:
     def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
         """Change one layer to a placement. Return the bytes read from the checkpoint."""
         current = self._local_experts[index]
-        wanted = target.local(index, self._rank)
+        wanted = target.local_experts(index, self._rank)
         changed, num_bytes = self._packed_experts(index, wanted, on_progress=lambda num_bytes: None)
         if len(wanted) == len(current):
             for i, expert in changed:
@@ -336,7 +337,7 @@ class ExpertStore:
                 for i in range(len(wanted))
             ]
             layer.packed = layer.experts.stack(experts)
-        layer.to_physical = layer.to_physical.after(target)
+        layer.to_physical = layer.to_physical.with_placement(target)
         self._local_experts[index] = wanted
         return num_bytes
 
@@ -426,9 +427,9 @@ class ExpertStore:
         move.target = target
         pace = Pace(move.cancelled, CPU_SHARE, BYTES_PER_S)
         for index, layer in enumerate(self._layers):
-            local = target.local(index, self._rank)
+            local = target.local_experts(index, self._rank)
             experts, num_bytes = self._packed_experts(index, local, on_progress=pace)
-            staged = _StagedLayer(local, experts, layer.to_physical.after(target))
+            staged = _StagedLayer(local, experts, layer.to_physical.with_placement(target))
             if (device := staged.to_physical.device).type == "cuda":
                 # Only this stream, because the device must not be synchronized while a CUDA graph
                 # of a step is captured.

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from moeserve.blocks.kinds import MIXERS
-from moeserve.comm.nccl import why_not
+from moeserve.comm.nccl import why_nccl_unsupported
 from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import ConfigError
@@ -67,7 +67,7 @@ def make_runner(
     if (
         on_cuda
         and world.tp_size > 1
-        and (why := why_not(max(world.tp_size, world.ranks_on_host))) is not None
+        and (why := why_nccl_unsupported(max(world.tp_size, world.ranks_on_host))) is not None
     ):
         raise ConfigError(f"tp={world.tp_size}: {why}; use fewer ranks, or --device cpu")
     if on_cuda and config.device.kernels != "torch" and SPLIT_LEN % config.cache.block_size:
@@ -75,5 +75,6 @@ def make_runner(
             f"block_size={config.cache.block_size} must divide {SPLIT_LEN} on CUDA, e.g. 16, 32 "
             "or 64"
         )
-    runner = DEVICES["cuda" if on_cuda else "cpu"] if device == "auto" else DEVICES[device]
-    return runner(config, spec, model_dir, world, placement, grouped=grouped)
+    if device == "auto":
+        device = "cuda" if on_cuda else "cpu"
+    return DEVICES[device](config, spec, model_dir, world, placement, grouped=grouped)

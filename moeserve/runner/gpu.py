@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 FP32_BYTES = 4
 MAX_TABLE_ENTRIES = 1 << 30
 _ALIGN = 16  # bytes; alignment of the arrays in an upload, enough for any dtype
-UPLOADS_PER_STEP = 16  # more than needed, because the host would wait for a buffer in use
+UPLOADS_PER_STEP = 16  # more than a step needs: the host would wait for a buffer in use
 
 
 class GPUModelRunner(ModelRunnerBase):
@@ -51,13 +51,15 @@ class GPUModelRunner(ModelRunnerBase):
         name = torch.cuda.get_device_name(self.device)
         num_ranks = -(-self.world.ranks_on_host // torch.cuda.device_count())
         self.properties = DeviceProperties(name, self._memory, exclusive=True, num_ranks=num_ranks)
-        self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # Copies results to the host.
+        self._copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.ubatches.take_transfers = comm_stream(self.device).take_transfers
 
     def _memory(self) -> MemoryFacts:
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
-        reserve = torch.cuda.memory_reserved(self.device) - allocated  # free inside torch
+        # Memory that torch has reserved, but not allocated to tensors.
+        reserve = torch.cuda.memory_reserved(self.device) - allocated
         # On a shared device, only the memory of this rank counts against its share.
         used = total - free - reserve if self.properties.num_ranks == 1 else allocated
         return MemoryFacts(limit=total, used=used, free=free + reserve)
@@ -70,13 +72,14 @@ class GPUModelRunner(ModelRunnerBase):
         step_bytes, table_bytes = self._measure_step()
         logger.info("a step takes %d MiB, %d by estimate", step_bytes >> 20, estimated_bytes >> 20)
         needed_bytes = max(estimated_bytes, step_bytes) + table_bytes
-        tokens = min(MAX_RECORDED_TOKENS, limits.step_tokens(self.config))
         if self.uses_triton:
             from moeserve.kernels.paged_attention import MAX_SPACE_FLOATS
 
             needed_bytes += FP32_BYTES * MAX_SPACE_FLOATS * len(self.groups)
         if self.graphs_unsupported is not None:
             return needed_bytes
+        # The largest graph needs memory like a step with so many tokens.
+        tokens = min(MAX_RECORDED_TOKENS, limits.step_tokens(self.config))
         scheduler = replace(self.config.scheduler, max_num_batched_tokens=tokens)
         inflow = self.inflow
         if inflow is not None:
@@ -166,11 +169,11 @@ class GPUModelRunner(ModelRunnerBase):
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         computed.record()
         on_host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(computed)
+        with torch.cuda.stream(self._copy_stream):
+            self._copy_stream.wait_event(computed)
             for host, tensor in zip(on_host, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._copies)
+                tensor.record_stream(self._copy_stream)  # so that torch does not reuse it too early
             copied.record()
 
         def wait() -> Sequence[Tensor]:
@@ -192,9 +195,9 @@ class GPUModelRunner(ModelRunnerBase):
 class RingUpload:
     """An `Upload` that copies all arrays of a call at once, from a ring of host buffers.
 
-    depth: the number of buffers. It should be more than the number of unfinished copies, because a
-    buffer that is still being copied is waited for.
-    pinned: False: copies are synchronous, for tests on CPUs.
+    depth: the number of buffers. It should be more than the number of unfinished copies, because
+        the host waits for a buffer that is still being copied.
+    pinned: whether the buffers are page-locked. If not, copies are synchronous, for tests on CPUs.
     """
 
     def __init__(self, device: torch.device, depth: int, *, pinned: bool) -> None:
@@ -208,6 +211,7 @@ class RingUpload:
         """Return the arrays as tensors on the device. The copy runs on the current stream."""
         index = self._next_buffer
         self._next_buffer = (index + 1) % len(self._buffers)
+        # The offset of each array in the buffer, and the size of all.
         *starts, size = accumulate(
             (-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0
         )
@@ -222,9 +226,13 @@ class RingUpload:
         event = self._copied[index]
         if event is not None:
             event.record()
-        return tuple(_section(on_device, start, a) for a, start in zip(arrays, starts, strict=True))
+        return tuple(
+            _section(on_device, start, like=array)
+            for array, start in zip(arrays, starts, strict=True)
+        )
 
     def _writable(self, index: int, size: int) -> Tensor:
+        """Return a buffer with room for `size` bytes, once its last copy has ended."""
         event = self._copied[index]
         if event is not None:
             event.synchronize()
@@ -239,5 +247,6 @@ class RingUpload:
 
 
 def _section(packed: Tensor, start: int, like: NDArray[Any]) -> Tensor:
+    """Return the bytes from `start` on as a tensor with the dtype and shape of `like`."""
     dtype = torch.from_numpy(np.empty(0, dtype=like.dtype)).dtype
     return packed[start : start + like.nbytes].view(dtype).view(like.shape)

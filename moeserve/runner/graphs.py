@@ -65,8 +65,8 @@ def sizes_up_to(max_tokens: int) -> tuple[int, ...]:
 
     20 -> 1, 2, 4, 8, 16, 20
     """
-    steps = (1, 2, 4, *range(8, 256, 8), *range(256, max_tokens, 16))
-    return *(size for size in steps if size < max_tokens), max_tokens
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_tokens, 16))
+    return *(size for size in sizes if size < max_tokens), max_tokens
 
 
 def sizes_of(graphs: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
@@ -94,8 +94,8 @@ def common_sizes(graphs: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
 class GraphManager:
     """Records forward passes, and replays them for steps with few tokens."""
 
-    forward: Forward  # computes hidden states, and adds the load of experts to `ubatches`
-    fixed: "FixedInputs"  # the input buffers
+    forward: Forward  # computes hidden states, and adds the tokens of experts to `ubatches`
+    fixed_inputs: "FixedInputs"  # the input buffers
     recorder: Recorder
     ubatches: Sequence[UBatch]
     sizes: Mapping[Mode, Sequence[int]]  # numbers of tokens that may be recorded, ascending
@@ -105,8 +105,8 @@ class GraphManager:
         self._recordings: dict[Descriptor, Recording] = {}
         self._current_step: StepInputs
         self._attention_plans: dict[PlanRows, Any] = {}  # attention metadata of the current step
-        # Buffers of attention between graphs, for queries and outputs, by (heads, width, width of
-        # the output).
+        # Buffers of attention between graphs: of queries and of outputs. By heads, width of queries
+        # and width of the output.
         self._attention_buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
@@ -129,34 +129,37 @@ class GraphManager:
 
     def inputs(self, descriptor: Descriptor, plan: StepPlan, host: HostRows) -> StepInputs:
         """Fill the input buffers with a step, padded to the shape."""
-        return self.fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
+        return self.fixed_inputs.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
 
     def run(
         self, descriptor: Descriptor, step: StepInputs, decision: StepDecision | None
     ) -> Tensor:
-        """Replay a step, after recording its shape if that is new. Return the hidden states, which
-        are valid until the next run.
+        """Replay a step, after recording its shape if the shape is new.
+
+        Return the hidden states, which are valid until the next run.
         """
         self._current_step = step
         recording = self._recordings.get(descriptor) or self._record(descriptor, decision)
         recording.replay()
         self._attention_plans.clear()  # because their workspace is large
-        hidden_TD, *loads = recording.results
-        for ubatch, load_LE in zip(self.ubatches, loads, strict=False):
-            for load_E in load_LE:
-                ubatch.note_load(load_E)
+        hidden_TD, *expert_tokens = recording.results
+        # strict=False, because a recording of one micro-batch has the counts of one.
+        for ubatch, tokens_LE in zip(self.ubatches, expert_tokens, strict=False):
+            for tokens_E in tokens_LE:
+                ubatch.note_load(tokens_E)
         return hidden_TD
 
     def capture(self) -> None:
-        """Record the common sizes: the powers of two and the largest. The largest comes first,
-        because the others can use its memory.
+        """Record the common sizes: the powers of two and the largest.
+
+        The largest size comes first, because the others can use its memory.
         """
         began_at_s = time.perf_counter()
         for mode, sizes in self.sizes.items():
             for size in reversed(sizes):
                 if size == sizes[-1] or not size & (size - 1):
                     descriptor = Descriptor(mode, size, size if mode is Mode.FULL else None)
-                    self._current_step = self.fixed.largest(
+                    self._current_step = self.fixed_inputs.largest(
                         descriptor.num_tokens, descriptor.num_reqs
                     )
                     self._record(descriptor, None)
@@ -168,11 +171,13 @@ class GraphManager:
         )
 
     def _record(self, descriptor: Descriptor, decision: StepDecision | None) -> Recording:
-        step = self.fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
+        step = self.fixed_inputs.largest(descriptor.num_tokens, descriptor.num_reqs)
         is_piecewise = descriptor.mode is Mode.PIECEWISE
 
         def work(pause: Pause) -> Sequence[Tensor]:
-            inputs = replace(step, cut=partial(self._cut, pause)) if is_piecewise else step
+            inputs = step
+            if is_piecewise:
+                inputs = replace(step, graph_break=partial(self._break_graph, pause))
             hidden_TD = self.forward(inputs, decision, descriptor.split_at)
             loads = [ubatch.take_load() for ubatch in self.ubatches]
             return hidden_TD, *(load for load in loads if isinstance(load, Tensor))
@@ -181,8 +186,8 @@ class GraphManager:
         self._attention_plans.clear()
         return recording
 
-    def _cut(
-        self, pause: Pause, q_THd: Tensor, plan: PlanRows, attend: Attend, width: int
+    def _break_graph(
+        self, pause: Pause, q_THd: Tensor, make_plan: PlanRows, attend: Attend, width: int
     ) -> Tensor:
         """Run attention between two graphs.
 
@@ -200,9 +205,9 @@ class GraphManager:
         q.copy_(q_THd)
 
         def run_attention() -> None:
-            if plan not in self._attention_plans:  # planned once per step, for all layers
-                self._attention_plans[plan] = plan(self._current_step)
-            attend(q, self._attention_plans[plan], out)
+            if make_plan not in self._attention_plans:  # planned once per step, for all layers
+                self._attention_plans[make_plan] = make_plan(self._current_step)
+            attend(q, self._attention_plans[make_plan], out)
 
         pause(run_attention)
         return out
@@ -224,28 +229,28 @@ class GroupGraphs(GraphManager):
     With sharded experts, the `sizes` of FULL must be among those of PIECEWISE (`common_sizes`).
     """
 
-    group: "Peers"
+    peers: "Peers"
     shards_experts: bool = True
 
     _topology = (-1, -1)  # `Peers.topology` that the recordings are for
     _max_recordable = 0  # the most tokens of a recorded step
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
-        group = self.group
+        peers = self.peers
         decision = plan.decision
-        if self._topology != group.topology:
+        if self._topology != peers.topology:
             self.forget()
-            self._topology = group.topology
-            self._max_recordable = group.max_recordable_tokens
+            self._topology = peers.topology
+            self._max_recordable = peers.max_recordable_tokens
             return None  # run one step without graphs: kernels must have run before a recording
-        if group.mixed or not self._max_recordable:
+        if peers.mixed or not self._max_recordable:
             return None
         if not self.shards_experts:
             return self.dispatch(plan.num_tokens, plan.uniform_len)
-        if (
-            decision is None
-            or (padded_tokens := self.round_up(max(decision.most_tokens))) > self._max_recordable
-        ):
+        if decision is None:
+            return None
+        padded_tokens = self.round_up(max(decision.most_tokens))
+        if padded_tokens > self._max_recordable:
             return None
         uniform_len = 1 if plan.uniform_len == 1 else None
         if decision.ubatches == 1:

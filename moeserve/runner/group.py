@@ -67,8 +67,8 @@ class GroupedRunner(ThreadedRunner):
     def prepare_model(self, progress: Progress) -> Limits:
         """Load and warm up all ranks of the engine. To be called in a thread without an event loop.
 
-        Return the limits of all ranks, which fit in the memory of the smallest one. Raises
-        ConfigError.
+        Return the limits of all ranks. They fit in the memory of the rank with the least memory.
+        Raises ConfigError.
         """
         model = self.runner
         team = self.team
@@ -96,8 +96,8 @@ class GroupedRunner(ThreadedRunner):
     @property
     def prepared(self) -> int:
         """The progress of the engine's slowest rank with the pending placement."""
-        own = self.runner.peers.prepared
-        return own if self.team is None else min(own, self.team.prepared)
+        own_progress = self.runner.peers.prepared
+        return own_progress if self.team is None else min(own_progress, self.team.prepared)
 
     async def join(self, join: Join) -> None:
         """Connect all ranks of the engine with the other engines'. Raises PeerLost."""
@@ -110,9 +110,9 @@ class GroupedRunner(ThreadedRunner):
         leader_joined: asyncio.Future[None] = asyncio.ensure_future(
             self.call(self.runner.join, members, join.placement)
         )
-        both: tuple[asyncio.Future[Any], ...] = leader_joined, workers_joined
+        joining: tuple[asyncio.Future[Any], ...] = leader_joined, workers_joined
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(joining, return_when=asyncio.FIRST_COMPLETED)
             if not leader_joined.done():
                 # Raises if a worker failed, without waiting for the leader.
                 raise_if_lost(workers_joined.result())
@@ -122,7 +122,7 @@ class GroupedRunner(ThreadedRunner):
             self._lost = (
                 exc if isinstance(exc, PeerLost) else PeerLost("this engine did not join its group")
             )
-            for task in both:
+            for task in joining:
                 task.cancel()
             raise
 
@@ -142,7 +142,8 @@ class GroupedRunner(ThreadedRunner):
         """Send a command to the engine's other ranks. Return a future of their results."""
         sent = [] if self.team is None else self.team.send(what)
         results = asyncio.gather(*map(asyncio.wrap_future, sent))
-        # Retrieve an exception that is not awaited: `died` reports it, too.
+        # Retrieve the exception, so that asyncio does not warn if nobody awaits the results. `died`
+        # reports the same exception.
         results.add_done_callback(lambda done: done.cancelled() or done.exception())
         return results
 
@@ -187,7 +188,7 @@ class GroupedRunner(ThreadedRunner):
             self.team.close()
         closing = threading.Thread(target=super().close, name="runner stop")
         closing.start()
-        while closing.is_alive():  # its thread may wait for peers
+        while closing.is_alive():  # the runner's thread may wait for peers
             model.leave()
             closing.join(LEAVE_INTERVAL_S)
         model.close()
@@ -197,8 +198,8 @@ class GroupedRunner(ThreadedRunner):
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._last_begun = plan
         if self.team is not None and plan.num_drafts_R is not None:
-            # All ranks use the drafts of this rank. Their own could differ: when a step is run
-            # again because it failed on one rank, the proposers of other ranks have already seen
+            # All ranks use the drafts of this rank. The drafts of other ranks could differ: if a
+            # step failed on one rank and runs again, the proposers of other ranks have already seen
             # its result.
             plan = replace(plan, drafts_N=self.runner.drafts_of(plan).cpu().numpy())
         sent = [] if self.team is None else self.team.send(Run(encode_plan(plan)))
@@ -208,7 +209,7 @@ class GroupedRunner(ThreadedRunner):
             result = collect()
             if self.team is not None:
                 done = all_done(sent)
-                self._compare(self.team, plan, result, done)
+                self._check_and_forward(self.team, plan, result, done)
                 if any(other.kv_lost for other in done):
                     result = replace(result, kv_lost=True)
             self._policy.note(plan, result)
@@ -216,10 +217,10 @@ class GroupedRunner(ThreadedRunner):
 
         return wait
 
-    def _compare(
+    def _check_and_forward(
         self, team: Team, plan: StepPlan, result: StepResult, done: Sequence[CommandDone]
     ) -> None:
-        """Raise EngineDied if a rank has other tokens than this one. Forward the ranks' traces."""
+        """Raise EngineDied if a rank has other tokens than this rank. Forward the ranks' traces."""
         expected = checksum(result)
         for tp_rank, other in enumerate(done, 1):
             if other.value != expected:
@@ -251,10 +252,10 @@ class GroupedRunner(ThreadedRunner):
 
 
 class _AllPrepared:
-    """Waits until all ranks have prepared a grammar, then calls `on_done` with the first error, or
+    """Waits until all ranks have prepared a grammar. Then calls `on_done` with the first error, or
     with "".
 
-    A lost rank never reports, but then its engine ends.
+    If a rank is lost, `on_done` is never called, but then the engine ends.
     """
 
     def __init__(self, size: int, on_done: Callable[[str], None]) -> None:
@@ -273,7 +274,7 @@ class _AllPrepared:
             self._on_done(self._error)
 
     def add_result(self, result: "Future[CommandDone]") -> None:
-        """Add the result of another rank. To be added as its done callback."""
+        """Add the result of another rank. For `Future.add_done_callback`."""
         if not result.cancelled() and result.exception() is None:
             self.add(result.result().error)
 

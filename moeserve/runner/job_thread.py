@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class JobThread:
-    """A thread that runs jobs in order until `stop`."""
+    """A thread that runs jobs in order until `stop`. It first calls `enter`."""
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

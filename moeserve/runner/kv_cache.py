@@ -2,8 +2,8 @@
 
 All KV groups of a pool allocate block ids from it, and a block belongs to one group at a time.
 Therefore layers of different groups can share memory, called a cache slot: the i-th layers of all
-groups share one, if their caches have the same tensors. There are as many cache slots as the
-largest group has layers.
+groups share a cache slot, if their caches have the same tensors. So there are as many cache slots
+as the largest group has layers.
 
     rules (full, window 64, full, window 64): groups {0, 2} and {1, 3}
     layers 0 and 1 share a cache slot, layers 2 and 3 another
@@ -22,7 +22,8 @@ from moeserve.models.spec import ModelSpec
 from moeserve.ops.inputs import LayerCache, entry_width
 from moeserve.runner.tables import lazy_zeros
 
-# The tensors of a layer's cache, and the layer's index among the layers of its group with the same.
+# The tensors of a layer's cache, and the layer's index among the layers of its group with the same
+# tensors.
 CacheSlot = tuple[tuple[CacheTensor, ...], int]
 
 
@@ -32,13 +33,13 @@ def cache_slots(
     """Return the cache slot of each layer."""
     slots = {}
     for group in groups:
-        num_with: Counter[tuple[CacheTensor, ...]] = Counter()  # layers so far, by their tensors
+        num_layers: Counter[tuple[CacheTensor, ...]] = Counter()  # so far, by their tensors
         for layer in group.layers:
-            cache = spec.cached_layers[layer].mixer.cache(
-                tp_size if layer < len(spec.shared_layers) else 1
-            )
-            slots[layer] = cache, num_with[cache]
-            num_with[cache] += 1
+            # Layers beyond the sharded ones are those of a draft model, which every rank has whole.
+            num_ranks = tp_size if layer < len(spec.sharded_layers) else 1
+            cache = spec.cached_layers[layer].mixer.cache(num_ranks)
+            slots[layer] = cache, num_layers[cache]
+            num_layers[cache] += 1
     return slots
 
 
@@ -81,8 +82,8 @@ class KVCache:
     `layers[i]` is the cache of layer i, and `draft_layers[i]` the cache of layer i of the draft
     model. Block 0 of each pool is the null block, whose content is never used.
 
-    num_states: blocks of states of recurrent layers.
-    tp_size: ranks that share the heads.
+    num_states: the number of blocks with states of recurrent layers.
+    tp_size: the number of ranks that share the heads.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class KVCache:
         *,
         num_states: int = 0,
     ) -> None:
-        sizes = num_blocks, num_states
+        sizes = num_blocks, num_states  # by pool
         self.pools = {
             pool: PoolCache(
                 [g for g in groups if g.pool_index == pool],

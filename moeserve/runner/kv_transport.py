@@ -28,13 +28,14 @@ class Loading(Protocol):
     def before_layer(self, layer: int) -> None:
         """Wait until work that is launched from now on will find the layer's blocks loaded.
 
-        Must return in bounded time, even if blocks do not arrive; `lost` then reports them. If it
-        does not return, only the heartbeat ends the engine.
+        Must return in bounded time, even if blocks do not arrive. `lost` then reports them. If this
+        method does not return, only the missing heartbeat ends the engine.
         """
 
     def finish(self) -> None:
-        """Do the same for all layers, in bounded time, too. Called after the forward pass was
-        launched, or before a graph is.
+        """Do the same for all layers, in bounded time, too.
+
+        Called after a forward pass was launched, or before a graph is launched.
         """
 
     def lost(self) -> bool:
@@ -42,8 +43,9 @@ class Loading(Protocol):
 
 
 class KVTransport(Protocol):
-    """Moves blocks as plans say. If a plan runs again, its blocks are loaded again but not saved
-    again.
+    """Moves blocks as plans say.
+
+    If a plan runs again, its blocks are loaded again, but not saved again.
     """
 
     def register(self, pools: Mapping[int, PoolCache]) -> None:
@@ -95,8 +97,8 @@ class LayersAsLoaded(Sequence[LayerCache]):
 class HostTransport:
     """The KVTransport of the host store, in the memory of this process.
 
-    On CPUs, a layer's blocks are copied right before the layer is computed, so that they stay in
-    the CPU cache. To other devices, all blocks are copied at once, in stream order.
+    On CPUs, a layer's blocks are copied right before the layer is computed, so that the blocks stay
+    in the CPU cache. To other devices, all blocks are copied at once, in stream order.
 
     num_entries: the number of host blocks of each pool.
     """
@@ -203,8 +205,8 @@ class _HostPool:
     def _packing_buffer(
         self, moves: Sequence[BlockMove]
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return the block numbers, a buffer for so many blocks, and the columns of each tensor in
-        it. All are on the device.
+        """Return the block numbers, a buffer for these blocks, and the columns of the buffer that
+        belong to each tensor. All are on the device.
         """
         (blocks,) = self._upload(np.array([move.block for move in moves], dtype=np.int64))
         packed = self.cache.tensors[0].new_empty((len(moves), self._entries.shape[1]))
@@ -222,13 +224,15 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     powers of two: 64 GiB for 40.
     """
     memory = lazy_zeros(shape, dtype, torch.device("cpu"))
+    if not memory.nbytes:
+        return memory
     runtime: Any = torch.cuda.cudart
-    if memory.nbytes and int(
-        code := runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, HOST_REGISTER_PORTABLE)
-    ):
+    address = memory.data_ptr()
+    error = int(runtime().cudaHostRegister(address, memory.nbytes, HOST_REGISTER_PORTABLE))
+    if error:
         raise ConfigError(
             f"{memory.nbytes >> 20:,} MiB of host memory cannot be locked for the GPU "
-            f"(CUDA error {int(code)}); lower cache.host_store_bytes, or raise the limit on "
+            f"(CUDA error {error}); lower cache.host_store_bytes, or raise the limit on "
             "locked memory (ulimit -l)"
         )
     return memory

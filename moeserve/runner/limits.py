@@ -22,7 +22,7 @@ _F32_BYTES = 4
 MIN_PROMPT_TOKENS = 256  # per step, when all slots decode
 # Tokens per request for which the default sizes of KV cache and states on a shared host suffice.
 TYPICAL_LEN = 4096
-TILE = 64  # tokens in a tile of attention; the block size must divide it or be a multiple of it
+TILE = 64  # tokens in a tile of attention; the block size must divide 64 or be a multiple of it
 
 
 def check(config: Config, spec: ModelSpec) -> None:
@@ -65,9 +65,9 @@ def check(config: Config, spec: ModelSpec) -> None:
             f"{spec.dtype}; also use quantization=int8 or int4, or use activations=auto"
         )
     kv_dtype = config.cache.kv_cache_dtype
-    for why in (layer.mixer.cache_obstacle(kv_dtype) for layer in spec.cached_layers):
-        if why:
-            raise ConfigError(f"kv_cache_dtype={kv_dtype}: {why}; use kv_cache_dtype=auto")
+    for layer in spec.cached_layers:
+        if obstacle := layer.mixer.cache_obstacle(kv_dtype):
+            raise ConfigError(f"kv_cache_dtype={kv_dtype}: {obstacle}; use kv_cache_dtype=auto")
 
 
 def _check_quantization(quantization: str, spec: ModelSpec) -> None:
@@ -129,8 +129,8 @@ class MemoryFacts:
 def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
     """Return the bytes for KV blocks.
 
-    That is `utilization` times the limit, less the memory in use and the workspace of a step, but
-    no more than `utilization` times the free memory, less the workspace.
+    They are the smaller of two numbers: `utilization` times the limit, less the memory in use, and
+    `utilization` times the free memory. The workspace of a step is subtracted from both.
 
     memory: measured after the weights were loaded.
     mapped: bytes of memory-mapped weights, which the operating system counts as free.
@@ -180,8 +180,8 @@ def resolve(
     """Return the limits, and notes about them for the user.
 
     budget: bytes for KV blocks, from `kv_budget`.
-    fill: use the whole budget (on a GPU), not only the part that requests are likely to use (on a
-    host with other programs).
+    fill: whether to use the whole budget (on a GPU), or only the part that requests are likely to
+        use (on a host with other programs).
 
     Raises DoesNotFit if a configured length or size does not fit, with the number that would.
     """
@@ -271,8 +271,8 @@ def workspace_bytes(
 ) -> int:
     """Return the workspace of a step of maximum size.
 
-    It is the sum of the forward pass, the fp32 logits of all requests with one copy, and the chunks
-    of the sampler.
+    The workspace is the sum of the forward pass, the fp32 logits of all requests with one copy, and
+    the temporaries of the sampler.
 
     inflow: the memory for what other ranks send; None if experts compute for this rank only.
     """
@@ -282,8 +282,11 @@ def workspace_bytes(
     forward = model_workspace.workspace_bytes(
         spec, tokens, num_rows, max_len, dtype, config.parallel.tp, inflow
     )
+    # Elements of the logits and of their copy.
     logits = 2 * max(num_rows * spec.vocab_size, PROMPT_ELEMENTS)
-    return forward + _F32_BYTES * (logits + 8 * 4 * CHUNK_ELEMENTS)
+    # Elements of eight temporaries of a chunk. The largest chunks have 4 * CHUNK_ELEMENTS.
+    chunks = 8 * 4 * CHUNK_ELEMENTS
+    return forward + _F32_BYTES * (logits + chunks)
 
 
 def _mib(size: int) -> str:
@@ -296,9 +299,9 @@ class StateMemory:
 
     num_states: int  # blocks of states, the null block included
     num_stored: int  # blocks of states in the host store
-    config: Config  # with the remaining memory, and with fewer slots if needed
+    config: Config  # the configuration for the remaining memory, with fewer slots if needed
     budget: int  # remaining bytes for KV blocks
-    notes: tuple[str, ...] = ()  # for the user
+    notes: tuple[str, ...] = ()  # messages for the user
 
 
 def check_block_size(config: Config, spec: ModelSpec) -> None:
@@ -324,7 +327,8 @@ def state_memory(config: Config, state_bytes: int, budget: int, *, fill: bool) -
     requests do not fit.
 
     state_bytes: size of a block of states of all layers; 0: the model has none.
-    fill: use the whole share of states, not only the part that requests are likely to use.
+    fill: whether to use the whole share of states, or only the part that requests are likely to
+        use.
 
     Raises DoesNotFit if the states of one request do not fit.
     """

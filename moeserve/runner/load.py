@@ -22,7 +22,7 @@ from moeserve.comm.world import World
 from moeserve.config import Activations, Config, Lossless
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.dummy import RandomReader, imagined, rounded_format
+from moeserve.loader.dummy import RandomReader, dummy_checkpoint, quantised_format
 from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.fresh_memory import FreshMemory
@@ -63,20 +63,20 @@ class Shard(NamedTuple):
     """The part of the model that a rank holds, and its connections to other ranks."""
 
     world: World
-    placement: Placement | None  # of the experts; None for a model without experts
+    placement: Placement | None  # placement of the experts; None for a model without experts
     tp: TensorParallel
-    backends: Sequence[All2All]  # in order of preference
-    ubatches: int
-    max_tokens: int  # of one step on one rank
+    backends: Sequence[All2All]  # all-to-all backends in order of preference
+    ubatches: int  # number of micro-batches
+    max_tokens: int  # most tokens of one step on one rank
 
 
 class Loaded(NamedTuple):
     """A loaded model."""
 
     model: Decoder
-    files: ExpertFiles  # to read single experts later
-    mapped_bytes: int  # weights in memory-mapped files
-    expert_cache: Any  # the native cache, if experts are on disk; otherwise None
+    files: ExpertFiles  # reads single experts later, when experts move to this rank
+    mapped_bytes: int  # bytes of weights in memory-mapped files
+    expert_cache: Any  # the native cache of experts, if experts are on disk; otherwise None
 
 
 def load_model(
@@ -93,7 +93,7 @@ def load_model(
     """Load this rank's part of a model.
 
     quantize_to: the dtype to which linear layers are quantized at load time; None: as stored.
-    memory: of the device.
+    memory: the memory of the device.
 
     Raises ConfigError (CheckpointError, DoesNotFit).
     """
@@ -101,20 +101,36 @@ def load_model(
     expert_memory = config.model.expert_memory
     if is_dummy and shard.world.size > 1:
         raise ConfigError(_DUMMY_NEEDS_ONE_RANK)
+    # Plan which tensors to load, and choose the kernels.
     checkpoint = Checkpoint(model_dir, {}) if is_dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
     ops = _ops_for(spec, device, dtype, config)
     checkpoint = _for_kernels(checkpoint, ops, config)
+
+    # Check before weights are read that they fit in memory, and that the kernels support them.
+    # Dummy weights have no files, so a checkpoint made up from the load plan describes them.
     described = checkpoint
     if is_dummy:
-        described = _for_kernels(imagined(model_dir, plan, spec.stored, quantize_to), ops, config)
+        described = _for_kernels(
+            dummy_checkpoint(model_dir, plan, spec.stored, quantize_to), ops, config
+        )
     num_bytes = weight_bytes(described, plan, ops, quantize_to)
     bytes_on_disk = _bytes_on_disk(described, plan, ops, quantize_to, expert_memory)
     check_weights_fit(num_bytes - bytes_on_disk, memory)
     folder = _cache_folder(config, ops, num_bytes)
-    _check_kernels(ops, described, plan, quantize_to, folder, expert_memory, ops.lossless)
+    _check_kernels(
+        ops,
+        described,
+        plan,
+        quantize_to,
+        packed_cache=folder,
+        expert_memory=expert_memory,
+        lossless=ops.lossless,
+    )
     _log_activations(ops, spec, checkpoint, shard)
+
+    # Choose where packed weights are: in fresh memory, or in a file, with experts that stay there.
     files = ExpertFiles(
         checkpoint,
         lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
@@ -145,6 +161,8 @@ def load_model(
     if cache:
         register = experts_on_disk.register if experts_on_disk else None
         ops = ops.packing_into(cache.allocate, register)
+
+    # Read, pack and build.
     params_of: Callable[..., Params] = partial(CachedParams, cache) if cache else Params
     reader = RandomReader if is_dummy else Reader
     with params_of(
@@ -158,7 +176,7 @@ def load_model(
     ) as params:
         longest = config.model.max_model_len or spec.max_position
         model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
-    files.check()
+    files.check()  # raises CheckpointError if the files have changed since they were opened
     if experts_on_disk:
         experts_on_disk.open(model.moe_layers)
     if cache:
@@ -173,7 +191,7 @@ def load_model(
 
 def _ops_for(spec: ModelSpec, device: torch.device, dtype: torch.dtype, config: Config) -> Ops:
     ops = _with_attention(_pick_ops(device, dtype, config, spec), config, spec)
-    ops = ops.compressing(config.model.lossless_compression)
+    ops = ops.with_lossless(config.model.lossless_compression)
     return traced(ops) if config.device.compile else ops
 
 
@@ -225,7 +243,9 @@ def draft_params(
     plan = plan_of(checkpoint.names)
     # The draft model is not packed into the target's file of packed weights.
     ops = model.ops.packing_into(allocate_new) if model.ops.native else model.ops
-    described = imagined(model_dir, plan, spec.stored, quantize_to) if is_dummy else checkpoint
+    described = (
+        dummy_checkpoint(model_dir, plan, spec.stored, quantize_to) if is_dummy else checkpoint
+    )
     described = _for_kernels(described, ops, config)
     check_weights_fit(weight_bytes(described, plan, ops, quantize_to), memory)
     _check_kernels(ops, described, plan, quantize_to)
@@ -244,7 +264,7 @@ def _pick_ops(device: torch.device, dtype: torch.dtype, config: Config, spec: Mo
     is_plugin = kernels in EXPERT_KERNELS.plugins
     table: Any = "auto" if is_plugin else kernels
     ops = pick_ops(device, dtype, table, obstacle=spec.obstacle, exact=config.device.exact)
-    return replace(ops, asked=kernels) if is_plugin else ops
+    return replace(ops, kernels_setting=kernels) if is_plugin else ops
 
 
 def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:
@@ -255,14 +275,14 @@ def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:
     if not ops.triton and backend != "auto":
         raise ConfigError(
             f"attention_backend={backend} needs Triton kernels, but the kernels here are "
-            f"{ops.chosen}; use attention_backend=auto"
+            f"{ops.description}; use attention_backend=auto"
         )
     if not ops.triton or backend == "triton":
         return ops
     from moeserve.ops.triton_ops import with_flash_attention  # slow to import
 
     return with_flash_attention(
-        ops, config.cache, asked=backend == "fa3", misfit=spec.obstacle("fa3")
+        ops, config.cache, required=backend == "fa3", misfit=spec.obstacle("fa3")
     )
 
 
@@ -343,7 +363,7 @@ def _check_kernels(
     lossless: the setting lossless_compression; "off" for a draft model, which need not have weights
     to compress.
     """
-    our_kernels = f"the kernels here are {ops.chosen} on {ops.device.type}"
+    our_kernels = f"the kernels here are {ops.description} on {ops.device.type}"
     native = "--device cpu with kernels: native"
     for name, value in (("expert_memory", expert_memory), ("packed_cache", packed_cache)):
         if value and not ops.native:
@@ -371,11 +391,13 @@ def _check_kernels(
                 f"but {our_kernels}; use {remedy}, or {native}"
             )
         if (
-            form.rows_as(checkpoint.activations) == "int8"
+            form.activation_format(checkpoint.activations) == "int8"
             and ops.native
-            and (why := form.rows_obstacle(param.shape[-1]))
+            and (why := form.int8_activations_obstacle(param.shape[-1]))
         ):
-            raise ConfigError(f"{why}, and {param.name} is {form.described}; use activations=float")
+            raise ConfigError(
+                f"{why}, and {param.name} is {form.description}; use activations=float"
+            )
         if why := ops.weight_obstacle(form.kind, form.group, param.shape[-1]):
             what = f"{param.name} has {param.shape[-1]}" + (
                 f", in groups of {form.group}" if form.group else ""
@@ -394,7 +416,7 @@ def _quantized_params(
         if form := format_of(checkpoint, param, pieces[param.name]):
             yield param, form
         elif quantize_to and param.quantised_on_load:
-            yield param, rounded_format(quantize_to, param.shape[-1])
+            yield param, quantised_format(quantize_to, param.shape[-1])
 
 
 def _describe_activations(ops: Ops, spec: ModelSpec, activations: Activations) -> str:
@@ -408,7 +430,7 @@ def _describe_activations(ops: Ops, spec: ModelSpec, activations: Activations) -
                 "here those of experts become e4m3 with a scale for every 128 elements, all others "
                 f"stay {ops.dtype}"
             )
-    if ops.native and any(form.rows_as(activations) == "int8" for form in spec.stored):
+    if ops.native and any(form.activation_format(activations) == "int8" for form in spec.stored):
         return "here they become int8 with a scale for every 32 elements, unless activations=float"
     return f"here they stay {ops.dtype}, only weights are quantized"
 

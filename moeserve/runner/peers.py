@@ -1,7 +1,7 @@
 """A rank's connections to other ranks.
 
-They are the all-to-all of the MoE layers, the all-gathers of a tensor-parallel engine, and the
-placement of experts, which changes on all ranks together.
+They are the all-to-all of the MoE layers and the all-gathers of a tensor-parallel engine. `Peers`
+also holds the placement of experts, which changes on all ranks together.
 """
 
 import logging
@@ -19,7 +19,7 @@ from moeserve.moe.all2all.wire_format import WireFormat
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
-from moeserve.runner.experts import ExpertStore, Read
+from moeserve.runner.experts import ExpertStore, ReadExpert
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,9 @@ def make_tensor(world: World, num_channels: int, on_device: bool = False) -> Ten
     """
     if world.tp_size == 1:
         return ALONE
-    kind = DeviceTensor if on_device else GlooTensor if native() is None else ShmTensor
+    if on_device:
+        return DeviceTensor(world.tp_rank, world.tp_size, num_channels)
+    kind = GlooTensor if native() is None else ShmTensor
     return kind(world.tp_rank, world.tp_size, num_channels)
 
 
@@ -56,7 +58,7 @@ class Peers:
         rank: int,
         placement: Placement | None,
         wire: WireFormat,
-        read: Read | None,
+        read: ReadExpert | None,
         num_ubatches: int,
         on_placement_result: Callable[[PlacementResult], object],
     ) -> None:
@@ -67,9 +69,8 @@ class Peers:
         self._all2all = self._layers[0].all2all if self._layers else None  # shared by all layers
         # Why graphs cannot record the MoE layers of several ranks; None if they can.
         self.not_recorded = self._layers[0].not_recorded if self._layers else None
-        self._local_all2all: LocalAll2All | None = (
-            None  # replaces it as long as there are no other ranks
-        )
+        # Replaces `_all2all` as long as there are no other ranks.
+        self._local_all2all: LocalAll2All | None = None
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
         self._newest_version = 0  # the newest version that was passed to `prepare`
         self._num_joins = 0
@@ -81,12 +82,13 @@ class Peers:
         self._use(self._local_all2all or self._all2all)
 
     def _use(self, all2all: All2All | None) -> None:
+        """Let all MoE layers use this backend."""
         if all2all is not None:
             for layer in self._layers:
                 layer.all2all = all2all
         transports: tuple[object, ...] = all2all, self._tp
-        # Transports whose `check` must be called after each step. It raises PeerLost.
-        self.checked = tuple(
+        # The runner calls `check` of these after each step. It raises PeerLost.
+        self.transports_to_check = tuple(
             transport for transport in transports if isinstance(transport, Checked)
         )
 
@@ -159,7 +161,7 @@ class Peers:
 
     @property
     def moving(self) -> bool:
-        """Whether a placement was passed to `prepare` that is not active yet."""
+        """Whether a placement that was passed to `prepare` is not active yet."""
         return self._store is not None and self._store.version < self._newest_version
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# pause(function): end a graph, call the function in every replay, and begin another graph.
+# pause(function): ends a graph, lets every replay call the function, and begins another graph.
 Pause = Callable[[Callable[[], None]], None]
 Work = Callable[[Pause], Sequence[Tensor]]
 
@@ -51,9 +51,9 @@ class CudaRecorder(Recorder):
     """Records CUDA graphs, which share one memory pool. They are recorded on a separate stream, and
     replayed on the current one.
 
-    warm: run the work once before recording it. This compiles kernels and loads libraries, which
-    must not happen during a recording. It is not possible for work of several ranks; the kernels of
-    such work must have run before.
+    warm: whether to run the work once before recording it. That run compiles kernels and loads
+        libraries, which must not happen during a recording. Work of several ranks cannot be run
+        alone, so its kernels must have run before.
     """
 
     def __init__(self, device: torch.device, *, warm: bool = True) -> None:

@@ -24,7 +24,7 @@ from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import Traced
 from moeserve.runner import commands
 
-END_TIMEOUT_S = 2.0  # for workers to end by themselves
+END_TIMEOUT_S = 2.0  # time for workers to end by themselves
 SOCKET = "workers.sock"
 
 
@@ -166,7 +166,7 @@ class Team:
                 case commands.Failed():
                     worker.failed = msg
         if not self._closing:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(
                     self._loop.call_later, END_TIMEOUT_S, self._kill_if_alive, worker.tp_rank
                 )
@@ -224,7 +224,7 @@ class Team:
         with closing(listener):
             await listener.complete.wait()
         self._workers = [
-            RemoteWorker(peer.rank, link.sock) for peer, link in sorted(listener.accepted.items())
+            RemoteWorker(peer.number, link.sock) for peer, link in sorted(listener.accepted.items())
         ]
         for worker in self._workers:
             name = f"tp {worker.tp_rank}"
@@ -249,6 +249,7 @@ class Team:
         worker = next((worker for worker in self._workers if worker.tp_rank == tp_rank), None)
         if worker is not None:
             worker.reader.join(END_TIMEOUT_S)  # so that its last message has been read
+            # Exit code 1 is an unexpected error. The other codes are those of ConfigErrors.
             if worker.failed is not None and worker.failed.exit_code != 1:
                 error = ConfigError(worker.failed.cause)
                 error.exit_code = worker.failed.exit_code

@@ -3,8 +3,11 @@
 A step updates the tables, prepares the inputs, runs the forward pass and then the tasks, such as
 sampling. Its `StepResult` is assembled when the outputs have arrived on the host.
 
-Suffixes of arrays are their dimensions, as in engine/plan.py. T: tokens of the step. D: width of
-the hidden states.
+Suffixes of arrays are their dimensions: R rows (scheduled requests), S rows that sample, N drafts
+or sampled tokens, T tokens of the step, D width of the hidden states, A width of the auxiliary
+hidden states, L MoE layers, E logical experts.
+
+A *mark* is a point in time on the device.
 """
 
 import time
@@ -34,7 +37,8 @@ from moeserve.runner.tables import HostRows, Tables, Upload, prepare_inputs
 from moeserve.runner.tasks import ComputedStep, RowTask, TaskOutputs
 from moeserve.runner.ubatches import UBatchRunner
 
-NamedTensors = Mapping[str, Mapping[str, Tensor]]  # the tensors of each task, by name
+NamedTensors = Mapping[str, Mapping[str, Tensor]]  # by the name of a task, then of the tensor
+METER = "meter"  # key of the step's measurements in NamedTensors, beside the tasks
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
@@ -57,7 +61,7 @@ class StepExecutor:
     peers: Peers
     graphs: GraphManager | None = None  # None: no step is recorded
     proposer: Proposer | None = None  # None: no speculative decoding
-    expert_cache: Any = None  # the native cache, if experts are on disk
+    expert_cache: Any = None  # the native cache of experts, if experts are on disk
     sampling: SampleTask
     tasks: Mapping[str, RowTask]  # by name, see `Submit.task`
 
@@ -65,31 +69,35 @@ class StepExecutor:
         # The error message of each request that must fail, by slot.
         self._refusal_reasons: dict[int, str] = {}
         self._last_saved_step = -1  # number of the last step that saved blocks
-        self._loading: Loading | None = None  # blocks that the current step has to wait for
-        # Marks (`_mark`): the end of the previous step including its drafting, and the begin and
-        # the end of the last `propose`.
-        self._last_end_mark: Any = None
-        self._drafting_marks: tuple[Any, Any] | None = None
-        self._verified: Verified | None = None  # the last step, until `propose` has read it
+        self._kv_loading: Loading | None = None  # KV blocks that the current step has to wait for
+        self._last_end_mark: Any = None  # end of the previous step, including its drafting
+        self._drafting_marks: tuple[Any, Any] | None = None  # begin and end of the last `propose`
+        # The last step, if the proposer has not read it yet. Set by `launch`, cleared by whoever
+        # drafts from it.
+        self._step_to_propose: Verified | None = None
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Start to copy tensors to the host. Return a function that waits for the copies."""
         return lambda: tensors
 
     def _fetch_named(self, named: NamedTensors) -> Callable[[], dict[str, dict[str, NDArray[Any]]]]:
-        """Start to copy tensors to the host. Return a function that waits for the copies, and
-        returns them as arrays under the same names.
-        """
-        wait = self._fetch([tensor for tensors in named.values() for tensor in tensors.values()])
+        """Start to copy tensors to the host.
 
-        def arrays() -> dict[str, dict[str, NDArray[Any]]]:
-            copies = iter(wait())
+        Return a function that waits for the copies, and returns them as arrays under the same
+        names.
+        """
+        wait_for_copies = self._fetch(
+            [tensor for tensors in named.values() for tensor in tensors.values()]
+        )
+
+        def wait_for_arrays() -> dict[str, dict[str, NDArray[Any]]]:
+            copies = iter(wait_for_copies())
             return {
                 task: {name: next(copies).numpy() for name in tensors}
                 for task, tensors in named.items()
             }
 
-        return arrays
+        return wait_for_arrays
 
     def _mark(self) -> Any:
         """Return a point in time on the device, for `_elapsed_us`."""
@@ -113,14 +121,14 @@ class StepExecutor:
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start one step. Return a function that waits for the device and returns the result.
 
-        `propose` must be called next; on CPUs after the result, so that the engine can plan the
-        next step in the meantime.
+        Call `propose` next. On a CPU, call it after collecting the result: the engine then plans
+        the next step while drafts are computed.
 
         Raises PeerLost if a rank is gone. The same plan may then be launched again, before any
         later plan: its table updates and loads are idempotent, and its blocks are not saved again.
         """
-        self._finish_proposing()
-        loading = self._apply(plan)
+        self._wait_for_proposer()
+        kv_loading = self._apply(plan)
         if plan.decision is not None:
             self.peers.commit(plan.decision.active)
         previous_end = self._last_end_mark
@@ -136,21 +144,26 @@ class StepExecutor:
             return lambda: StepResult(plan.step, NO_TOKENS)
         meter = self.ubatches.take_meter()
         failed = self._refusals_of(plan)
-        end = self._last_end_mark = self._mark()
-        self._start_proposing()
-        load = {"load": meter.load_LE} if isinstance(meter.load_LE, Tensor) else {}
-        wait = self._fetch_named(
-            {"": load} | {name: task.tensors for name, task in outputs.items()}
-        )
+        end = self._mark()
+        self._last_end_mark = end
+        self._try_propose_in_thread()
+        to_fetch: dict[str, Mapping[str, Tensor]] = {
+            name: task.tensors for name, task in outputs.items()
+        }
+        if isinstance(meter.expert_tokens_LE, Tensor):
+            to_fetch[METER] = {"expert_tokens": meter.expert_tokens_LE}
+        wait_for_copies = self._fetch_named(to_fetch)
 
         def collect() -> StepResult:
-            with ExitStack() as waits:
+            with ExitStack() as watching:
                 for task_outputs in outputs.values():
-                    waits.enter_context(task_outputs.awaited())
-                fetched = wait()
-                for transport in self.peers.checked:
+                    watching.enter_context(task_outputs.watch_wait())
+                fetched = wait_for_copies()
+                for transport in self.peers.transports_to_check:
                     transport.check()  # raises PeerLost if a transfer of this step failed
-                load_LE: Any = fetched[""].get("load", meter.load_LE)
+                expert_tokens_LE: Any = meter.expert_tokens_LE
+                if METER in fetched:
+                    expert_tokens_LE = fetched[METER]["expert_tokens"]
                 comm_us, exposed_us = meter.times_us()
                 cache = self.expert_cache
                 result = StepResult(
@@ -162,10 +175,12 @@ class StepExecutor:
                     drafting_us=0 if drafting_marks is None else self._elapsed_us(*drafting_marks),
                     comm_us=comm_us,
                     exposed_comm_us=exposed_us,
-                    load_LE=load_LE.astype(np.int64, copy=False) if load_LE.size else None,
+                    expert_tokens_LE=expert_tokens_LE.astype(np.int64, copy=False)
+                    if expert_tokens_LE.size
+                    else None,
                     events=meter.events,
                     expert_cache=() if cache is None else cache.take_stats(),
-                    kv_lost=loading is not None and loading.lost(),
+                    kv_lost=kv_loading is not None and kv_loading.lost(),
                 )
                 for name, task_outputs in outputs.items():
                     result = task_outputs.add_to(result, fetched[name])
@@ -173,21 +188,19 @@ class StepExecutor:
 
         return collect
 
-    def _finish_proposing(self) -> None:
-        self._verified = None
+    def _wait_for_proposer(self) -> None:
+        self._step_to_propose = None
         if self.proposer is not None:
-            self.proposer.finish()
+            self.proposer.wait_for_thread()
 
-    def _start_proposing(self) -> None:
-        """Let the proposer start now, if it runs in parallel to the host. Otherwise `propose` will
-        do it.
-        """
+    def _try_propose_in_thread(self) -> None:
+        """Let the proposer draft in parallel to the host, if it can. Otherwise `propose` will."""
         if (
             self.proposer is not None
-            and self._verified is not None
-            and self.proposer.start(self._verified)
+            and self._step_to_propose is not None
+            and self.proposer.try_launch_in_thread(self._step_to_propose)
         ):
-            self._verified = None
+            self._step_to_propose = None
 
     @torch.inference_mode()
     def propose(self) -> None:
@@ -195,12 +208,12 @@ class StepExecutor:
 
         Raises PeerLost.
         """
-        verified = self._verified
-        self._verified = None  # so that an idle runner does not keep the step's tensors alive
-        if self.proposer is None or verified is None:
+        step = self._step_to_propose
+        self._step_to_propose = None  # so that an idle runner does not keep its tensors alive
+        if self.proposer is None or step is None:
             return
         begin = self._mark()
-        self.proposer.launch(verified)
+        self.proposer.launch(step)
         self._last_end_mark = self._mark()
         self._drafting_marks = begin, self._last_end_mark
 
@@ -217,26 +230,28 @@ class StepExecutor:
         if self.proposer is not None and self.proposer.reads_steps:
             sampled = outputs.get("sample")
             accepted_S = sampled.accepted_S if isinstance(sampled, SampleOutputs) else None
-            self._verified = self.sampling.verified(step, accepted_S)
+            self._step_to_propose = self.sampling.verified(step, accepted_S)
         return outputs
 
     def _compute(self, plan: StepPlan, rows: HostRows) -> ComputedStep:
         """Launch the forward pass of a step, as a graph if one has the right shape."""
         shape = self.graphs.shape(plan) if self.graphs else None
         if self.graphs and shape:
-            self._finish_loading()
+            # A graph reads all layers at any time, so all of their blocks must be there.
+            self._wait_for_kv_loading()
             inputs = self.graphs.inputs(shape, plan, rows)
             hidden_TD = self.graphs.run(shape, inputs, plan.decision)
         else:
             inputs = self.step_inputs(plan, rows)
             hidden_TD = self._forward(inputs, plan.decision, plan.split_at)
-            self._finish_loading()
-        aux_TN = None
+            # `_forward` has waited for each layer. Other layers are those of a draft model.
+            self._wait_for_kv_loading()
+        aux_TA = None
         if self.spec.aux_hidden_layers:
             hidden_size = self.spec.hidden_size
-            aux_TN = hidden_TD[:, hidden_size:]
+            aux_TA = hidden_TD[:, hidden_size:]
             hidden_TD = hidden_TD[:, :hidden_size].contiguous()
-        return ComputedStep(plan, rows, inputs, hidden_TD, aux_TN)
+        return ComputedStep(plan, rows, inputs, hidden_TD, aux_TA)
 
     @torch.inference_mode()
     def drafts_of(self, plan: StepPlan) -> Tensor:
@@ -250,7 +265,7 @@ class StepExecutor:
         return self.proposer.drafts(slots_N, ranges(np.zeros_like(num_drafts_R), num_drafts_R))
 
     def _write_drafts(self, plan: StepPlan) -> Tensor:
-        """Write the drafts of a plan to the token table, after the known tokens. Return them."""
+        """Write the drafts of a plan to the token table, after the known tokens. Return drafts."""
         num_drafts_R = plan.num_drafts_R
         drafts = self.drafts_of(plan)
         assert num_drafts_R is not None
@@ -286,7 +301,7 @@ class StepExecutor:
         }
 
     def _add(self, request: NewRequest) -> None:
-        """Write a new request to its slot. If it must fail, store the reason."""
+        """Write a new request to its slot. If the request must fail, store the reason."""
         self._refusal_reasons.pop(request.slot, None)
         task = self.tasks[request.task]
         reason = task.add(request)
@@ -311,21 +326,23 @@ class StepExecutor:
         if plan.stores and plan.step > self._last_saved_step:
             self.transport.save(plan.stores)
             self._last_saved_step = plan.step
-        loading = self._loading = self.transport.load(plan.loads) if plan.loads else None
-        if not len(plan.slots_R):
-            self._finish_loading()
-        return loading
+        self._kv_loading = self.transport.load(plan.loads) if plan.loads else None
+        kv_loading = self._kv_loading
+        if not len(plan.slots_R):  # no forward pass will wait for the blocks
+            self._wait_for_kv_loading()
+        return kv_loading
 
-    def _finish_loading(self) -> None:
-        if self._loading is not None:
-            self._loading.finish()
-            self._loading = None
+    def _wait_for_kv_loading(self) -> None:
+        """Wait until all blocks that the plan loads are there, and forget the loading."""
+        if self._kv_loading is not None:
+            self._kv_loading.finish()
+            self._kv_loading = None
 
     def _forward(
         self, step: StepInputs, decision: StepDecision | None = None, split_at: int = 0
     ) -> Tensor:
         """Return the hidden states [T, D] of a step, computed in one or two micro-batches."""
         layers: Sequence[LayerCache] = self.kv.layers
-        if self._loading is not None:
-            layers = LayersAsLoaded(layers, self._loading.before_layer)
+        if self._kv_loading is not None:
+            layers = LayersAsLoaded(layers, self._kv_loading.before_layer)
         return self.ubatches.forward(self.model, step, split_at, decision, layers)

@@ -9,7 +9,7 @@ The host never reads the arena, so the next step can be planned before the token
 known. To write, the host stages (offset, value) pairs, and `apply` sends all pairs of a step in one
 copy and one scatter.
 
-An `Upload` moves arrays to the device. On CPUs that is a no-op, which wraps the arrays.
+An `Upload` moves arrays to the device. On CPUs an upload only wraps the arrays as tensors.
 """
 
 import math
@@ -204,13 +204,29 @@ class HostRows:
         if num_tokens == rows:
             positions_T = plan.starts_R.astype(np.int64)
             slots_T = plan.slots_R.astype(np.int64)
-            return cls(offsets_R1, None, positions_T, slots_T, sampling_S, sample_N, drafts_S)
+            return cls(
+                offsets_R1=offsets_R1,
+                rows_T=None,
+                positions_T=positions_T,
+                slots_T=slots_T,
+                sampling_S=sampling_S,
+                sample_N=sample_N,
+                drafts_S=drafts_S,
+            )
         rows_T = np.repeat(np.arange(rows, dtype=np.int64), plan.counts_R)
         positions_T = (
             np.arange(num_tokens, dtype=np.int64) + (plan.starts_R - offsets_R1[:-1])[rows_T]
         )
         slots_T = plan.slots_R.astype(np.int64)[rows_T]
-        return cls(offsets_R1, rows_T, positions_T, slots_T, sampling_S, sample_N, drafts_S)
+        return cls(
+            offsets_R1=offsets_R1,
+            rows_T=rows_T,
+            positions_T=positions_T,
+            slots_T=slots_T,
+            sampling_S=sampling_S,
+            sample_N=sample_N,
+            drafts_S=drafts_S,
+        )
 
 
 def prepare_inputs(
@@ -233,13 +249,19 @@ def prepare_inputs(
     ]
     if rows.rows_T is not None:
         arrays.append(rows.rows_T)
+    # One upload for all arrays, because each upload may cost a copy to the device.
     starts, offsets, token_offsets, positions, sample, slots, *token_rows = upload(*arrays)
     return StepInputs(
         ids_T=tables.arena.index_select(0, token_offsets).long(),
         positions=Positions.of_text(positions),
         groups=tuple(
             group_inputs(
-                group, blocks, max_len, slots, positions, token_rows[0] if token_rows else None
+                group,
+                blocks,
+                max_len=max_len,
+                slots=slots,
+                positions_T=positions,
+                rows_T=token_rows[0] if token_rows else None,
             )
             for group, blocks in zip(groups, tables.blocks, strict=True)
         ),
@@ -262,7 +284,7 @@ def group_inputs(
 
     blocks: the group's block table.
     max_len: the number of positions of the longest row, with its context.
-    slots: of the rows.
+    slots: the slot of each row.
     rows_T: the row of each token; None: each row has one token.
     """
     size = group.block_size
@@ -274,4 +296,10 @@ def group_inputs(
     else:
         block_T = blocks_RN.view(-1).index_select(0, rows_T * num_blocks + index_T)
     slot_mapping_T = block_T * size + (positions_T - index_T * size)
-    return GroupInputs(slot_mapping_T, blocks_RN, size, group.rule.window, group.rule.chunk)
+    return GroupInputs(
+        slot_mapping_T=slot_mapping_T,
+        blocks_RN=blocks_RN,
+        block_size=size,
+        window=group.rule.window,
+        chunk=group.rule.chunk,
+    )

@@ -1,7 +1,7 @@
 """The interface of tasks, which compute the outputs of requests from hidden states.
 
-A request has one task (`Submit.task`). To the scheduler, all tasks are alike: it only knows whether
-a row yields tokens. So far there is one task, `SampleTask` (runner/sampling/task.py).
+A request has one task (`Submit.task`). To the scheduler, all tasks are alike: the scheduler only
+knows whether a row yields tokens. So far there is one task, `SampleTask` (runner/sampling/task.py).
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ class ComputedStep:
     rows: HostRows
     inputs: StepInputs
     hidden_TD: Tensor  # after the model's last norm
-    aux_TN: Tensor | None  # hidden states of `spec.aux_hidden_layers`, concatenated
+    aux_TA: Tensor | None  # hidden states of `spec.aux_hidden_layers`, concatenated
 
 
 class TaskOutputs(ABC):
@@ -41,21 +41,23 @@ class TaskOutputs(ABC):
 
     @abstractmethod
     def add_to(self, result: StepResult, fetched: Arrays) -> StepResult:
-        """Return the step's result with the outputs of this task. fetched: `tensors` on the host.
+        """Return the step's result with the outputs of this task. Called in the order of steps.
 
-        Called in the order of steps.
+        fetched: `tensors` on the host.
         """
 
-    def awaited(self) -> AbstractContextManager[None]:
-        """Return a context that is active while the runner waits for the device. It sees errors of
-        the wait.
+    def watch_wait(self) -> AbstractContextManager[None]:
+        """Return a context that is active while the runner waits for the device.
+
+        The context sees the errors of the wait.
         """
         return nullcontext()
 
 
 class RowTask(ABC):
-    """One kind of output of requests. All methods but `TaskOutputs.add_to` are called in the thread
-    that launches steps.
+    """One kind of output of requests.
+
+    The thread that launches steps calls all methods.
     """
 
     @abstractmethod
@@ -69,7 +71,9 @@ class RowTask(ABC):
     def begin(self, plan: StepPlan, rows: HostRows, drafts: Tensor | None) -> None:  # noqa: B027
         """Start host work that runs in parallel to the forward pass of a step.
 
-        drafts: int32, row after row. If a step is launched again, this is called again.
+        If a step is launched again, `begin` is called again.
+
+        drafts: int32, row after row.
         """
 
     @abstractmethod

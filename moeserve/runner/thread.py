@@ -46,7 +46,7 @@ class StepFuture(Generic[T]):
     def _set(self, set_: Callable[[Any], None], value: object) -> None:
         if not self._future.done():
             set_(value)
-            self._future.exception()  # so that asyncio does not warn if nobody awaits it
+            self._future.exception()  # so that asyncio does not warn if nobody awaits the future
 
 
 class ThreadedRunner:
@@ -122,6 +122,7 @@ class ThreadedRunner:
             self._fail(plan, None, exc)
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Launch a step. Return a function that waits for the result."""
         return self.runner.launch(plan)
 
     async def _idle(self) -> None:
@@ -141,7 +142,7 @@ class ThreadedRunner:
             self._fail(plan, handle, exc)
 
     def _refusal(self) -> Exception | None:
-        """Return the error of all further steps; None as long as steps may run."""
+        """Return the error with which all further steps fail; None as long as steps may run."""
         return None if self._end_cause is None else EngineDied(self._end_cause)
 
     def _ended_error(self) -> EngineDied:

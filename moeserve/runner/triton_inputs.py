@@ -47,8 +47,8 @@ class FixedInputs:
     def largest(self, tokens: int, rows: int | None) -> StepInputs:
         """Return the buffers of `fill` as inputs of rows with the longest context.
 
-        The rows have one token each or, if the number of rows is fixed, an equal share of the
-        tokens.
+        rows: the number of rows, each with an equal share of the tokens. None: rows with one token
+            each.
         """
         padded_rows = self._tables.slots if rows is None else rows
         length = 1 if rows is None else tokens // rows
@@ -64,7 +64,7 @@ class FixedInputs:
         return replace(step, live=None)
 
     def fill(self, plan: StepPlan, host: HostRows, tokens: int, rows: int | None) -> StepInputs:
-        """Return the inputs of `plan`, padded to so many tokens and rows (None: all slots)."""
+        """Return the inputs of `plan`, padded to `tokens` and `rows` (None: as many as slots)."""
         max_len = int((plan.starts_R + plan.counts_R).max())
         assert max_len < self._tables.width, (max_len, self._tables.width)
         step = StepWords.of(plan.slots_R, plan.starts_R, host.offsets_R1, host.sample_N)
@@ -103,11 +103,11 @@ class FixedInputs:
             positions=Positions.of_text(views.positions_T),
             groups=tuple(
                 GroupInputs(
-                    views.slot_mapping_GT[i],
-                    views.blocks_GRB[i, :rows],
-                    group.block_size,
-                    group.rule.window,
-                    group.rule.chunk,
+                    slot_mapping_T=views.slot_mapping_GT[i],
+                    blocks_RN=views.blocks_GRB[i, :rows],
+                    block_size=group.block_size,
+                    window=group.rule.window,
+                    chunk=group.rule.chunk,
                 )
                 for i, group in enumerate(self._groups)
             ),

@@ -27,8 +27,9 @@ class Meter:
 
     comm_us: int  # communication, on the host's clock
     exposed_us: int  # the part of it during which the model waited
-    # Tokens per MoE layer and logical expert, [0, 0] if none. A tensor if it is on the device.
-    load_LE: Load
+    # Tokens per MoE layer and logical expert, [0, 0] without MoE layers. A tensor if the device
+    # counted them.
+    expert_tokens_LE: Load
     events: tuple[TraceEvent, ...]
     transfers: Sequence[InFlightTransfer] = ()  # measured by the device
 
@@ -71,8 +72,8 @@ class UBatchRunner:
     ) -> Tensor:
         """Return the hidden states [T, D] of all tokens, in order.
 
-        If there are two micro-batches, the first `split_at` tokens are the first one. An error in
-        one of them ends both, and the first error is raised. The next step may run after that.
+        If there are two micro-batches, the first one has the first `split_at` tokens. An error in
+        one micro-batch ends both, and the first error is raised. After that, the next step may run.
         """
         decision = decision or ONE_UBATCH
         if decision.ubatches == 1:
@@ -94,10 +95,10 @@ class UBatchRunner:
 
     def take_meter(self) -> Meter:
         """Return the measurements since the last call. To be called after each step."""
-        load_LE, *others = (ubatch.take_load() for ubatch in self.ubatches)
+        tokens_LE, *others = (ubatch.take_load() for ubatch in self.ubatches)
         for other_LE in others:
             if len(other_LE):
-                load_LE = load_LE + other_LE if len(load_LE) else other_LE
+                tokens_LE = tokens_LE + other_LE if len(tokens_LE) else other_LE
         meters = [ubatch.meter for ubatch in self.ubatches]
         comm_ns, exposed_ns = (
             sum(times) for times in zip(*((m.comm_ns, m.exposed_ns) for m in meters), strict=True)
@@ -106,7 +107,7 @@ class UBatchRunner:
             comm_us=comm_ns // 1000,
             # Polling takes time even if all rows have arrived, so the sum may be larger.
             exposed_us=min(comm_ns, exposed_ns) // 1000,
-            load_LE=load_LE,
+            expert_tokens_LE=tokens_LE,
             events=tuple(event for meter in meters for event in meter.events or ()),
             transfers=self.take_transfers(),
         )
@@ -140,5 +141,5 @@ class UBatchRunner:
 def _timed(work: Callable[[UBatch], T], ubatch: UBatch) -> T:
     ubatch.meter.resume()
     result = work(ubatch)
-    ubatch.meter.work("output", -1)
+    ubatch.meter.record_work("output", -1)
     return result

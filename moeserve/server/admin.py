@@ -38,18 +38,20 @@ async def abort_request(call: HttpCall) -> web.StreamResponse:
     The request's own client gets the answer so far, with finish_reason abort.
     """
     request_id = call.tail.removeprefix("chatcmpl-").removeprefix("cmpl-")
-    found = call.context.running.get(request_id)
-    if not found:
+    all_running = call.context.running.get(request_id)
+    if not all_running:
         raise NotFound(f"no request {shorten(request_id)} is running")
-    mine = [
-        running for running in found if call.caller.is_admin or running.owner == call.caller.owner
+    own = [
+        running
+        for running in all_running
+        if call.caller.is_admin or running.owner == call.caller.owner
     ]
-    if not mine:
+    if not own:
         raise Forbidden("that request belongs to another key")
-    aborted = 0
-    for running in mine:
-        aborted += await running.abort()
-    return call.answer(Aborted(id=request_id, aborted=aborted))
+    num_aborted = 0
+    for running in own:
+        num_aborted += await running.abort()
+    return call.answer(Aborted(id=request_id, aborted=num_aborted))
 
 
 async def scale(call: HttpCall) -> web.StreamResponse:
@@ -57,7 +59,9 @@ async def scale(call: HttpCall) -> web.StreamResponse:
 
     Answers when the change is complete, or undone (409).
     """
-    return await _changed(call, ScaleRequest, lambda scaling, request: scaling.scale(request.dp))
+    return await _change_engines(
+        call, ScaleRequest, lambda scaling, request: scaling.scale(request.dp)
+    )
 
 
 async def drain(call: HttpCall) -> web.StreamResponse:
@@ -65,14 +69,18 @@ async def drain(call: HttpCall) -> web.StreamResponse:
 
     Its experts and requests move to other machines, then its process ends. It may join again.
     """
-    return await _changed(
+    return await _change_engines(
         call, DrainRequest, lambda scaling, request: scaling.drain(request.machine)
     )
 
 
-async def _changed(
+async def _change_engines(
     call: HttpCall, shape: type[Body], change: Callable[[Scaling, Body], Awaitable[int]]
 ) -> web.StreamResponse:
+    """Read the body, change the number of engines, and answer.
+
+    change: makes the change, and returns the number of engines before it.
+    """
     fleet = _fleet(call)
     began_s = time.monotonic()
     before = await change(fleet.scaling, await call.read(shape))

@@ -73,12 +73,12 @@ async def stream_answer(
                 writer = Numbered(writer, stream_log.entry.id, len(stream_log.sequences))
             if position is not None and isinstance(writer, Numbered):
                 frames = await writer.resume(deltas, position)
-                running.generations[0].caught_up()
+                running.generations[0].end_replay()
                 await stream.start()
                 await stream.send(frames or b": ok\n\n")
             else:
                 await _begin(stream, deltas, writer, call.context.config.sse_ping_s)
-            running.set_taker(partial(_send_now, stream, writer))
+            running.set_write_directly(partial(_send_now, stream, writer))
             async for prompt, delta in deltas:
                 if frames := writer.frames(prompt, delta):
                     await stream.send(frames)
@@ -91,7 +91,7 @@ async def stream_answer(
         await stream.send(writer.failure(request_error, call.id))
     finally:
         streams.discard(stream)
-        running.set_taker(None)
+        running.set_write_directly(None)
     return await stream.finish()
 
 

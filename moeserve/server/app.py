@@ -121,13 +121,12 @@ class App:
         )
 
     def _record_answer(self, route: Route | None, status: int, call: HttpCall) -> None:
-        path = (
-            "other"
-            if route is None
-            else f"{route.path}{{id}}{route.suffix}"
-            if route.suffix
-            else route.path
-        )
+        if route is None:
+            path = "other"
+        elif route.suffix:
+            path = f"{route.path}{{id}}{route.suffix}"
+        else:
+            path = route.path
         self.context.responses[path, status] += 1
         if call.unknown:
             log.warning(

@@ -166,17 +166,15 @@ class Rates:
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's headers: limits, remaining amounts, and the time until they are full."""
-        found = {}
+        headers = {}
         for kind, bucket in self._buckets.items():
             bucket.refill()
-            found[f"X-RateLimit-Limit-{kind.title()}"] = str(bucket.per_minute)
-            found[f"X-RateLimit-Remaining-{kind.title()}"] = str(
-                max(0, math.floor(bucket.num_left))
-            )
-            found[f"X-RateLimit-Reset-{kind.title()}"] = _duration(
-                bucket.seconds_until(bucket.per_minute)
-            )
-        return found
+            num_left = max(0, math.floor(bucket.num_left))
+            reset_s = bucket.seconds_until(bucket.per_minute)
+            headers[f"X-RateLimit-Limit-{kind.title()}"] = str(bucket.per_minute)
+            headers[f"X-RateLimit-Remaining-{kind.title()}"] = str(num_left)
+            headers[f"X-RateLimit-Reset-{kind.title()}"] = _duration(reset_s)
+        return headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +234,8 @@ class Auth:
         if config.admin_key_file is not None:
             admins = read_keys(config.admin_key_file, "--admin-key-file")
         known = self._keys.callers
-        callers = {entry.digest: _caller(entry, known, is_admin=False) for entry in users}
-        callers |= {entry.digest: _caller(entry, known, is_admin=True) for entry in admins}
+        callers = {entry.digest: _make_caller(entry, known, is_admin=False) for entry in users}
+        callers |= {entry.digest: _make_caller(entry, known, is_admin=True) for entry in admins}
         return Keys(callers, len(users), len(admins))
 
     def use(self, keys: Keys) -> None:
@@ -264,8 +262,8 @@ class Auth:
         """Whether the requests of several keys must be kept apart."""
         return self._keys.num_users > 1
 
-    def owner(self, name: str, name_of: Callable[[str], str]) -> Caller | None:
-        """Return the caller whose owner `name_of` calls `name`. None if its key was removed."""
+    def find_caller(self, name: str, name_of: Callable[[str], str]) -> Caller | None:
+        """Return the caller whose owner `name_of` maps to `name`. None if its key was removed."""
         known = [OPEN, *self._keys.callers.values()]
         return next((caller for caller in known if name_of(caller.owner) == name), None)
 
@@ -278,7 +276,7 @@ class Auth:
         if scheme.lower() != "bearer":
             bearer = ""
         for key in (bearer.strip(), headers.get("X-Api-Key", "").strip()):
-            if (caller := self._caller(key)) is not None:
+            if (caller := self._caller_of_key(key)) is not None:
                 return caller
         if not self.required:
             return OPEN
@@ -286,22 +284,30 @@ class Auth:
             "missing or wrong API key; send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
         )
 
-    def _caller(self, key: str) -> Caller | None:
+    def _caller_of_key(self, key: str) -> Caller | None:
         digest = digest_of(key)
         callers = self._keys.callers.items()
-        found = [caller for known, caller in callers if hmac.compare_digest(known, digest)]
-        return found[0] if found else None
+        # A list, not `next`, so that all digests are compared.
+        matching = [caller for known, caller in callers if hmac.compare_digest(known, digest)]
+        return matching[0] if matching else None
 
 
-def _caller(entry: KeyEntry, known: Mapping[bytes, Caller], *, is_admin: bool) -> Caller:
+def _make_caller(entry: KeyEntry, known: Mapping[bytes, Caller], *, is_admin: bool) -> Caller:
+    """Return the caller of a key. known: the callers so far, whose rates continue."""
     owner = entry.digest.hex()[:16]
     limits = entry.requests_per_minute, entry.tokens_per_minute
-    before = known.get(entry.digest)
-    rates = before.rates if before is not None else None
-    if rates is None or rates.limits != limits:
-        rates = Rates(*limits)
+    known_caller = known.get(entry.digest)
+    rates = None
+    if any(limits):
+        rates = known_caller.rates if known_caller is not None else None
+        if rates is None or rates.limits != limits:
+            rates = Rates(*limits)
     return Caller(
-        owner, is_admin, entry.name or owner, rates if any(limits) else None, entry.priority
+        owner=owner,
+        is_admin=is_admin,
+        name=entry.name or owner,
+        rates=rates,
+        priority=entry.priority,
     )
 
 

@@ -169,10 +169,10 @@ class ResultFile:
                 raise ConfigError(what)
             return None
         try:
-            found = msgspec.json.decode(text, type=_Result)
+            result = msgspec.json.decode(text, type=_Result)
         except msgspec.MsgspecError:
             raise ConfigError(what) from None
-        return found.id, found.custom_id
+        return result.id, result.custom_id
 
     def open(self) -> None:
         """Create the file, or open it to append to it. Raise OSError."""

@@ -81,19 +81,24 @@ class BatchFailed(Exception):
 
 
 class Batches:
-    """The running batches.
-
-    `num_slots` returns how many lines of all batches may run at the same time.
-    """
+    """The running batches."""
 
     def __init__(self, store: FileStore, ask: Ask, num_slots: Callable[[], Awaitable[int]]) -> None:
+        """Continue the unfinished batches in the store.
+
+        Args:
+            store: The files and batches.
+            ask: Answers the request of a line.
+            num_slots: Returns how many lines of all batches may run at the same time.
+        """
         self.store = store
         self._ask = ask
         self._num_slots = num_slots
+        # For the lines of all batches. None until the first batch runs, which asks for the number.
         self._line_slots: asyncio.Semaphore | None = None
         self._loading_slots = asyncio.Semaphore(MAX_LOADED_BATCHES)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._timeouts: dict[str, asyncio.Timeout] = {}  # of the batches whose lines run
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by id of the batch
+        self._timeouts: dict[str, asyncio.Timeout] = {}  # by id of the batch, while its lines run
         for owner in store.owners():
             for batch in reversed(store.all(owner, Batch)):
                 if not batch.ended:
@@ -104,9 +109,7 @@ class Batches:
 
         def failed(name: str, error: Exception) -> None:
             log_error(name, error)
-            _fail(batch, BUG)
-            batch.status = "failed"  # in memory only: the next server tries again
-            batch.failed_at = int(time.time())
+            _fail_in_memory(batch)
 
         task = spawn(self._run(owner, batch), name=batch.id, on_error=failed)
         self._tasks[batch.id] = task
@@ -114,7 +117,7 @@ class Batches:
 
     async def create(self, owner: str, batch: Batch) -> None:
         """Keep a new batch and run it. Raise PayloadTooLarge and StorageFailed."""
-        await self.store.finish(self._create(owner, batch), f"create {batch.id}")
+        await self.store.run_to_end(self._create(owner, batch), f"create {batch.id}")
 
     async def _create(self, owner: str, batch: Batch) -> None:
         await self.store.add(owner, batch)
@@ -129,6 +132,7 @@ class Batches:
             return
         timeout = self._timeouts.get(batch.id)
         if timeout is not None and not timeout.expired():
+            # End the lines now, as if their time were over. `_run_lines` sees the new status.
             timeout.reschedule(asyncio.get_running_loop().time())
         await self._enter(owner, batch, "cancelling")
 
@@ -147,22 +151,22 @@ class Batches:
 
     async def _run_lines(self, owner: str, batch: Batch) -> BatchState:
         """Answer the lines. Return the state in which the batch ends. Raise StorageFailed."""
-        batch.errors = None
+        batch.errors = None  # those of an earlier try
         try:
             async with asyncio.timeout(max(0, batch.expires_at - time.time())) as timeout:
                 self._timeouts[batch.id] = timeout
                 await self._answer_file(owner, batch)
         except TimeoutError:
-            if not timeout.expired():
+            if not timeout.expired():  # it is another timeout, inside
                 raise
             return "cancelled" if is_cancelled(batch) else "expired"
         except StorageFailed:
             raise
         except BatchFailed as error:
-            _fail(batch, str(error))
+            _set_error(batch, str(error))
         except Exception as error:
             log_error(batch.id, error)
-            _fail(batch, BUG)
+            _set_error(batch, BUG)
         finally:
             self._timeouts.pop(batch.id, None)
         if is_cancelled(batch):
@@ -170,15 +174,15 @@ class Batches:
         return "completed" if batch.errors is None else "failed"
 
     async def _answer_file(self, owner: str, batch: Batch) -> None:
-        if is_cancelled(batch):  # before a restart
+        if is_cancelled(batch):  # before this server started
             return
         async with self._loading_slots:
             path = self.store.path(owner, batch.input_file_id)
-            if not await self.store.write(path.is_file):
+            if not await self.store.run_io(path.is_file):
                 raise BatchFailed(f"there is no file {batch.input_file_id!r} any more")
-            lines = await self.store.write(read_input, path)
-            if faults := list(_faults(lines, batch.endpoint)):
-                batch.errors = BatchErrors(data=faults)
+            lines = await self.store.run_io(read_input, path)
+            if errors := list(_input_errors(lines, batch.endpoint)):
+                batch.errors = BatchErrors(data=errors)
                 return
             batch.request_counts.total = len(lines)
             if batch.status == "validating":
@@ -191,12 +195,15 @@ class Batches:
         """Ask for all lines that have no result."""
         store = self.store
         ids = result_ids(batch.id)
-        output, errors = (ResultFile(store.path(owner, ids[kind])) for kind in ids)
-        done_keys = await store.write(output.read) | await store.write(errors.read)
+        output = ResultFile(store.path(owner, ids["output"]))
+        errors = ResultFile(store.path(owner, ids["error"]))
+        done_keys = await store.run_io(output.read) | await store.run_io(errors.read)
         for file in (output, errors):
             store.quota.set_size(file.path, file.size)
         num_slots = await self._num_slots()
-        self._line_slots = slots = self._line_slots or asyncio.Semaphore(num_slots)
+        if self._line_slots is None:
+            self._line_slots = asyncio.Semaphore(num_slots)
+        line_slots = self._line_slots
         counts = batch.request_counts
 
         def update_counts() -> None:
@@ -204,33 +211,34 @@ class Batches:
             counts.failed = errors.num_lines
 
         async def handle(line: BatchLine) -> None:
-            status, result = await self._answer_line(owner, line, slots)
+            status, result = await self._answer_line(owner, line, line_slots)
             file = output if status == 200 else errors
             try:
                 store.quota.grow(file.path, len(result))
             except QuotaExceeded:
                 what = "there is no space for more results; delete files and send the batch again"
                 raise BatchFailed(what) from None
-            await store.change(file.append, result)
+            await store.run_in_order(file.append, result)
             update_counts()
 
         try:
-            waiting = [line for line in lines if line.key not in done_keys]
+            unanswered = [line for line in lines if line.key not in done_keys]
             update_counts()
-            await answer_lines(waiting, handle, num_slots)
+            await answer_lines(unanswered, handle, num_slots)
         finally:
-            # `change` runs in the thread that may still append for a cancelled line.
+            # The thread may still append the result of a cancelled line, so the files are closed in
+            # the same thread.
             for file in (output, errors):
-                await store.change(file.close)
+                await store.run_in_order(file.close)
                 store.quota.set_size(file.path, file.size)
             update_counts()
 
     async def _answer_line(
-        self, owner: str, line: BatchLine, slots: asyncio.Semaphore
+        self, owner: str, line: BatchLine, line_slots: asyncio.Semaphore
     ) -> tuple[int, bytes]:
         """Return the status and the result of a line. Wait while the server is full."""
         while True:
-            async with slots:
+            async with line_slots:
                 response = await self._ask(line.url, bytes(line.body), owner)
             is_full = response.status in (429, 503)
             if not is_full or response.headers.get("X-Should-Retry") == "false":
@@ -241,8 +249,9 @@ class Batches:
             await asyncio.sleep(float(response.headers.get("Retry-After", 1)))
 
     async def _finish(self, owner: str, batch: Batch, end: BatchState) -> None:
-        """Make files of the results, and end the batch. If it raises StorageFailed, the batch has
-        not ended.
+        """Make files of the results, and end the batch.
+
+        If this raises StorageFailed, the batch has not ended.
         """
         for kind, id in result_ids(batch.id).items():
             name = f"{batch.id}_{kind}.jsonl"
@@ -258,6 +267,7 @@ class Batches:
             raise
 
     async def _enter(self, owner: str, batch: Batch, status: BatchState) -> None:
+        """Change the status of a batch, and save the batch. Raise StorageFailed."""
         batch.status = status
         setattr(batch, f"{status}_at", int(time.time()))
         await self.store.save(owner, batch)
@@ -280,11 +290,18 @@ def is_cancelled(batch: Batch) -> bool:
     return batch.status == "cancelling"
 
 
-def _fail(batch: Batch, message: str) -> None:
+def _set_error(batch: Batch, message: str) -> None:
     batch.errors = BatchErrors(data=[BatchError(code="batch_failed", message=message)])
 
 
-def _faults(lines: list[BatchLine], endpoint: str) -> Iterator[BatchError]:
+def _fail_in_memory(batch: Batch) -> None:
+    """End a batch as failed without saving it, so that the next server tries again."""
+    _set_error(batch, BUG)
+    batch.status = "failed"
+    batch.failed_at = int(time.time())
+
+
+def _input_errors(lines: list[BatchLine], endpoint: str) -> Iterator[BatchError]:
     """Yield the first reasons why a file cannot be a batch."""
     if not lines:
         yield BatchError(code="empty_file", message="the input file has no line")

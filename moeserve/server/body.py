@@ -11,7 +11,7 @@ from aiohttp import web
 
 from moeserve import errors
 from moeserve.server.errors import HttpError, shorten
-from moeserve.text.json_schema import no_constant
+from moeserve.text.json_schema import reject_constant
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and arrays in one body
@@ -56,7 +56,7 @@ async def read_json(request: web.BaseRequest, max_bytes: int, memory: BodyMemory
                         raise errors.Overloaded(
                             "too many large bodies arrive at once", retry_after_s=2
                         )
-                if len(body) >> 20 > num_mib:
+                if len(body) >> 20 > num_mib:  # each MiB restarts the timeout
                     timeout.reschedule(loop.time() + READ_TIMEOUT_S)
     except TimeoutError as error:
         raise HttpError(
@@ -67,11 +67,9 @@ async def read_json(request: web.BaseRequest, max_bytes: int, memory: BodyMemory
             "the body's framing is not valid HTTP", code="invalid_http"
         ) from error
     else:
-        return (
-            parse_object(body)
-            if len(body) < MIN_BYTES_FOR_THREAD
-            else await asyncio.to_thread(parse_object, body)
-        )
+        if len(body) < MIN_BYTES_FOR_THREAD:
+            return parse_object(body)
+        return await asyncio.to_thread(parse_object, body)
     finally:
         memory.num_bytes -= num_counted
 
@@ -107,7 +105,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     _check_shape(body)
     try:
         text = body.decode()
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=reject_constant)
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -153,8 +151,8 @@ def _check_shape(body: bytes | bytearray) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the name {shorten(twice)!r} is repeated in an object")
-    return found
+    return members

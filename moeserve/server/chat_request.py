@@ -3,7 +3,7 @@
 The functions below convert it to the arguments of the chat template and the front end.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,6 +14,7 @@ from moeserve.server.errors import shorten
 from moeserve.server.requests import (
     MAX_UNKNOWN,
     MEDIA,
+    NoEffect,
     OpenName,
     Sampling,
     convert,
@@ -69,7 +70,7 @@ class _Allowed(Struct):
 class Tools(Struct, kw_only=True):
     """The tools of a request, in the form for templates and answer formats."""
 
-    # "named": the one callable tool must be called.
+    # "required": a callable tool must be called. "named": the same, and there is only one.
     choice: Literal["none", "auto", "required", "named"] = "none"
     shown: list[dict[str, Any]] = []  # tools that the template shows to the model
     callable: list[dict[str, Any]] = []  # tools that the model may call
@@ -128,7 +129,11 @@ class ChatRequest(Sampling, kw_only=True):
     the answer.
     """
 
-    no_effect = Sampling.no_effect | {"verbosity": ()}
+    no_effect: ClassVar[NoEffect] = Sampling.no_effect | {
+        "prompt_cache_key": (),
+        "safety_identifier": (),
+        "verbosity": (),
+    }
 
     messages: list[Message]
     logprobs: bool | None = None
@@ -175,7 +180,7 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
-    given["max_tokens"] = max_tokens if max_tokens is None else min(max_tokens, MAX_INT)
+    given["max_tokens"] = None if max_tokens is None else min(max_tokens, MAX_INT)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     for name in ("logprobs", "return_token_ids"):
@@ -200,7 +205,7 @@ def chat_tools(
     }
     if len(known) < len(checked):
         raise InvalidRequest("tools: two tools have the same name", param="tools")
-    found = Tools(
+    result = Tools(
         choice="auto",
         shown=[*known.values()],
         callable=[*known.values()],
@@ -208,29 +213,30 @@ def chat_tools(
     )
     match choice:
         case None | "auto":
-            return found if known else Tools()
+            return result if known else Tools()
         case "none":
             return Tools()
         case "required":
-            found.choice = "required"
+            result.choice = "required"
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
             subset = convert_at(allowed, _Allowed, "tool_choice.allowed_tools")
-            found.choice = subset.mode
-            found.shown = _chosen(known, [tool.function.name for tool in subset.tools])
-            found.callable = found.shown
+            result.choice = subset.mode
+            result.shown = _chosen(known, [tool.function.name for tool in subset.tools])
+            result.callable = result.shown
         case dict():
             named = convert_at(choice, _NamedTool, "tool_choice")
-            found.choice = "named"
-            found.callable = _chosen(known, [named.function.name])
+            result.choice = "named"
+            result.callable = _chosen(known, [named.function.name])
         case _:
             what = "tool_choice must be auto, none, required, or an object that names a function"
             raise InvalidRequest(what, param="tool_choice")
     if not known:
         raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
-    return found
+    return result
 
 
 def _chosen(known: dict[str, dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    """Return the tools with these names, each once. Raises InvalidRequest for an unknown name."""
     for name in names:
         if name not in known:
             raise InvalidRequest(
@@ -243,7 +249,7 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Convert messages to the form for templates. Raises InvalidRequest for an unknown role, for
     content that is not text, and for malformed calls.
     """
-    found = []
+    converted = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if message.role not in ROLES:
@@ -252,9 +258,9 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
             )
         checked: dict[str, Any] = {"role": message.role}
         if message.tool_calls:
-            calls = enumerate(message.tool_calls)
             checked["tool_calls"] = [
-                _tool_call(call, f"{where}.tool_calls[{j}]") for j, call in calls
+                _tool_call(call, f"{where}.tool_calls[{j}]")
+                for j, call in enumerate(message.tool_calls)
             ]
         for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
@@ -262,8 +268,8 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
         # With calls, `ChatTemplate` decides how the template gets an absent content.
         if (text := _content(message, f"{where}.content")) or not message.tool_calls:
             checked["content"] = text
-        found.append(checked)
-    return found
+        converted.append(checked)
+    return converted
 
 
 def _content(message: Message, where: str) -> str:
@@ -301,8 +307,8 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(checked.function.arguments, dict):
         checked.function.arguments = _arguments(checked.function.arguments or "")
     checked.type = "function"
-    found: dict[str, Any] = msgspec.to_builtins(checked)
-    return found
+    converted: dict[str, Any] = msgspec.to_builtins(checked)
+    return converted
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Conversation:
         self,
         terms: Terms,
         front: FrontEnd,
+        *,
         prompt: list[int],
         params: SamplingParams,
         tools: Tools,
@@ -56,8 +57,8 @@ class Conversation:
         self.params = params
         self.tools = tools
         self.is_parsed = False  # whether answers may have parts besides content
-        self.running: RunningRequest
-        self.num_earlier_calls = 0
+        self.running: RunningRequest  # set by `conversation`
+        self.num_earlier_calls = 0  # calls in the messages of the request
         # A resumed stream keeps its ids.
         self._call_id_seed = uuid.uuid4().hex if terms.stream is None else terms.stream.id
         self._call_ids: list[list[str]] = [[] for _ in range(params.n)]  # by choice
@@ -101,9 +102,14 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
     with terms.admit(front, params.n) as reservation:
         tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
         text, prompt = await render_chat(
-            front, ready, request.messages, tools, request, call.caller.owner
+            front,
+            ready,
+            messages=request.messages,
+            tools=tools,
+            options=request,
+            owner=call.caller.owner,
         )
-        chat = Conversation(terms, front, prompt, params, tools)
+        chat = Conversation(terms, front, prompt=prompt, params=params, tools=tools)
         options: dict[str, Any] = {}
         if (answer_format := front.answer_format) is not None:
             chat.is_parsed = True
@@ -123,9 +129,9 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
                 code="unsupported_parameter",
             )
         elif (constraint := request.constraint()) is not None:
-            options["grammar_param"] = constraint[1]
+            options["grammar_param"] = constraint.field
         async with running_request(
-            terms, front, [prompt], params, reservation, **options
+            terms, front, prompts=[prompt], params=params, reservation=reservation, **options
         ) as chat.running:
             yield chat
 
@@ -144,7 +150,7 @@ def _generate_options(
         content=request.constraint(),
         prompt=prompt,
     )
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "parser": partial(
             answer_format.parser,
             tools.shown,
@@ -154,10 +160,10 @@ def _generate_options(
         )
     }
     if constraint is not None:
-        found["grammar"] = constraint.grammar
-        found["grammar_param"] = constraint.param
-        found["grammar_parts"] = constraint.parts
-    return found
+        options["grammar"] = constraint.grammar
+        options["grammar_param"] = constraint.param
+        options["grammar_parts"] = constraint.parts
+    return options
 
 
 async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int]]:
@@ -168,7 +174,14 @@ async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int
     front, ready = call.context.serving(request.model)
     chat_params(request, front.defaults).check(ready.vocab_size)
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    return await render_chat(front, ready, request.messages, tools, request, call.caller.owner)
+    return await render_chat(
+        front,
+        ready,
+        messages=request.messages,
+        tools=tools,
+        options=request,
+        owner=call.caller.owner,
+    )
 
 
 class TemplateOptions(Protocol):
@@ -183,6 +196,7 @@ class TemplateOptions(Protocol):
 async def render_chat(
     front: FrontEnd,
     ready: Ready,
+    *,
     messages: list[Message],
     tools: Tools,
     options: TemplateOptions,
@@ -190,7 +204,15 @@ async def render_chat(
 ) -> tuple[str, list[int]]:
     """Return the rendered prompt as readable text and as token ids, without blocking the loop.
 
-    owner: the request's owner; owners take turns in the template sandboxes.
+    Args:
+        front: The front end.
+        ready: The engine's facts.
+        messages: The conversation.
+        tools: The tools of the request.
+        options: The request's other fields for the template.
+        owner: The request's owner. Owners take turns in the template sandboxes.
+
+    Raises RequestError.
     """
     template = front.chat_template
     tokenizer = front.tokenizer

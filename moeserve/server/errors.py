@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 SERVER = "moeserve"  # the Server header: no versions
 MAX_ECHO = 64  # characters of a user's value that may come back in a message
 MAX_MESSAGE = 600
-_TEXT = re.compile(r"(\w+(?:Error|Exception)): .*", re.DOTALL)  # of an exception
+# The name of an exception, and its text, which may quote a request
+_EXCEPTION = re.compile(r"(\w+(?:Error|Exception)): .*", re.DOTALL)
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -73,17 +74,16 @@ def error_message(error: RequestError, request_id: str) -> str:
     """
     if error.http_status == 500:
         return f"internal server error; request id {request_id}"
-    return _QUOTED.sub(lambda m: repr(shorten(m.group(1) or m.group(2))), error.message)[
-        :MAX_MESSAGE
-    ]
+    message = _QUOTED.sub(lambda match: repr(shorten(match[1] or match[2])), error.message)
+    return message[:MAX_MESSAGE]
 
 
 def error_body(error: RequestError, request_id: str, *, anthropic: bool = False) -> bytes:
     """Return the error as JSON."""
     message = error_message(error, request_id)
     if anthropic:
-        kind = _ANTHROPIC_TYPES.get(error.http_status)
-        kind = kind or ("invalid_request_error" if error.http_status < 500 else "api_error")
+        other_kind = "invalid_request_error" if error.http_status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(error.http_status, other_kind)
         return msgspec.json.encode(AnthropicError(AnthropicErrorBody(kind, message), request_id))
     return msgspec.json.encode(
         ErrorResponse(ErrorBody(message, error.type, error.param, error.code))
@@ -97,9 +97,8 @@ def as_request_error(error: BaseException, request_id: str) -> RequestError:
     """
     if isinstance(error, RequestError):
         if error.http_status == 500:
-            log.error(
-                "request %s failed: %s", request_id, shorten_line(_TEXT.sub(r"\1", error.message))
-            )
+            message = _EXCEPTION.sub(r"\1", error.message)
+            log.error("request %s failed: %s", request_id, shorten_line(message))
         return error
     log.error("request %s failed: %s", request_id, place_of(error))
     log.debug("request %s failed", request_id, exc_info=error)

@@ -1,4 +1,7 @@
-"""The answer of GET /v1/experts: placement and load of experts, and the state of the engines."""
+"""The answer of GET /v1/experts: placement and load of experts, and the state of the engines.
+
+Suffixes of arrays: L layers, E experts, R ranks, S slots of all ranks.
+"""
 
 import time
 
@@ -29,8 +32,8 @@ def expert_status(front: FrontEnd) -> protocol.ExpertStatus:
     experts_L = balance(recent_LE)
     return protocol.ExpertStatus(
         created=time.time(),
-        ep_sharded=view.together,
-        dealt_out=view.together,
+        ep_sharded=view.is_one_group,
+        dealt_out=view.is_one_group,
         dp=view.dp,
         tp=view.tp,
         epoch=view.epoch,
@@ -84,7 +87,7 @@ def _engine(engine: EngineView, stats: EngineStats) -> protocol.ExpertEngine:
 
 def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[protocol.ExpertRank]:
     alone = view.dp * view.tp == 1
-    counted = loads_R.sum() > 0 and (view.together or alone)
+    counted = loads_R.sum() > 0 and (view.is_one_group or alone)
     return [
         protocol.ExpertRank(
             rank=rank,

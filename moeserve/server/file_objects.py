@@ -129,13 +129,11 @@ def page(
         raise NotFound(f"after: {shorten(after)!r} is not in the list", param="after")
     begin = 0 if after is None else ids.index(after) + 1
     shown = ids[begin : begin + limit]
-    more = len(ids) > begin + limit
-    first, last = (shown[0], shown[-1]) if shown else (None, None)
     return {
         "data": items[begin : begin + limit],
-        "first_id": first,
-        "last_id": last,
-        "has_more": more,
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+        "has_more": len(ids) > begin + limit,
     }
 
 

@@ -34,7 +34,7 @@ from moeserve.server.file_objects import Batch, FileObject, result_ids
 log = logging.getLogger(__name__)
 
 MAX_RECORDS = 10_000  # files and batches, of all owners together
-NUM_IO_THREADS = 4  # that write the bytes of uploads
+NUM_IO_THREADS = 4  # threads that read and write the bytes of files
 
 Record = FileObject | Batch
 Kind = TypeVar("Kind", FileObject, Batch)
@@ -58,14 +58,14 @@ class StorageFailed(RequestError, http_status=507, type="server_error", code="st
 class ByteQuota:
     """Counts the bytes of all files against the limit.
 
-    A writer counts the bytes here before it writes them, so concurrent writers cannot exceed the
-    limit together, and the sum is never read from a folder that others change.
+    A writer counts bytes here before it writes them, so concurrent writers cannot exceed the limit
+    together.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._sizes: dict[Path, int] = {}
-        self._num_used = 0
+        self._num_used = 0  # the sum of all sizes
 
     @property
     def num_left(self) -> int:
@@ -73,7 +73,10 @@ class ByteQuota:
         return max(0, self._max_bytes - self._num_used)
 
     def grow(self, path: Path, num_bytes: int) -> None:
-        """Count bytes that are about to be added to a file. Raise QuotaExceeded for too many."""
+        """Count bytes that are about to be added to a file.
+
+        Raise QuotaExceeded if there is no space for them.
+        """
         if num_bytes > self.num_left:
             raise QuotaExceeded(self.num_left)
         self.set_size(path, self._sizes.get(path, 0) + num_bytes)
@@ -147,19 +150,22 @@ class FileStore:
         records, so that somebody can repair them.
         """
         for folder in {path.parent for path in self._folder.glob("*/*.data")}:
-            names = {path.name.removesuffix(".damaged") for path in folder.glob("*.damaged")}
-            ids = {name.removesuffix(".json") for name in names}
+            damaged_ids = {
+                path.name.removesuffix(".damaged").removesuffix(".json")
+                for path in folder.glob("*.damaged")
+            }
             records = self._records.get(folder.name, {})
             open_batches = [
                 record.id
                 for record in records.values()
                 if isinstance(record, Batch) and not record.ended
             ]
-            damaged_batches = [id for id in ids if id.startswith("batch_")]
+            damaged_batches = [id for id in damaged_ids if id.startswith("batch_")]
+            ids_to_keep = {*damaged_ids}
             for batch_id in open_batches + damaged_batches:
-                ids |= set(result_ids(batch_id).values())
+                ids_to_keep |= set(result_ids(batch_id).values())
             for path in folder.glob("file-*.data"):
-                if path.stem not in records and path.stem not in ids:
+                if path.stem not in records and path.stem not in ids_to_keep:
                     log.info("files_dir: %s was left unfinished and is removed", path)
                     path.unlink()
 
@@ -171,16 +177,16 @@ class FileStore:
     # ---- records
 
     def owners(self) -> Iterator[str]:
-        """Yield the owners that have files or batches, as `owner_key` names them."""
+        """Yield the owners that have files or batches. All methods name owners by `owner_key`."""
         yield from self._records
 
     def find(self, owner: str, id: str, kind: type[Kind], param: str = "id") -> Kind:
         """Return a record. Raise NotFound, also for a record of another owner."""
-        found = self._records.get(owner, {}).get(id)
-        if not isinstance(found, kind):
+        record = self._records.get(owner, {}).get(id)
+        if not isinstance(record, kind):
             what = "file" if kind is FileObject else "batch"
             raise NotFound(f"there is no {what} {shorten(id)!r}", param=param)
-        return found
+        return record
 
     def all(self, owner: str, kind: type[Kind]) -> list[Kind]:
         """Return the owner's records, newest first."""
@@ -203,7 +209,7 @@ class FileStore:
         """Write a record, completely or not at all. If it raises StorageFailed, a new record is not
         stored.
         """
-        await self.finish(self._save(owner, record), f"save {record.id}")
+        await self.run_to_end(self._save(owner, record), f"save {record.id}")
 
     async def delete(self, owner: str, id: str) -> None:
         """Delete a file. Raise NotFound, and Conflict while a batch reads it."""
@@ -211,13 +217,13 @@ class FileStore:
         for batch in self.all(owner, Batch):
             if batch.input_file_id == file.id and not batch.ended:
                 raise Conflict(f"{batch.id} reads {file.id}; cancel that batch first")
-        await self.finish(self._forget(owner, file), f"delete {file.id}")
+        await self.run_to_end(self._forget(owner, file), f"delete {file.id}")
 
     async def prune(self, owner: str, keep: int) -> None:
         """Delete ended batches, except the newest `keep` batches."""
         for batch in self.all(owner, Batch)[keep:]:
             if batch.ended:
-                await self.finish(self._forget(owner, batch), f"forget {batch.id}")
+                await self.run_to_end(self._forget(owner, batch), f"forget {batch.id}")
 
     def _check_count(self) -> None:
         if sum(map(len, self._records.values())) + self._num_pending >= MAX_RECORDS:
@@ -229,11 +235,11 @@ class FileStore:
         data = msgspec.json.encode(record)
         records = self._records.setdefault(owner, {})
         is_new = record.id not in records
-        records[record.id] = record
+        records[record.id] = record  # before the first await, so that it counts and can be found
         try:
-            await self.change(_write_whole, path, data)
+            await self.run_in_order(_write_whole, path, data)
         except BaseException:
-            if is_new:
+            if is_new:  # a known record stays, and its owner saves it again
                 records.pop(record.id, None)
             raise
         self.quota.set_size(path, len(data))
@@ -243,7 +249,7 @@ class FileStore:
             return  # already deleted by another call
         paths = [self._record_path(owner, record.id), self.path(owner, record.id)]
         try:
-            await self.change(_remove, paths)
+            await self.run_in_order(_remove, paths)
         except BaseException:
             self._records[owner][record.id] = record
             self._sort(owner)
@@ -273,42 +279,45 @@ class FileStore:
             yield upload
         finally:
             self._num_pending -= 1
-            await self.finish(upload.close(), "remove an upload")
+            await self.run_to_end(upload.close(), "remove an upload")
 
     async def keep(self, upload: "Upload", filename: str, purpose: str) -> FileObject:
         """Make a file of the bytes of an upload."""
-        return await self.finish(self._keep(upload, filename, purpose), "keep an upload")
+        return await self.run_to_end(self._keep(upload, filename, purpose), "keep an upload")
 
     async def publish(self, owner: str, id: str, filename: str, purpose: str) -> FileObject | None:
         """Make a file of the bytes at the path of `id`. Return None if there are none."""
         work = self._publish(owner, id, filename, purpose)
-        return await self.finish(work, f"publish {id}")
+        return await self.run_to_end(work, f"publish {id}")
 
     async def _keep(self, upload: "Upload", filename: str, purpose: str) -> FileObject:
         id = f"file-{uuid.uuid4().hex}"
         path = self.path(upload.owner, id)
-        size = await self.write(upload.sync)
-        await self.change(os.replace, upload.path, path)
+        size = await self.run_io(upload.sync)
+        await self.run_in_order(os.replace, upload.path, path)
         self.quota.move(upload.path, path)
         try:
-            return await self._record(upload.owner, id, size, filename, purpose)
+            return await self._record(
+                upload.owner, id, size=size, filename=filename, purpose=purpose
+            )
         except BaseException:
-            await self.change(_remove, [path])
+            await self.run_in_order(_remove, [path])
             self.quota.set_size(path, 0)
             raise
 
     async def _publish(self, owner: str, id: str, filename: str, purpose: str) -> FileObject | None:
         path = self.path(owner, id)
-        size = await self.write(_sync, path)
+        size = await self.run_io(_sync, path)
         self.quota.set_size(path, size)
         if size == 0:
-            await self.change(_remove, [path])
+            await self.run_in_order(_remove, [path])
             return None
-        return await self._record(owner, id, size, filename, purpose)
+        return await self._record(owner, id, size=size, filename=filename, purpose=purpose)
 
     async def _record(
-        self, owner: str, id: str, size: int, filename: str, purpose: str
+        self, owner: str, id: str, *, size: int, filename: str, purpose: str
     ) -> FileObject:
+        """Store the record of a file whose bytes are on the disk."""
         now = int(time.time())
         record = FileObject(id=id, bytes=size, created_at=now, filename=filename, purpose=purpose)
         await self._save(owner, record)
@@ -316,15 +325,21 @@ class FileStore:
 
     # ---- threads
 
-    async def change(self, work: Callable[..., T], *args: Any) -> T:
-        """Run work in the thread of all changes, after earlier ones. Raise StorageFailed."""
+    async def run_in_order(self, work: Callable[..., T], *args: Any) -> T:
+        """Call `work(*args)` in the thread of all changes, after the earlier ones.
+
+        Raise StorageFailed.
+        """
         return await _in_thread(self._change_thread, work, args)
 
-    async def write(self, work: Callable[..., T], *args: Any) -> T:
-        """Run work on the bytes of one file, concurrently with other work. Raise StorageFailed."""
+    async def run_io(self, work: Callable[..., T], *args: Any) -> T:
+        """Call `work(*args)`, which reads or writes the bytes of one file, in an I/O thread.
+
+        Raise StorageFailed.
+        """
         return await _in_thread(self._io_threads, work, args)
 
-    async def finish(self, change: Coroutine[Any, Any, T], what: str) -> T:
+    async def run_to_end(self, change: Coroutine[Any, Any, T], what: str) -> T:
         """Await a change in a separate task, which continues if the caller is cancelled.
 
         what: a description of the change for the log.
@@ -352,12 +367,12 @@ class Upload:
         self._store = store
         self._file: BinaryIO | None = None
         self._closed = False
-        self._lock = threading.Lock()  # a thread may still write for a client that has left
+        self._lock = threading.Lock()  # a thread may still write while another one closes the file
 
     async def write(self, chunk: bytes) -> None:
         """Add bytes. Raise QuotaExceeded if the files may have no more, and StorageFailed."""
         self._store.quota.grow(self.path, len(chunk))
-        await self._store.write(self._write, chunk)
+        await self._store.run_io(self._write, chunk)
 
     async def keep(self, filename: str, purpose: str) -> FileObject:
         """Make a file of the bytes. Raise StorageFailed."""
@@ -365,7 +380,7 @@ class Upload:
 
     def sync(self) -> int:
         """Flush the bytes to the disk (fsync) and return their number. Blocks."""
-        self._write(b"")
+        self._write(b"")  # creates the file if there were no bytes
         with self._lock:
             assert self._file is not None
             self._file.flush()
@@ -373,8 +388,8 @@ class Upload:
             return self._file.tell()
 
     async def close(self) -> None:
-        """Close the file, and remove it if it was not kept."""
-        await self._store.write(self._remove)
+        """Close the file, and remove it. `keep` has given a kept file another path."""
+        await self._store.run_io(self._remove)
         self._store.quota.set_size(self.path, 0)
 
     def _write(self, chunk: bytes) -> None:

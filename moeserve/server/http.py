@@ -90,7 +90,7 @@ class Connection(RequestHandler):
     ) -> None:
         super().__init__(server, loop=loop, **options)
         self._server = server
-        self._num_answered = 0
+        self._num_answered = 0  # requests
         self._is_answering = False  # the head of a non-streamed answer may have been sent
         self._last_message: tuple[Any, Any] | None = None  # head and body of the last request
 
@@ -102,10 +102,10 @@ class Connection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.head_began_at_s = self._loop.time()
-        self._server.idle[self] = None
+        self._server.idle_connections[self] = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._server.idle.pop(self, None)
+        self._server.idle_connections.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -114,7 +114,7 @@ class Connection(RequestHandler):
             self._last_message = self._messages[-1]
         if not self.idle:
             self.head_began_at_s = None
-            self._server.idle.pop(self, None)
+            self._server.idle_connections.pop(self, None)
         elif self.head_began_at_s is None:
             self.head_began_at_s = self._loop.time()
 
@@ -129,7 +129,7 @@ class Connection(RequestHandler):
             if self.half_closed:
                 self.close()
             else:
-                self._server.idle[self] = None
+                self._server.idle_connections[self] = None
         return result
 
     def eof_received(self) -> bool:  # type: ignore[override]  # as in asyncio.Protocol
@@ -225,7 +225,7 @@ def _parse_error(error: BaseException | None) -> HttpError:
             what = f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes"
             return HttpError(431, "headers_too_large", what)
         return HttpError(414, "uri_too_long", f"the URL is longer than {MAX_PATH_BYTES} bytes")
-    if isinstance(error, BadHttpMessage) and "many" in str(error):
+    if isinstance(error, BadHttpMessage) and "many" in str(error):  # "Too many headers received"
         return HttpError(431, "headers_too_large", f"more than {MAX_HEADERS} headers")
     return HttpError(400, "invalid_http", "this is not an HTTP/1.1 request")
 
@@ -255,10 +255,12 @@ class HttpServer(web.Server):
     """
 
     def __init__(self, handler: Handler, keepalive_s: float) -> None:
-        self._max_connections = max(
-            resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_RESERVED_FILES, 16
-        )
-        self.idle: dict[Connection, None] = {}  # in the order in which they became idle
+        num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if num_files == resource.RLIM_INFINITY:
+            num_files = MAX_OPEN_FILES
+        self._max_connections = max(num_files - NUM_RESERVED_FILES, 16)
+        # In the order in which they became idle
+        self.idle_connections: dict[Connection, None] = {}
         super().__init__(
             handler,
             handler_cancellation=True,
@@ -278,9 +280,9 @@ class HttpServer(web.Server):
         return Connection(self, self._loop, **self._kwargs)
 
     def _close_oldest_idle(self) -> None:
-        while self.idle:
-            oldest = next(iter(self.idle))
-            del self.idle[oldest]
+        while self.idle_connections:
+            oldest = next(iter(self.idle_connections))
+            del self.idle_connections[oldest]
             if oldest.idle:
                 oldest.force_close()
                 return
@@ -316,8 +318,8 @@ class SseStream:
         self._request = request
         self._response = web.StreamResponse(headers={**_SSE_HEADERS, **headers})
         self._loop = asyncio.get_running_loop()
-        self.sent_at = self._loop.time()  # when the last write began
-        self.sending = False  # a write waits for the reader
+        self.sent_at_s = self._loop.time()  # when the last write began
+        self.sending = False  # a `send` waits for the reader
         self.ended = False  # nothing more may be sent
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = False
@@ -345,16 +347,17 @@ class SseStream:
         )
 
     def write(self, frames: bytes) -> None:
-        """Send complete frames now, without aiohttp's writer, which costs more than the system
-        call.
+        """Send complete events now, in one piece of HTTP's chunked coding.
+
+        aiohttp's writer would cost more than the system call.
         """
         assert self._transport is not None
-        self.sent_at = self._loop.time()
+        self.sent_at_s = self._loop.time()
         self._transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames)
 
     async def send(self, frames: bytes) -> None:
-        """Send complete frames. Wait for a slow reader; raise ConnectionError when it is gone."""
-        self.sent_at = self._loop.time()
+        """Send complete events. Wait for a slow reader; raise ConnectionError when it is gone."""
+        self.sent_at_s = self._loop.time()
         self.sending = True
         await self._response.write(frames)
         self.sending = False
@@ -368,7 +371,7 @@ class SseStream:
     async def finish(self) -> web.StreamResponse:
         """End the body and return the response, as aiohttp's handlers do."""
         self.ended = True
-        self.sent_at = self._loop.time()
+        self.sent_at_s = self._loop.time()
         self.sending = True
         await self._response.write_eof()
         return self._response
@@ -408,7 +411,7 @@ class StreamWatch:
                 stream.drop()
 
     def _ping_or_drop(self, stream: SseStream) -> None:
-        silent_s = asyncio.get_running_loop().time() - stream.sent_at
+        silent_s = asyncio.get_running_loop().time() - stream.sent_at_s
         if stream.sending and silent_s > self._stall_s:
             stream.drop()
         elif stream.started and not stream.sending and silent_s > self._ping_s:

@@ -27,11 +27,11 @@ class InternalCall(HttpCall):
 async def ask(
     app: App, connection: RequestHandler, path: str, body: bytes, owner: str
 ) -> web.Response:
-    """Return the answer to POST `path`, also if it is an error.
+    """Send POST `path` to the app, and return the answer, also if it is an error.
 
     Args:
         app: The app.
-        connection: Any connection; it is not used.
+        connection: A connection without a socket, which aiohttp's objects refer to.
         path: The route.
         body: The JSON body.
         owner: The owner in the file store. The request belongs to the owner's API key: it counts in
@@ -49,7 +49,7 @@ async def ask(
 
 
 def _caller(app: App, owner: str) -> Caller:
-    known = app.context.auth.owner(owner, owner_key)
+    known = app.context.auth.find_caller(owner, owner_key)
     if known is None:  # the key was removed: its batches share prefixes with nobody
         return Caller(owner, priority=LOW_PRIORITY)
     return Caller(known.owner, name=known.name, rates=known.rates, priority=LOW_PRIORITY)
@@ -61,11 +61,21 @@ def _request(connection: RequestHandler, path: str, body: bytes) -> web.BaseRequ
         CIMultiDict({"Content-Type": "application/json", "Content-Length": str(len(body))})
     )
     message = RawRequestMessage(
-        "POST", path, HttpVersion11, headers, (), False, None, False, False, URL(path)
+        method="POST",
+        path=path,
+        version=HttpVersion11,
+        headers=headers,
+        raw_headers=(),
+        should_close=False,
+        compression=None,
+        upgrade=False,
+        chunked=False,
+        url=URL(path),
     )
     payload = StreamReader(connection, limit=2**16, loop=loop)
     payload.feed_data(body)
     payload.feed_eof()
     task = asyncio.current_task()
     assert task is not None
-    return web.BaseRequest(message, payload, connection, StreamWriter(connection, loop), task, loop)
+    writer = StreamWriter(connection, loop)
+    return web.BaseRequest(message, payload, connection, writer, task=task, loop=loop)

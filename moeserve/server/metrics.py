@@ -319,10 +319,16 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         context = self._context
         is_ready = context.state == "ready"
-        yield _family(Gauge, "engine_ready", "1 while requests are served", [], [([], is_ready)])
-        answers = list(context.responses.items())
-        labels = ["route", "status"]
-        yield _family(Counter, "http_responses", "responses by route and status", labels, answers)
+        yield _family(
+            Gauge, "engine_ready", "1 while requests are served", labels=[], rows=[([], is_ready)]
+        )
+        yield _family(
+            Counter,
+            "http_responses",
+            "responses by route and status",
+            labels=["route", "status"],
+            rows=list(context.responses.items()),
+        )
         if context.front is None:
             return
         metrics = _front_metrics(context.front)
@@ -350,10 +356,11 @@ def _family(
     kind: Family,
     suffix: str,
     help: str,
+    *,
     labels: Sequence[str],
     rows: Iterable[tuple[Sequence[object], float]],
 ) -> Metric:
-    """Return a metric; each row has the values of its labels and its number."""
+    """Return a metric. Each row has the values of the labels, and the number."""
     family = kind(PREFIX + suffix, help, labels=labels)
     for values, number in rows:
         family.add_metric([str(value) for value in values], float(number))
@@ -373,12 +380,13 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
         singles += DRAFT_METRICS
     for single in singles:
         rows = [([name], single.value(scrape))]
-        yield _family(single.kind, single.name, single.help, ["model_name"], rows)
+        yield _family(single.kind, single.name, single.help, labels=["model_name"], rows=rows)
     if stats.expert_cache:
         for (suffix, help, unit), number in zip(
             EXPERT_CACHE_METRICS, stats.expert_cache, strict=True
         ):
-            yield _family(Counter, suffix, help, ["model_name"], [([name], unit * number)])
+            rows = [([name], unit * number)]
+            yield _family(Counter, suffix, help, labels=["model_name"], rows=rows)
     if stats.drafts:
         yield _accepted_by_position(stats, name)
     yield _ended_by_reason(stats, name)
@@ -394,8 +402,8 @@ def _accepted_by_position(stats: FrontStats, name: str) -> Metric:
         Counter,
         "spec_decode_num_accepted_tokens_per_pos",
         "draft tokens that were accepted, by position after the last known token",
-        ["model_name", "position"],
-        [((name, position), count) for position, count in enumerate(stats.accepted_drafts)],
+        labels=["model_name", "position"],
+        rows=[((name, position), count) for position, count in enumerate(stats.accepted_drafts)],
     )
 
 
@@ -405,8 +413,8 @@ def _ended_by_reason(stats: FrontStats, name: str) -> Metric:
         Counter,
         "request_success",
         "sequences ended, by reason",
-        ["model_name", "finished_reason"],
-        [((name, reason), stats.finished.get(reason, 0)) for reason in reasons],
+        labels=["model_name", "finished_reason"],
+        rows=[((name, reason), stats.finished.get(reason, 0)) for reason in reasons],
     )
 
 
@@ -417,12 +425,12 @@ def _engine_metrics(view: FleetView, stats: FrontStats, name: str) -> Iterator[M
             ((name, engine.rank), value(engine, stats.engines[engine.rank].last))
             for engine in view.engines
         ]
-        yield _family(Gauge, suffix, help, labels, gauges)
+        yield _family(Gauge, suffix, help, labels=labels, rows=gauges)
     for suffix, help, field in ENGINE_COUNTERS:
         counts = [
             ((name, rank), getattr(stats.engines[rank], field)) for rank in sorted(stats.engines)
         ]
-        yield _family(Counter, suffix, help, labels, counts)
+        yield _family(Counter, suffix, help, labels=labels, rows=counts)
 
 
 def _expert_metrics(experts: ExpertsView, name: str) -> Iterator[Metric]:
@@ -430,8 +438,8 @@ def _expert_metrics(experts: ExpertsView, name: str) -> Iterator[Metric]:
         Counter,
         "rebalance_decisions",
         "attempts to move experts, by outcome",
-        ["model_name", "outcome"],
-        [((name, "placed"), experts.num_placed), ((name, "given_up"), experts.num_given_up)],
+        labels=["model_name", "outcome"],
+        rows=[((name, "placed"), experts.num_placed), ((name, "given_up"), experts.num_given_up)],
     )
     counts = memoryview(experts.counts).cast("q")
     if len(counts) <= MAX_SERIES:
@@ -440,8 +448,10 @@ def _expert_metrics(experts: ExpertsView, name: str) -> Iterator[Metric]:
             Counter,
             "expert_rows",
             "tokens sent to each expert",
-            ["model_name", "layer", "expert"],
-            [((name, *divmod(index, num_experts)), count) for index, count in enumerate(counts)],
+            labels=["model_name", "layer", "expert"],
+            rows=[
+                ((name, *divmod(index, num_experts)), count) for index, count in enumerate(counts)
+            ],
         )
 
 

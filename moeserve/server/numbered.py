@@ -100,9 +100,9 @@ class Numbered(StreamWriter):
                 and len(part.token_ids) + num_new <= position.num_part_tokens
                 and ends_choice <= position.part_ends_choice
             ):
-                part.append(delta)
+                part.merge(delta)
             else:
-                rest.setdefault(i, Delta(i)).append(delta)
+                rest.setdefault(i, Delta(i)).merge(delta)
         if position.choice >= 0:
             out += b"".join(_events(self.frames(0, part))[position.num_events :])
         elif all(self._has_ended):

@@ -69,11 +69,13 @@ def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) ->
     }
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     for name, schema in components.items():
-        if kind := vars(protocol).get(name):  # an answer: `required` lists its constant fields
-            partial = kind.__struct_config__.omit_defaults
-            fields = msgspec.structs.fields(kind)
+        if kind := vars(protocol).get(name):
+            # An answer. The fields that it always has are required.
+            omits_defaults = kind.__struct_config__.omit_defaults
             written = {
-                f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT
+                field.encode_name
+                for field in msgspec.structs.fields(kind)
+                if not omits_defaults or field.default is msgspec.NODEFAULT
             }
             schema["required"] = sorted(written - _AT_THE_END)
     _describe_fields(components, kinds)
@@ -118,15 +120,15 @@ def _describe_fields(components: dict[str, Any], kinds: Collection[Any]) -> None
 
 def _structs_of(kinds: Collection[Any]) -> set[type[msgspec.Struct]]:
     """Return the structs among some types, and those of their fields, recursively."""
-    found = set[type[msgspec.Struct]]()
+    structs = set[type[msgspec.Struct]]()
     waiting = list(kinds)
     while waiting:
         kind = waiting.pop()
         waiting += get_args(kind)
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in found:
-            found.add(kind)
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in structs:
+            structs.add(kind)
             waiting += get_type_hints(kind).values()
-    return found
+    return structs
 
 
 @cache
@@ -134,16 +136,16 @@ def _field_comments(kind: type) -> dict[str, str]:
     """Return the comments above a class's fields, or at the end of their lines, by field."""
     if not kind.__module__.startswith("moeserve."):
         return {}
-    found = {}
+    comments = {}
     above: list[str] = []
     for line in inspect.getsource(kind).splitlines():
         if (comment := _COMMENT.fullmatch(line)) is not None:
             above.append(comment[1])
         else:
             if (field := _FIELD.match(line)) is not None and (text := field[2] or " ".join(above)):
-                found[field[1]] = text
+                comments[field[1]] = text
             above = []
-    return found
+    return comments
 
 
 def _token_ids(node: Any) -> Iterator[dict[str, Any]]:
@@ -218,33 +220,33 @@ def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
         "headers": _REQUEST_ID,
         "content": {"application/json": {"schema": shapes[route.error]}},
     }
-    found: dict[str, Any] = {
+    responses: dict[str, Any] = {
         "200": {"description": "OK", "headers": _REQUEST_ID, "content": content}
     }
     for status in sorted(_statuses(route)):
-        found[str(status)] = {"description": _STATUSES[status], **error}
+        responses[str(status)] = {"description": _STATUSES[status], **error}
     if route.gives is protocol.StatusResponse:
-        found["503"] = {
+        responses["503"] = {
             "description": "Not ready",
             "headers": _REQUEST_ID | _RETRY_AFTER,
             "content": content,
         }
-    elif "503" in found:
-        found["503"]["headers"] = _REQUEST_ID | _RETRY_AFTER
-    return found | {"default": {"description": "Another error, in the same shape", **error}}
+    elif "503" in responses:
+        responses["503"]["headers"] = _REQUEST_ID | _RETRY_AFTER
+    return responses | {"default": {"description": "Another error, in the same shape", **error}}
 
 
 def _statuses(route: Route) -> set[int]:
-    found = set() if route.probe else {401, 503}
+    statuses = set() if route.probe else {401, 503}
     if route.takes is not None:
-        found |= {400, 408, 413, 415}
+        statuses |= {400, 408, 413, 415}
     if route.query is not None:
-        found.add(400)
+        statuses.add(400)
     if route.path.startswith("/v1/admin/"):
-        found |= {403, 409}
+        statuses |= {403, 409}
     if route.path.endswith("/") or "model" in getattr(route.takes, "__struct_fields__", ()):
-        found.add(404)
-    return found
+        statuses.add(404)
+    return statuses
 
 
 @cache

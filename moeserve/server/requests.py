@@ -30,9 +30,16 @@ _NO_INTEGER = re.compile(r"Expected `int[^`]*`, got `float` - at `\$((?:\.\w+|\[
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 R = TypeVar("R", bound=Struct)
-# Field -> (reason, values without effect, which are accepted). So is null.
+# Field -> (reason, harmless values). Harmless values and null are accepted.
 Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]
+NoEffect = dict[str, tuple[Any, ...]]  # field -> values that are its default
 OpenName = Annotated[str, Meta(max_length=4096)]
+
+# Fields without effect on all routes that generate.
+NO_EFFECT_ANYWHERE: NoEffect = {
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+}
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -50,7 +57,7 @@ class Sampling(StructuredFields, kw_only=True):
     refused: ClassVar[Refusals] = {}
     # Fields that are accepted but have no effect. The Warning header names them, unless they have
     # one of these default values (or null).
-    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"store": (False,)}
+    no_effect: ClassVar[NoEffect] = NO_EFFECT_ANYWHERE | {"store": (False,)}
 
     model: str | None = None
     n: sampling.NumSequences | None = None
@@ -88,10 +95,12 @@ class Sampling(StructuredFields, kw_only=True):
 
     def given(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that are not null."""
-        found = {name: value for name in _PLAIN if (value := getattr(self, name)) is not None}
+        fields = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
         if (constraint := self.constraint()) is not None:
-            found["structured_outputs"] = constraint[0]
-        return found
+            fields["structured_outputs"] = constraint.params
+        return fields
 
     @staticmethod
     def unknown_inside(raw: dict[str, Any]) -> list[str]:
@@ -102,12 +111,15 @@ class Sampling(StructuredFields, kw_only=True):
         """Return the names of this request's fields that are accepted but have no effect."""
         return [
             name
-            for name, harmless in self.no_effect.items()
-            if (value := getattr(self, name)) is not None and value not in harmless
+            for name, default_values in self.no_effect.items()
+            if (value := getattr(self, name)) is not None and value not in default_values
         ]
 
 
-_PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
+# Fields of requests that `SamplingParams` has, too
+_SAMPLING_FIELDS = [
+    name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__
+]
 _TOOLS = "tools are only supported in chats: use /v1/chat/completions"
 _OLD = "OpenAI's functions of 2023 are not supported: use tools and tool_choice"
 MEDIA = "this server supports text only"
@@ -192,8 +204,10 @@ def decode(raw: dict[str, Any], kind: type[R]) -> Decoded[R]:
     refused = _refused(kind)
     unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
     for name in refused.keys() & raw.keys():
-        if name != "best_of" or raw[name] != (raw.get("n") or 1):
-            _check_refused(name, raw[name], *refused[name])
+        if name == "best_of" and raw[name] == (raw.get("n") or 1):
+            continue
+        reason, harmless = refused[name]
+        _check_refused(name, raw[name], reason, harmless)
     request = convert(raw, kind)
     ignored: list[str] = []
     if isinstance(request, Sampling):
@@ -206,15 +220,17 @@ def decode(raw: dict[str, Any], kind: type[R]) -> Decoded[R]:
 def _refused(kind: type[Struct]) -> Refusals:
     if not issubclass(kind, Sampling):
         return {}
-    return {
-        name: why for name, why in _REFUSED.items() if name not in kind.__struct_fields__
-    } | dict(kind.refused)
+    elsewhere = {
+        name: refusal for name, refusal in _REFUSED.items() if name not in kind.__struct_fields__
+    }
+    return elsewhere | dict(kind.refused)
 
 
 def _check_refused(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
-    if value is not None and not any(
-        value == free and type(value) is type(free) for free in harmless
-    ):
+    if value is None:
+        return
+    # The types must be equal, too, because 1 == True.
+    if not any(value == item and type(value) is type(item) for item in harmless):
         raise errors.InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
 
 
@@ -282,7 +298,9 @@ def convert_at(value: Any, kind: type[R], where: str) -> R:
 
 def typed_at(value: Any, kinds: Kinds, where: str, default: str = "") -> Any:
     """Convert an object to the struct of its `type` in `kinds`. Raises InvalidRequest."""
-    name = value.get("type") or default if isinstance(value, dict) else default
+    name: Any = default
+    if isinstance(value, dict):
+        name = value.get("type") or default
     if isinstance(name, str) and name in kinds:
         return convert_at(value, kinds[name], where)
     known = " or ".join(kinds)
@@ -312,24 +330,25 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
 
     Args:
         names: The chat's field -> the dialect's field. [] stands for an index, which is kept if
-            both names have it. If only the chat's name has it, the positions in the dialect's list
+            both names have []. If only the chat's name has [], the positions in the dialect's list
             differ, and the error names the whole list. The path after a field is kept.
     """
     try:
         yield
     except errors.InvalidRequest as error:
         param = error.param or ""
-        for chats, theirs in names.items():
-            if (match := _field_pattern(chats).match(param)) is None:
+        for chat_field, dialect_field in names.items():
+            if (match := _field_pattern(chat_field).match(param)) is None:
                 continue
-            renamed = theirs
+            renamed = dialect_field
             for index in match.groups():
                 renamed = renamed.replace("[]", index, 1)
-            keeps_path = not match.groups() or "[]" in theirs
-            before = match[0] if keeps_path else param
-            error.param = renamed + param.removeprefix(before)
-            if error.message.startswith(before):  # inside the message the word may be prose
-                error.message = renamed + error.message.removeprefix(before)
+            keeps_path = not match.groups() or "[]" in dialect_field
+            replaced = match[0] if keeps_path else param
+            error.param = renamed + param.removeprefix(replaced)
+            # Only at the beginning, because inside a message the word may be prose.
+            if error.message.startswith(replaced):
+                error.message = renamed + error.message.removeprefix(replaced)
             break
         raise
 

@@ -23,7 +23,9 @@ from moeserve.server.call import RESUMABLE_PATHS, RESUME_HEADER, HttpCall, not_r
 from moeserve.server.http import path_of
 
 _ID = re.compile(
-    r"([0-9a-f]{32}):(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:\+(\d{1,9})\.(\d{1,9})(e?))?(?:~(\d{1,9}))?",
+    r"(?P<key>[0-9a-f]{32}):(?P<counts>\d{1,9}e?(?:\.\d{1,9}e?)*)"
+    r"(?:\+(?P<choice>\d{1,9})\.(?P<part_tokens>\d{1,9})(?P<part_end>e?))?"
+    r"(?:~(?P<events>\d{1,9}))?",
     re.ASCII,
 )
 
@@ -34,9 +36,10 @@ class StreamPosition:
 
     num_tokens: list[int]  # of each choice
     has_ended: list[bool]  # whether each choice has ended
-    num_events: int = 0  # of the delta, opening or closing that the client has
+    # Events that the client has of the delta, the opening or the closing at this position
+    num_events: int = 0
     choice: int = -1  # choice of the delta; -1: the position is between deltas
-    num_part_tokens: int = 0  # of the delta, up to the position
+    num_part_tokens: int = 0  # tokens of the delta that the position is in
     part_ends_choice: bool = False  # whether the delta ends the choice
 
     @property
@@ -45,7 +48,7 @@ class StreamPosition:
         return self.choice < 0 and not any(self.num_tokens) and not any(self.has_ended)
 
     def cuts(self) -> dict[int, set[int]]:
-        """Return the token counts of each choice at which a delta must end."""
+        """Return the token counts of each choice after which a delta must end."""
         cuts = {index: {count} for index, count in enumerate(self.num_tokens)}
         if self.choice >= 0:
             cuts[self.choice].add(self.num_tokens[self.choice] + self.num_part_tokens)
@@ -88,7 +91,7 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
     if (match := _ID.fullmatch(last)) is None:
         what = f"{RESUME_HEADER} must be the id of an event of a stream, as it was sent"
         raise InvalidRequest(what, param=RESUME_HEADER)
-    recorded = resumable.journal.streams.get(match[1])
+    recorded = resumable.journal.streams.get(match["key"])
     if recorded is None or recorded.entry.owner != call.caller.owner:
         raise unknown_stream()
     entry = recorded.entry
@@ -112,17 +115,18 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
     )
 
 
-def _position(id: re.Match[str]) -> StreamPosition:
-    counts = id[2].split(".")
+def _position(match: re.Match[str]) -> StreamPosition:
+    """Return the position in an id. match: a match of `_ID`."""
+    counts = match["counts"].split(".")
     position = StreamPosition(
         num_tokens=[int(count.rstrip("e")) for count in counts],
         has_ended=[count[-1] == "e" for count in counts],
-        num_events=int(id[6] or 0),
+        num_events=int(match["events"] or 0),
     )
-    if id[3] is not None:
-        position.choice = int(id[3])
-        position.num_part_tokens = int(id[4])
-        position.part_ends_choice = bool(id[5])
+    if match["choice"] is not None:
+        position.choice = int(match["choice"])
+        position.num_part_tokens = int(match["part_tokens"])
+        position.part_ends_choice = bool(match["part_end"])
     return position
 
 

@@ -31,7 +31,7 @@ import uvloop
 from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.host import FleetSnapshot, Root
-from moeserve.cluster.launch.protocol import report
+from moeserve.cluster.launch.protocol import report_changes
 from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, Overloaded
@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 
 CONNECTION_BACKLOG = 1024
 FLUSH_TIMEOUT_S = 5.0  # time for the last events to reach the clients
+HANDLER_TIMEOUT_S = 0.5  # time for handlers that still run then
 JOURNAL_PAUSE_S = 1.0  # pause before following a failed journal again
 
 T = TypeVar("T")
@@ -90,18 +91,22 @@ def serve(config: Config) -> int:
 def serve_in_turn(
     config: Config, root: Root, sockets: list[socket.socket], turn: SimpleQueue[bytes]
 ) -> int:
-    """Prepare a front end under --standby, and serve when its turn comes. Return the exit code."""
+    """Prepare a front end under --standby, and serve when its turn comes. Return the exit code.
+
+    turn: gets the FleetSnapshot of the previous front end as JSON, or null, when this one's turn
+    comes.
+    """
     raise_file_limit()
     context = _make_context(config)
 
     async def wait_and_run() -> int:
-        is_ours = asyncio.Event()
-        following = spawn(_previous_streams(root, is_ours), name="journal", on_error=log_error)
+        is_active = asyncio.Event()
+        following = spawn(_previous_streams(root, is_active), name="journal", on_error=log_error)
         prepared = await prepare(config, root)
         document = await asyncio.to_thread(turn.get)
         snapshot = msgspec.json.decode(document, type=FleetSnapshot | None)
         context.began_at_s = time.monotonic()
-        is_ours.set()
+        is_active.set()
         streams = await following
         # The files may have changed since this process started: a revoked key must not be valid.
         await _make_reloads(context).check(force=True)
@@ -116,11 +121,15 @@ def serve_in_turn(
         return runner.run(wait_and_run())
 
 
-async def _previous_streams(root: Root, is_ours: asyncio.Event) -> list[StreamLog]:
-    """Return the streams of the previous front end. A bug in this only loses streams."""
-    while not is_ours.is_set():
+async def _previous_streams(root: Root, is_active: asyncio.Event) -> list[StreamLog]:
+    """Return the streams of the previous front end, once this one is active.
+
+    A bug in this only loses streams.
+    """
+    while not is_active.is_set():
         try:
-            return list((await follow(root, is_ours)).streams.values())
+            journal = await follow(root, is_active)
+            return list(journal.streams.values())
         except Exception as error:
             log_error("journal", error)
         await asyncio.sleep(JOURNAL_PAUSE_S)
@@ -168,10 +177,10 @@ def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    dual_stack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         sock = socket.create_server(
-            address, family=family, backlog=CONNECTION_BACKLOG, dualstack_ipv6=dual
+            address, family=family, backlog=CONNECTION_BACKLOG, dualstack_ipv6=dual_stack
         )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -208,7 +217,7 @@ async def listening(
         watch = StreamWatch(context.streams, context.config.sse_ping_s)
         timers = [
             spawn(watch.run(), name="streams", on_error=log_error),
-            spawn(report(lambda: context.phase.name), name="report", on_error=log_error),
+            spawn(report_changes(lambda: context.phase.name), name="report", on_error=log_error),
         ]
         try:
             yield
@@ -236,7 +245,7 @@ async def _accepting(
     finally:
         acceptor.close()
         server.pre_shutdown()
-        await server.shutdown(0.5)
+        await server.shutdown(HANDLER_TIMEOUT_S)
         await cancel(heads)
 
 
@@ -264,7 +273,11 @@ async def run(
     open_front: OpenFrontEnd,
     metrics_sock: socket.socket | None = None,
 ) -> int:
-    """Run the server on one loop, from listening to the last answer. Return the exit code."""
+    """Run the server on one loop, from listening to the last answer. Return the exit code.
+
+    open_front: returns the front end's context, which loads the model.
+    metrics_sock: see `listening`.
+    """
     stop = _stop_signals()
     async with listening(sock, context, metrics_sock):
         log.info("listening on %s", _listening_text(context, sock))
@@ -277,6 +290,7 @@ async def run(
 async def _serve(
     context: Context, front: FrontEnd, sock: socket.socket, stop: asyncio.Event
 ) -> None:
+    """Serve until `stop` is set, then drain. Raise the cause if the engine is gone for good."""
     if front.tokenizer is not None:
         await asyncio.to_thread(front.tokenizer.warm_up)  # the engine takes longer to load
     ready: Ready | None = await _unless_stopped(stop, front.wait_ready())
@@ -399,13 +413,13 @@ def _rank_lines(front: FrontEnd) -> list[str]:
     if front.fleet is None:
         return []
     view = front.fleet.view
-    how = (
+    experts = (
         f"experts sharded over {view.dp * view.tp} ranks"
-        if view.together
+        if view.is_one_group
         else "all experts in each"
     )
     pids = ", ".join(str(engine.pid) for engine in view.engines)
-    engines = f"{view.dp} engines (dp) of {view.tp} processes (tp), {how}"
+    engines = f"{view.dp} engines (dp) of {view.tp} processes (tp), {experts}"
     return [f"  ranks    {engines}; engine processes {pids}"]
 
 

@@ -92,6 +92,7 @@ class RunningRequest:
         self.counts = counts
         # Set when the request was aborted by its id. Its client gets finish_reason "abort".
         self.aborted: RequestAborted | None = None
+        # The sequences that have not ended, as (prompt number, index)
         self._open = {(prompt, index) for prompt in range(len(generations)) for index in range(n)}
         # The next delta of any of several prompts. While it waits here, generations merge further
         # deltas, as with one prompt, so a slow reader takes only the memory of its own answers.
@@ -116,7 +117,7 @@ class RunningRequest:
             for prompt, index in sorted(self._open):
                 delta = Delta(index, finish_reason="abort")
                 if (sequence := self.generations[prompt].sequences[index]).parser is not None:
-                    sequence.read(delta)  # text that the parser held back
+                    sequence.parse(delta)  # text that the parser held back
                 yield prompt, delta
 
     async def _next(self) -> tuple[int, Delta]:
@@ -134,10 +135,10 @@ class RunningRequest:
         except Exception as error:  # raised again by `deltas`
             await self._queue.put(error)
 
-    def set_taker(self, taker: Callable[[Delta], bool] | None) -> None:
-        """Set the taker of a request of one prompt (see `Generation`)."""
+    def set_write_directly(self, write_directly: Callable[[Delta], bool] | None) -> None:
+        """Set `Generation.write_directly`. It has no effect for several prompts."""
         if not self._pumps:
-            self.generations[0].taker = taker
+            self.generations[0].write_directly = write_directly
 
     async def abort(self) -> int:
         """Abort the request; its client gets finish_reason "abort". Return the number of sequences

@@ -103,7 +103,11 @@ class FrontEndProcess:
     ) -> None:
         """Start the process. Raise ConfigError.
 
-        number: number of this front end, from 0. follows: number of the serving one, or -1.
+        Args:
+            number: The number of this front end, from 0.
+            follows: The number of the front end whose journal it copies; -1: none.
+            secret: The token of the journal's connections. The other arguments are those of
+                `NodeAgent`.
         """
         address = f"ipc://{host.folder}/root-{number}.sock"
         token = secrets.token_hex(16)
@@ -141,7 +145,7 @@ class FrontEndProcess:
 
     def _agent_failed(self, name: str, error: Exception) -> None:
         """Kill a front end that cannot start engines any more, so that the next one takes over."""
-        if isinstance(error, EngineDied) and self.agent.beats:
+        if isinstance(error, EngineDied) and self.agent.num_heartbeats:
             return  # the front end ends; if it does not, it is silent now and will be killed
         log_error(name, error)
         self.child.kill(f"lost its agent: {error}")
@@ -172,10 +176,11 @@ class FrontEnds:
         self._num_failures = 0  # consecutive failures of standby front ends
         self._next_start_at_s = 0.0  # earliest start of the next standby
         self._secret = secrets.token_hex(16)
-        self._serving = self._start_front_end(-1)
+        self._serving = self._start_front_end(follows=-1)
         self._standby: FrontEndProcess | None = None
 
-    def _start_front_end(self, follows: int) -> FrontEndProcess:
+    def _start_front_end(self, *, follows: int) -> FrontEndProcess:
+        """Start a process. follows: number of the front end whose journal it copies; -1: none."""
         number = self._next_number
         self._next_number += 1
         return FrontEndProcess(
@@ -207,7 +212,9 @@ class FrontEnds:
             await self._serving.close()
             snapshot = self._serving.agent.snapshot
             if self._stopping or (death.exit_code >= 0 and death.exit_code != CRASH_EXIT_CODE):
-                return death.exit_code if death.exit_code >= 0 else 128 - death.exit_code
+                if death.exit_code < 0:  # minus the signal's number
+                    return 128 - death.exit_code  # as a shell reports it
+                return death.exit_code
             now_s = time.monotonic()
             if len(takeovers) == MAX_TAKEOVERS and now_s - takeovers[0] < TAKEOVER_WINDOW_S:
                 what = "%s; giving up: %d takeovers within %g s"
@@ -215,12 +222,11 @@ class FrontEnds:
                 return 1
             takeovers.append(now_s)
             log.error("%s; the next one takes over", death.summary)
-            waiting = self._standby
+            successor = self._standby
             self._standby = None
-            is_alive = waiting is not None and waiting.child.alive
-            self._serving = (
-                waiting if waiting is not None and is_alive else self._start_front_end(-1)
-            )
+            if successor is None or not successor.child.alive:
+                successor = self._start_front_end(follows=-1)
+            self._serving = successor
 
     async def _until_death(self) -> Death:
         """Wait until the serving front end is dead. Replace the standby when it dies."""
@@ -229,14 +235,16 @@ class FrontEnds:
         num_beats = 0
         dying = asyncio.create_task(serving.child.death())
         while not dying.done():
-            # Only after the first one has read its settings, so that their errors appear once.
+            # The serving front end sends heartbeats once it has read its settings. The standby
+            # starts after that, so that errors in the settings appear once.
             if num_beats and not self._stopping:
                 await self._ensure_standby()
             await asyncio.wait([dying], timeout=HEARTBEAT_S)
             # Count iterations of this loop, not seconds: if the whole machine was suspended, no
             # process was silent.
-            num_missed = num_missed + 1 if num_beats and num_beats == serving.agent.beats else 0
-            num_beats = serving.agent.beats
+            is_silent = num_beats > 0 and serving.agent.num_heartbeats == num_beats
+            num_missed = num_missed + 1 if is_silent else 0
+            num_beats = serving.agent.num_heartbeats
             if num_missed >= MAX_MISSED_HEARTBEATS:
                 serving.child.kill(f"did not answer for {MAX_MISSED_HEARTBEATS * HEARTBEAT_S:g} s")
         return dying.result()
@@ -251,18 +259,19 @@ class FrontEnds:
             self._retry_later("the standby front end has died")
         if self._standby is None and time.monotonic() >= self._next_start_at_s:
             try:
-                self._standby = self._start_front_end(self._serving.number)
+                self._standby = self._start_front_end(follows=self._serving.number)
             except ConfigError as error:  # too many processes or files
                 self._num_failures += 1
                 self._retry_later(str(error))
 
     def _retry_later(self, why: str) -> None:
+        """Delay the start of the next standby, longer after each failure."""
         pause_s = min(0.5 * 2.0**self._num_failures, MAX_PAUSE_S)
         self._next_start_at_s = time.monotonic() + pause_s
         log.warning("%s; another one starts in %g s", why, pause_s)
 
     async def close(self) -> None:
-        """End both."""
+        """End both front ends."""
         for front_end in (self._serving, self._standby):
             if front_end is not None:
                 await front_end.close()

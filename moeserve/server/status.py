@@ -117,12 +117,12 @@ async def experts(call: HttpCall) -> web.StreamResponse:
 
     front, _ = call.context.serving()
     query = call.query(WatchQuery)
-    shown = expert_status(front)
+    experts_now = expert_status(front)
     by_header = query.stream is msgspec.UNSET and "text/event-stream" in call.request.headers.get(
         "Accept", ""
     )
     if not query.stream and not by_header:
-        return call.answer(shown)
+        return call.answer(experts_now)
     stream = SseStream(call.request, call.headers())
     stopping = asyncio.ensure_future(front.stopping())
     call.context.streams.add(stream)

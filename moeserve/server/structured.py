@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import Choices, NonEmpty, StructuredOutputsParams
+from moeserve.text.structured_outputs import Constraint
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
@@ -43,13 +44,14 @@ class StructuredFields(Struct, kw_only=True):
     guided_grammar: NonEmpty | None = None
     guided_whitespace_pattern: str | None = None
 
-    def constraint(self) -> tuple[StructuredOutputsParams, str] | None:
-        """Return the constraint and the name of its field; None without a constraint.
+    def constraint(self) -> Constraint | None:
+        """Return the constraint; None without one.
 
         Raises InvalidRequest for several constraints or contradicting fields.
         """
         options = self.structured_outputs or StructuredOutputsParams()
-        constraints = {
+        # Field of the request -> (field of StructuredOutputsParams, value)
+        constraints: dict[str, tuple[str, Any]] = {
             f"structured_outputs.{name}": (name, value) for name, value in options.given.items()
         }
         for name in ("json", "regex", "choice", "grammar"):
@@ -64,13 +66,18 @@ class StructuredFields(Struct, kw_only=True):
                 param=max(constraints),
             )
         if not constraints:
-            return None if self.structured_outputs is None else (options, "structured_outputs")
-        ((field, (name, value)),) = constraints.items()
+            if self.structured_outputs is None:
+                return None
+            return Constraint(options, "structured_outputs")
+        (field,) = constraints
+        name, value = constraints[field]
         pattern = options.whitespace_pattern or self.guided_whitespace_pattern
-        return replace(options, **{name: value}, whitespace_pattern=pattern), field
+        params = replace(options, **{name: value}, whitespace_pattern=pattern)
+        return Constraint(params, field)
 
 
 def _response_format(form: ResponseFormat) -> dict[str, tuple[str, Any]]:
+    """Return the constraint in the form that `constraint` collects; empty for type text."""
     given = {
         name: value
         for name in form.__struct_fields__[1:]

@@ -37,7 +37,7 @@ class Terms:
 
     def __init__(self, call: HttpCall, request: Sampling, stream: StreamKey | None) -> None:
         self.call = call
-        self.stream = stream  # of a resumable stream
+        self.stream = stream  # the identity of a resumable stream; None for other answers
         self.priority = _priority(call.caller, request.priority)
         self.salt = _salt(call, request.cache_salt)
         timeout_s = _timeout_s(call.request, call.context.config) if call.has_deadline else None
@@ -99,16 +99,16 @@ class Terms:
         try:
             async with asyncio.timeout(self.time_left_s()):
                 return await front.resumable.resume(
-                    key.recorded, options.get("parser"), key.position.cuts()
+                    key.recorded, parser=options.get("parser"), cuts=key.position.cuts()
                 )
         except TimeoutError:
             raise DeadlineExceeded("the stream was not replayed before the deadline") from None
 
-    def record(self, front: FrontEnd, generation: Generation) -> None:
+    def make_resumable(self, front: FrontEnd, generation: Generation) -> None:
         """Keep the generation of a new stream, so that it can be resumed."""
         key = self.stream
         if key is not None and key.recorded is None and front.resumable is not None:
-            front.resumable.record(
+            front.resumable.make_resumable(
                 generation,
                 id=key.id,
                 created=key.created,
@@ -129,8 +129,10 @@ async def read_generating(call: HttpCall, kind: type[S]) -> tuple[S, Terms]:
 
 def _priority(caller: Caller, requested: int | None) -> int:
     """Return the requested priority, but not an earlier one than the key's."""
-    if caller.priority is None or requested is None:
-        return (caller.priority if requested is None else requested) or 0
+    if caller.priority is None:
+        return requested or 0
+    if requested is None:
+        return caller.priority
     return max(caller.priority, requested)
 
 
@@ -160,6 +162,7 @@ def _timeout_s(request: web.BaseRequest, config: ServerConfig) -> float | None:
 async def running_request(
     terms: Terms,
     front: FrontEnd,
+    *,
     prompts: list[list[int]],
     params: SamplingParams,
     reservation: Reservation | None,
@@ -241,7 +244,7 @@ async def _start_generations(
             generation.abort()
         raise
     if len(generations) == 1:
-        terms.record(front, generations[0])
+        terms.make_resumable(front, generations[0])
     return generations
 
 

@@ -65,7 +65,12 @@ async def tokenize(call: HttpCall) -> web.StreamResponse:
     if request.prompt is None:
         tools = chat_tools(request.tools, request.tool_choice)
         _, tokens = await render_chat(
-            front, ready, request.messages or [], tools, request, call.caller.owner
+            front,
+            ready,
+            messages=request.messages or [],
+            tools=tools,
+            options=request,
+            owner=call.caller.owner,
         )
     else:
         if len(request.prompt) > MAX_CHARS:

@@ -35,15 +35,15 @@ _HEADERS = {
 @cache
 def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
     """Return the bodies and headers of all files by name. No name of a request becomes a path."""
-    found = {}
+    assets = {}
     for entry in (files("moeserve") / "assets" / "ui").iterdir():
         body = entry.read_bytes()
         etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        found[entry.name] = (
+        assets[entry.name] = (
             body,
             {"ETag": etag, "Content-Type": _TYPES[entry.name.rpartition(".")[2]]},
         )
-    return found
+    return assets
 
 
 async def page(call: HttpCall) -> web.StreamResponse:

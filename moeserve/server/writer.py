@@ -167,7 +167,7 @@ class ChunkWriter(Writer):
     def add(self, prompt: int, delta: Delta) -> None:
         self.counts.add(delta)
         self._texts[prompt * self.n + delta.index].append(delta.text)
-        self._sequences[prompt][delta.index].add(delta)
+        self._sequences[prompt][delta.index].append_tokens(delta)
 
     def sequences(self) -> list[list[Delta]]:
         """Return the added sequences as [prompt][sequence], each merged into one delta."""

@@ -47,6 +47,8 @@ class ObjectShape(NamedTuple):
 
 
 class _WrittenMember(NamedTuple):
+    """The Lark of a member of an object."""
+
     lark: str
     is_required: bool
 
@@ -75,7 +77,7 @@ class Arguments:
         self._can_write = can_write
         self._root: dict[str, Any] = {}
         self._shared: dict[str, Any] = {}  # definitions for the schemas inside
-        self._bare_rules: dict[str, str] = {}  # by schema
+        self._bare_rules: dict[str, str] = {}  # schema as JSON -> the rule of its values
 
     def schema_lark(self, schema: dict[str, Any]) -> str:
         """Return the Lark of arguments that match a checked schema. Raise GrammarFault."""
@@ -84,18 +86,18 @@ class Arguments:
         self._root = schema
         self._shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         self._bare_rules.clear()
-        found = []
+        choices = []
         for alternative in alternatives(schema, schema):
             shape = _object_shape(alternative)
             if shape is None:
                 continue
             if self._calls.quote:
-                found.append(self._bare_object(shape))
+                choices.append(self._bare_object(shape))
             elif self._calls.content == "tags":
-                found.append(self._tagged_parameters(shape))
+                choices.append(self._tagged_parameters(shape))
             else:
-                found.append(self._python_keywords(shape))
-        return _choice_of(found, "")
+                choices.append(self._python_keywords(shape))
+        return _choice_of(choices, "")
 
     # ---- parameters between tags
 
@@ -106,15 +108,16 @@ class Arguments:
         written = self._write_members(shape, self._tagged_parameter)
         if written is None:
             return None
-        texts = [text if required else f"({text})?" for text, required in written]
+        texts = [member.lark if member.is_required else f"({member.lark})?" for member in written]
         return " ".join(texts) or '""'
 
     def _write_members(
         self, shape: ObjectShape, write: Callable[[str, Any, str], str | None]
     ) -> list[_WrittenMember] | None:
-        """Return the Lark of each member.
+        """Return the Lark of each member; None if a required member allows no value.
 
-        None if a required member allows no value.
+        write: returns the Lark of a member, from its key, its schema and the pointer to the schema;
+        None if the schema allows no value.
         """
         written = []
         for key, schema in shape.members.items():
@@ -141,7 +144,7 @@ class Arguments:
         assert parameter is not None
         marks_strings = bool(parameter.write_text) or "{type}" in parameter.write
         string_choices: list[str] = []
-        json_by_type: dict[str, list[str]] = {}  # by type
+        json_by_type: dict[str, list[str]] = {}  # type, or types with | -> Lark of its values
         allows_any_text = False
         for alternative in alternatives(schema, self._root, where):
             if alternative.kind == "any":
@@ -156,16 +159,18 @@ class Arguments:
             else:
                 kind = "number" if alternative.kind == "integer" else alternative.kind
                 json_by_type.setdefault(kind, []).append(self._json_value(alternative))
-        found = []
+        forms = []
         write_text = parameter.write_text or parameter.write
         if allows_any_text:
-            found.append(self._wrap_in_tags(write_text, key, "string", None))
+            forms.append(self._wrap_in_tags(write_text, key, "string", None))
         elif string_choices:
-            found.append(self._wrap_in_tags(write_text, key, "string", " | ".join(string_choices)))
+            forms.append(self._wrap_in_tags(write_text, key, "string", " | ".join(string_choices)))
         if marks_strings or not allows_any_text:
             for kind, bodies in json_by_type.items():
-                found.append(self._wrap_in_tags(parameter.write, key, kind, " | ".join(bodies)))
-        return " | ".join(found) if len(found) < 2 else f"({' | '.join(found)})" if found else None
+                forms.append(self._wrap_in_tags(parameter.write, key, kind, " | ".join(bodies)))
+        if not forms:
+            return None
+        return forms[0] if len(forms) == 1 else f"({' | '.join(forms)})"
 
     def _wrap_in_tags(self, write: str, key: str | None, kind: str, body: str | None) -> str:
         """Return the Lark of a parameter. body: its value, None for any text."""
@@ -194,7 +199,7 @@ class Arguments:
         marks = [calls.close, calls.quote]
         if calls.parameter is not None:
             marks += [calls.parameter.open, calls.parameter.close]
-        found = []
+        literals = []
         for text in alternative.schema["enum"]:
             if any(mark and mark in text for mark in marks):
                 raise GrammarFault(
@@ -202,8 +207,8 @@ class Arguments:
                     alternative.where,
                 )
             if len(alternative.schema) == 1 or is_valid(text, alternative.schema, self._root):
-                found.append(self._rules.plain_literal(text))
-        return found
+                literals.append(self._rules.plain_literal(text))
+        return literals
 
     def _json_value(self, alternative: Alternative) -> str:
         return json_rule({**alternative.schema, "type": alternative.kind, **self._shared})
@@ -230,14 +235,18 @@ class Arguments:
     def _comma_separated(self, written: Sequence[_WrittenMember], comma: str) -> str:
         """Return the Lark of a comma-separated list: required members in order, then the others."""
         rules = self._rules
-        first = [rules.add_rule(text) for text, required in written if required]
-        following = starts = ""
-        for text in reversed([rules.add_rule(text) for text, required in written if not required]):
-            starts = rules.add_rule(f"{text} {following}" + (f" | {starts}" if starts else ""))
-            following = rules.add_rule(f"({comma} {text})? {following}")
-        if first:
-            return f" {comma} ".join(first) + f" {following}"
-        return f"({starts})?" if starts else '""'
+        required = [rules.add_rule(member.lark) for member in written if member.is_required]
+        optional = [rules.add_rule(member.lark) for member in written if not member.is_required]
+        # Rules for the optional members from one on: after another member, and as the first one.
+        following = ""
+        starting = ""
+        for member in reversed(optional):
+            other_starts = f" | {starting}" if starting else ""
+            starting = rules.add_rule(f"{member} {following}{other_starts}")
+            following = rules.add_rule(f"({comma} {member})? {following}")
+        if required:
+            return f" {comma} ".join(required) + f" {following}"
+        return f"({starting})?" if starting else '""'
 
     # ---- bare keys, and texts between quotes of the format's own
 
@@ -249,14 +258,14 @@ class Arguments:
         # The name is reserved first, because schemas may be recursive.
         name = self._rules.reserve_name()
         self._bare_rules[key] = name
-        found = []
+        forms = []
         for alternative in alternatives(schema, self._root, where):
             if (text := self._bare_alternative(alternative)) is not None:
-                found.append(text)
-        if not found:
+                forms.append(text)
+        if not forms:
             del self._bare_rules[key]
             return None
-        self._rules.add_named(name, " | ".join(found))
+        self._rules.add_named(name, " | ".join(forms))
         return name
 
     def _bare_alternative(self, alternative: Alternative) -> str | None:
@@ -292,19 +301,19 @@ class Arguments:
         if max_items is not None and max_items < min_items:
             return None
         more = f"({_COMMA} {item})"
+        # The items after the first one: those up to minItems, then those up to maxItems
         rest = f"{more}{{{min_items - 1}}}" if min_items > 1 else ""
-        rest += (
-            f" {more}*" if max_items is None else f" {more}{{0,{max_items - max(min_items, 1)}}}"
-        )
+        if max_items is None:
+            rest += f" {more}*"
+        else:
+            rest += f" {more}{{0,{max_items - max(min_items, 1)}}}"
         return f'"[" {item} {rest} "]"' if min_items else f'"[" ({item} {rest})? "]"'
 
     def _bare_object(self, shape: ObjectShape) -> str | None:
         if not shape.members:
-            value = (
-                None
-                if shape.other_schema is False
-                else self._bare_value(shape.other_schema, shape.where)
-            )
+            value = None
+            if shape.other_schema is not False:
+                value = self._bare_value(shape.other_schema, shape.where)
             if value is None:
                 return '"{" "}"'
             member = self._rules.add_rule(f'{_ANY_BARE_KEY_REGEX} ":" {value}')
@@ -319,7 +328,8 @@ class Arguments:
 
     def _bare_anything(self) -> str:
         if "anything" not in self._bare_rules:
-            self._bare_rules["anything"] = name = self._rules.reserve_name()
+            name = self._rules.reserve_name()
+            self._bare_rules["anything"] = name
             quote = self._rules.literal(self._calls.quote)
             member = f'{_ANY_BARE_KEY_REGEX} ":" {name}'
             self._rules.add_named(
@@ -376,9 +386,9 @@ def _check_keywords(alternative: Alternative, supported: set[str]) -> None:
         )
 
 
-def _choice_of(found: Iterable[str | None], where: str) -> str:
+def _choice_of(choices: Iterable[str | None], where: str) -> str:
     """Return the Lark of a choice. Raise GrammarFault if there is none."""
-    texts = [*dict.fromkeys(text for text in found if text is not None)]
+    texts = [*dict.fromkeys(text for text in choices if text is not None)]
     if not texts:
         raise GrammarFault("a tool's parameters must be a schema of objects", where)
     return texts[0] if len(texts) == 1 else f"({' | '.join(texts)})"

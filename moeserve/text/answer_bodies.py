@@ -32,10 +32,10 @@ class ToolSchema:
         """The keys that the schema names."""
         return self._members[0].keys()
 
-    def typed(self, key: str, raw: str, text: bool | None) -> str:
+    def typed(self, key: str, raw: str, is_text: bool | None) -> str:
         """Return the JSON of an argument that was written as text; see `answer_values.typed`."""
         members, others = self._members
-        return typed(raw, members.get(key, others), self._root, text)
+        return typed(raw, members.get(key, others), root=self._root, is_text=is_text)
 
     @cached_property
     def _members(self) -> tuple[dict[str, Any], Any]:
@@ -82,6 +82,8 @@ def _read_end(text: AnswerText, reading: Reading) -> Wait[None]:
 
 
 class _Call(Struct):
+    """A call as JSON. Models write the name and the arguments under either key."""
+
     name: Any = ""
     function: Any = ""
     arguments: Raw = Raw()
@@ -96,14 +98,10 @@ def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
         raise Malformed if char else Unfinished
     whole = yield from read_value(text, JSON)
     try:
-        found = msgspec.json.decode(whole, type=list[_Call] | _Call)
-        for call in found if isinstance(found, list) else [found]:
-            calls.begin(
-                next(
-                    (name for name in (call.name, call.function) if name and isinstance(name, str)),
-                    "",
-                )
-            )
+        decoded = msgspec.json.decode(whole, type=list[_Call] | _Call)
+        for call in decoded if isinstance(decoded, list) else [decoded]:
+            names = [name for name in (call.name, call.function) if isinstance(name, str) and name]
+            calls.begin(names[0] if names else "")
             calls.add(_arguments(bytes(call.arguments or call.parameters or b"{}").decode()))
     except (ValueError, RecursionError):
         raise Malformed from None
@@ -119,10 +117,10 @@ def _arguments(given: str) -> str:
     inner = json.loads(given)
     if inner is None or inner == "":
         return "{}"
-    found = as_json(inner) if isinstance(inner, str) else ""
-    if not found.startswith("{"):
+    arguments = as_json(inner) if isinstance(inner, str) else ""
+    if not arguments.startswith("{"):
         raise ValueError("no object")
-    return found
+    return arguments
 
 
 def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
@@ -139,15 +137,14 @@ def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
 def _read_call_header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
     """Read a header, which has the name. Return whether it marks a call without arguments."""
     header = yield from text.read_header(reading.header_end)
-    found = reading.header_pattern.fullmatch(header.strip())
-    if not found:
+    match = reading.header_pattern.fullmatch(header.strip())
+    if not match:
         raise Malformed
-    calls.begin(
-        unescape(found["name"].strip()) if reading.parameter.escaped else found["name"].strip()
-    )
+    name = match["name"].strip()
+    calls.begin(unescape(name) if reading.parameter.escaped else name)
     if not reading.header_end_is_body:
         yield from text.read_stop(reading.header_end)
-    return bool(found.groupdict().get("empty"))
+    return bool(match.groupdict().get("empty"))
 
 
 def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
@@ -242,15 +239,15 @@ def _read_opening(
     If it is not an opening, or the key is not in `keys`, return None and consume nothing.
     """
     header = yield from text.read_header(reading.key_guard, consume=False)
-    found = reading.key_pattern.fullmatch(header.strip())
-    key = found["key"].strip() if found else ""
+    match = reading.key_pattern.fullmatch(header.strip())
+    key = match["key"].strip() if match else ""
     if reading.parameter.escaped:
         key = unescape(key)
-    if not found or not key or (keys is not None and key not in keys):
+    if not match or not key or (keys is not None and key not in keys):
         return None
     yield from text.read_header(reading.key_end)
     yield from text.read_stop(reading.key_end)
-    mark = found.groupdict().get("text")
+    mark = match.groupdict().get("text")
     return _Opening(key, None if mark is None else mark in ("true", "string"))
 
 
@@ -259,8 +256,10 @@ def _read_tagged_value(
 ) -> Wait[tuple[str, _Opening | None]]:
     """Read a value and its closing mark, and return the mark and the next parameter's opening.
 
-    Without a closing mark, the value ends at the opening of a parameter in `keys`, which have no
-    value yet, or at the end of the call. Other marks belong to the value.
+    Without a closing mark, the value ends at the opening of a parameter in `keys`, or at the end of
+    the call. Other marks belong to the value.
+
+    keys: the parameters that have no value yet.
     """
     while True:
         stop = yield from text.read_until(reading.in_value, emit)

@@ -6,14 +6,11 @@ Errors name the fields of the request.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from moeserve.sampling import GrammarSpec, StructuredOutputsParams
+from moeserve.sampling import GrammarSpec
 from moeserve.text.answer_format import AnswerFormat, Tool, ToolFault
 from moeserve.text.answer_grammar import schemas_of, tool_name
 from moeserve.text.json_schema import GrammarFault
-from moeserve.text.structured_outputs import either, grammar_of
-
-# A constraint on the content, and the request's field that holds it.
-Content = tuple[StructuredOutputsParams, str]
+from moeserve.text.structured_outputs import Constraint, either, grammar_of
 
 
 class AnswerConstraint(NamedTuple):
@@ -22,8 +19,8 @@ class AnswerConstraint(NamedTuple):
     grammar: GrammarSpec
     param: str  # the request's field that holds the constraint
     content: tuple[GrammarSpec, str] | None  # the constraint on the content, with its field
-    tools: Sequence[Tool]  # that the model may call
-    names: Sequence[str]  # of the request's tools
+    tools: Sequence[Tool]  # the tools that the model may call
+    names: Sequence[str]  # the names of the request's tools
     required: bool  # all calls match the schemas of their tools
 
     def parts(self) -> Iterator[tuple[GrammarSpec, str]]:
@@ -44,7 +41,7 @@ def answer_constraint(
     *,
     forced: bool,
     parallel: bool,
-    content: Content | None,
+    content: Constraint | None,
     prompt: str,
 ) -> AnswerConstraint | None:
     """Return the constraint on an answer; None if any answer is allowed. Raise InvalidRequest.
@@ -59,8 +56,8 @@ def answer_constraint(
         prompt: The rendered prompt.
     """
     grammar = None
+    content_part = None
     required = forced or content is not None
-    spec = None
     param = "tools"
     try:
         if tools:
@@ -68,17 +65,28 @@ def answer_constraint(
                 tools, required=required, parallel=parallel, prompt=prompt
             )
         if content is not None and not forced:
-            spec, param = grammar_of(*content), content[1]
-            after = answer_format.after_reasoning(spec, prompt=prompt)
-            grammar = after if grammar is None else either(grammar, after)
+            param = content.field
+            spec = grammar_of(content.params, param)
+            content_part = (spec, param)
+            content_grammar = answer_format.after_reasoning(spec, prompt=prompt)
+            if grammar is None:
+                grammar = content_grammar
+            else:
+                grammar = either(grammar, content_grammar)
     except ToolFault as fault:
         raise fault.as_request_error(_field(names, fault.tool, fault.field)) from fault
     except GrammarFault as fault:
         raise fault.as_request_error(param) from fault
     if grammar is None:
         return None
-    listed = None if spec is None else (spec, param)
-    return AnswerConstraint(grammar, param, listed, tools, names, required)
+    return AnswerConstraint(
+        grammar,
+        param=param,
+        content=content_part,
+        tools=tools,
+        names=names,
+        required=required,
+    )
 
 
 def _field(names: Sequence[str], tool: Tool, field: str) -> str:

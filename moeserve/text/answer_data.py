@@ -38,9 +38,11 @@ class DataFormat:
         """
         self.name = name
         self._syntax = load(name)
-        think = self._syntax.reasoning
-        unthinking = think is not None and bool(template) and think.open not in template
-        self._constrained = replace(self._syntax, reasoning=None) if unthinking else self._syntax
+        # The syntax of constrained answers
+        self._constrained = self._syntax
+        reasoning = self._syntax.reasoning
+        if reasoning is not None and template and reasoning.open not in template:
+            self._constrained = replace(self._syntax, reasoning=None)
         added = tokenizer.backend.get_added_tokens_decoder()
         ids = [tokenizer.backend.token_to_id(stop) for stop in self._syntax.stop]
         self.stop_ids = tuple(token_id for token_id in ids if token_id is not None)
@@ -137,11 +139,17 @@ def find_format(
         raise ConfigError("--tool-format harmony: the tokenizer lacks harmony's tokens")
     if name in ("harmony", None) and has_harmony:
         return HarmonyFormat(tokenizer)
-    patterns = {one: load(one).template for one in names()}
-    shown = [
-        one
-        for one, each in patterns.items()
-        if each and all(re.search(pattern, template) for pattern in each)
+    if name is None:
+        name = _matching_format(template)
+    return None if name is None else DataFormat(name, tokenizer, template)
+
+
+def _matching_format(template: str) -> str | None:
+    """Return the format whose regexes match a chat template, that with the most regexes."""
+    regexes = {name: load(name).template for name in names()}
+    matching = [
+        name
+        for name, required in regexes.items()
+        if required and all(re.search(regex, template) for regex in required)
     ]
-    picked = name or max(shown, key=lambda one: (len(patterns[one]), one), default=None)
-    return DataFormat(picked, tokenizer, template) if picked else None
+    return max(matching, key=lambda name: (len(regexes[name]), name), default=None)

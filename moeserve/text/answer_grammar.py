@@ -23,9 +23,10 @@ _ANYTHING: dict[str, Any] = {"type": "object"}
 
 def is_free(tools: Sequence[Tool], *, required: bool, parallel: bool) -> bool:
     """Return whether answers need no grammar."""
-    return not tools or not (
-        required or not parallel or any(_function(tool).get("strict") for tool in tools)
-    )
+    if not tools:
+        return True
+    is_strict = any(_function(tool).get("strict") for tool in tools)
+    return parallel and not required and not is_strict
 
 
 def arguments_schema(tool: Tool, *, strict: bool) -> dict[str, Any]:
@@ -54,12 +55,12 @@ def schemas_of(tools: Sequence[Tool], *, required: bool) -> list[tuple[GrammarSp
 
     They serve to find the tool whose schema does not compile.
     """
-    found = []
+    specs = []
     for tool in tools:
         schema = arguments_schema(tool, strict=required)
         if schema is not _ANYTHING:
-            found.append((GrammarSpec("json_schema", json.dumps(schema)), tool))
-    return found
+            specs.append((GrammarSpec("json_schema", json.dumps(schema)), tool))
+    return specs
 
 
 def tool_name(tool: Tool) -> str:
@@ -68,8 +69,8 @@ def tool_name(tool: Tool) -> str:
 
 
 def _function(tool: Tool) -> Mapping[str, Any]:
-    found = tool.get("function")
-    return found if isinstance(found, Mapping) else {}
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else {}
 
 
 class AnswerGrammar:
@@ -122,8 +123,10 @@ class AnswerGrammar:
         if required:
             return self._rules.grammar_spec(f"{self._reasoning} {_SPACE} {whole}")
         if calls.bare:
+            # Calls have no mark before them, so free text begins with another character.
             free = f"/[^ \\n{''.join(map(exactly, calls.bare))}](.|\\n)*/"
             return self._rules.grammar_spec(f"{self._reasoning} {_SPACE} ({whole} | {free})?")
+        # Free text ends at the mark before the calls, or before a call.
         begin = calls.before or calls.write
         section = self._syntax.section
         marks = [section.open, *calls.open] if section else calls.open
@@ -191,5 +194,5 @@ def written_call(syntax: Syntax, name: str, key: str | None, mark: Callable[[str
 
 def _filled(write: str, mark: Callable[[str], str], slots: Mapping[str, str]) -> str:
     """Return a format's text with its {slots} filled."""
-    parts = enumerate(SLOT.split(write))
+    parts = enumerate(SLOT.split(write))  # text, name of a slot, text, ..., text
     return "".join(slots[part] if i % 2 else mark(part) for i, part in parts)

@@ -76,21 +76,21 @@ class DataParser:
         if not stop and "" in reading.calls.open:
             yield from self._bare_calls()
         while stop or (stop := (yield from text.read_until(reading.in_content, self._add_content))):
-            again = ""
+            next_stop = ""  # already read; "" if it follows in the text
             if stop == reading.think.open and (self._content.is_empty or reading.think_has_special):
-                again = yield from self._reasoning()
+                next_stop = yield from self._reasoning()
             elif stop == reading.section.open:
                 yield from self._section()
             elif stop in reading.calls.open:
                 yield from self._call(stop)
-                if reading.section.open:  # whose opening is missing
+                if reading.section.open:  # the section's opening was missing
                     self._content.add((yield from text.read_space()))
                     yield from text.read_stop(reading.section_end)
                 if "" in reading.calls.open:
                     yield from self._bare_calls()
             elif stop not in reading.dropped:
                 self._content.add(stop)
-            stop = again
+            stop = next_stop
         self._content.end(keep=not self._num_calls)
 
     def _add_content(self, piece: str) -> None:
@@ -108,9 +108,9 @@ class DataParser:
         flow.trim()
         flow.add((yield from self._text.read_space()))
         yield from self._text.read_stop(self._reading.think_start)  # again, by the model
-        own = self._reading.special
+        kept = self._reading.special  # control tokens in the format's own marks
         stop = yield from self._text.read_until(
-            self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece, own))
+            self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece, kept))
         )
         flow.end(keep=not stop)
         self._content.trim()
@@ -120,9 +120,9 @@ class DataParser:
         """Read the calls in a section. A section without calls is content."""
         text = self._text
         reading = self._reading
-        before = self._num_calls
-        opening = reading.section.open
-        held = list[str]()
+        num_calls_before = self._num_calls
+        opening = reading.section.open  # "" after the first call
+        held = list[str]()  # text between the calls
         while True:
             if reading.section.noise:
                 stop = yield from text.read_until(reading.in_section, held.append)
@@ -134,7 +134,7 @@ class DataParser:
                 return
             if not stop or stop == reading.section.close:
                 noise = plain("".join(held))
-                if self._num_calls == before and (noise.strip() or not stop):
+                if self._num_calls == num_calls_before and (noise.strip() or not stop):
                     self._content.add(f"{opening}{noise}{stop}")
                 return
             yield from self._call(stop)
@@ -163,7 +163,8 @@ class DataParser:
         """
         text = self._text
         reading = self._reading
-        text.consumed = raw = [before + opener]
+        raw = [before + opener]
+        text.consumed = raw
         sink = CallSink(self._schemas, only_offered=not opener)
         try:
             yield from BODIES[reading.calls.content](text, reading, sink)

@@ -145,10 +145,10 @@ class AnswerText:
             end = len(self._text)
             # Most texts have no beginning of a stop.
             first_char = stops.first_char_pattern.search(self._text, self._position)
-            if first_char and (found := stops.full_pattern.search(self._text, first_char.start())):
-                emit(self._consume(found.start()))
-                self._consume(found.end())
-                return stops.literals[found[0]]
+            if first_char and (match := stops.full_pattern.search(self._text, first_char.start())):
+                emit(self._consume(match.start()))
+                self._consume(match.end())
+                return stops.literals[match[0]]
             if self.ended and not self._drops_partial_stop:
                 emit(self._consume(end))
                 return ""
@@ -171,9 +171,9 @@ class AnswerText:
         """
         while True:
             begin = self._position
-            found = stops.full_pattern.search(self._text, begin, begin + MAX_HEADER_LENGTH)
-            if found:
-                end = found.start()
+            match = stops.full_pattern.search(self._text, begin, begin + MAX_HEADER_LENGTH)
+            if match:
+                end = match.start()
                 return plain(self._consume(end) if consume else self._text[begin:end])
             if len(self._text) - begin >= MAX_HEADER_LENGTH:
                 raise Malformed
@@ -182,10 +182,10 @@ class AnswerText:
     def read_stop(self, stops: Stops, *, consume: bool = True) -> Wait[str]:
         """Return the stop that comes next, "" if there is other text. consume: consume the stop."""
         while True:
-            if found := stops.full_pattern.match(self._text, self._position):
+            if match := stops.full_pattern.match(self._text, self._position):
                 if consume:
-                    self._consume(found.end())
-                return stops.literals[found[0]]
+                    self._consume(match.end())
+                return stops.literals[match[0]]
             if self.ended or (
                 self._position < len(self._text)
                 and not stops.partial_pattern.match(self._text, self._position)
@@ -197,9 +197,9 @@ class AnswerText:
         """Consume and return white space."""
         pieces = []
         while True:
-            found = _SPACE.match(self._text, self._position)
-            assert found is not None
-            pieces.append(self._consume(found.end()))
+            match = _SPACE.match(self._text, self._position)
+            assert match is not None
+            pieces.append(self._consume(match.end()))
             if self._position < len(self._text) or self.ended:
                 return "".join(pieces)
             yield
@@ -216,8 +216,8 @@ class AnswerText:
         max_length: of the text, beyond which Malformed is raised; 0: match only available text.
         """
         while True:
-            found = pattern.match(self._text, self._position)
-            end = found.end() if found else self._position
+            match = pattern.match(self._text, self._position)
+            end = match.end() if match else self._position
             if not max_length or end < len(self._text) or self.ended:
                 return self._consume(end)
             if end - self._position > max_length:

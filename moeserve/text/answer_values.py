@@ -44,7 +44,9 @@ def read_value(text: AnswerText, dialect: Dialect) -> Wait[str]:
     """Read one value, and return it as JSON. Raise Malformed."""
     pieces = list[str]()
     closers = list[str]()
-    expected = "value"  # or "first" of an array, "key", "first key" of an object, "next"
+    # One of: "value"; "key"; "first" (a value, or the end of an array); "first key" (a key, or the
+    # end of an object); "next" (a comma, or the end of an array or object)
+    expected = "value"
     while True:
         pieces.append((yield from text.read_space()))
         char = yield from text.peek()
@@ -122,12 +124,14 @@ def _read_string(text: AnswerText, dialect: Dialect) -> Wait[str]:
     else:
         return ""
     body = "".join(pieces)
-    # Unpaired surrogates become U+FFFD.
-    return f'"{_ESCAPE.sub(_replace_unpaired, body)}"' if "\\u" in body else f'"{body}"'
+    if "\\u" in body:
+        body = _ESCAPE.sub(_replace_unpaired, body)
+    return f'"{body}"'
 
 
-def _replace_unpaired(found: re.Match[str]) -> str:
-    return "\\ufffd" if len(found[0]) == 6 else found[0]
+def _replace_unpaired(match: re.Match[str]) -> str:
+    """Return U+FFFD for an unpaired surrogate, and other escapes unchanged."""
+    return "\\ufffd" if len(match[0]) == 6 else match[0]
 
 
 def _json_number(word: str) -> str:
@@ -178,14 +182,14 @@ def _parse_whole(word: str, dialect: Dialect) -> str:
     try:
         next(read_value(text, dialect))  # yields only if it needs more text
     except StopIteration as end:
-        found = str(end.value)
-        return found if text.is_empty and is_readable(found) else ""
+        value = str(end.value)
+        return value if text.is_empty and is_readable(value) else ""
     except Malformed:
         pass
     return ""
 
 
-def typed(raw: str, schema: Any, root: Any, text: bool | None) -> str:
+def typed(raw: str, schema: Any, *, root: Any, is_text: bool | None) -> str:
     """Return the JSON of a value that was written without quotes.
 
     If the schema allows strings and other types, the text is another type's value if it is valid
@@ -195,27 +199,29 @@ def typed(raw: str, schema: Any, root: Any, text: bool | None) -> str:
         raw: The text.
         schema: The value's schema.
         root: The whole schema, in which references are followed.
-        text: Whether the format marks the value as a string; None if it has no marks.
+        is_text: Whether the format marks the value as a string; None if it has no marks.
     """
     kinds = kinds_of(schema, root)
-    if text or (text is None and kinds == {"string"}):
+    if is_text or (is_text is None and kinds == {"string"}):
         return json.dumps(raw, ensure_ascii=False)
     word = raw.strip()
-    has_text = "string" in kinds
-    if not has_text and (constant := _PYTHON_WORDS.get(word)):
+    may_be_text = "string" in kinds
+    if not may_be_text and (constant := _PYTHON_WORDS.get(word)):
         return constant
-    found = as_json(word) or (_parse_whole(word, PYTHON) if kinds & {"object", "array"} else "")
-    if not found:
+    value = as_json(word)
+    if not value and kinds & {"object", "array"}:
+        value = _parse_whole(word, PYTHON)
+    if not value:
         return json.dumps(raw, ensure_ascii=False)
-    parsed = msgspec.json.decode(found)
+    parsed = msgspec.json.decode(value)
     if "integer" in kinds and "number" not in kinds and _is_integral(parsed):
         return str(int(parsed))
-    if text is None and has_text and not is_valid(parsed, schema, root):
+    if is_text is None and may_be_text and not is_valid(parsed, schema, root):
         kind = kind_of(parsed)
         fits = kind in kinds or (kind == "integer" and "number" in kinds)
         if not fits or is_valid(raw, schema, root):
             return json.dumps(raw, ensure_ascii=False)
-    return found
+    return value
 
 
 def _is_integral(parsed: Any) -> bool:

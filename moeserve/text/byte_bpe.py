@@ -83,9 +83,9 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
         return None
     path = model_dir / family.file_name
     ranks = _decode_ranks(path, _tiktoken_lines(path, family), allows_repeats=family.ranks_by_line)
-    first = len(ranks)
+    num_words = len(ranks)
     special = {
-        first + i: AddedToken(text.format(id=first + i), special=True)
+        num_words + i: AddedToken(text.format(id=num_words + i), special=True)
         for i, text in enumerate(family.fillers)
     }
     added = config.get("added_tokens_decoder")
@@ -101,7 +101,7 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
                 f"{model_dir / 'tokenizer_config.json'}: {what}; download it again"
             )
         special[int(key)] = AddedToken(content, special=token.get("special") is not False)
-    backend = _build(path, ranks, 0, special, family.pattern)
+    backend = _build(path, ranks, first_id=0, special=special, pattern=family.pattern)
     if family.normalizes_nfc:
         backend.normalizer = normalizers.NFC()
     return backend
@@ -151,7 +151,8 @@ def _read_tekken(model_dir: Path) -> Backend:
             f"{path}: no tekken vocabulary with special tokens ({type(error).__name__}: "
             f"{str(error)[:100]}). Download it again, or put the model's tokenizer.json beside it"
         ) from error
-    backend = _build(path, _decode_ranks(path, texts), num_special, special, pattern)
+    ranks = _decode_ranks(path, texts)
+    backend = _build(path, ranks, first_id=num_special, special=special, pattern=pattern)
     if (bos := backend.token_to_id("<s>")) is not None:
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", bos)]
@@ -186,9 +187,22 @@ def _decode_ranks(
 
 
 def _build(
-    path: Path, ranks: dict[bytes, int], first: int, special: dict[int, AddedToken], pattern: str
+    path: Path,
+    ranks: dict[bytes, int],
+    *,
+    first_id: int,
+    special: dict[int, AddedToken],
+    pattern: str,
 ) -> Backend:
-    """Return a tokenizer in which a token has the id `first` + its rank."""
+    """Return a tokenizer in which a token has the id `first_id` + its rank.
+
+    Args:
+        path: The file, for error messages.
+        ranks: Token -> rank.
+        first_id: The id of the token with rank 0.
+        special: Id -> special token.
+        pattern: The regex that splits a text into words.
+    """
     names = {token: "".join(map(ALPHABET_OF_BYTES.__getitem__, token)) for token in ranks}
     merges = []
     for token in ranks:
@@ -198,10 +212,10 @@ def _build(
             for left, right in splits
             if left in ranks and right in ranks
         ]
-    vocab = {name: first + ranks[token] for token, name in names.items()}
-    taken = set(vocab.values())
+    vocab = {name: first_id + ranks[token] for token, name in names.items()}
+    word_ids = set(vocab.values())
     vocab |= {token.content: token_id for token_id, token in special.items()}
-    if len(vocab) != len(names) + len(special) or not taken.isdisjoint(special):
+    if len(vocab) != len(names) + len(special) or not word_ids.isdisjoint(special):
         raise CheckpointError(
             f"{path}: special tokens and vocabulary share ids or texts. Download it again"
         )

@@ -211,6 +211,7 @@ class ChatTemplate:
         if continue_final_message:
             if messages[-1].get("content") is None:
                 raise InvalidRequest("the final message has no text to continue", param="messages")
+            # The space shows whether the template trims contents.
             shielded[-1]["content"] += _CONTINUE_MARK + " "
         extra = dict(kwargs or {})
         now = _clock(extra.pop(_CLOCK_NAME, None))
@@ -229,13 +230,13 @@ class ChatTemplate:
             )
         if not continue_final_message:
             return text
-        text, found, rest = text.rpartition(_CONTINUE_MARK)
-        if not found:
+        text, mark, rest = text.rpartition(_CONTINUE_MARK)
+        if not mark:
             raise InvalidRequest(
                 "the chat template drops the final message, so it cannot be continued",
                 param="continue_final_message",
             )
-        return text if rest.startswith(" ") else text.rstrip()  # the template trims contents
+        return text if rest.startswith(" ") else text.rstrip()
 
     def _shielded(self, message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
         """Return a copy of a message for the template, with control tokens in texts shielded.
@@ -278,7 +279,7 @@ class ChatTemplate:
             return [
                 self._run_template(sandbox, simple, now),
                 self._run_template(sandbox, simple | {"tools": []}, now),
-                _ask_sandbox(sandbox, self.source_for_tools, None, now),
+                _ask_sandbox(sandbox, self.source_for_tools, None, now),  # the names of variables
             ]
 
         renderings = self._sandboxes.submit(work).result()
@@ -326,6 +327,7 @@ def _named_templates(found: Any, origin: str) -> tuple[str, str | None]:
     """Return the template and its variant for tools. found: a text, or a list of named texts."""
     if not isinstance(found, list):
         found = [{"name": "default", "template": found}]
+    # An entry without a text gets 0, which is refused below. None would be an absent variant.
     named = {
         entry.get("name"): entry.get("template", 0) for entry in found if isinstance(entry, dict)
     }
@@ -333,7 +335,9 @@ def _named_templates(found: Any, origin: str) -> tuple[str, str | None]:
     for_tools = named.get("tool_use")
     if not isinstance(text, str) or not isinstance(for_tools, str | None):
         raise CheckpointError(f"{origin} is neither a text nor a list of named texts")
-    return text.removeprefix("\ufeff"), for_tools and for_tools.removeprefix("\ufeff")
+    if for_tools is not None:
+        for_tools = for_tools.removeprefix("\ufeff")
+    return text.removeprefix("\ufeff"), for_tools
 
 
 def _from_mistral_common(path: Path) -> str:
@@ -405,7 +409,10 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
 def _ask_sandbox(
     sandbox: SandboxProcess, source: str, variables: dict[str, Any] | None, now: datetime
 ) -> _Rendering:
-    """Return the outcome of a rendering, and its text or the reason; see `template_sandbox`."""
+    """Return the outcome of a rendering, and its text or the reason; see `template_sandbox`.
+
+    variables: None to get the names of the template's variables instead.
+    """
     try:
         line = msgspec.json.encode((source, variables, now.isoformat()))
     except (TypeError, UnicodeEncodeError) as error:

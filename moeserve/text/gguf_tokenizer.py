@@ -180,27 +180,35 @@ def read_gguf_tokenizer(path: Path) -> Backend:
             f"{path}: no tokenizer: {str(error)[:200]}. Download it again"
         ) from error
     backend.add_tokens([
-        AddedToken(tokens[i], special=kind == _CONTROL, normalized=False)
-        for i, kind in enumerate(types)
-        if kind in (_CONTROL, _USER_DEFINED)
+        AddedToken(tokens[i], special=token_type == _CONTROL, normalized=False)
+        for i, token_type in enumerate(types)
+        if token_type in (_CONTROL, _USER_DEFINED)
     ])  # fmt: skip
-    around = {"bos": adds_bos, "eos": False}
-    names: dict[str, Any] = {}
-    for name, default in around.items():
-        number = meta.get(f"{name}_token_id")
-        if (
-            meta.get(f"add_{name}_token", default)
-            and isinstance(number, int)
-            and 0 <= number < len(tokens)
-        ):
-            names[name] = (tokens[number], number)
-    if names:
-        single = [f"{names[name][0]}:0" if name in names else "" for name in around]
-        template = [part for part in (single[0], "$A:0", single[1]) if part]
+    bos = _added_token(meta, "bos", tokens, default=adds_bos)
+    eos = _added_token(meta, "eos", tokens, default=False)
+    if bos or eos:
+        template = (
+            [f"{token}:0" for token, _ in bos] + ["$A:0"] + [f"{token}:0" for token, _ in eos]
+        )
         backend.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=list(names.values())
+            single=template, special_tokens=[*bos, *eos]
         )
     return backend
+
+
+def _added_token(
+    meta: Mapping[str, Any], name: str, tokens: list[str], *, default: bool
+) -> list[tuple[str, int]]:
+    """Return the token that is added to every text, and its id; [] if there is none.
+
+    name: "bos" or "eos". default: whether the token is added if the file does not say.
+    """
+    token_id = meta.get(f"{name}_token_id")
+    if not meta.get(f"add_{name}_token", default):
+        return []
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        return []
+    return [(tokens[token_id], token_id)]
 
 
 def _byte_level(
@@ -262,16 +270,16 @@ def _metadata_list(path: Path, meta: Mapping[str, Any], key: str, length: int | 
     Raise CheckpointError if it is missing, empty, or has another length, because the tokenizer
     would then differ from the model's.
     """
-    found = meta.get(key)
+    entries = meta.get(key)
     name = f"{path}: tokenizer.ggml.{key}"
-    if found is None or len(found) == 0:
-        state = "missing" if found is None else "empty"
+    if entries is None or len(entries) == 0:
+        state = "missing" if entries is None else "empty"
         raise CheckpointError(f"{name} is {state}. Download the file again")
-    if length is not None and len(found) != length:
+    if length is not None and len(entries) != length:
         raise CheckpointError(
-            f"{name} has {len(found)} entries for {length} tokens. Download the file again"
+            f"{name} has {len(entries)} entries for {length} tokens. Download the file again"
         )
-    return found
+    return entries
 
 
 def _unsupported(path: Path, key: str, value: Any, known: str) -> CheckpointError:

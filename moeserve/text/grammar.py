@@ -1,9 +1,11 @@
-"""Grammars in an engine: compiled once, they compute token bitmasks for each request.
+"""Grammars in an engine. Each is compiled once, and computes token bitmasks for its requests.
 
 `GrammarChecker` has accepted a grammar before it reaches an engine. A bitmask is int32
 [ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is 1 if token i is allowed next. After a text
 that is complete and cannot continue, only end tokens are allowed. The state of a matcher is a
 function of its grammar and its tokens.
+
+The suffix _RW: rows (one bitmask each), words of 32 bits.
 """
 
 import threading
@@ -74,16 +76,17 @@ class Grammars:
     def compile(self, spec: GrammarSpec) -> LLMatcher:
         """Compile a grammar to llguidance's matcher, in its initial state. Raise InvalidRequest."""
         try:
-            found = LLMatcher(
+            compiled = LLMatcher(
                 self._tokenizer, grammar_source(spec, self._special), limits=limits(), log_level=0
             )
         except GrammarFault as fault:
             raise fault.as_request_error("grammar") from fault
-        if found.is_error():
+        if compiled.is_error():
             raise InvalidRequest(
-                f"the grammar does not compile: {found.get_error()[:500]}", code="invalid_grammar"
+                f"the grammar does not compile: {compiled.get_error()[:500]}",
+                code="invalid_grammar",
             )
-        return found
+        return compiled
 
     def forget(self, spec: GrammarSpec) -> None:
         """Drop a grammar from the cache. Its matchers stay usable."""
@@ -91,46 +94,55 @@ class Grammars:
             self._cached.pop(spec, None)
 
     def fill_all(
-        self, rows: "Sequence[tuple[Matcher, int, Sequence[int]]]", bitmask_RW: NDArray[np.int32]
+        self,
+        requests: "Sequence[tuple[Matcher, int, Sequence[int]]]",
+        bitmask_RW: NDArray[np.int32],
     ) -> dict[int, RequestError]:
         """Fill the bitmasks of many requests, on `num_threads` threads and without the GIL.
 
-        rows: (matcher, first row, drafts) of each request. Row first + k is its mask after k
+        requests: (matcher, first row, drafts) of each request. Row first + k is its mask after k
         drafts. After a draft that is not allowed, or an end token, rows allow every token, because
         no token there can be accepted.
 
-        Return index in `rows` -> error, for requests that cannot continue. Their masks are
+        Return index in `requests` -> error, for requests that cannot continue. Their masks are
         undefined.
         """
         assert bitmask_RW.flags.c_contiguous
         assert bitmask_RW.shape[1] == self.mask_words
-        for _, first, drafts in rows:
+        for _, first, drafts in requests:
             bitmask_RW[first + 1 : first + 1 + len(drafts)] = -1
-        self._fill(rows, bitmask_RW)
+        self._fill(requests, bitmask_RW)
         errors = {}
-        for i, (matcher, _, _) in enumerate(rows):
+        for i, (matcher, _, _) in enumerate(requests):
             try:
                 if matcher.recover():
-                    self._fill(rows[i : i + 1], bitmask_RW)
-                    matcher.recover()
+                    self._fill(requests[i : i + 1], bitmask_RW)
+                    matcher.recover()  # raises if the new state has failed, too
             except RequestError as error:
                 errors[i] = error
         return errors
 
     def _fill(
-        self, rows: "Sequence[tuple[Matcher, int, Sequence[int]]]", bitmask_RW: NDArray[np.int32]
+        self,
+        requests: "Sequence[tuple[Matcher, int, Sequence[int]]]",
+        bitmask_RW: NDArray[np.int32],
     ) -> None:
-        num_rows, words = bitmask_RW.shape
-        where = (bitmask_RW.ctypes.data, words * bitmask_RW.itemsize, num_rows)
-        states = [
-            (matcher.state, first, self._text_part(drafts)) for matcher, first, drafts in rows
-        ]
-        if drafted := [state for state in states if state[2]]:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        if single := [(state, first) for state, first, drafts in states if not drafts]:
-            self._executor.unsafe_compute_mask_ptr(single, *where)
+        num_rows, num_words = bitmask_RW.shape
+        destination = (bitmask_RW.ctypes.data, num_words * bitmask_RW.itemsize, num_rows)
+        with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
+        without_drafts: list[tuple[LLMatcher, int]] = []
+        for matcher, first, drafts in requests:
+            if text_drafts := self._before_end(drafts):
+                with_drafts.append((matcher.state, first, text_drafts))
+            else:
+                without_drafts.append((matcher.state, first))
+        if with_drafts:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *destination)
+        if without_drafts:
+            self._executor.unsafe_compute_mask_ptr(without_drafts, *destination)
 
-    def _text_part(self, tokens: Sequence[int]) -> list[int]:
+    def _before_end(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens before the first end token."""
         return list(takewhile(lambda token: token not in self.end_ids, tokens))
 
     @cached_property

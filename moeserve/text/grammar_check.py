@@ -73,9 +73,8 @@ class GrammarChecker:
         param: the field of the request with the grammar.
         """
         if not self.recall(spec, param):
-            _raise_if_fault(
-                self._sandboxes.submit(partial(self._check_uncached, spec)).result(), param
-            )
+            fault = self._sandboxes.submit(partial(self._check_uncached, spec)).result()
+            _raise_if_fault(fault, param)
 
     async def check_async(self, spec: GrammarSpec, param: str, owner: str = "") -> None:
         """Run `check` without blocking the event loop, fairly among owners.
@@ -83,9 +82,8 @@ class GrammarChecker:
         Raise Overloaded if no process is free in time.
         """
         if not self.recall(spec, param):
-            _raise_if_fault(
-                await self._sandboxes.run(partial(self._check_uncached, spec), owner), param
-            )
+            fault = await self._sandboxes.run(partial(self._check_uncached, spec), owner)
+            _raise_if_fault(fault, param)
 
     def recall(self, spec: GrammarSpec, param: str) -> bool:
         """Return whether the cache has accepted a grammar. Raise as `check` if it was rejected."""
@@ -122,9 +120,8 @@ class GrammarChecker:
             return fault
         if not error:
             return None
-        return GrammarFault(
-            error, self._locate(self._faulty_schema(spec, error, sandbox), error, sandbox)
-        )
+        schema = self._faulty_schema(spec, error, sandbox)
+        return GrammarFault(error, self._locate(schema, error, sandbox))
 
     def _faulty_schema(self, spec: GrammarSpec, error: str, sandbox: SandboxProcess) -> Any:
         """Return the schema with the error: the grammar itself, or one inside of it; {} if none."""
@@ -132,7 +129,7 @@ class GrammarChecker:
             return parse_json(spec.text)
         deadline_s = monotonic() + SEARCH_TIMEOUT_S
         for match in _EMBEDDED.finditer(spec.text):
-            # These occur for literals that look like a schema, and schemas with another fault.
+            # Raised for literals that only look like a schema, and for schemas with another fault.
             with suppress(ValueError, RecursionError, GrammarFault):
                 schema, _ = json.JSONDecoder().raw_decode(spec.text, match.end())
                 if monotonic() < deadline_s and self._error_of(schema, sandbox) == error:

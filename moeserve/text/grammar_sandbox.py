@@ -32,14 +32,15 @@ class _Bytes:
         self.tokens = [b""] * vocab_size
         for token_id, name in special:
             self.tokens[token_id] = name.encode()
-        taken = {token_id for token_id, _ in special} | set(ends)
-        candidates = range(min(vocab_size, 256 + len(taken)))
-        self._ids = [token_id for token_id in candidates if token_id not in taken][:256]
+        special_ids = {token_id for token_id, _ in special} | set(ends)
+        candidates = range(min(vocab_size, 256 + len(special_ids)))
+        # The tokens of the bytes: the first ids that are not special
+        self._ids = [token_id for token_id in candidates if token_id not in special_ids][:256]
         for byte, token_id in enumerate(self._ids):
             self.tokens[token_id] = bytes([byte])
         self.eos_token_id = ends[0]
         self.bos_token_id = None
-        self.special_token_ids = sorted(taken)
+        self.special_token_ids = sorted(special_ids)
 
     def __call__(self, text: bytes) -> list[int]:
         return [self._ids[byte] for byte in text]
@@ -58,7 +59,7 @@ def compile_error(tokenizer: LLTokenizer, source: str) -> str:
             break
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if allowed:
-            matcher.consume_token((allowed & -allowed).bit_length() - 1)
+            matcher.consume_token((allowed & -allowed).bit_length() - 1)  # the lowest set bit
     return matcher.get_error()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from moeserve.sampling import GrammarSpec
 from moeserve.text.grammar_limits import check_length
-from moeserve.text.json_schema import GrammarFault, checked_schema, json_of, schema_text
+from moeserve.text.json_schema import GrammarFault, checked_schema, parse_grammar_json, schema_text
 from moeserve.text.lark import exactly
 from moeserve.text.structural_tag import structural_tag
 from moeserve.text.tokenizer import Tokenizer
@@ -46,19 +46,19 @@ def lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
 def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     match spec.kind:
         case "json_schema":
-            schema = checked_schema(json_of(spec.text))
+            schema = checked_schema(parse_grammar_json(spec.text))
             return f"start: %json {schema_text(schema, spec)}"
         case "regex":
             return f"start: {_regex(spec.text)}"
         case "choice":
-            return f"start: {_regex('|'.join(map(exactly, json_of(spec.text))))}"
+            return f"start: {_regex('|'.join(map(exactly, parse_grammar_json(spec.text))))}"
         case "lark" | "answer":
             return spec.text
         case "gbnf":
             return _lark_of_gbnf(spec.text)
         case "structural_tag":
             return structural_tag(spec, special)
-        case _:
+        case _:  # json_object
             return f"start: %json {schema_text({'type': 'object'}, spec)}"
 
 
@@ -66,9 +66,9 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return name -> id of special tokens and added tokens in <...>, as llguidance treats them."""
     added = tokenizer.backend.get_added_tokens_decoder().items()
     return {
-        t.content: i
-        for i, t in added
-        if t.special or (t.content[:1] == "<" and t.content[-1:] == ">")
+        token.content: token_id
+        for token_id, token in added
+        if token.special or (token.content[:1] == "<" and token.content[-1:] == ">")
     }
 
 

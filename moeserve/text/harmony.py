@@ -56,11 +56,9 @@ class HarmonyParser:
             self._add(before, parts)
             self._handle_control(name, parts)
         begin = rest.rfind(CONTROL_BEGIN)
-        num_decided = (
-            begin
-            if begin >= 0 and len(rest) - begin - 1 <= _MAX_CONTROL_LENGTH and not final
-            else len(rest)
-        )
+        num_decided = len(rest)
+        if begin >= 0 and len(rest) - begin - 1 <= _MAX_CONTROL_LENGTH and not final:
+            num_decided = begin  # the rest may become a control token
         self._held = rest[num_decided:]
         self._add(rest.removesuffix(CONTROL_BEGIN) if final else rest[:num_decided], parts)
         if final and self._header and not self._has_control:  # no harmony at all
@@ -155,6 +153,7 @@ class HarmonyFormat:
         for tool in tools:
             if not _TOOL_NAME.fullmatch(tool_name(tool)):
                 raise ToolFault(tool, "name", "this model's format of calls cannot write it")
+        # A call ends the answer, so there is never more than one, whatever `parallel` is.
         if is_free(tools, required=required, parallel=True):
             return None
         calls = []

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_CHOICES, GrammarSpec
@@ -38,7 +38,10 @@ _ENFORCED = re.compile(r"/(enum|const|multipleOf|(exclusiveM|m)(in|ax)imum)(/|$)
 
 
 class GrammarFault(ValueError):
-    """A grammar that cannot be compiled. where: JSON pointer to the fault; "" for the whole."""
+    """A grammar that cannot be compiled.
+
+    where: JSON pointer to the fault in a schema; "" for the whole grammar.
+    """
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message)
@@ -60,35 +63,47 @@ def checked_schema(schema: Any) -> Any:
     """
     if not isinstance(schema, dict | bool):
         raise GrammarFault("a JSON schema must be an object or a boolean")
-    for count, (_, where, _, depth) in enumerate(_values(schema)):
-        if depth > MAX_DEPTH:
-            raise GrammarFault(f"nested deeper than {MAX_DEPTH}", where)
+    for count, node in enumerate(_nodes(schema)):
+        if node.depth > MAX_DEPTH:
+            raise GrammarFault(f"nested deeper than {MAX_DEPTH}", node.where)
         if count >= MAX_VALUES:
             raise GrammarFault(f"more than {MAX_VALUES:,} values")
     schema = _simplified(schema)
-    for value, where, name, _ in _values(schema):
-        if fault := _fault(value, where, name):
-            raise GrammarFault(fault, where)
+    for node in _nodes(schema):
+        if fault := _fault(node.value, node.where, node.key):
+            raise GrammarFault(fault, node.where)
     return schema
 
 
-def _values(schema: Any) -> Iterator[tuple[Any, str, str | int, int]]:
-    """Yield each value of a JSON tree with its pointer, its key and its depth."""
-    waiting: list[tuple[Any, str, str | int, int]] = [(schema, "", "", 1)]
+class _Node(NamedTuple):
+    """A value inside a JSON tree."""
+
+    value: Any
+    where: str  # JSON pointer to the value
+    key: str | int  # in the object or array around the value
+    depth: int  # 1 for the whole tree
+
+
+def _nodes(tree: Any) -> Iterator[_Node]:
+    """Yield each value of a JSON tree."""
+    waiting = [_Node(tree, "", "", 1)]
     while waiting:
-        value, where, name, depth = waiting.pop()
-        yield value, where, name, depth
+        node = waiting.pop()
+        yield node
+        value = node.value
         if isinstance(value, dict | list):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(item, pointer(where, key), key, depth + 1) for key, item in items]
+            waiting += [
+                _Node(item, pointer(node.where, key), key, node.depth + 1) for key, item in items
+            ]
 
 
-def _fault(value: Any, where: str, name: str | int) -> str:
+def _fault(value: Any, where: str, key: str | int) -> str:
     """Return the fault of one value in a schema, "" for none."""
     match value:
-        case str() if name == "pattern" and len(value) > MAX_REGEX_BYTES:
+        case str() if key == "pattern" and len(value) > MAX_REGEX_BYTES:
             return f"a regex may have at most {MAX_REGEX_BYTES:,} bytes"
-        case list() if name == "enum" and len(value) > MAX_ENUM:
+        case list() if key == "enum" and len(value) > MAX_ENUM:
             return f"{len(value):,} values; at most {MAX_ENUM:,} are compiled"
         case int() | float() if abs(value) >= 2**63 and re.search("/(enum|const)(/|$)", where):
             return "values of 64 bits and more cannot be enforced"
@@ -117,18 +132,18 @@ def _simplified(schema: Any) -> Any:
     """Return a schema without keywords that restrict nothing, also in its subschemas."""
     if not isinstance(schema, dict):
         return schema
-    schema = {key: _mapped(key, value, _simplified) for key, value in schema.items()}
+    schema = {key: _simplified_value(key, value) for key, value in schema.items()}
     return {key: value for key, value in schema.items() if not _is_idle(key, value, schema)}
 
 
-def _mapped(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the value of a keyword with its subschemas changed."""
+def _simplified_value(key: str, value: Any) -> Any:
+    """Return the value of a keyword: subschemas are simplified, and too large bounds reduced."""
     if key in BY_NAME and isinstance(value, dict):
-        return {name: change(inner) for name, inner in value.items()}
+        return {name: _simplified(inner) for name, inner in value.items()}
     if (key in _IN_LISTS or key == "items") and isinstance(value, list):
-        return [change(inner) for inner in value]
+        return [_simplified(inner) for inner in value]
     if key in _SINGLE:
-        return change(value)
+        return _simplified(value)
     if key in ("minimum", "exclusiveMinimum") and _is_number(value):
         # The new bound is tighter, so all answers respect the sender's bound.
         return -_LARGEST if value < -_LARGEST else value
@@ -143,11 +158,11 @@ def _is_number(value: Any) -> bool:
 
 def _is_idle(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     """Return whether a keyword restricts nothing that the rest of its schema allows."""
-    judge = _IDLE.get(key)
-    return judge is not None and judge(value, schema)
+    condition = _IDLE_CONDITIONS.get(key)
+    return condition is not None and condition(value, schema)
 
 
-def _allows_text(schema: Any) -> bool:
+def _allows_any_name(schema: Any) -> bool:
     """Return whether a simplified schema of names allows any property name."""
     if allows_all(schema):
         return True
@@ -159,6 +174,7 @@ def _allows_text(schema: Any) -> bool:
 
 
 def _allow_all(schemas: Any) -> bool:
+    """Return whether each entry is a schema that allows all, or an empty list of names."""
     return isinstance(schemas, dict) and all(
         inner == [] or allows_all(inner) for inner in schemas.values()
     )
@@ -170,9 +186,9 @@ def allows_all(schema: Any) -> bool:
 
 
 # Keyword -> function that tells whether its value, in a simplified schema, restricts nothing
-_IDLE: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+_IDLE_CONDITIONS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "uniqueItems": lambda value, _: value is False,
-    "propertyNames": lambda value, _: _allows_text(value),
+    "propertyNames": lambda value, _: _allows_any_name(value),
     "not": lambda value, _: value is False,
     "if": lambda _, schema: "then" not in schema and "else" not in schema,
     "then": lambda value, schema: "if" not in schema or allows_all(value),
@@ -195,20 +211,19 @@ _IDLE: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the direct subschemas of a schema, each with its pointer."""
+    """Yield the direct subschemas of a schema that are objects, each with its pointer."""
     for key, value in schema.items():
-        inner: Any = []
+        where = pointer("", key)
+        entries: Any = []
         if key in BY_NAME and isinstance(value, dict):
-            inner = value.items()
+            entries = value.items()
         elif key in _IN_LISTS and isinstance(value, list):
-            inner = enumerate(value)
+            entries = enumerate(value)
         elif key in ("items", "additionalProperties") and isinstance(value, dict):
-            yield pointer("", key), value
-        yield from (
-            (pointer(pointer("", key), name), item)
-            for name, item in inner
-            if isinstance(item, dict)
-        )
+            yield where, value
+        for name, inner in entries:
+            if isinstance(inner, dict):
+                yield pointer(where, name), inner
 
 
 def pointer(where: str, key: str | int) -> str:
@@ -219,14 +234,14 @@ def pointer(where: str, key: str | int) -> str:
 def parse_json(text: str) -> Any:
     """Parse JSON. Raise ValueError if it is invalid, also for NaN and infinity."""
     try:
-        value = json.loads(text, parse_constant=no_constant)
+        value = json.loads(text, parse_constant=reject_constant)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     return value
 
 
-def json_of(text: str) -> Any:
+def parse_grammar_json(text: str) -> Any:
     """Parse JSON. Raise GrammarFault if it is invalid."""
     try:
         return parse_json(text)
@@ -234,7 +249,7 @@ def json_of(text: str) -> Any:
         raise GrammarFault(f"not JSON: {error}") from error
 
 
-def no_constant(name: str) -> Any:
+def reject_constant(name: str) -> Any:
     """Raise ValueError for NaN and infinity (`parse_constant` of json.loads)."""
     raise ValueError(f"{name} is not a JSON number")
 
@@ -246,5 +261,5 @@ def schema_text(schema: Any, spec: GrammarSpec) -> str:
     options: dict[str, Any] = {} if spec.any_whitespace else {"whitespace_flexible": False}
     if pattern := spec.whitespace_pattern or (_WHITESPACE if spec.any_whitespace else ""):
         options["whitespace_pattern"] = pattern
-    # This replaces options of the sender, which could disable checks.
+    # This replaces "x-guidance" of the sender, which could disable checks.
     return json.dumps(schema | {"x-guidance": options})

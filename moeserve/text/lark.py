@@ -19,8 +19,8 @@ def exactly(text: str) -> str:
 
 def special_in(text: str, special: Mapping[str, int]) -> str:
     """Return the first special token in a text, "" if there is none."""
-    found = _pattern(special).search(text)
-    return found[0] if found else ""
+    match = _pattern(special).search(text)
+    return match[0] if match else ""
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
@@ -55,7 +55,7 @@ class Rules:
 
     def fill(self, write: str, **slots: str) -> str:
         """Return the Lark of a format's text with {slots}. slots: the Lark of each slot."""
-        parts = SLOT.split(write)
+        parts = SLOT.split(write)  # text, name of a slot, text, ..., text
         slots["index"] = "/[0-9]+/"
         return " ".join(
             slots[part] if i % 2 else self.literal(part) for i, part in enumerate(parts) if part
@@ -65,7 +65,7 @@ class Rules:
         """Return the Lark of any text followed by a mark."""
         if special := special_in(mark, self.special):
             before = mark.partition(special)[0]
-            if not before.strip():
+            if not before.strip():  # ordinary text cannot contain a special token
                 return f"TEXT {self.literal(mark[len(before) :])}"
         return self.add_rule(f"TEXT {self.literal(mark)}", lazy=True)
 
@@ -73,7 +73,9 @@ class Rules:
         """Return the name of a rule with this body. lazy: it ends as early as possible."""
         key = f"lazy {body}" if lazy else body
         if key not in self._name_of_body:
-            self._name_of_body[key] = name = f"{'until' if lazy else 'r'}_{len(self._lines)}"
+            number = len(self._lines)
+            name = f"until_{number}" if lazy else f"r_{number}"
+            self._name_of_body[key] = name
             self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return self._name_of_body[key]
 
@@ -83,7 +85,7 @@ class Rules:
 
     def reserve_name(self) -> str:
         """Return a name for a recursive rule, to be added with `add_named`."""
-        self._lines.append("")
+        self._lines.append("")  # so that the next name has another number
         return f"r_{len(self._lines) - 1}"
 
     def grammar_spec(self, start: str) -> GrammarSpec:

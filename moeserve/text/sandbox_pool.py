@@ -12,7 +12,7 @@ from moeserve.errors import Overloaded
 from moeserve.text.sandbox_process import SandboxProcess
 
 T = TypeVar("T")
-MAX_WAIT_S = 10.0  # until a process is free
+MAX_WAIT_S = 10.0  # the longest wait for a free process
 MAX_PROCESSES = 8
 
 
@@ -35,6 +35,7 @@ class SandboxPool:
             module: A module of this package and its arguments, see `SandboxProcess`.
             purpose: What the processes do, for an error message and the threads' names.
             size: The number of processes; 0 for one per core, from 2 to MAX_PROCESSES.
+            hello: The line that a new process reads first.
         """
         self.purpose = purpose
         self.size = size or min(max(os.cpu_count() or 1, 2), MAX_PROCESSES)

@@ -56,13 +56,13 @@ def alternatives(schema: Any, root: Any, where: str = "") -> list[Alternative]:
     Raise GrammarFault for references to other documents, circular references, unions that cannot be
     resolved, and values that are not a schema.
     """
-    found: list[Alternative] = []
+    result: list[Alternative] = []
     try:
         for merged in _Resolver(root).resolve(schema, where, ()):
-            found += _split_by_kind(merged, where)
+            result += _split_by_kind(merged, where)
     except (TypeError, AttributeError) as error:  # a keyword with a value of the wrong type
         raise GrammarFault(f"not a JSON schema: {error}", where) from error
-    return found
+    return result
 
 
 def kinds_of(schema: Any, root: Any) -> set[str]:
@@ -147,13 +147,13 @@ class _Resolver:
             return [{}] if schema else []
         if not isinstance(schema, Mapping):
             raise GrammarFault("a schema must be an object or a boolean", where)
-        found = [{key: value for key, value in schema.items() if key not in _RESOLVED_KEYWORDS}]
+        resolved = [{key: value for key, value in schema.items() if key not in _RESOLVED_KEYWORDS}]
         for part in self._parts(schema, where, seen):
-            if len(part) * len(found) > MAX_ALTERNATIVES:
+            if len(part) * len(resolved) > MAX_ALTERNATIVES:
                 raise GrammarFault(f"more than {MAX_ALTERNATIVES} alternatives", where)
-            merged = [_merge_schemas(a, b, where) for a in found for b in part]
-            found = [each for each in merged if each is not None]
-        return found
+            merged = [_merge_schemas(a, b, where) for a in resolved for b in part]
+            resolved = [each for each in merged if each is not None]
+        return resolved
 
     def _parts(
         self, schema: Mapping[str, Any], where: str, seen: tuple[str, ...]

@@ -22,6 +22,8 @@ def is_valid(value: Any, schema: Any, root: Any) -> bool:
 
 
 class _Validator:
+    """Validates values by the schemas inside `root`, in a bounded number of steps."""
+
     def __init__(self, root: Any) -> None:
         self._root = root
         self._num_checked = 0
@@ -50,7 +52,7 @@ class _Validator:
                 if not all(self.check(*part) for part in parts_of(value, alternative.schema)):
                     return False
             else:
-                return False
+                return False  # the keyword cannot be evaluated, so nothing is certain
         return True
 
 

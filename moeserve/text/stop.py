@@ -92,22 +92,22 @@ def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip(" ") or word
-        found = []
+        variants = []
         for context, before in contexts:
             ids = _ids(tokenizer, context + bare)
             if before and ids[: len(before)] == before:
                 ids = ids[len(before) :]  # remove the tokens of the context
-            found.append(ids)
-        if not found[0]:
+            variants.append(ids)
+        if not variants[0]:
             raise InvalidRequest(f"the bad word {word[:64]!r} has no tokens", param="bad_words")
-        if (longest := max(map(len, found))) > MAX_WORD_TOKENS:
+        if (longest := max(map(len, variants))) > MAX_WORD_TOKENS:
             raise InvalidRequest(
                 f"the bad word {word[:64]!r} has {longest} tokens; at most {MAX_WORD_TOKENS} are "
                 "allowed",
                 param="bad_words",
             )
         # A sequence that ends with another one is never completed without it.
-        for ids in sorted(filter(None, found), key=len):
+        for ids in sorted(filter(None, variants), key=len):
             if not any(ids[-len(other) :] == other for other in sequences):
                 sequences[ids] = None
     return tuple(sequences)

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from moeserve.errors import invalid_request
 from moeserve.sampling import GrammarSpec, NonEmpty
-from moeserve.text.json_schema import GrammarFault, checked_schema, json_of, schema_text
+from moeserve.text.json_schema import GrammarFault, checked_schema, parse_grammar_json, schema_text
 from moeserve.text.lark import TEXT, literal, special_in
 
 
@@ -33,7 +33,7 @@ def structural_tag(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     and so on.
     """
     try:
-        document = msgspec.convert(json_of(spec.text), _Document)
+        document = msgspec.convert(parse_grammar_json(spec.text), _Document)
     except msgspec.ValidationError as error:
         raise GrammarFault(invalid_request(error).message) from error
     bodies: dict[str, list[str]] = {}

@@ -1,12 +1,20 @@
 """Converts a request's `structured_outputs` to a grammar, in a canonical form for caches."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import GrammarSpec, StructuredOutputsParams
 from moeserve.text.grammar_limits import answer_spec, check_length
 from moeserve.text.json_schema import GrammarFault, parse_json
+
+
+class Constraint(NamedTuple):
+    """A constraint on a text, and the field of the request that has it."""
+
+    params: StructuredOutputsParams
+    field: str
+
 
 # Constraint that may be JSON text or a value -> kind of its grammar
 _KINDS: dict[str, Any] = {"json": "json_schema", "structural_tag": "structural_tag"}
@@ -20,9 +28,9 @@ def grammar_of(params: StructuredOutputsParams, param: str) -> GrammarSpec:
     """
     given = params.given
     if len(given) != 1:
-        found = " and ".join(given) if given else "none"
-        names = ", ".join(params.__struct_fields__[:6])
-        raise InvalidRequest(f"{param} needs one of {names}; it has {found}", param=param)
+        given_names = " and ".join(given) if given else "none"
+        names = ", ".join(params.__struct_fields__[:6])  # the constraints; options follow
+        raise InvalidRequest(f"{param} needs one of {names}; it has {given_names}", param=param)
     ((name, value),) = given.items()
     kind = _KINDS.get(name, name)
     text = value

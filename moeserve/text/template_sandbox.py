@@ -115,17 +115,17 @@ def render(source: str, variables: Mapping[str, Any] | None, now: str) -> tuple[
         if variables is None:
             return "names", " ".join(find_undeclared_variables(_ENVIRONMENT.parse(source)))
         clock = datetime.fromisoformat(now)
-        shown = {"strftime_now": lambda layout: clock.strftime(layout)}
-        text = _compile(source).render(shown | dict(variables))
+        functions = {"strftime_now": lambda layout: clock.strftime(layout)}
+        text = _compile(source).render(functions | dict(variables))
         text.encode()  # raises for unpaired surrogates
-    except MemoryError:
+    except MemoryError:  # `serve` ends the process
         raise
     except jinja2.TemplateSyntaxError as error:
         return "syntax", f"line {error.lineno}: {error.message}"
     except (SecurityError, OverflowError, RecursionError) as error:
         return "limit", str(error)
     except Exception as error:  # a template is a program: it may fail in any way
-        if type(error) is jinja2.TemplateError:
+        if type(error) is jinja2.TemplateError:  # not a subclass: the template raised it itself
             return "rejects", str(error)
         return "fails", f"{type(error).__name__}: {error}"
     if len(text) > MAX_CHARS:

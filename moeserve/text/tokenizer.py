@@ -56,7 +56,8 @@ _OTHER_VOCABULARIES = (  # files that are not read, for an error message
 MARK = "\ufdd0"  # breaks control tokens in users' texts
 CONTROL_BEGIN = "\ufdd1"  # before the name of a control token
 CONTROL_END = "\ufdd2"  # after it
-SHORT = 1000  # characters or tokens; longer texts are encoded without the GIL
+# Characters or tokens. Texts of this length or more are encoded and decoded without the GIL.
+SHORT_LENGTH = 1000
 _MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, each of which may be a token
 _TAG_PATTERN = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]|｜\w+｜")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -93,18 +94,21 @@ class Tokenizer:
         path = model_dir / "tokenizer.json"
         if isinstance(config.get("auto_map"), dict):
             log.info("%s: auto_map is ignored; Python code of a checkpoint is never run", model_dir)
+        backend: Backend | None
         if is_gguf(model_dir):
-            backend: Backend | None = read_gguf_tokenizer(model_dir)
+            backend = read_gguf_tokenizer(model_dir)
+        elif path.is_file():
+            backend = _read_backend(path)
         else:
-            backend = _read_backend(path) if path.is_file() else read_byte_bpe(model_dir, config)
+            backend = read_byte_bpe(model_dir, config)
         if backend is None:
             raise CheckpointError(f"{path}: no such file. {_remedy(model_dir, config)}")
         if (model_dir / "tekken.json").is_file():
             config = _TEKKEN_TOKENS | config
-        found = {name: config.get(name) for name in _SPECIAL_TOKEN_NAMES}
+        tokens = {name: config.get(name) for name in _SPECIAL_TOKEN_NAMES}
         texts = {
             name: token.get("content") if isinstance(token, dict) else token
-            for name, token in found.items()
+            for name, token in tokens.items()
         }
         return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
 
@@ -129,12 +133,12 @@ class Tokenizer:
         Servers call it at start, so that no request has to wait.
         """
         _ = self.longest_token
-        with suppress(InvalidRequest):  # without a twin, requests that need it are rejected
+        with suppress(InvalidRequest):  # without a twin, only the requests that need it fail
             _ = self.control.twin
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        if len(token_ids) < SHORT:
+        if len(token_ids) < SHORT_LENGTH:
             text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:
             (text,) = self.backend.decode_batch(
@@ -177,8 +181,8 @@ def _read_backend(path: Path) -> Backend:
 
 def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
     """Return the remedy for a directory without a supported tokenizer, for an error message."""
-    found = [name for name in _OTHER_VOCABULARIES if (model_dir / name).is_file()]
-    files = f" ({', '.join(found)} cannot be read)" if found else ""
+    unread_files = [name for name in _OTHER_VOCABULARIES if (model_dir / name).is_file()]
+    files = f" ({', '.join(unread_files)} cannot be read)" if unread_files else ""
     class_name = config.get("tokenizer_class")
     has_code = isinstance(config.get("auto_map"), dict)
     custom = ""
@@ -257,7 +261,7 @@ class ControlTokens:
 
 def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
     """Return the ids of a text. Long texts use the batched call, which releases the GIL."""
-    if len(text) < SHORT:
+    if len(text) < SHORT_LENGTH:
         ids: list[int] = backend.encode(text, add_special_tokens=special).ids
     else:
         ids = backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
@@ -357,7 +361,7 @@ class Detokenizer:
     """Decodes an answer token by token. The joined results are the text of all tokens.
 
     A character that spans several tokens is held back until it is complete. Invalid bytes become
-    U+FFFD at once. A token takes 0.15 us.
+    U+FFFD at once. Decoding a token takes 0.15 us.
     """
 
     __slots__ = ("_decoder", "_has_pending", "_pieces", "_strips_space")
@@ -368,8 +372,10 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._has_pending = False  # the decoder holds an incomplete character
         self._strips_space = False  # a space at the start of the answer is dropped
+        # The prompt may end within a character, so its last tokens go through the decoder.
         for token_id in prompt_ids[-_MAX_CHARACTER_TOKENS:]:
             self.push(token_id)
+        # The answer begins the text if the prompt has none.
         self._strips_space = pieces.strips_start and not any(
             pieces[token_id] for token_id in prompt_ids
         )

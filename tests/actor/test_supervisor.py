@@ -86,9 +86,9 @@ class Keeper(Supervisor):
 
     async def _until_ready(self, incarnation: int) -> None:
         await self.log.seen("ready", incarnation + 1)
-        self.serving()
+        self.note_ready()
 
-    async def curable(self, death: Death) -> bool:
+    async def is_curable(self, death: Death) -> bool:
         return self._curable
 
     async def on_death(self, death: Death, again_in_s: float | None) -> None:
@@ -315,7 +315,7 @@ def test_signs_of_life_extend_the_start(run: Run) -> None:
         )
         life = asyncio.ensure_future(keeper.run())
         while "ready" not in keeper.log:
-            keeper.progress()
+            keeper.note_progress()
             await asyncio.sleep(0.05)
         await keeper.stop(term_s=5)
         assert (await life).exit_code == -signal.SIGTERM

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from moeserve.cli import main
-from moeserve.cli.foreign_flags import table, translate
+from moeserve.cli.foreign_flags import flag_table, translate
 from moeserve.cli.main import build_parser, parse
-from moeserve.cli.settings import ResolvedSettings, resolve, settings
+from moeserve.cli.settings import ResolvedSettings, all_settings, resolve
 from moeserve.errors import ConfigError
 
 PARSER = build_parser("serve")
-NAMES = {setting.name: setting for setting in settings()}
+NAMES = {setting.name: setting for setting in all_settings()}
 
 
 def asked(*words: str) -> ResolvedSettings:
@@ -158,17 +158,17 @@ def test_commands_without_settings_take_no_foreign_flags(
 
 def test_the_table_names_flags_settings_and_values_that_exist() -> None:
     flags = PARSER._option_string_actions
-    for flag, template in table().settings.items():
+    for flag, template in flag_table().settings.items():
         name, _, value = template.partition("=")
         assert flag not in flags
         if "{}" not in value:
             NAMES[name].read(value, flag)
-    for theirs, ours in table().values.items():
+    for theirs, ours in flag_table().values.items():
         name = theirs.partition("=")[0]
         NAMES[name].read(ours, theirs)
-    for flag, hint in table().refused.items():
+    for flag, hint in flag_table().refused.items():
         assert flag not in flags
-        assert flag not in table().settings
+        assert flag not in flag_table().settings
         assert set(re.findall(r"--[a-z0-9-]+", hint)) <= flags.keys(), hint
         for section, name in re.findall(r"`(\w+): \{(\w+):", hint):
             assert NAMES[name].section == section
@@ -227,12 +227,17 @@ def test_unknown_flags_get_no_odd_advice(
 
 
 def test_no_flag_is_both_named_without_a_counterpart_and_known() -> None:
-    others = [f"--{name}" for names in table().others.values() for name in names.split()]
+    others = [f"--{name}" for names in flag_table().others.values() for name in names.split()]
     assert len(others) == len(set(others)) > 500
-    granted = {flag.partition(" ")[0] for flag in table().granted}
-    known = {*table().settings, *granted, *table().refused, *PARSER._option_string_actions}
+    granted = {flag.partition(" ")[0] for flag in flag_table().granted}
+    known = {
+        *flag_table().settings,
+        *granted,
+        *flag_table().refused,
+        *PARSER._option_string_actions,
+    }
     assert not known & {*others}
-    assert all(table().advice(flag) for flag in others)
+    assert all(flag_table().advice(flag) for flag in others)
 
 
 def test_own_flags_pass_untouched() -> None:

@@ -106,10 +106,10 @@ def test_bad_requests_say_what_to_do(
 def test_a_calibration_of_another_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moeserve.plan.calibration import fit, write
+    from moeserve.plan.calibration import fit_calibration, write_calibration
     from tests.plan.test_calibration import UNFITTED, samples
 
-    write(tmp_path / "c.json", fit(samples(100), UNFITTED))
+    write_calibration(tmp_path / "c.json", fit_calibration(samples(100), UNFITTED))
     assert (
         main(["simulate", "demo", "--calibration", str(tmp_path / "c.json"), "--rates", "1"]) != 0
     )

@@ -15,8 +15,8 @@ from moeserve.cli.main import build_parser
 from moeserve.cli.settings import (
     SECRET_SETTINGS,
     ResolvedSettings,
+    all_settings,
     resolve,
-    settings,
     unknown_variables,
 )
 from moeserve.config import SECTIONS, Config
@@ -44,9 +44,10 @@ def test_serve_has_few_flags() -> None:
 
 def test_every_field_of_the_config_is_a_setting() -> None:
     names = [f"{section}.{f.name}" for section, kind in SECTIONS.items() for f in fields(kind)]
-    assert [s.path for s in settings()] == names
-    assert len({s.name for s in settings()}) == len(names)  # flags and variables have no section
-    assert set(SECRET_SETTINGS) <= {s.name for s in settings()}
+    assert [s.path for s in all_settings()] == names
+    # Flags and variables have no section.
+    assert len({s.name for s in all_settings()}) == len(names)
+    assert set(SECRET_SETTINGS) <= {s.name for s in all_settings()}
 
 
 def test_nothing_asked_is_the_default() -> None:
@@ -232,7 +233,7 @@ def test_show_and_check_take_a_file_alike(
 
 
 def test_flags_are_spelled_as_the_fields() -> None:
-    for setting in settings():
+    for setting in all_settings():
         if setting.flag is not None:
             assert setting.flag == "--" + setting.name.replace("_", "-")
             assert setting.env == "MOESERVE_" + setting.name.upper()

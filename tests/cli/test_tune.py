@@ -17,7 +17,7 @@ from moeserve.cli.main import main
 from moeserve.cli.tune import ExpertShapes, linear_shapes, read_shape
 from moeserve.errors import ConfigError
 from moeserve.kernels import cost
-from moeserve.kernels.configs import keep, table
+from moeserve.kernels.configs import save, table
 from moeserve.kernels.cost import CARDS
 from moeserve.kernels.tuning import TOKENS, Job
 from moeserve.models.hf_config import read_model_spec
@@ -76,7 +76,7 @@ def test_results_are_kept_and_told_and_not_measured_again(
     times = iter([2.0, 1.0])
     cpu = torch.device("cpu")
     by = f"moeserve {__version__}, triton {triton.__version__}"
-    keep("linear", "cpu", "N1 K1 float32", {4: {"warps": 2}}, tmp_path, "predicted")
+    save("linear", "cpu", "N1 K1 float32", {4: {"warps": 2}}, tmp_path, "predicted")
     assert tune.tune([make], lambda call: next(times), cpu, tmp_path, 0.0) == 0
     assert "0 minutes are over; run the same command to continue" in capsys.readouterr().out
     assert tune.tune([make], lambda call: next(times), cpu, tmp_path, 8.0) == 0
@@ -123,8 +123,8 @@ def test_a_known_card_searches_kernels_without_a_model_from_the_defaults(
 
 
 def test_lists_tell_what_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep("linear", "Some GPU", "N1", {16: {"warps": 4}}, tmp_path, "predicted")
-    keep("linear", "Some GPU", "N1", {8: {"warps": 4}}, tmp_path, "moeserve 1, triton 2")
+    save("linear", "Some GPU", "N1", {16: {"warps": 4}}, tmp_path, "predicted")
+    save("linear", "Some GPU", "N1", {8: {"warps": 4}}, tmp_path, "moeserve 1, triton 2")
     assert main(["tune", "--list", "--out", str(tmp_path)]) == 0
     shipped = capsys.readouterr().out.splitlines()
     assert shipped.pop(0) == "linear-some-gpu N1, sizes 8, 16: moeserve 1, triton 2; predicted"

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from moeserve.cluster.ahead import early_engine, take
+from moeserve.cluster.ahead import early_engine, take_early_process
 from moeserve.config import Config, DeviceConfig, ParallelConfig
 
 
@@ -14,14 +14,14 @@ def test_a_process_that_nobody_takes_ends() -> None:
         (child,) = (child for child in us.children() if child not in before)
         assert "moeserve.cluster.engine_main" in child.cmdline()
     assert not child.is_running()
-    assert take() is None
+    assert take_early_process() is None
 
 
 def test_a_process_is_taken_once_and_lives_on() -> None:
     with early_engine(Config()):
-        process = take()
+        process = take_early_process()
         assert process is not None
-        assert take() is None
+        assert take_early_process() is None
     assert process.poll() is None
     with process:
         process.kill()
@@ -38,4 +38,4 @@ def test_a_process_is_taken_once_and_lives_on() -> None:
 )
 def test_others_begin_none(config: Config) -> None:
     with early_engine(config):
-        assert take() is None
+        assert take_early_process() is None

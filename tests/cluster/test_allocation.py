@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from moeserve.actor.handshake import read_secret
-from moeserve.cluster.allocation import Allocation, expand, fill_in, find, outside_of_slurm_step
+from moeserve.cluster.allocation import (
+    Allocation,
+    complete_settings,
+    expand_nodelist,
+    find_allocation,
+    slurm_step_warning,
+)
 from moeserve.cluster.default_key import default_key
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
@@ -106,7 +112,7 @@ SALLOC_SHELL = ONE_TASK | {"SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0"}
     ],
 )
 def test_a_launcher_says_where_this_is(env: dict[str, str], found: Allocation) -> None:
-    assert find(env) == found
+    assert find_allocation(env) == found
 
 
 @pytest.mark.parametrize(
@@ -127,8 +133,8 @@ def test_a_launcher_says_where_this_is(env: dict[str, str], found: Allocation) -
     ],
 )
 def test_one_machine_is_no_allocation(env: dict[str, str]) -> None:
-    assert find(env) is None
-    assert fill_in(ParallelConfig(dp=3), (), env) == (ParallelConfig(dp=3), None)
+    assert find_allocation(env) is None
+    assert complete_settings(ParallelConfig(dp=3), (), env) == (ParallelConfig(dp=3), None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +177,7 @@ def test_one_machine_is_no_allocation(env: dict[str, str]) -> None:
 )
 def test_a_wrong_variable_is_named(env: dict[str, str], name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}(=| is not set)") as error:
-        find(env)
+        find_allocation(env)
     assert "--nnodes 1 serves on this machine alone" in str(error.value)
     assert len(str(error.value)) < 500
 
@@ -190,14 +196,14 @@ def test_a_wrong_variable_is_named(env: dict[str, str], name: str) -> None:
 )
 def test_a_wrong_number_of_a_machine_says_which_there_are(env: dict[str, str], why: str) -> None:
     with pytest.raises(ConfigError) as error:
-        find(env)
+        find_allocation(env)
     assert why in str(error.value)
 
 
 def test_tasks_of_slurm_that_share_a_machine_learn_the_flag() -> None:
     for several in ({"SLURM_LOCALID": "1"}, {"SLURM_STEP_NUM_TASKS": "16"}):
         with pytest.raises(ConfigError, match="use srun --ntasks-per-node=1"):
-            find(STEP | several)
+            find_allocation(STEP | several)
 
 
 @pytest.mark.parametrize(
@@ -222,45 +228,50 @@ def test_tasks_of_slurm_that_share_a_machine_learn_the_flag() -> None:
 )
 def test_contradictions_are_refused(env: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        find(env)
+        find_allocation(env)
 
 
 def test_flags_win_but_do_not_contradict() -> None:
     both = ParallelConfig(dp=2)
     of_dp = ParallelConfig(dp=2, nnodes=2, node_rank=1)
-    placed, found = fill_in(both, {"dp"}, LWS)
+    placed, found = complete_settings(both, {"dp"}, LWS)
     assert (placed.nnodes, placed.node_rank, placed.rendezvous) == (2, 1, "big-0.big.default:29500")
-    assert found == find(LWS)
-    assert fill_in(of_dp, {"nnodes", "node_rank"}, LWS)[0] == placed
+    assert found == find_allocation(LWS)
+    assert complete_settings(of_dp, {"nnodes", "node_rank"}, LWS)[0] == placed
     assert (
-        fill_in(ParallelConfig(dp=2, rendezvous="a:1"), {"rendezvous"}, LWS)[0].rendezvous == "a:1"
+        complete_settings(ParallelConfig(dp=2, rendezvous="a:1"), {"rendezvous"}, LWS)[0].rendezvous
+        == "a:1"
     )
-    assert fill_in(both, {"nnodes"}, LWS) == (both, None)  # --nnodes 1
-    assert fill_in(of_dp, {"nnodes", "node_rank", "rendezvous"}, {"LWS_GROUP_SIZE": "x"}) == (
+    assert complete_settings(both, {"nnodes"}, LWS) == (both, None)  # --nnodes 1
+    assert complete_settings(
+        of_dp, {"nnodes", "node_rank", "rendezvous"}, {"LWS_GROUP_SIZE": "x"}
+    ) == (
         of_dp,
         None,
     )
     with pytest.raises(ConfigError, match=r"^--nnodes is 4, LWS says 2: omit it"):
-        fill_in(ParallelConfig(dp=4, nnodes=4), {"nnodes"}, LWS)
+        complete_settings(ParallelConfig(dp=4, nnodes=4), {"nnodes"}, LWS)
     with pytest.raises(ConfigError, match=r"^--node-rank is 0, LWS says 1: omit it"):
-        fill_in(ParallelConfig(dp=2), {"node_rank"}, LWS)
+        complete_settings(ParallelConfig(dp=2), {"node_rank"}, LWS)
     with pytest.raises(
         ConfigError, match=r"^--dp 1: each of the 2 machines of LWS .* --dp 2; --nnodes 1 serves"
     ):
-        fill_in(ParallelConfig(dp=1), {"dp"}, LWS)
+        complete_settings(ParallelConfig(dp=1), {"dp"}, LWS)
 
 
 def test_an_ipv6_address_is_bracketed() -> None:
     assert (
-        fill_in(ParallelConfig(dp=2), (), LWS | {"LWS_LEADER_ADDRESS": "fd00::1"})[0].rendezvous
+        complete_settings(ParallelConfig(dp=2), (), LWS | {"LWS_LEADER_ADDRESS": "fd00::1"})[
+            0
+        ].rendezvous
         == "[fd00::1]:29500"
     )
 
 
 def test_a_shell_of_slurm_is_told_of_srun() -> None:
     for env in (JOB, SALLOC_SHELL):
-        assert "has 4 machines" in outside_of_slurm_step(env)
-        assert "srun --ntasks-per-node=1" in outside_of_slurm_step(env)
+        assert "has 4 machines" in slurm_step_warning(env)
+        assert "srun --ntasks-per-node=1" in slurm_step_warning(env)
     for env in (
         {},
         STEP,
@@ -268,7 +279,7 @@ def test_a_shell_of_slurm_is_told_of_srun() -> None:
         JOB | {"SLURM_JOB_NUM_NODES": "1"},
         JOB | {"SLURM_JOB_NUM_NODES": "x"},
     ):
-        assert outside_of_slurm_step(env) == ""
+        assert slurm_step_warning(env) == ""
 
 
 @pytest.mark.parametrize(
@@ -284,7 +295,7 @@ def test_a_shell_of_slurm_is_told_of_srun() -> None:
     ],
 )
 def test_a_node_list_is_expanded(nodelist: str, names: list[str]) -> None:
-    assert expand(nodelist) == names
+    assert expand_nodelist(nodelist) == names
 
 
 @pytest.mark.parametrize(
@@ -308,7 +319,7 @@ def test_a_node_list_is_expanded(nodelist: str, names: list[str]) -> None:
 )
 def test_a_node_list_that_is_none_is_refused(nodelist: str) -> None:
     with pytest.raises(ValueError, match=r"no (list|range|numbers)|not a list|more than"):
-        expand(nodelist)
+        expand_nodelist(nodelist)
 
 
 def test_machine_0_makes_a_secret_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.cluster.assignment import at_start, equal_shares, spread
+from moeserve.cluster.assignment import assign_new_engines, initial_machines, num_equal_nodes
 from moeserve.cluster.order import role_of
 from moeserve.config import ParallelConfig
 
@@ -26,14 +26,14 @@ from moeserve.config import ParallelConfig
 def test_new_engines_go_to_the_machines_with_the_fewest(
     num_new: int, engines_on: dict[int, int], machines: list[int]
 ) -> None:
-    assert spread(num_new, engines_on) == machines
+    assert assign_new_engines(num_new, engines_on) == machines
 
 
 @pytest.mark.parametrize(("dp", "nnodes"), [(4, 2), (5, 2), (7, 3), (3, 3)])
 def test_a_server_starts_with_engines_side_by_side_and_no_machine_without(
     dp: int, nnodes: int
 ) -> None:
-    machines = at_start(ParallelConfig(dp=dp, nnodes=nnodes))
+    machines = initial_machines(ParallelConfig(dp=dp, nnodes=nnodes))
     assert machines == sorted(machines)
     counts = [machines.count(machine) for machine in range(nnodes)]
     assert sum(counts) == dp
@@ -56,14 +56,15 @@ def test_a_server_starts_with_engines_side_by_side_and_no_machine_without(
 def test_shares_are_equal_where_each_machine_has_as_many_one_after_the_other(
     machines: list[int], number: int
 ) -> None:
-    assert equal_shares(machines) == number
+    assert num_equal_nodes(machines) == number
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_ranks_know_who_shares_their_machine(together: bool) -> None:
     machines = [0, 0, 0, 1, 1]
     worlds = [
-        role_of(ParallelConfig(tp=2), together, number, machines, None).world for number in range(5)
+        role_of(ParallelConfig(tp=2), rank, machines, None, is_one_group=together).world
+        for rank in range(5)
     ]
     assert [world.ranks_on_host for world in worlds] == [6, 6, 6, 4, 4]
     assert [world.host_rank for world in worlds] == [0, 2, 4, 0, 2]

@@ -108,7 +108,7 @@ class Simulation:
         self.placed: dict[int, int] = {}
         self.peaks: list[float] = []
         for rank in range(num_engines):
-            self.balancer.open(rank, *ROOM)
+            self.balancer.add_engine(rank, *ROOM)
 
     def arrive(self, msg: Submit, num_tokens: int) -> int:
         rank = self.balancer.choose(msg, range(len(self.engines)))
@@ -122,12 +122,12 @@ class Simulation:
             if engine.idle:
                 continue
             out = engine.step()
-            self.balancer.note(rank, out)
+            self.balancer.on_step_output(rank, out)
             for rid, finish in zip(memoryview(out.rids).cast("q"), out.finish, strict=True):
                 if finish:
-                    self.balancer.end(rid)
+                    self.balancer.remove_request(rid)
         for load in self.balancer.loads.values():
-            assert load.num_reserved == sum(load.reserved.values())
+            assert load.num_reserved_blocks == sum(load.reserved_blocks.values())
 
     def drain(self) -> None:
         while not all(engine.idle for engine in self.engines):
@@ -162,7 +162,7 @@ def test_predictions_end_at_nothing_when_the_work_does() -> None:
         if rid % 4 == 0:
             sim.step()
         if rid % 17 == 0:
-            sim.balancer.end(rid)  # aborted; the engine goes on a little
+            sim.balancer.remove_request(rid)  # aborted; the engine goes on a little
     sim.drain()
     assert [load.work for load in sim.balancer.loads.values()] == [0.0, 0.0, 0.0]
     assert sim.balancer._requests == {}
@@ -194,7 +194,7 @@ def test_equal_engines_are_chosen_in_order_and_always_alike() -> None:
     for _ in range(2):
         balancer = Balancer()
         for rank in (2, 0, 1):
-            balancer.open(rank, *ROOM)
+            balancer.add_engine(rank, *ROOM)
         ranks = []
         for rid in range(6):
             msg = request(rid, [rid] * 10)
@@ -206,13 +206,13 @@ def test_equal_engines_are_chosen_in_order_and_always_alike() -> None:
 
 def test_a_full_engine_is_passed_over_until_all_are_full() -> None:
     balancer = Balancer()
-    balancer.open(0, 16, 1000)
-    balancer.open(1, 16, 11)
+    balancer.add_engine(0, 16, 1000)
+    balancer.add_engine(1, 16, 11)
     for rid in range(20):
         msg = request(rid, [rid] * 64)  # four blocks
         rank = balancer.choose(msg, [0, 1])
         balancer.assign(msg, rank)
-    assert len(balancer.loads[1].live) == 2
+    assert len(balancer.loads[1].live_rids) == 2
     huge = request(99, [1] * 16 * 2000)
     assert (
         balancer.choose(huge, [0, 1]) == 1
@@ -221,33 +221,33 @@ def test_a_full_engine_is_passed_over_until_all_are_full() -> None:
 
 def test_a_closed_engine_is_forgotten_with_its_prefixes() -> None:
     balancer = Balancer()
-    balancer.open(0, *ROOM)
-    balancer.open(1, *ROOM)
+    balancer.add_engine(0, *ROOM)
+    balancer.add_engine(1, *ROOM)
     shared = [7] * 400
     balancer.assign(request(1, shared), 1)
-    balancer.end(1)
+    balancer.remove_request(1)
     assert balancer.choose(request(2, shared), [0, 1]) == 1
     balancer.assign(request(3, shared), 1)
-    balancer.close(1)
-    balancer.note(1, StepOutput(rids=b"", tokens=b"", finish=b""))
-    balancer.end(3)
-    balancer.open(1, *ROOM)
+    balancer.remove_engine(1)
+    balancer.on_step_output(1, StepOutput(rids=b"", tokens=b"", finish=b""))
+    balancer.remove_request(3)
+    balancer.add_engine(1, *ROOM)
     assert balancer.choose(request(4, shared), [0, 1]) == 0
 
 
 def test_another_tenants_prefix_counts_for_nothing() -> None:
     balancer = Balancer()
     for rank in (0, 1):
-        balancer.open(rank, *ROOM)
+        balancer.add_engine(rank, *ROOM)
     balancer.assign(request(1, [7] * 400, salt="a"), 1)
-    balancer.end(1)
+    balancer.remove_request(1)
     assert balancer.choose(request(2, [7] * 400, salt="a"), [0, 1]) == 1
     assert balancer.choose(request(2, [7] * 400, salt="b"), [0, 1]) == 0
 
 
 def test_the_table_of_prefixes_is_bounded() -> None:
     balancer = Balancer()
-    balancer.open(0, *ROOM)
+    balancer.add_engine(0, *ROOM)
     for rid in range(40):
         balancer.assign(request(rid, [rid] * CHUNK * 1000), 0)
     assert len(balancer._prefixes) == MAX_PREFIXES

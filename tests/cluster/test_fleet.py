@@ -126,7 +126,7 @@ def kill(front: FrontEnd, number: int) -> None:
 def rids(front: FrontEnd, rank: int) -> set[int]:
     """Requests that this engine has."""
     load = front.fleet._state.traffic.balancer.loads.get(rank)
-    return set(load.live) if load is not None else set()
+    return set(load.live_rids) if load is not None else set()
 
 
 async def test_engines_share_the_requests_and_add_up(fleet: Open) -> None:

@@ -54,7 +54,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def kept() -> AsyncIterator[LocalHost]:
     forks = LocalHost("/nowhere")
-    forks.keep(Config(parallel=ParallelConfig(dp=2)))
+    forks.keep_fork_server(Config(parallel=ParallelConfig(dp=2)))
     try:
         yield forks
     finally:
@@ -68,7 +68,7 @@ def children() -> list[psutil.Process]:
 
 def server_pid(front: FrontEnd) -> int | None:
     """Return the process id of the fleet's fork server, if it is warm."""
-    server = front.fleet.scaling.machines.local_host.server
+    server = front.fleet.scaling.rendezvous.local_host.server
     return server.child.pid if server is not None else None
 
 
@@ -202,7 +202,7 @@ def test_all_end_with_their_parent() -> None:
         "from moeserve.config import Config, ParallelConfig\n"
         "async def main():\n"
         "    forks = LocalHost('/nowhere')\n"
-        "    forks.keep(Config(parallel=ParallelConfig(tp=2)))\n"
+        "    forks.keep_fork_server(Config(parallel=ParallelConfig(tp=2)))\n"
         "    await asyncio.sleep(0)\n"
         "    server = forks._server\n"
         "    forked = [await server.fork(2), await server.fork(2)]\n"

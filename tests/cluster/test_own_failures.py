@@ -168,7 +168,7 @@ async def test_without_the_keeper_of_the_fork_server_engines_still_start(
 ) -> None:
     monkeypatch.setattr(forks, "ForkServer", fails)
     local = LocalHost(str(short_dir))
-    local.keep(Config(parallel=ParallelConfig(dp=2)))
+    local.keep_fork_server(Config(parallel=ParallelConfig(dp=2)))
     await until(lambda: "'fork server' failed: ZeroDivisionError" in caplog.text)
     child = await local.start("engine 0", b"{}")
     assert (await child.death()).exit_code == 1  # that is no order

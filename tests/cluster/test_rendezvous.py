@@ -25,9 +25,9 @@ from moeserve.cluster.rendezvous import (
     Admitted,
     Rendezvous,
     bracketed,
-    misfit,
-    registration,
+    make_registration,
     resolve,
+    why_rejected,
 )
 from moeserve.config import CacheConfig, Config, DeviceConfig, ModelConfig, ParallelConfig
 from moeserve.errors import AddressInUse, ConfigError
@@ -65,7 +65,7 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[Rendezvous]:
 
 async def joins(config: Config, secret: str = SECRET, within_s: float = 20.0) -> Admitted:
     return await join(
-        config, secret.encode(), registration(config, "/there"), time.monotonic() + within_s
+        config, secret.encode(), make_registration(config, "/there"), time.monotonic() + within_s
     )
 
 
@@ -140,7 +140,7 @@ async def test_nonsense_and_strangers_are_not_answered(config: Config, tmp_path:
         socket.curve_secretkey = keys.client_secret
         socket.curve_serverkey = keys.server_public
         socket.connect(f"tcp://{config.parallel.rendezvous}")
-        facts = msgspec.msgpack.encode(registration(on(config, 1)))
+        facts = msgspec.msgpack.encode(make_registration(on(config, 1)))
         for frame in (b"", b"\xc1 no msgpack", facts):  # the last one without a hello
             socket.send(frame)
         await joins(on(config, 2))  # it lives
@@ -155,7 +155,7 @@ async def test_hellos_without_a_registration_are_not_kept_for_ever(
     monkeypatch.setattr(rendezvous, "MAX_GREETED", 3)
     async with opened(config, tmp_path) as machines:
         own = Hello(PROTOCOL_VERSION, token_of(SECRET.encode(), "rendezvous"))
-        facts = registration(on(config, 1))
+        facts = make_registration(on(config, 1))
         for number in range(10):
             frame = msgspec.msgpack.encode(own)
             assert machines._answer(b"%d" % number, frame, facts, own) == own
@@ -171,7 +171,7 @@ async def test_an_error_costs_one_message_and_not_the_rendezvous(
 ) -> None:
     async with opened(config, tmp_path) as machines:
         with monkeypatch.context() as broken:
-            broken.setattr(rendezvous, "misfit", lambda *args: 1 / 0)
+            broken.setattr(rendezvous, "why_rejected", lambda *args: 1 / 0)
             with pytest.raises(ConfigError, match="no answer"):
                 await joins(on(config, 1), within_s=2.0)
         assert "background task 'rendezvous' failed: ZeroDivisionError" in caplog.text
@@ -211,35 +211,35 @@ async def test_an_address_that_is_taken_or_not_ours_is_named(
     ],
 )
 def test_what_must_be_the_same_is_compared(config: Config, changed: Any, why: str) -> None:
-    found = misfit(registration(config), registration(changed(config)), {2})
+    found = why_rejected(make_registration(config), make_registration(changed(config)), {2})
     assert why in found
     assert bool(why) == bool(found)
 
 
 def test_another_moeserve_is_named(config: Config) -> None:
-    ours = registration(config)
-    theirs = msgspec.structs.replace(registration(on(config, 1)), version="0.0.7")
-    assert "machine 1 runs moeserve 0.0.7, machine 0 " in misfit(ours, theirs, set())
+    ours = make_registration(config)
+    theirs = msgspec.structs.replace(make_registration(on(config, 1)), version="0.0.7")
+    assert "machine 1 runs moeserve 0.0.7, machine 0 " in why_rejected(ours, theirs, set())
 
 
 def test_another_model_is_found_by_its_files(config: Config, tmp_path: Path) -> None:
     demo = resolve_model_dir("demo")
     copy = tmp_path / "copy"
     shutil.copytree(demo, copy)
-    ours = registration(config)
+    ours = make_registration(config)
     there = replace(on(config, 1), model=ModelConfig(model=str(copy)))
-    assert misfit(ours, registration(there), set()) == ""
+    assert why_rejected(ours, make_registration(there), set()) == ""
     weights = min(copy.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     weights.write_bytes(data)
-    theirs = registration(there)
-    assert f"fingerprints {theirs.model}, {ours.model}" in misfit(ours, theirs, set())
+    theirs = make_registration(there)
+    assert f"fingerprints {theirs.model}, {ours.model}" in why_rejected(ours, theirs, set())
     shutil.copy(demo / weights.name, weights)
-    assert misfit(ours, registration(there), set()) == ""
+    assert why_rejected(ours, make_registration(there), set()) == ""
     (copy / "config.json").write_text((demo / "config.json").read_text() + "\n")
-    assert "the model on machine 1 differs from the one on machine 0" in misfit(
-        ours, registration(there), set()
+    assert "the model on machine 1 differs from the one on machine 0" in why_rejected(
+        ours, make_registration(there), set()
     )
 
 
@@ -295,4 +295,4 @@ def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_key_is_in_no_message(config: Config) -> None:
     secret = read_secret(str(config.parallel.cluster_key_file))
-    assert secret not in msgspec.msgpack.encode(registration(on(config, 1)))
+    assert secret not in msgspec.msgpack.encode(make_registration(on(config, 1)))

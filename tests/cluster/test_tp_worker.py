@@ -265,7 +265,7 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
     ear = Ear()
     host = LocalHost(str(short_dir))
     if forked:
-        host.keep(config(tp=2))
+        host.keep_fork_server(config(tp=2))
     process = EngineSupervisor(
         "engine 0",
         host,

@@ -30,7 +30,7 @@ class Engines:
         self.errors: list[Exception] = []
         self.traffic = Traffic(lambda: self.serving, self.send, self.errors.append)
         for rank in ranks:
-            self.traffic.balancer.open(rank, block_size=16, num_blocks=1000)
+            self.traffic.balancer.add_engine(rank, block_size=16, num_blocks=1000)
 
     def send(self, rank: int, msg: EngineIn) -> None:
         if rank in self.full:

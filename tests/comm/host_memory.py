@@ -23,9 +23,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from moeserve.comm.cudart import CudaMemory
-from moeserve.comm.shm import module
+from moeserve.comm.shm import native_module
 from moeserve.comm.symmetric import Symmetric
-from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG
+from moeserve.kernels.exchange import ABORT, CALLS, FAILED, RANK_STATES
 from moeserve.moe.streams import CommStream
 from tests.kernels.interpreted import rounded
 
@@ -40,7 +40,7 @@ def interpreting() -> Iterator[None]:
 
 
 class HostMemory(CudaMemory):
-    """CudaMemory whose `meet` does in Python what the kernel does."""
+    """CudaMemory whose `launch_barrier` does in Python what the kernel does."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -49,7 +49,7 @@ class HostMemory(CudaMemory):
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, Any]:
         if self._region is None or self._region[0].nbytes != num_bytes:
-            region = module().Region(num_bytes)
+            region = native_module().Region(num_bytes)
             self._region = torch.frombuffer(region, dtype=torch.uint8), region
         return self._region
 
@@ -60,10 +60,10 @@ class HostMemory(CudaMemory):
     def close(self) -> None:
         """Keep mapped memory: it costs little, and a failed test's stream may still use it."""
 
-    def words(self, count: int) -> Tensor:
+    def pinned_words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
 
-    def meet(
+    def launch_barrier(
         self, bases_R: Tensor, state: Any, rank: int, control: Any, timeout_s: float, call: int
     ) -> None:
         control = control.numpy()
@@ -81,7 +81,7 @@ class HostMemory(CudaMemory):
         try:
             while (
                 (late := flags // CALLS < number).any()
-                and not control[TOLD]
+                and not control[ABORT]
                 and time.monotonic() < until_s
             ):
                 time.sleep(1e-4)
@@ -89,7 +89,7 @@ class HostMemory(CudaMemory):
             INTERPRETER.acquire()
         strange = (flags // CALLS == number) & (flags % CALLS != call % CALLS)
         if late.any() or strange.any():
-            control[WRONG:] = late + 2 * strange
+            control[RANK_STATES:] = late + 2 * strange
             control[FAILED] = state[1] = 1
 
 

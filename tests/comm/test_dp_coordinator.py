@@ -46,7 +46,7 @@ async def coordinators_of(
 async def votes(coordinators: list[DPCoordinator], **fields: object) -> list[object]:
     rows = [Vote(epoch=1, **fields) for _ in coordinators]  # type: ignore[arg-type]
     return await asyncio.gather(
-        *(c.decide(v) for c, v in zip(coordinators, rows, strict=True)), return_exceptions=True
+        *(c.exchange(v) for c, v in zip(coordinators, rows, strict=True)), return_exceptions=True
     )
 
 
@@ -63,7 +63,7 @@ async def test_all_get_the_same_decision(size: int, tmp_path: Path) -> None:
             Vote(step, 1, has_work=step % 3 == rank % 3, tokens=rank + step) for rank in range(size)
         ]
         decisions = await asyncio.gather(
-            *(c.decide(v) for c, v in zip(coordinators, rows, strict=True))
+            *(c.exchange(v) for c, v in zip(coordinators, rows, strict=True))
         )
         assert decisions == [decisions[0]] * size
         decision = decisions[0].step_decision
@@ -85,12 +85,14 @@ async def test_any_engine_wakes_all_that_sleep_and_only_once(tmp_path: Path) -> 
         ]
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in sleeping)
-        vote = asyncio.create_task(coordinators[waker].decide(Vote(step + 1, 1, has_work=True)))
+        vote = asyncio.create_task(coordinators[waker].exchange(Vote(step + 1, 1, has_work=True)))
         await asyncio.wait_for(asyncio.gather(*sleeping), 15.0)
         assert all(
             coordinator.is_woken for rank, coordinator in enumerate(coordinators) if rank != waker
         )
-        rest = [c.decide(Vote(step + 1, 1)) for rank, c in enumerate(coordinators) if rank != waker]
+        rest = [
+            c.exchange(Vote(step + 1, 1)) for rank, c in enumerate(coordinators) if rank != waker
+        ]
         assert all(d.action is Action.RUN for d in await asyncio.gather(vote, *rest))
         assert not any(coordinator.is_woken for coordinator in coordinators)
     close(coordinators)
@@ -111,7 +113,7 @@ async def test_a_skew_is_told_to_all(tmp_path: Path) -> None:
     coordinators = await coordinators_of(3, tmp_path)
     rows = [Vote(0, 1), Vote(0, 1), Vote(1, 1)]
     errors = await asyncio.gather(
-        *(c.decide(v) for c, v in zip(coordinators, rows, strict=True)), return_exceptions=True
+        *(c.exchange(v) for c, v in zip(coordinators, rows, strict=True)), return_exceptions=True
     )
     assert all(
         isinstance(error, StepSkew) and "engine 2 in epoch 1, step 1" in str(error)
@@ -126,7 +128,7 @@ async def test_whoever_leaves_breaks_the_group_for_all_with_what_it_knew(
 ) -> None:
     coordinators = await coordinators_of(3, tmp_path)
     waiting = [
-        asyncio.create_task(c.decide(Vote(0, 1))) for r, c in enumerate(coordinators) if r != gone
+        asyncio.create_task(c.exchange(Vote(0, 1))) for r, c in enumerate(coordinators) if r != gone
     ]
     await asyncio.sleep(0.01)
     coordinators[gone].close("the exchange broke", (1,))
@@ -137,7 +139,7 @@ async def test_whoever_leaves_breaks_the_group_for_all_with_what_it_knew(
     for coordinator in coordinators:
         await asyncio.wait_for(coordinator.wait_lost(), 15.0)
         with pytest.raises(PeerLost):
-            await coordinator.decide(Vote(0, 1))
+            await coordinator.exchange(Vote(0, 1))
         with pytest.raises(PeerLost):
             await coordinator.wait_woken()
 
@@ -148,7 +150,9 @@ async def test_a_silent_engine_is_named_after_the_deadline(silent: int, tmp_path
     await votes(coordinators, step=0)
     began_s = time.monotonic()
     waiting = [
-        asyncio.create_task(c.decide(Vote(1, 1))) for r, c in enumerate(coordinators) if r != silent
+        asyncio.create_task(c.exchange(Vote(1, 1)))
+        for r, c in enumerate(coordinators)
+        if r != silent
     ]
     for error in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(error, PeerLost)
@@ -232,7 +236,7 @@ async def test_several_hosts_meet_over_tcp() -> None:
     async def body(members: Members) -> object:
         coordinator = await open_coordinator(members)
         for step in range(50):
-            decision = await coordinator.decide(Vote(step, 1, has_work=True, tokens=members.rank))
+            decision = await coordinator.exchange(Vote(step, 1, has_work=True, tokens=members.rank))
         await asyncio.sleep(0.05)  # the others have read the last one
         coordinator.close()
         return decision.step_decision and decision.step_decision.most_tokens
@@ -330,7 +334,7 @@ def test_parking_never_loses_a_wake_up(size: int, tmp_path: Path) -> None:
                     )
                 except TimeoutError:
                     continue
-            decision = await coordinator.decide(Vote(step, 1, has_work=works, drained=left == 0))
+            decision = await coordinator.exchange(Vote(step, 1, has_work=works, drained=left == 0))
             step = step + 1
             left = left - works
             parked = decision.action is Action.PARK
@@ -366,7 +370,7 @@ async def main():
     print("in", flush=True)
     step = 0
     while True:
-        await coordinator.decide(Vote(step, 1, has_work=True))
+        await coordinator.exchange(Vote(step, 1, has_work=True))
         step += 1
         await asyncio.sleep(0.001)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from moeserve.comm import nccl
-from moeserve.comm.nccl import HANDLING, DeviceMesh, why_not
+from moeserve.comm.nccl import HANDLING, DeviceMesh, why_nccl_unsupported
 from moeserve.comm.store import dist
 from moeserve.errors import PeerLost
 from tests.comm.ranks import members_of, together
@@ -181,8 +181,8 @@ def test_why_it_does_not_connect(fake: type[Nccl]) -> None:
 
 
 def test_one_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "has no NCCL" in str(why_not(2)) or dist.is_nccl_available()
+    assert "has no NCCL" in str(why_nccl_unsupported(2)) or dist.is_nccl_available()
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert why_not(2) is None
-    assert why_not(3) == "NCCL takes one GPU per rank, and 3 ranks share 2 here"
+    assert why_nccl_unsupported(2) is None
+    assert why_nccl_unsupported(3) == "NCCL takes one GPU per rank, and 3 ranks share 2 here"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.comm.gloo import NUM_TAGS, Mesh
 from moeserve.comm.members import Members
-from moeserve.comm.seal import HEAD_BYTES, TAG_BYTES, SealedExchange
+from moeserve.comm.seal import HEAD_BYTES, TAG_BYTES, SealedEnvelope
 from moeserve.errors import ConfigError, PeerLost
 from tests.comm.ranks import members_of, together
 
@@ -84,15 +84,15 @@ def test_several_messages_of_an_exchange_arrive_in_order() -> None:
 def test_only_what_leaves_the_machine_is_sealed_and_no_two_messages_are_alike(
     monkeypatch: Any,
 ) -> None:
-    outbox = SealedExchange.outbox
+    encode = SealedEnvelope.encode
     seen = []
 
-    def listen(self: SealedExchange, peer: int, tensor: Tensor) -> Tensor:
-        wire = outbox(self, peer, tensor)
+    def listen(self: SealedEnvelope, peer: int, tensor: Tensor) -> Tensor:
+        wire = encode(self, peer, tensor)
         seen.append((peer, tensor.numpy().tobytes(), wire.numpy().tobytes()))
         return wire
 
-    monkeypatch.setattr(SealedExchange, "outbox", listen)
+    monkeypatch.setattr(SealedEnvelope, "encode", listen)
     on_all(lambda mesh: swaps(mesh, 20), connected(*HOSTS))
     sealed = [(peer, clear, wire) for peer, clear, wire in seen if clear != wire]
     assert len(seen) == 20 * 6
@@ -127,11 +127,11 @@ FORGERIES = {
 def test_a_message_that_is_not_what_the_rank_sent_ends_the_group(
     forgery: str, monkeypatch: Any
 ) -> None:
-    outbox = SealedExchange.outbox
+    encode = SealedEnvelope.encode
     wires = []
 
-    def forge(self: SealedExchange, peer: int, tensor: Tensor) -> Tensor:
-        wire = outbox(self, peer, tensor)
+    def forge(self: SealedEnvelope, peer: int, tensor: Tensor) -> Tensor:
+        wire = encode(self, peer, tensor)
         if peer == 1:
             return wire
         wires.append(wire)
@@ -142,7 +142,7 @@ def test_a_message_that_is_not_what_the_rank_sent_ends_the_group(
             swaps(mesh, 4)
         return str(caught.value)
 
-    monkeypatch.setattr(SealedExchange, "outbox", forge)
+    monkeypatch.setattr(SealedEnvelope, "encode", forge)
     said = on_all(run, connected("a", "b"))
     assert "rank 1 sent a message that was altered on the way, or is not its own" in said[0]
 
@@ -160,7 +160,7 @@ def test_all_ranks_seal_or_none() -> None:
 def test_keys_are_of_one_direction_one_group_and_one_use() -> None:
     def wire_of(members: Members, peer: int, channel: int = 0, name: str = "test") -> bytes:
         envelope = Mesh(members, 1, name, sealed=True).envelope(channel, 1)
-        return envelope.outbox(peer, torch.zeros(32, dtype=torch.uint8)).numpy().tobytes()
+        return envelope.encode(peer, torch.zeros(32, dtype=torch.uint8)).numpy().tobytes()
 
     a, b, c = on_hosts("a", "b", "c")
     wires = [

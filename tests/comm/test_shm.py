@@ -275,7 +275,7 @@ def test_the_other_end_of_a_process_hears_a_goodbye(tmp_path: Path) -> None:
 
 @needs_native
 def test_memory_that_is_too_small_is_refused_and_nothing_stays_open() -> None:
-    module = shm.module()
+    module = shm.native_module()
     before = descriptors()
     small = module.Region(4096)
     own = module.Region(8192)

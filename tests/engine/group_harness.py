@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from moeserve.actor.actor import Inbox
-from moeserve.cluster.assemble import form
+from moeserve.cluster.assemble import join_group
 from moeserve.config import Limits
 from moeserve.engine.group_core import GroupCore
 from moeserve.engine.plan import GrammarJob, StepDecision, StepPlan, StepResult
@@ -220,7 +220,7 @@ class Engine:
         self.scheduler = Scheduler(group.limits, FULL, eos_ids=(EOS,), vocab_size=VOCAB)
         self.runner = GroupModel(group.limits, rank, group.exchanges, group.rng)
         self.core = GroupCore(
-            self.scheduler, self.runner, self.inbox, self._hear, partial(form, self.runner)
+            self.scheduler, self.runner, self.inbox, self._hear, partial(join_group, self.runner)
         )
         self.task = asyncio.create_task(self.core.run())
         self.dead = False

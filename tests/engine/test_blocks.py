@@ -201,7 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
         holds = np.zeros(NUM_BLOCKS, np.int32)
         for block, count in self.refs.items():
             holds[block] = count
-        self.pool.check_holds(holds)
+        self.pool.check_refs(holds)
         assert self.pool.num_free == NUM_BLOCKS - 1 - len(self.refs)
         assert self.pool.num_cached == len(self.content)
         assert self.pool.num_free - self.pool.num_spare == len(self.idle)

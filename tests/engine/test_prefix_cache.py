@@ -236,10 +236,10 @@ def test_a_hit_ends_where_a_state_is_and_the_next_like_it_finds_all() -> None:
     stem = list(range(20))
     computed(manager, [*stem, *range(30, 43)])
     hit = manager.match(request([*stem, *range(50, 63)]))
-    assert (hit.num_blocks, hit.border) == (0, 5)
+    assert (hit.num_blocks, hit.branch_point) == (0, 5)
     computed(manager, [*stem, *range(50, 63)])
     hit = manager.match(request([*stem, *range(70, 83)]))
-    assert (hit.num_blocks, hit.border) == (5, 5)
+    assert (hit.num_blocks, hit.branch_point) == (5, 5)
     assert len(hit.blocks[0]) == 5
     assert hit.blocks[1][:4] == (0, 0, 0, 0) != hit.blocks[1][4]
 
@@ -270,7 +270,7 @@ def test_a_state_is_not_found_in_the_plan_that_computes_it() -> None:
     manager.grow(slots, start, manager.growth(start, end))
     manager.batch.scheduled[slots] = end
     manager.register(slots)
-    assert (manager.match(second).num_blocks, manager.match(second).border) == (0, 3)
+    assert (manager.match(second).num_blocks, manager.match(second).branch_point) == (0, 3)
     manager.pop_changes()
     assert manager.match(second).num_blocks == 3
 

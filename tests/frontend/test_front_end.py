@@ -88,38 +88,38 @@ async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine(front, engin
     assert engine.take(Abort) == [Abort([submit.rid])]
 
 
-async def test_a_taker_gets_deltas_in_place_of_a_reader_that_waits(front, engine, tokenizer):
-    """Each token arrives once and in order, by taker or reader.
+async def test_deltas_are_written_directly_while_the_reader_waits(front, engine, tokenizer):
+    """Each token arrives once and in order, written directly or by the reader.
 
     Steps that arrive together are one delta.
     """
     generation = await front.generate([5], SamplingParams(max_tokens=40))
     (submit,) = engine.take(Submit)
-    taken = []
-    takes = True
+    written = []
+    can_write = True
 
-    def take(delta: Delta) -> bool:
-        if takes:
-            taken.append((delta.token_ids, generation._waiter.done()))
-        return takes
+    def write(delta: Delta) -> bool:
+        if can_write:
+            written.append((delta.token_ids, generation._waiter.done()))
+        return can_write
 
-    generation.taker = take
+    generation.write_directly = write
     await engine.rows((submit.rid, 10, 0))  # nobody waits yet
     reading = asyncio.create_task(collect(generation))
     await engine.rows((submit.rid, 11, 0))
     await engine.rows((submit.rid, 12, 0), (submit.rid, 13, 0))
-    takes = False
+    can_write = False
     await engine.rows((submit.rid, 14, 0))
-    takes = True
+    can_write = True
     await engine.rows((submit.rid, 15, LENGTH))
-    assert taken == [([11], False), ([12, 13], False), ([15], False)]
+    assert written == [([11], False), ([12, 13], False), ([15], False)]
     assert [delta.token_ids for delta in await reading] == [[10], [14]]
 
 
-async def test_what_a_taker_raises_reaches_the_reader(front, engine):
+async def test_an_error_of_a_direct_write_reaches_the_reader(front, engine):
     generation, other = [await front.generate([5], SamplingParams(max_tokens=40)) for _ in range(2)]
     first, second = engine.take(Submit)
-    generation.taker = lambda delta: 1 // 0
+    generation.write_directly = lambda delta: 1 // 0
     reading = [asyncio.create_task(collect(one)) for one in (generation, other)]
     await asyncio.sleep(0)
     await engine.rows((first.rid, 10, 0), (second.rid, 11, LENGTH))

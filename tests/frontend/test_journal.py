@@ -64,7 +64,7 @@ def contents(journal: Journal) -> list[Opened]:
 
 def applied(journal: Journal, out: StepOutput) -> None:
     """Process a step as a front end does: record it in the journal, then extend the sequences."""
-    journal.step(out)
+    journal.add_rows(out)
     for rid, token in zip(
         memoryview(out.rids).cast("q"), memoryview(out.tokens).cast("i"), strict=True
     ):
@@ -136,10 +136,10 @@ def test_steps_of_others_are_not_fed_without_a_stream_to_keep():
     journal = Journal()
     told = []
     journal.listener = told.append
-    journal.step(step((1, 5, 0)))
+    journal.add_rows(step((1, 5, 0)))
     assert told == []
     journal.open(entry("a", 1), [SequenceLog()])
-    journal.step(step((1, 5, 0)))
+    journal.add_rows(step((1, 5, 0)))
     journal.close("a")
     journal.close("a")
     assert [type(change) for change in told] == [Opened, StepOutput, Closed]
@@ -151,17 +151,17 @@ def test_count_bounds_the_streams_and_bytes_those_that_nobody_reads():
     for rid, id in enumerate("abc"):
         journal.open(entry(id, rid), [SequenceLog(tokens=[1] * 6)])  # of 6 + 2 tokens
     assert journal.open(entry("d", 9), [SequenceLog()]) is None
-    journal.leave("b")
-    assert journal.overfull() == ["b"]  # there is no room for the next one
+    journal.mark_unread("b")
+    assert journal.ids_to_close() == ["b"]  # there is no room for the next one
     journal.close("b")
-    journal.leave("a")
-    journal.leave("c")
-    assert journal.overfull() == []
-    journal.resume("c")
+    journal.mark_unread("a")
+    journal.mark_unread("c")
+    assert journal.ids_to_close() == []
+    journal.mark_read("c")
     journal.streams["c"].sequences[0].tokens += [1] * 5
-    assert journal.overfull() == []
-    journal.leave("c")
-    assert journal.overfull() == ["a"]
+    assert journal.ids_to_close() == []
+    journal.mark_unread("c")
+    assert journal.ids_to_close() == ["a"]
     journal.close("a")
     assert list(journal.streams) == ["c"]
     journal.open(entry("c", 2, 3), [SequenceLog(), SequenceLog()])  # as after a takeover
@@ -174,23 +174,23 @@ def test_what_comes_while_nobody_reads_counts_too():
     journal = Journal(max_bytes=24 * TOKEN_BYTES)
     for rid, id in enumerate("abc"):
         journal.open(entry(id, rid), [SequenceLog(tokens=[1] * 4)])
-    journal.leave("a")
-    journal.leave("b")
+    journal.mark_unread("a")
+    journal.mark_unread("b")
     for _ in range(6):
-        assert journal.overfull() == []
+        assert journal.ids_to_close() == []
         applied(journal, step((0, 5, 0), (1, 5, 0), (2, 5, 0)))
     assert journal.unread_bytes == 24 * TOKEN_BYTES
     applied(journal, step((0, 5, 0)))
-    assert journal.overfull() == ["a"]
-    journal.resume("a")
+    assert journal.ids_to_close() == ["a"]
+    journal.mark_read("a")
     assert journal.unread_bytes == 12 * TOKEN_BYTES
-    journal.leave("a")  # what is counted row by row is what is counted at once
+    journal.mark_unread("a")  # what is counted row by row is what is counted at once
     assert journal.unread_bytes == 25 * TOKEN_BYTES
     rows = [Logprobs([5, 6, 7], [-0.5, -1.5, -2.0], 1)]
     before = journal.unread_bytes
     applied(journal, step((1, 5, 0), logprobs={1: rows}, digests={1: [b"x" * 32]}))
     grown = journal.unread_bytes - before
-    journal.leave("b")
+    journal.mark_unread("b")
     assert journal.unread_bytes == before + grown
 
 

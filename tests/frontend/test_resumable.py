@@ -75,7 +75,7 @@ def another(id: str, tokens: list[int], **params) -> StreamLog:
 async def recorded(front: FrontEnd, engine: ScriptedEngine, **params) -> tuple[Generation, Submit]:
     """A stream that has begun here."""
     generation = await front.generate([5, 6], SamplingParams(seed=3, max_tokens=500, **params))
-    front.resumable.record(generation, id="x", created=7, digest=b"d", owner="")
+    front.resumable.make_resumable(generation, id="x", created=7, digest=b"d", owner="")
     (submit,) = engine.take(Submit)
     return generation, submit
 
@@ -113,7 +113,7 @@ async def test_a_takeover_lets_the_loop_turn(front, engine, tokenizer, monkeypat
     monkeypatch.setattr(slices, "monotonic", lambda: next(clock) * row_s)
     turns = await iterations_during(front.resumable.catch_up())
     assert 4 * 1000 / 12 < turns < 4 * 1000 / 5
-    assert not any(front.resumable.generation(log).lacks_text for log in logs)
+    assert not any(front.resumable.generation_of(log).must_replay for log in logs)
 
 
 async def test_streams_taken_over_are_computed_at_once_and_read_later(front, engine, tokenizer):
@@ -237,7 +237,7 @@ async def test_streams_without_a_reader_are_closed_when_they_grow_beyond_the_bou
         if engine.take(Abort):
             break
         await engine.rows(*((submit.rid, 5, 0) for submit in submits))
-    assert [front.resumable.generation(log) is None for log in logs] == [True, False]
+    assert [front.resumable.generation_of(log) is None for log in logs] == [True, False]
     assert front.resumable.journal.unread_bytes <= 20_000
     assert len(front.running.sequences) == 1
 
@@ -247,7 +247,7 @@ async def test_a_stream_that_nobody_resumes_is_closed_after_the_window(front, en
     log = front.adopt(another("a", [5, 6]))
     await front.restart(log)
     await asyncio.sleep(0.05)
-    assert front.resumable.generation(log) is None
+    assert front.resumable.generation_of(log) is None
     assert engine.take(Abort)
 
 
@@ -260,15 +260,15 @@ async def test_a_replay_that_fails_costs_only_its_stream(
         await front.restart(log)
     failing = front.resumable._replay
 
-    async def fails_once(stream, *args):
+    async def fails_once(stream):
         if stream.log is logs[0]:
             raise ZeroDivisionError("planted")
-        return await failing(stream, *args)
+        return await failing(stream)
 
     monkeypatch.setattr(front.resumable, "_replay", fails_once)
     await front.resumable.catch_up()
     assert "planted" in caplog.text
-    assert [front.resumable.generation(log) is None for log in logs] == [True, False]
+    assert [front.resumable.generation_of(log) is None for log in logs] == [True, False]
 
 
 def roots(folder: Path) -> tuple[Root, Root]:
@@ -310,7 +310,7 @@ async def test_the_feed_gives_all_streams_while_rows_come_and_outlives_an_error(
             tokens=array("i", [token] * 40).tobytes(),
             finish=bytes(40),
         )
-        journal.step(out)
+        journal.add_rows(out)
         for stream in journal.streams.values():
             stream.sequences[0].tokens.append(token)
         await asyncio.sleep(0)

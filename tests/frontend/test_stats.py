@@ -26,10 +26,10 @@ def record(comm_us: int, exposed_comm_us: int) -> StepRecord:
 def test_overlap_efficiency_is_over_all_steps() -> None:
     stats = FrontStats()
     assert stats.total.overlap_efficiency == 1.0, "nothing travelled, so nothing was exposed"
-    stats.step(record(0, 0))
+    stats.record_step(record(0, 0))
     assert stats.total.overlap_efficiency == 1.0
-    stats.step(record(1000, 1000))
+    stats.record_step(record(1000, 1000))
     assert stats.total.overlap_efficiency == 0.0
-    stats.step(record(9000, 1000))
+    stats.record_step(record(9000, 1000))
     assert stats.total.overlap_efficiency == pytest.approx(0.8)
     assert (stats.total.comm_s, stats.total.exposed_comm_s) == pytest.approx((0.01, 0.002))

@@ -21,7 +21,7 @@ import numpy as np
 
 from moeserve.actor.actor import Inbox
 from moeserve.actor.process import Death
-from moeserve.cluster.assemble import form
+from moeserve.cluster.assemble import join_group
 from moeserve.cluster.tp_worker import Worker
 from moeserve.comm.world import World
 from moeserve.config import Config, config_of
@@ -133,7 +133,7 @@ class Engine:
             limits, self.model.groups, eos_ids=(), vocab_size=self._spec.vocab_size
         )
         self.core = GroupCore(
-            scheduler, self.runner, self.inbox, self._hear, partial(form, self.runner)
+            scheduler, self.runner, self.inbox, self._hear, partial(join_group, self.runner)
         )
         self._task = asyncio.create_task(self.core.run())
 

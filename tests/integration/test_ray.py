@@ -63,6 +63,6 @@ def test_a_cluster_without_room_is_said(
             ConfigError,
             match=r"no room within 1 s for 2 machines of {'CPU': 1}, STRICT_SPREAD; free",
         ):
-            on_ray.on_ray(2, cluster.address, "spread", 0)
+            on_ray.start_ray_actors(2, cluster.address, "spread", 0)
     finally:
         __import__("ray").shutdown()

@@ -152,7 +152,9 @@ def test_tiles_are_as_many_as_random_rows_make() -> None:
         tiles = (-(-counts // block_m)).sum(1).float().mean().item()
         product = replace(FEW, rows=rows, experts=experts)
         assert product.tiles(block_m) == pytest.approx(tiles, rel=0.03)
-        assert product.busy == pytest.approx((counts > 0).sum(1).float().mean().item(), rel=0.03)
+        assert product.num_busy_experts == pytest.approx(
+            (counts > 0).sum(1).float().mean().item(), rel=0.03
+        )
     assert replace(FEW, rows=65, experts=1).tiles(64) == 2
 
 

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from moeserve.kernels import exchange as module
 from moeserve.kernels.align import align
-from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG, barrier, collect, gather, publish
+from moeserve.kernels.exchange import (
+    ABORT,
+    CALLS,
+    FAILED,
+    RANK_STATES,
+    barrier,
+    collect,
+    gather,
+    publish,
+)
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 from tools.gpu.references import (
@@ -47,7 +56,7 @@ class Ranks:
         self.bases = torch.tensor([region.data_ptr() for region in self.regions], device=DEVICE)
         self.states = [torch.tensor([6, 0], device=DEVICE) for _ in range(self.size)]
         self.control = torch.zeros(
-            WRONG + self.size, dtype=torch.int32, pin_memory=DEVICE.type == "cuda"
+            RANK_STATES + self.size, dtype=torch.int32, pin_memory=DEVICE.type == "cuda"
         )
 
     def part(
@@ -220,11 +229,11 @@ def test_giving_up(why: str) -> None:
     ranks.flags(1).copy_(
         torch.tensor([7, 6, 7 if strange else 6]) * CALLS + torch.tensor([5, 5, 6])
     )
-    ranks.control[TOLD] = why == "told"
+    ranks.control[ABORT] = why == "told"
     ranks.meet(1, timeout_s=0.0 if why == "deadline" else 1e6)
     assert ranks.states[1].tolist() == [7, 1]
     assert ranks.control.tolist() == [why == "told", 1, 0, 0, 2 if strange else 1]
-    assert (FAILED, WRONG) == (1, 2)
+    assert (FAILED, RANK_STATES) == (1, 2)
     before = [region.clone() for region in ranks.regions]
     ranks.meet(1)
     row = torch.ones(1, 4, dtype=torch.int32, device=DEVICE)
@@ -261,7 +270,7 @@ def test_exchange_compiles_for_hopper() -> None:
     """
     regions = {"bases_ptr": "*i64", "state_ptr": "*i64"}
     ids = {"ids_ptr": "*i32", "rank": "i32", "tokens": "i32", "num_local": "i32"}
-    sizes = dict.fromkeys(("most_tokens", "top_k", "num_local", "x_at", "words"), "i32")
+    sizes = dict.fromkeys(("most_tokens", "top_k", "num_local", "x_offset", "words"), "i32")
     waits = {
         **regions,
         "control_ptr": "*i32",
@@ -270,20 +279,20 @@ def test_exchange_compiles_for_hopper() -> None:
         "call": "i32",
         "timeout_ns": "i64",
     }
-    sends = {**regions, **ids, **sizes, "x_ptr": "*i32", "num_ranks": "i32", "ids_at": "i32"}
+    sends = {**regions, **ids, **sizes, "x_ptr": "*i32", "num_ranks": "i32", "ids_offset": "i32"}
     pulls = {
         **regions,
         **sizes,
         "order_ptr": "*i32",
         "ends_ptr": "*i32",
         "out_ptr": "*i32",
-        "places_at": "i32",
+        "places_offset": "i32",
     }
     sums = {
         **regions, **ids, "weights_ptr": "*fp32", "out_ptr": "*bf16",
-        **dict.fromkeys(("known", "places_at", "y_at", "out_stride", "width"), "i32"),
+        **dict.fromkeys(("known", "places_offset", "y_offset", "out_stride", "width"), "i32"),
     }  # fmt: skip
-    at = ("x_at", "ids_at", "places_at", "y_at", "words", "out_stride", "width")
+    at = ("x_offset", "ids_offset", "places_offset", "y_offset", "words", "out_stride", "width")
     rows = {"ROWS": 4, "BLOCK": 2048}
     met, *moved = compile_all(
         [

@@ -125,7 +125,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
 @pytest.mark.full("aot")
 def test_linear_compiles_for_hopper() -> None:
     numbers = dict.fromkeys(
-        ("x_stride", "out_stride", "x_head", "out_head", "width", "inner"), "i32"
+        ("x_stride", "out_stride", "x_head_stride", "out_head_stride", "width", "inner"), "i32"
     )
     cases = []
     for rows, width, inner in (

@@ -134,7 +134,7 @@ def test_padding_is_not_read() -> None:
 def test_route_compiles_for_hopper() -> None:
     signature = {
         "logits_ptr": "*bf16",
-        "live_ptr": "*i32",
+        "num_tokens_ptr": "*i32",
         "ids_ptr": "*i32",
         "weights_ptr": "*fp32",
         "num_tokens": "i32",

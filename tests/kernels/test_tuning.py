@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from moeserve.kernels import configs, tuning
-from moeserve.kernels.configs import Config, add_folder, keep, nearest, path_of, tuned
+from moeserve.kernels.configs import Config, add_folder, nearest, path_of, save, tuned_config
 from moeserve.kernels.fp8 import BLOCK
 from moeserve.kernels.paged_attention import AttentionShape
 from moeserve.kernels.tuning import Job, search
@@ -136,7 +136,7 @@ def test_the_kernels_give_the_same_bits_for_all_their_parameters(
         ("grouped_weight_only", "E2 I128 D128 int8 G128 float32", 3),
         ("grouped_weight_only", "E2 I128 D128 int4 G128 float32", 3),
     ]
-    for module in (tuning.dense, tuning.paged_attention):
+    for module in (tuning.linear, tuning.paged_attention):
         monkeypatch.setattr(module, "launch_of", None)  # candidates are what runs
     for job in jobs:
         assert set(job.choices) <= set(job.default)
@@ -167,24 +167,24 @@ def test_tables_are_kept_and_read_again_before_the_shipped_ones(
 ) -> None:
     shipped = tmp_path / "shipped"
     mine = tmp_path / "mine"
-    keep("linear", "Some GPU", "N1", {1: {"warps": 2}, 64: {"warps": 1}}, shipped)
+    save("linear", "Some GPU", "N1", {1: {"warps": 2}, 64: {"warps": 1}}, shipped)
     monkeypatch.setattr(configs, "_folders", [shipped])
     default: Mapping[str, int] = {"warps": 4, "stages": 3}
-    assert tuned("linear", "Some GPU", "N1", 50, default) == {"warps": 1, "stages": 3}
+    assert tuned_config("linear", "Some GPU", "N1", 50, default) == {"warps": 1, "stages": 3}
     add_folder(mine)
     add_folder(mine)
     assert configs._folders == [mine, shipped]
     assert (
-        keep("linear", "Some GPU", "N1", {8: {"warps": 8}}, mine) == mine / "linear-some-gpu.json"
+        save("linear", "Some GPU", "N1", {8: {"warps": 8}}, mine) == mine / "linear-some-gpu.json"
     )
-    keep("linear", "Some GPU", "N1", {16: {"warps": 16}}, mine)
-    keep("linear", "Some GPU", "N2", {2: {"warps": 5}}, mine)
-    assert tuned("linear", "Some GPU", "N1", 3, default)["warps"] == 8
-    assert tuned("linear", "Some GPU", "N1", 4000, default)["warps"] == 16
-    assert tuned("linear", "Some GPU", "N2", 4000, default)["warps"] == 5
-    assert tuned("linear", "Other GPU", "N1", 3, default) == default
-    keep("linear", "Some GPU", "N1", {8: {"warps": 9}}, mine)
-    assert tuned("linear", "Some GPU", "N1", 8, default)["warps"] == 9
+    save("linear", "Some GPU", "N1", {16: {"warps": 16}}, mine)
+    save("linear", "Some GPU", "N2", {2: {"warps": 5}}, mine)
+    assert tuned_config("linear", "Some GPU", "N1", 3, default)["warps"] == 8
+    assert tuned_config("linear", "Some GPU", "N1", 4000, default)["warps"] == 16
+    assert tuned_config("linear", "Some GPU", "N2", 4000, default)["warps"] == 5
+    assert tuned_config("linear", "Other GPU", "N1", 3, default) == default
+    save("linear", "Some GPU", "N1", {8: {"warps": 9}}, mine)
+    assert tuned_config("linear", "Some GPU", "N1", 8, default)["warps"] == 9
     assert [file.name for file in mine.iterdir()] == [path_of("linear", "Some GPU", mine).name]
 
 

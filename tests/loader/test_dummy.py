@@ -14,7 +14,7 @@ from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.loader import weights
-from moeserve.loader.dummy import PAGE, RandomReader, _fill, imagined
+from moeserve.loader.dummy import PAGE, RandomReader, _fill, dummy_checkpoint
 from moeserve.loader.weights import Params
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
@@ -40,7 +40,7 @@ def test_every_parameter_is_filled_and_the_same_in_every_start(
     found = []
     for threads in (1, 4):
         with Params(
-            imagined(config_only, plan), plan, dtype, threads=threads, reader=RandomReader
+            dummy_checkpoint(config_only, plan), plan, dtype, threads=threads, reader=RandomReader
         ) as params:
             found.append({param.name: params.pop(param.name) for param in plan.params})
     assert "layers.0.w13" in found[0]
@@ -94,7 +94,7 @@ def test_any_format_is_imagined(name: str, config_only: Path) -> None:
     spec = read_model_spec(config_only)
     plan = load_plan(spec, set())
     with Params(
-        imagined(config_only, plan, spec.stored), plan, torch.float32, reader=RandomReader
+        dummy_checkpoint(config_only, plan, spec.stored), plan, torch.float32, reader=RandomReader
     ) as params:
         w13 = params.pop("layers.0.w13")
         router = params.pop("layers.0.router")
@@ -113,12 +113,12 @@ def test_what_is_asked_for_is_there_without_rounding(
     plan = load_plan(spec, set())
     names = ("layers.0.w13", "layers.0.qkv", "layers.0.w2")
     parts: dict[str, Any] = {"device": "meta", "quantize_to": asked, "reader": RandomReader}
-    with Params(imagined(config_only, plan), plan, torch.bfloat16, **parts) as params:
+    with Params(dummy_checkpoint(config_only, plan), plan, torch.bfloat16, **parts) as params:
         expected = [params.pop(name) for name in names]
     monkeypatch.setattr(weights, "quantisation_of", None)
     parts["device"] = "cpu"
     with Params(
-        imagined(config_only, plan, quantize_to=asked), plan, torch.bfloat16, **parts
+        dummy_checkpoint(config_only, plan, quantize_to=asked), plan, torch.bfloat16, **parts
     ) as params:
         for name, theirs in zip(names, expected, strict=True):
             ours = params.pop(name)

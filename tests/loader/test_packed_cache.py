@@ -72,7 +72,7 @@ def start(
             continue
         cache.weight_being_packed = name
         have[name], is_there = cache.allocate(size)
-        assert is_there == cache.found
+        assert is_there == cache.has_file
         if not is_there:
             have[name].copy_(values)
     return cache, have
@@ -99,13 +99,13 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 def test_the_next_start_finds_what_the_first_one_had(tmp_path: Path) -> None:
     first, made = start(tmp_path / "a" / "new folder")
-    assert not first.found
+    assert not first.has_file
     assert first.mapped_bytes == 0
     first.finish()
     file = file_in(tmp_path / "a" / "new folder")
     assert file.stat().st_mode & 0o777 == 0o600
     second, found = start(tmp_path / "a" / "new folder")
-    assert second.found
+    assert second.has_file
     assert second.mapped_bytes == sum(tensor.nbytes for tensor in made.values())
     assert same(found, made)
     assert all(found[name].data_ptr() % 64 == 0 for name in found if "layers" in name)
@@ -136,7 +136,7 @@ def test_a_mapping_outlives_the_files_name(folder: Path) -> None:
     kept = {name: tensor.clone() for name, tensor in have.items()}
     file_in(folder).unlink()
     again, _ = start(folder, seed=1)
-    assert not again.found
+    assert not again.has_file
     again.finish()
     assert same(have, kept)
     assert not same(start(folder)[1], kept)
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_named_once_and_replaced(
         file.write_bytes(damaged)
         caplog.clear()
         cache, have = start(folder)
-        assert not cache.found, what
+        assert not cache.has_file, what
         assert same(have, expected)
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
@@ -200,10 +200,10 @@ def test_a_damaged_file_is_named_once_and_replaced(
 
 
 def test_a_file_of_another_key_is_not_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not start(folder, "other")[0].found
+    assert not start(folder, "other")[0].has_file
     assert not caplog.records
     file_in(folder).rename(folder / "other.packed")
-    assert not start(folder, "other")[0].found
+    assert not start(folder, "other")[0].has_file
     assert "not have the weights that its name stands for" in caplog.text
 
 
@@ -225,7 +225,7 @@ def test_where_nothing_can_be_kept_the_start_goes_on(
         folder = tmp_path / "link"
         folder.symlink_to("nowhere/at/all")
     cache, have = start(folder)
-    assert not cache.found
+    assert not cache.has_file
     cache.finish()
     assert same(have, start(tmp_path / "other")[1])
     assert "packed weights cannot be cached: " in caplog.text
@@ -240,11 +240,11 @@ def test_a_file_that_others_can_write_is_not_used(
     first.finish()
     file_in(tmp_path).chmod(mode)
     second, found = start(tmp_path)
-    assert not second.found
+    assert not second.has_file
     assert same(found, made)
     assert "only this user" in caplog.text
     second.finish()
-    assert start(tmp_path)[0].found
+    assert start(tmp_path)[0].has_file
 
 
 def test_a_pipe_in_its_place_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,7 +252,7 @@ def test_a_pipe_in_its_place_stops_nobody(tmp_path: Path, caplog: pytest.LogCapt
     cache, _ = start(tmp_path)
     assert "only this user" in caplog.text
     cache.finish()
-    assert start(tmp_path)[0].found
+    assert start(tmp_path)[0].has_file
 
 
 def test_a_file_has_no_name_until_it_is_whole(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_written_behind_a_start_as_it_was_then(tmp_path: Path) -> None:
             have["layers.0.w2"].add_(1)
         gate.set()
         thread.join()
-        assert start(tmp_path)[0].found is not changed
+        assert start(tmp_path)[0].has_file is not changed
         assert sum(sizes) == file_in(tmp_path).stat().st_size
         file_in(tmp_path).unlink()
         sizes.clear()
@@ -303,7 +303,7 @@ def test_the_least_recently_used_file_makes_room(
         ):
             os.utime(old, ns=(0, i))  # in their order, all long ago
         cache = PackedCache(str(tmp_path), key, limit_bytes=limit_bytes, num_sharers=sharers)
-        if not cache.found:
+        if not cache.has_file:
             cache.tensors = {"norm": torch.zeros(100_000, dtype=torch.uint8)}
         cache.finish()
 
@@ -384,7 +384,7 @@ def test_many_may_write_at_once_and_map_meanwhile(tmp_path: Path) -> None:
             cache, have = start(tmp_path)
             if not same(have, expected):
                 wrong.append("other values")
-            cache.found = False  # writes again
+            cache.has_file = False  # writes again
             cache.finish()
 
     threads = [threading.Thread(target=live) for _ in range(4)]
@@ -393,7 +393,7 @@ def test_many_may_write_at_once_and_map_meanwhile(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert start(tmp_path)[0].found
+    assert start(tmp_path)[0].has_file
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -437,7 +437,7 @@ def built(
     files.close()
     if cache:
         cache.finish()
-    return packed, bool(cache and cache.found)
+    return packed, bool(cache and cache.has_file)
 
 
 def check(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.loader.load_plan import LINEAR
+from moeserve.loader.load_plan import LINEAR_KINDS
 from moeserve.ops.native import native
 from moeserve.ops.quantised import quantisation_of
 from tests.quantised_checkpoints import FORMS, dequantised, write_quantised
@@ -70,7 +70,7 @@ def test_quantised_on_load(name: str, asked: Any, make_checkpoint: Any) -> None:
 
 def meaning_of(params: dict[str, Any], asked: Any) -> None:
     for name in params:
-        if name.rpartition(".")[2] in LINEAR:
+        if name.rpartition(".")[2] in LINEAR_KINDS:
             quantised, jobs = quantisation_of(params[name], asked, name)
             for job in jobs:
                 job()

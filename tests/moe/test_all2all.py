@@ -154,5 +154,5 @@ def test_sum_does_not_depend_on_how_many_terms_are_held(monkeypatch: pytest.Monk
     routing = Routing(ids, torch.rand(ids.shape))
     y = torch.randn(len(rows.order_P), WIDTH).bfloat16()
     whole = weighted_sum(y, rows, routing, torch.empty(len(ids), WIDTH, dtype=torch.bfloat16))
-    monkeypatch.setattr("moeserve.moe.all2all.layout.TERMS", 3 * 2 * WIDTH)
+    monkeypatch.setattr("moeserve.moe.all2all.layout.MAX_TERMS", 3 * 2 * WIDTH)
     assert torch.equal(whole, weighted_sum(y, rows, routing, torch.empty_like(whole)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.comm.symmetric import Symmetric
 from moeserve.errors import PeerLost
-from moeserve.kernels.exchange import TOLD
+from moeserve.kernels.exchange import ABORT
 from moeserve.moe.all2all.base import All2All, Checked
 from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
 from moeserve.moe.all2all.local import LocalAll2All
@@ -212,7 +212,7 @@ def test_leaving_needs_nothing_of_the_runners_thread(tmp_path: Path) -> None:
     with torch.inference_mode():
         (window,) = memory.join(members_of(1, str(tmp_path))[0], 1, 1 << 16, "")
     memory.leave()
-    assert window.control[TOLD]
+    assert window.control[ABORT]
     memory.check()
 
 

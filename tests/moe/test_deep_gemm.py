@@ -145,7 +145,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def experts(activation: Activation | None = None) -> tuple[Any, Any]:
-    ours = DeepGemmExperts(DEVICE, asked=True, blocks=True, exact=False, sizes=SIZES)
+    ours = DeepGemmExperts(DEVICE, is_chosen=True, blocks=True, exact=False, sizes=SIZES)
     return tuple(
         one.with_activation(activation) if activation else one for one in (ours, TritonExperts())
     )
@@ -324,7 +324,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     def why(**changes: Any) -> str | None:
         given: dict[str, Any] = {
             "device": cuda,
-            "asked": True,
+            "is_chosen": True,
             "blocks": True,
             "exact": False,
             "sizes": SIZES,
@@ -339,7 +339,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert why() is None
     assert "e4m3 blocks of 128 x 128" in str(why(blocks=False))
     assert "--determinism fast" in str(why(exact=True))
-    assert "moeserve tune --weights fp8" in str(why(asked=False))
+    assert "moeserve tune --weights fp8" in str(why(is_chosen=False))
     assert "Hopper only, not on cpu" in str(why(device=torch.device("cpu")))
     package.get_mk_alignment_for_contiguous_layout = lambda: 240
     assert "needs tiles of 240 rows" in str(why())
@@ -359,7 +359,7 @@ def test_the_plan_says_why_not() -> None:
     needs = MoENeeds(
         hidden_size=D, expert_size=I, dtype="float32", device=DEVICE.type, max_tokens=8
     )
-    ours = DeepGemmExperts(DEVICE, asked=False, blocks=True, exact=False, sizes=SIZES)
+    ours = DeepGemmExperts(DEVICE, is_chosen=False, blocks=True, exact=False, sizes=SIZES)
     plan = plan_moe(needs, [LocalAll2All(E)], [ours, TritonExperts()])
     assert plan.experts.caps.name == "triton"
     assert "not measured to be faster" in plan.table()
@@ -378,13 +378,13 @@ def test_it_runs_where_it_was_measured_to_be_faster(package: Any, tmp_path: Path
     """Batch-invariant kernels read the same table and must ignore DeepGEMM's entries."""
     name = configs.facts_of(DEVICE).name
     few = {"block_m": 16}
-    many = {"block_m": 64, **deep_gemm.WINS}
-    configs.keep("grouped_fp8", name, f"E{E} I{I} D{D}", {4: few, 1000: many}, tmp_path)
+    many = {"block_m": 64, **deep_gemm.FASTER}
+    configs.save("grouped_fp8", name, f"E{E} I{I} D{D}", {4: few, 1000: many}, tmp_path)
     assert not deep_gemm.is_faster(DEVICE, *SIZES)
     configs.add_folder(tmp_path)
     assert deep_gemm.is_faster(DEVICE, *SIZES)
     assert not deep_gemm.is_faster(DEVICE, E, I, 2 * D)
-    ours = DeepGemmExperts(DEVICE, asked=False, blocks=True, exact=False, sizes=SIZES)
+    ours = DeepGemmExperts(DEVICE, is_chosen=False, blocks=True, exact=False, sizes=SIZES)
     x = torch.zeros(1, D, device=DEVICE)
     W8A8.launch.__globals__["grouped_fp8"].launch_fp8_of.cache_clear()
     packed = ours.pack(weights("fp8 in blocks"))

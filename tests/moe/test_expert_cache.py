@@ -161,7 +161,7 @@ def fused(layers: Layers, top_k: int, guesses: bool = True) -> list[Any]:
         router = Router(NativeLinear(rows(E, WIDTH, BF16, 50 + seed)), top_k, RouterRule(), ops)
         blocks.append(NativeExperts().fuse(router))
     if guesses:
-        blocks[0].expect(blocks[1])
+        blocks[0].predict_experts_of(blocks[1])
     return blocks
 
 

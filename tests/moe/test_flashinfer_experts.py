@@ -144,9 +144,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         cached.cache_clear()
 
 
-def experts(asked: bool = True, blocks: bool = False, **changes: Any) -> FlashInferExperts:
+def experts(is_chosen: bool = True, blocks: bool = False, **changes: Any) -> FlashInferExperts:
     """Return the experts as on a supported card."""
-    ours = FlashInferExperts(DEVICE, asked, blocks, False, SIZES, HALF, **changes)
+    ours = FlashInferExperts(DEVICE, is_chosen, blocks, False, SIZES, HALF, **changes)
     ours.caps = replace(ours.caps, obstacle=None)
     return ours
 
@@ -287,18 +287,18 @@ def test_it_runs_where_it_was_measured_to_be_faster(package: Any, tmp_path: Path
     same table."""
     name = configs.facts_of(DEVICE).name
     shape = shape_of(*SIZES, HALF)
-    configs.keep(
+    configs.save(
         "grouped_gemm",
         name,
         shape,
-        {4: {"block_m": 16}, 1000: {"block_m": 32, **flashinfer_moe.WINS}},
+        {4: {"block_m": 16}, 1000: {"block_m": 32, **flashinfer_moe.FASTER}},
         tmp_path,
     )
     assert not flashinfer_moe.is_faster(DEVICE, *SIZES, HALF)
     configs.add_folder(tmp_path)
     assert flashinfer_moe.is_faster(DEVICE, *SIZES, HALF)
     assert not flashinfer_moe.is_faster(DEVICE, *SIZES, torch.bfloat16)
-    ours = experts(asked=False)
+    ours = experts(is_chosen=False)
     triton = TritonExperts()
     w = plain()
     for count in (1, 100):
@@ -322,7 +322,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     def why(*changes: Any, **more: Any) -> str:
         given: dict[str, Any] = {
             "device": cuda,
-            "asked": True,
+            "is_chosen": True,
             "blocks": False,
             "exact": False,
             "sizes": SIZES,
@@ -337,7 +337,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert why() == why(blocks=True) == "None"
     assert "SwiGLU alone" in why(swiglu=False)
     assert "--determinism fast" in why(exact=True)
-    assert "`moeserve tune` finds out" in why(asked=False)
+    assert "`moeserve tune` finds out" in why(is_chosen=False)
     assert "Hopper or newer, not on cpu" in why(device=torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert why() == "None"
@@ -352,7 +352,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "cannot be imported: ModuleNotFoundError" in why()
     with pytest.raises(ConfigError, match="16 bits or e4m3 blocks"):
         experts().pack(weights("int4"))
-    kept = experts(asked=False).pack(weights("int4"))
+    kept = experts(is_chosen=False).pack(weights("int4"))
     assert not kept.kernels.flashinfer
 
 
@@ -404,7 +404,7 @@ def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPat
     assert FOUND == [(3, 2)]
     times = iter([5.0, 1.0])
     found = tuning.search(replace(ours, choices={}), lambda run: next(times))
-    assert found.config == {**ours.default, **flashinfer_moe.WINS}
+    assert found.config == {**ours.default, **flashinfer_moe.FASTER}
     assert found.best_ms == 1.0
 
 

@@ -176,17 +176,17 @@ def test_plan_picks_the_first_pair_that_can() -> None:
         NEEDS, [_Backend(pad_hidden=lambda width: None), LocalAll2All(E)], [slotted, good]
     )
     assert (plan.all2all.caps.name, plan.experts.caps.name) == ("local", "reference")
-    assert [why for _, _, why in plan.reasons] == [
+    assert [why for _, _, why in plan.pairs] == [
         "other does not support rows of 32",
         "other does not support rows of 32",
         "local and quick share no layout",
         "picked",
-        "there are none on cpu",
-        "reference has no fused form",
     ]
+    assert plan.graphs_note == "there are none on cpu"
+    assert plan.fused_note == "reference has no fused form"
     assert "local    reference  picked" in plan.table()
     assert (
-        plan_moe(NEEDS, [LocalAll2All(E), _Backend()], [good]).reasons[1][2]
+        plan_moe(NEEDS, [LocalAll2All(E), _Backend()], [good]).pairs[1][2]
         == "possible, lower preference"
     )
 
@@ -195,9 +195,9 @@ def test_plan_picks_the_first_pair_that_can() -> None:
     ("backend", "kernel", "needs", "reason"),
     [
         ({}, {}, {"world_size": 2}, "does not support 2 ranks"),
-        ({"wires": frozenset({"bfloat16"})}, {}, {}, "does not support float32"),
+        ({"row_dtypes": frozenset({"bfloat16"})}, {}, {}, "does not support float32"),
         ({"pad_hidden": lambda width: None}, {}, {}, "does not support rows of 32"),
-        ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches in flight, for 2 micro-batches"),
+        ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches at once, 2 micro-batches"),
         ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
         ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
         ({}, {"biases": False}, {"biases": True}, "quick takes no experts with biases"),
@@ -236,7 +236,7 @@ def test_plan_says_whether_steps_are_recorded(
     """The planned layer agrees with the plan."""
     needs = dataclasses.replace(NEEDS, device="cuda")
     plan = plan_moe(needs, [_Backend(**backend)], [_Kernel(**kernel)])
-    assert plan.reasons[-2] == ("graphs", "other", why)
+    assert plan.graphs_note == why
     assert f"graphs   other    {why}\n" in plan.table()
     placement = Placement.initial(1, E, 1)
     ops = pick_ops("cpu", torch.float32)
@@ -258,11 +258,7 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Acti
     kernel = NativeExperts(activation=activation)
     needs = dataclasses.replace(NEEDS, gated=activation.parts == 2)
     plan = plan_moe(needs, [LocalAll2All(E)], [kernel])
-    assert plan.reasons[-1] == (
-        "fused",
-        "native",
-        "picked: router, dispatch, experts and combine are one call",
-    )
+    assert plan.fused_note == "picked: router, dispatch, experts and combine are one call"
     packed = kernel.pack(
         ExpertWeights(torch.randn(E, activation.parts * I, D), torch.randn(E, D, I))
     )
@@ -288,7 +284,7 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Acti
     [
         ({"tp_size": 2}, {}, {}, "2 tensor-parallel ranks divide the tokens"),
         ({"replicas": True}, {}, {}, "some experts have replicas"),
-        ({}, {"in_place": False}, {}, "rows are sent by other, or rounded"),
+        ({}, {"in_place": False}, {}, "other moves or rounds rows"),
         (
             {"gated": False},
             {},
@@ -303,5 +299,5 @@ def test_why_steps_are_not_fused(
     experts = NativeExperts()
     experts.caps = dataclasses.replace(experts.caps, **kernel)
     plan = plan_moe(dataclasses.replace(NEEDS, **needs), [_Backend(**backend)], [experts])
-    assert plan.reasons[-1][2].startswith(why)
+    assert plan.fused_note.startswith(why)
     assert not plan.fused

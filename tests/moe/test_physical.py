@@ -97,11 +97,11 @@ def test_a_step_of_any_size(tokens: int) -> None:
 def test_load_counts_pairs_of_logical_experts_without_padding() -> None:
     to_physical = LogicalToPhysical(Placement.initial(1, 6, 2, redundant=2), 0)
     asked = routing(50, 5, 3, seed=1, padding=7)
-    load = to_physical.load(asked)
+    load = to_physical.count_load(asked)
     assert load.dtype == np.int64
     assert load.tolist() == [int((asked.ids_TK == e).sum()) for e in range(6)]
     assert load.sum() == 43 * 3
-    assert to_physical.load(routing(0, 6, 3, seed=0)).tolist() == [0] * 6
+    assert to_physical.count_load(routing(0, 6, 3, seed=0)).tolist() == [0] * 6
 
 
 def test_loads_counted_on_the_device_are_those_counted_on_the_host() -> None:
@@ -111,10 +111,10 @@ def test_loads_counted_on_the_device_are_those_counted_on_the_host() -> None:
     host, device = (
         LogicalToPhysical(placement, 0, counts_on_device=on_device) for on_device in (False, True)
     )
-    counts = device.after(placement).load(routing)
+    counts = device.with_placement(placement).count_load(routing)
     assert isinstance(counts, torch.Tensor)
-    assert counts.tolist() == host.load(routing).tolist() == [2, 0, 1, 0, 0, 3]
-    assert isinstance(host.after(placement).load(routing), np.ndarray)
+    assert counts.tolist() == host.count_load(routing).tolist() == [2, 0, 1, 0, 0, 3]
+    assert isinstance(host.with_placement(placement).count_load(routing), np.ndarray)
 
 
 def test_what_a_recorded_step_reads_stays_where_it_is() -> None:

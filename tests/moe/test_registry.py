@@ -65,7 +65,7 @@ def test_auto_prefers_shared_memory_on_one_machine() -> None:
     assert plan.all2all.caps.name == ("torch" if native() is None else "shm")
     plan = plan_moe(needs(world_size=4), offered(dp=4, nnodes=2), [reference()])
     assert plan.all2all.caps.name == "torch"
-    assert plan.reasons[0] == ("shm", "reference", "shm serves one machine, these ranks are on 2")
+    assert plan.pairs[0] == ("shm", "reference", "shm serves one machine, these ranks are on 2")
 
 
 def test_between_gpus_collectives_are_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,9 @@ def test_backends_are_told_how_many_multiprocessors_they_may_take(
         registry.BACKENDS._parts, "shm", lambda facts: told.append(facts) or make_mine(facts)
     )
     offered("cuda", dp=2, all2all="shm", comm_sms=asked)
-    assert [(facts.comm_sms, facts.sms_asked) for facts in told] == [(expected, asked is not None)]
+    assert [(facts.comm_sms, facts.is_comm_sms_set) for facts in told] == [
+        (expected, asked is not None)
+    ]
 
 
 @pytest.mark.parametrize("settings", [{}, {"dp": 4, "ep": "off"}, {"all2all": "local"}])
@@ -104,7 +106,7 @@ def test_one_rank_needs_no_transport(settings: dict[str, Any]) -> None:
 
 def test_what_was_asked_of_one_rank_is_answered() -> None:
     plan = plan_moe(needs(), offered(all2all="torch"), [reference()])
-    assert plan.reasons[0] == ("torch", "reference", "one rank has all experts: nothing is sent")
+    assert plan.pairs[0] == ("torch", "reference", "one rank has all experts: nothing is sent")
     assert plan.all2all.caps.name == "local"
 
 
@@ -151,7 +153,7 @@ def test_gpus_of_one_machine_read_each_others_memory(monkeypatch: pytest.MonkeyP
     plan = plan_moe(needs(world_size=2, device="cuda", exact=True), backends, kernels)
     assert (plan.all2all.caps.name, plan.experts.caps.name) == ("cuda_ipc", "triton")
     why = "cuda_ipc counts rows on the device, reference must know them on the host"
-    assert ("cuda_ipc", "reference", why) in plan.reasons
+    assert ("cuda_ipc", "reference", why) in plan.pairs
 
 
 def test_where_torch_has_no_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +183,8 @@ def test_where_grouped_mm_serves(changes: dict[str, Any], why: str) -> None:
         [LocalAll2All(4)],
         [GroupedMM(pick_ops("cpu", torch.bfloat16)), reference()],
     )
-    assert plan.reasons[0] == ("local", "grouped_mm", why)
-    assert plan.reasons[1][2] == ("possible, lower preference" if why == "picked" else "picked")
+    assert plan.pairs[0] == ("local", "grouped_mm", why)
+    assert plan.pairs[1][2] == ("possible, lower preference" if why == "picked" else "picked")
 
 
 def test_unknown_name() -> None:
@@ -281,7 +283,7 @@ class Slots:
 
 def test_slots_go_to_a_kernel_that_takes_them() -> None:
     plan = plan_moe(needs(), [Slots(4)], [reference()])
-    assert plan.reasons[0][2] == (
+    assert plan.pairs[0][2] == (
         "picked; rows of 32 are sent padded to 128; a step of 64 tokens is sent in 4 rounds of 16"
     )
     assert "1 ranks, 1 micro-batches, cpu, float32 rows of 32" in plan.table()

@@ -303,7 +303,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 HEADS = HeadShape(4, 2, 64, 64)
-NEEDS: dict[str, Any] = {"cache": CacheConfig(), "asked": True, "misfit": ""}
+NEEDS: dict[str, Any] = {"cache": CacheConfig(), "required": True, "misfit": ""}
 
 
 def triton_ops(dtype: torch.dtype = torch.float16, exact: bool = False) -> Ops:
@@ -338,8 +338,8 @@ def test_a_table_that_cannot_have_it_says_so(
             ConfigError, match=f"attention_backend=fa3: .*{said}.*choose attention_backend: auto"
         ):
             with_flash_attention(ops, **(NEEDS | changes))
-        assert with_flash_attention(ops, **(NEEDS | changes | {"asked": False})) is ops
-    assert "attention: fa3" in with_flash_attention(fast, **NEEDS).chosen
+        assert with_flash_attention(ops, **(NEEDS | changes | {"required": False})) is ops
+    assert "attention: fa3" in with_flash_attention(fast, **NEEDS).description
     monkeypatch.setattr(flash_attention, "unsupported_reason", lambda device: "not here")
     with pytest.raises(ConfigError, match="attention_backend=fa3: not here"):
         with_flash_attention(fast, **NEEDS)
@@ -353,10 +353,10 @@ def test_it_runs_where_it_was_measured_to_be_faster(as_on_hopper: None, tmp_path
     configs.add_folder(tmp_path)
     shape = AttentionShape(4, 2, 64, 64, 16, torch.float16)
     latent = AttentionShape(128, 1, 576, 512, 16, torch.float16)
-    asked = NEEDS | {"asked": False}
+    asked = NEEDS | {"required": False}
     for kept in (shape, latent):
-        sizes = {16: {"num_warps": 4}, 64: flash_attention.WINS, 128: flash_attention.WINS}
-        configs.keep(
+        sizes = {16: {"num_warps": 4}, 64: flash_attention.FASTER, 128: flash_attention.FASTER}
+        configs.save(
             "paged_attention",
             configs.facts_of(DEVICE).name,
             shape_of(kept, torch.float16),
@@ -364,14 +364,14 @@ def test_it_runs_where_it_was_measured_to_be_faster(as_on_hopper: None, tmp_path
             tmp_path,
         )
     configs.table.cache_clear()
-    wins = [flash_attention.wins(DEVICE, shape, new) for new in (1, 8, 9, 500)]
+    wins = [flash_attention.is_faster(DEVICE, shape, new) for new in (1, 8, 9, 500)]
     assert wins == [False, False, True, True]
-    assert [flash_attention.wins(DEVICE, latent, new) for new in (1, 2)] == [
+    assert [flash_attention.is_faster(DEVICE, latent, new) for new in (1, 2)] == [
         True,
         False,
     ]  # the other was not measured
     ops = with_flash_attention(triton_ops(), **asked)
-    assert "attention: fa3 where `moeserve tune` found" in ops.chosen
+    assert "attention: fa3 where `moeserve tune` found" in ops.description
     exact = triton_ops(exact=True)
     assert with_flash_attention(exact, **asked) is exact
     for news, calls in (([1, 20], 1), ([1, 2], 0)):
@@ -397,15 +397,15 @@ def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(flash_attention, "unsupported_reason", lambda device: None)
     jobs = {job.size: job for job in tuning.attention_jobs(shape, DEVICE)}
     assert {size: job.rival for size, job in jobs.items()} == {
-        16: flash_attention.WINS,
+        16: flash_attention.FASTER,
         64: None,
-        128: flash_attention.WINS,
+        128: flash_attention.FASTER,
     }
     for size, call in ((16, (2, 1)), (128, (1, 40))):
         job = jobs[size]
         ours = job.run(job.default).clone()
         assert not FOUND
-        close(job.run({**job.default, **flash_attention.WINS}), ours)
+        close(job.run({**job.default, **flash_attention.FASTER}), ours)
         assert [call] == FOUND
         FOUND.clear()
     wide = AttentionShape(4, 2, 20, 20, 16, torch.float16)

@@ -154,7 +154,7 @@ def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         pick, "probe_linear", lambda pack, dtype: pack(torch.ones(1, 1), None).pad == 16
     )
     ops = pick_ops("cpu", torch.float32)
-    assert "torch (there are no native kernels for this machine), rows in 16s" in ops.chosen
+    assert "torch (there are no native kernels for this machine), rows in 16s" in ops.description
     assert [ops.pad_rows(n) for n in (0, 1, 16, 17)] == [16, 16, 16, 32]
 
 
@@ -179,7 +179,7 @@ def test_warns_when_nothing_is_invariant(
 
     monkeypatch.setattr(pick, "native", lambda: None)
     monkeypatch.setattr(pick, "probe_linear", lambda pack, dtype: False)
-    assert "not batch-invariant" in pick_ops("cpu", torch.float32).chosen
+    assert "not batch-invariant" in pick_ops("cpu", torch.float32).description
     assert "may depend on other requests in the batch" in caplog.text
 
 

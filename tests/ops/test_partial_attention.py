@@ -19,7 +19,7 @@ def values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 
 def result(total: Partial) -> Tensor:
-    return total.values / total.weight[:, :, None]
+    return total.values / total.exp_sum[:, :, None]
 
 
 def same(a: Partial, b: Partial) -> bool:
@@ -30,12 +30,12 @@ def test_cuts_have_absolute_borders() -> None:
     assert cuts_of(0, 1088) == ((0, 512), (512, 1024), (1024, 1088))
     assert cuts_of(448, 192) == ((0, 64), (64, 192))
     assert cuts_of(64, 64) == ((0, 64),)
-    for start in range(0, a.CUT, a.TILE):
-        for length in range(a.TILE, 3 * a.CUT, 5 * a.TILE):
+    for start in range(0, a.CONTEXT_CUT, a.TILE):
+        for length in range(a.TILE, 3 * a.CONTEXT_CUT, 5 * a.TILE):
             cuts = cuts_of(start, length)
             assert [cuts[0][0], *(end for _, end in cuts)][-1] == length
-            assert all((start + first) % a.CUT == 0 for first, _ in cuts[1:])
-            assert all(0 < end - first <= a.CUT for first, end in cuts)
+            assert all((start + first) % a.CONTEXT_CUT == 0 for first, _ in cuts[1:])
+            assert all(0 < end - first <= a.CONTEXT_CUT for first, end in cuts)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
@@ -65,7 +65,7 @@ def test_one_token_is_its_value() -> None:
     hidden[:, :, 7] = False
     part = attention_partial(q, k, v, hidden, 1)
     torch.testing.assert_close(part.largest, (q @ k.transpose(1, 2))[:, :, 7])
-    assert torch.equal(part.weight, torch.ones(1, 8))
+    assert torch.equal(part.exp_sum, torch.ones(1, 8))
     assert torch.equal(part.values, v[:, 7:8].expand(-1, 8, -1))
 
 
@@ -74,7 +74,7 @@ def test_a_cut_that_nobody_sees_changes_nothing() -> None:
     seen = attention_partial(q, k, v, None, 1)
     empty = attention_partial(q, k, v, torch.ones(2, 8, 128, dtype=torch.bool), 1)
     assert (empty.largest == NOTHING).all()
-    assert not empty.weight.any()
+    assert not empty.exp_sum.any()
     assert not empty.values.any()
     assert same(merge_partials(seen, empty), seen)
     assert same(merge_partials(empty, seen), seen)

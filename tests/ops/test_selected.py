@@ -85,7 +85,7 @@ def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int, ops: O
     slots = ops.index_select(q[tokens], weights[tokens], cache, selection, ops.pack_heads)
     owners = [(row, start + i) for row, (start, count) in enumerate(rows) for i in range(count)]
     assert tokens == [token for token, (_, position) in enumerate(owners) if position >= top_k]
-    assert sorted([*tokens, *selection.others_N.tolist()]) == list(range(len(owners)))
+    assert sorted([*tokens, *selection.other_tokens.tolist()]) == list(range(len(owners)))
     for token, chosen in zip(tokens, slots, strict=True):
         row, position = owners[token]
         keys = cache.view(-1, dim)[

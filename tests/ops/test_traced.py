@@ -19,7 +19,7 @@ from moeserve.engine.blocks import groups_of
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import Cut, GroupInputs, Positions, StepInputs
+from moeserve.ops.inputs import GraphBreak, GroupInputs, Positions, StepInputs
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.table import Ops
 from moeserve.ops.traced import FOLDER, traced
@@ -43,7 +43,11 @@ MODEL: dict[str, Any] = {
 
 
 def hidden(
-    ops: Ops, layers: int, tokens: int, cut: Cut | None = None, mixers: tuple[Mixer, ...] = ()
+    ops: Ops,
+    layers: int,
+    tokens: int,
+    graph_break: GraphBreak | None = None,
+    mixers: tuple[Mixer, ...] = (),
 ) -> torch.Tensor:
     """Return a random model's output for one request's first tokens.
 
@@ -73,7 +77,7 @@ def hidden(
         offsets_R1=offsets_R1,
         starts_R=starts_R,
         rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets_R1)),
-        cut=cut,
+        graph_break=graph_break,
     )
     with torch.inference_mode():
         return model.forward(step, kv.layers, UBatch())
@@ -119,16 +123,16 @@ def test_no_trace_looks_into_what_cuts_a_recording(
     )  # traces, no code
     calls: list[str] = []
 
-    def cut_of(name: str) -> Cut:
-        def cut(q_THd: torch.Tensor, plan: Any, attend: Any, width: int) -> torch.Tensor:
+    def break_of(name: str) -> GraphBreak:
+        def graph_break(q_THd: torch.Tensor, plan: Any, attend: Any, width: int) -> torch.Tensor:
             calls.append(name)
             return q_THd.flatten(1) * 2
 
-        return cut
+        return graph_break
 
-    hidden(compiled, 2, 7, cut_of("warm-up"))
+    hidden(compiled, 2, 7, break_of("warm-up"))
     graphs = counters["stats"]["unique_graphs"]
-    hidden(compiled, 2, 7, cut_of("recording"))
+    hidden(compiled, 2, 7, break_of("recording"))
     assert calls == ["warm-up"] * 2 + ["recording"] * 2
     assert counters["stats"]["unique_graphs"] == graphs
 

@@ -18,14 +18,14 @@ from moeserve.plan.calibration import (
     Calibration,
     MeasuredCost,
     StepSample,
-    features,
-    fit,
+    fit_calibration,
     fit_relative,
     limits_of,
-    read,
-    write,
+    read_calibration,
+    step_features,
+    write_calibration,
 )
-from moeserve.plan.roofline import NOTHING, Shape
+from moeserve.plan.roofline import NO_WORK, Shape
 from tests.plan.test_simulator import LIMITS
 
 UNFITTED = Calibration(
@@ -58,7 +58,7 @@ def samples(number: int) -> list[StepSample]:
 
 
 def test_a_fit_predicts_steps_that_it_has_not_seen() -> None:
-    cost = MeasuredCost(fit(samples(600), UNFITTED))
+    cost = MeasuredCost(fit_calibration(samples(600), UNFITTED))
     for tokens, rows, reads in ((3, 3, 200.0), (48, 48, 10_000.0), (250, 20, 5_000.0)):
         found = cost.seconds([Shape(tokens, rows, rows, (reads,), (reads,))])
         assert found == pytest.approx(1e-4 + seconds(tokens, rows, reads, reads), rel=0.05)
@@ -78,7 +78,7 @@ def test_what_passes_between_two_steps_grows_with_requests_and_prompts() -> None
         )  # a late result, and what follows it
         period_s = None if i % 7 == 0 else device_s + gap_s + late_s
         found.append(msgspec.structs.replace(plain, device_s=device_s, period_s=period_s))
-    terms = fit(found, UNFITTED).terms
+    terms = fit_calibration(found, UNFITTED).terms
     assert terms["between, a request"] == pytest.approx(10e-6, rel=0.3)
     assert terms["between, a prompt"] == pytest.approx(200e-6, rel=0.3)
     assert terms["between two steps"] == pytest.approx(50e-6, abs=60e-6)
@@ -91,7 +91,7 @@ def test_a_step_behind_a_prompt_takes_longer() -> None:
         )
         for i, s in enumerate(samples(600))
     ]
-    cost = MeasuredCost(fit(found, UNFITTED))
+    cost = MeasuredCost(fit_calibration(found, UNFITTED))
     decode, prompt = ([Shape(n, 8, 8, (900.0,), (900.0,))] for n in (8, 300))
     before = cost.seconds(decode)
     cost.seconds(prompt)
@@ -111,7 +111,7 @@ def test_an_engine_beside_idle_ones_is_faster() -> None:
         for i, s in enumerate(samples(600))
         for busy in [i % 2]
     ]
-    cost = MeasuredCost(fit(found, UNFITTED))
+    cost = MeasuredCost(fit_calibration(found, UNFITTED))
     at_work = Shape(8, 8, 8, (900.0,), (900.0,))
     idle = Shape(0, 0, 0, (0.0,), (0.0,))
     assert cost.seconds([at_work] * 2) == pytest.approx(
@@ -127,7 +127,7 @@ def test_steps_spread_as_measured_ones_did() -> None:
     found = [
         StepSample(8, 8, 2000.0, 2000.0, 0, 0, 2e-3, 2e-3 * ratios[i % 5]) for i in range(2000)
     ]
-    first, again = (MeasuredCost(fit(found, UNFITTED)) for _ in range(2))
+    first, again = (MeasuredCost(fit_calibration(found, UNFITTED)) for _ in range(2))
     shape = [Shape(8, 8, 8, (2000.0,), (2000.0,))]
     times = np.array([first.seconds(shape) for _ in range(2000)])
     assert times.tolist() == [again.seconds(shape) for _ in range(2000)]
@@ -140,7 +140,9 @@ def test_steps_spread_as_measured_ones_did() -> None:
 
 def test_interrupted_steps_do_not_count() -> None:
     interrupted = [msgspec.structs.replace(s, device_s=1.0, period_s=1.0001) for s in samples(10)]
-    clean, disturbed = (fit(samples(600) + more, UNFITTED) for more in ([], interrupted))
+    clean, disturbed = (
+        fit_calibration(samples(600) + more, UNFITTED) for more in ([], interrupted)
+    )
     shape = [Shape(48, 48, 48, (10_000.0,), (10_000.0,))]
     assert MeasuredCost(disturbed).seconds(shape) == pytest.approx(
         MeasuredCost(clean).seconds(shape), rel=0.03
@@ -153,39 +155,46 @@ def test_no_term_is_negative() -> None:
 
 
 def test_tokens_lie_between_knots() -> None:
-    assert features(3, 1, 0, 0, 0, 0)[:3].tolist() == [0.0, 0.5, 0.5]
-    assert features(4, 1, 0, 0, 0, 0)[:4].tolist() == [0.0, 0.0, 1.0, 0.0]
-    assert features(2 * KNOTS[-1], 1, 0, 0, 0, 0)[len(KNOTS) - 1] == 2.0
-    assert features(1, 7, 8, 9, 6, 5, True)[len(KNOTS) :].tolist() == [6.0, 5.0, 7.0, 8.0, 9.0, 1.0]
+    assert step_features(3, 1, 0, 0, 0, 0)[:3].tolist() == [0.0, 0.5, 0.5]
+    assert step_features(4, 1, 0, 0, 0, 0)[:4].tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert step_features(2 * KNOTS[-1], 1, 0, 0, 0, 0)[len(KNOTS) - 1] == 2.0
+    assert step_features(1, 7, 8, 9, 6, 5, True)[len(KNOTS) :].tolist() == [
+        6.0,
+        5.0,
+        7.0,
+        8.0,
+        9.0,
+        1.0,
+    ]
 
 
 def test_the_engine_with_most_tokens_decides() -> None:
-    cost = MeasuredCost(fit(samples(600), UNFITTED))
+    cost = MeasuredCost(fit_calibration(samples(600), UNFITTED))
     large = Shape(300, 10, 10, (900.0,), (900.0,))
     small = Shape(4, 4, 4, (90.0,), (90.0,))
     assert (
         cost.seconds([small, large])
-        >= cost.seconds([large, NOTHING])
-        > cost.seconds([small, NOTHING])
+        >= cost.seconds([large, NO_WORK])
+        > cost.seconds([small, NO_WORK])
     )
 
 
 def test_a_file_holds_all(tmp_path: Path) -> None:
-    found = fit(samples(100), UNFITTED)
-    write(tmp_path / "c.json", found)
-    assert read(tmp_path / "c.json") == found
+    found = fit_calibration(samples(100), UNFITTED)
+    write_calibration(tmp_path / "c.json", found)
+    assert read_calibration(tmp_path / "c.json") == found
     assert limits_of(found) == LIMITS
 
 
 def test_bad_files_and_too_few_samples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 measured steps are too few"):
-        fit(samples(3), UNFITTED)
+        fit_calibration(samples(3), UNFITTED)
     path = tmp_path / "c.json"
     with pytest.raises(ConfigError, match="No such file"):
-        read(path)
+        read_calibration(path)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="--measure"):
-        read(path)
+        read_calibration(path)
     path.write_text(json.dumps({**msgspec.to_builtins(UNFITTED), "terms": {TERMS[0]: 1.0}}))
     with pytest.raises(ConfigError, match=r"lacks .*requests"):
-        read(path)
+        read_calibration(path)

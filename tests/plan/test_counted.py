@@ -63,7 +63,7 @@ def both(
     """Run the trace both ways, which must agree in everything."""
     costs = ByEverything(), ByEverything()
     counted, planned = (
-        Simulation(limits, GROUPS, cost, dp, together=together, counted=way).run(trace)
+        Simulation(limits, GROUPS, cost, dp, is_one_group=together, counted=way).run(trace)
         for cost, way in zip(costs, (True, False), strict=True)
     )
     assert costs[0].seen == costs[1].seen

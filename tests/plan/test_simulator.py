@@ -126,7 +126,7 @@ def test_batches_are_those_of_the_real_engine() -> None:
 @pytest.mark.parametrize(("dp", "together"), [(1, True), (3, True), (3, False)])
 def test_every_request_ends_with_all_its_tokens(dp: int, together: bool) -> None:
     trace = RequestTrace([Arrival(0.3 * i, 1 + 7 * i % 60, 1 + 11 * i % 40) for i in range(60)])
-    simulation, _ = simulated(trace, dp=dp, together=together)
+    simulation, _ = simulated(trace, dp=dp, is_one_group=together)
     clients = simulation.clients
     assert clients.is_done.all()
     assert clients.num_tokens.tolist() == [arrival.output for arrival in trace.arrivals]
@@ -145,7 +145,7 @@ def test_an_engine_without_work_runs_the_steps_of_the_others() -> None:
     assert (
         simulated(one, dp=2)[0].steps.num_empty == simulated(one, dp=2)[0].steps.num_steps / 2 > 0
     )
-    assert simulated(one, dp=2, together=False)[0].steps.num_empty == 0
+    assert simulated(one, dp=2, is_one_group=False)[0].steps.num_empty == 0
 
 
 def test_times_follow_from_steps() -> None:
@@ -166,7 +166,7 @@ def test_the_slowest_engine_holds_up_the_others() -> None:
 
     trace = RequestTrace([Arrival(0.0, 16, 2), Arrival(0.0, 4, 2)])
     both, _ = simulated(trace, dp=2, cost=ByTokens())
-    alone, _ = simulated(trace, dp=2, cost=ByTokens(), together=False)
+    alone, _ = simulated(trace, dp=2, cost=ByTokens(), is_one_group=False)
     assert both.clients.first_s[1] == 16.0
     assert alone.clients.first_s[1] == 4.0
 

@@ -30,7 +30,7 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.pick import pick_ops
 from moeserve.ops.table import Ops
-from moeserve.runner.experts import ExpertStore, Read
+from moeserve.runner.experts import ExpertStore, ReadExpert
 from tests.runner.expert_checkpoint import SPEC, D, E
 
 L = 2
@@ -85,11 +85,11 @@ class Group:
         )
         return self.files[-1]
 
-    def rank(self, rank: int, placement: Placement, read: Read | None = None) -> Rank:
+    def rank(self, rank: int, placement: Placement, read: ReadExpert | None = None) -> Rank:
         files = self.reader()
         layers = []
         for layer in range(L):
-            ones = [files.read(layer, expert) for expert in placement.local(layer, rank)]
+            ones = [files.read(layer, expert) for expert in placement.local_experts(layer, rank)]
             weights = ExpertWeights(
                 torch.stack([w13 for w13, _ in ones]), torch.stack([w2 for _, w2 in ones])
             )

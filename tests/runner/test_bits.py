@@ -216,6 +216,6 @@ def test_different_circumstances_were_really_different() -> None:
 def test_expert_load_is_reported() -> None:
     driver = driver_of("qwen3_moe", "float32")
     result = driver.run([(driver.add(Request(list(PROMPT), SAMPLINGS["greedy"])), 1000)])
-    assert result.load_LE is not None
-    assert result.load_LE.sum(1).tolist() == [3 * len(PROMPT)] * 2
-    assert alone("llama", "float32", "greedy").results[0].load_LE is None
+    assert result.expert_tokens_LE is not None
+    assert result.expert_tokens_LE.sum(1).tolist() == [3 * len(PROMPT)] * 2
+    assert alone("llama", "float32", "greedy").results[0].expert_tokens_LE is None

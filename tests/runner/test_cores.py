@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.runner.cores import assign_cpus, cpu_list, fast_cpus, nodes, num_cores, shown
+from moeserve.runner.cores import assign_cpus, cpu_list, fast_cpus, format_cpus, nodes, num_cores
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -19,7 +19,7 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 @pytest.mark.parametrize("text", ["", "3", "0-2,5", "0-7,16-23"])
 def test_lists_are_as_the_kernel_writes_them(text: str) -> None:
-    assert shown(cpu_list(text)) == text
+    assert format_cpus(cpu_list(text)) == text
 
 
 def test_the_fast_cores_of_hybrid_processors_are_taken(tmp_path: Path) -> None:

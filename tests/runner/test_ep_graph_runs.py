@@ -227,7 +227,7 @@ def test_two_ranks_give_the_bits_of_one(
         assert mine.output == theirs.output
         assert all(map(torch.equal, mine.logits, theirs.logits))
         for result in mine.results:
-            assert np.asarray(result.load_LE).sum() > 0
+            assert np.asarray(result.expert_tokens_LE).sum() > 0
     recorded = [getattr(driver.runner.graphs, "_recordings", ()) for driver in drivers]
     assert all(bool(some) == (graphs != "off") for some in recorded), recorded
     for driver in drivers:

@@ -27,7 +27,7 @@ from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import rescaled
 from moeserve.runner import experts
-from moeserve.runner.experts import Cancelled, ExpertStore, Pace, Read
+from moeserve.runner.experts import Cancelled, ExpertStore, Pace, ReadExpert
 from tests.runner.expert_checkpoint import DTYPES, D, E, write_experts
 from tests.runner.expert_group import Group, L, Rank, no_router, ops_of, shuffled
 
@@ -67,7 +67,7 @@ def test_no_bit_changes_while_experts_move(tmp_path: Path, fused: bool, dtype: t
             assert rank.store.version == version
             for layer in range(L):
                 for (one13, one2), expert in zip(
-                    rank.layers[layer].packed, target.local(layer, number), strict=True
+                    rank.layers[layer].packed, target.local_experts(layer, number), strict=True
                 ):
                     eye13 = torch.eye(D, dtype=dtype)
                     eye2 = torch.eye(w2.shape[3], dtype=dtype)
@@ -120,7 +120,7 @@ def test_a_slot_lets_go_of_the_weights_that_left_it(group: Group) -> None:
         assert all(t.untyped_storage().nbytes() == t.nbytes for t in owned)
 
 
-def failing(read: Read, at: int) -> Read:
+def failing(read: ReadExpert, at: int) -> ReadExpert:
     """Works `at` times, then the disk is gone."""
     left = at
 
@@ -152,7 +152,7 @@ def test_one_rank_that_cannot_read_ends_it_for_all(
         "placement 1 cannot be prepared: model.safetensors: Input/output error"
     ]
     layers = notices[0].layers
-    reads_per_layer = len(set(swapped.local(0, 1)) - set(start.local(0, 1)))
+    reads_per_layer = len(set(swapped.local_experts(0, 1)) - set(start.local_experts(0, 1)))
     assert layers == good_reads // reads_per_layer
     assert [(n.version, n.layers) for n in notices] == [(1, layers)] * 2
     assert notices[1].error == "model.safetensors: Input/output error"
@@ -160,7 +160,7 @@ def test_one_rank_that_cannot_read_ends_it_for_all(
     assert torch.equal(group.outputs(), before)
     mixed = start.with_layers(swapped, layers, 1)
     assert [rank.store._local_experts for rank in group.ranks] == [
-        [mixed.local(i, r) for i in range(L)] for r in range(2)
+        [mixed.local_experts(i, r) for i in range(L)] for r in range(2)
     ]
     assert {rank.store.version for rank in group.ranks} == {1}
     group.ranks[1].store._read = healthy  # the disk is back
@@ -321,7 +321,7 @@ def test_kernels_that_keep_all_experts_in_one_tensor(group: Group, dtype: torch.
             router,
             LocalAll2All(5),
             kernel,
-            packed(start.local(i, 0), i),
+            packed(start.local_experts(i, 0), i),
             LogicalToPhysical(start, i),
         )
         for i in range(L)
@@ -339,7 +339,7 @@ def test_kernels_that_keep_all_experts_in_one_tensor(group: Group, dtype: torch.
     for placement in (target, rescaled(target, 4, 2, 2), rescaled(target, 2, 4, 3), start):
         group.ranks[0].store.load_all(placement.to_table())
         for index, layer in enumerate(layers):
-            expected = packed(placement.local(index, 0), index)
+            expected = packed(placement.local_experts(index, 0), index)
             for one, other in zip(layer.packed.parts, expected.parts, strict=True):
                 assert torch.equal(one, other)
                 assert one.stride() == other.stride()

@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.messages import PlacementTable
 from moeserve.moe.placement.placement import Placement
 from moeserve.runner import experts
-from moeserve.runner.experts import Read
+from moeserve.runner.experts import ReadExpert
 from tests.runner.expert_checkpoint import E, write_experts
 from tests.runner.expert_group import Group, L, shuffled
 
@@ -40,7 +40,7 @@ class Chaos:
         for rank in group.ranks:
             rank.store._read = self.flaky(rank.store._read)
 
-    def flaky(self, read: Read) -> Read:
+    def flaky(self, read: ReadExpert) -> ReadExpert:
         def one(layer: int, expert: int, work: Callable[[int], None]) -> tuple[Tensor, Tensor]:
             if self.chance.random() < 0.02:
                 raise OSError("bad sector")

@@ -59,10 +59,10 @@ def same_answer(
 @pytest.mark.skipif(HAS_GPU, reason="there the kernels are not interpreted")
 def test_interpreted() -> None:
     found = same_answer(RandomWeights, "windows", 2, kernels="triton", prefill_chunk=8)
-    load_LE = found.results[0].load_LE
-    assert isinstance(load_LE, np.ndarray)
-    assert load_LE.dtype == np.int64
-    assert load_LE.sum(1).tolist() == [3 * 9] * 2
+    expert_tokens_LE = found.results[0].expert_tokens_LE
+    assert isinstance(expert_tokens_LE, np.ndarray)
+    assert expert_tokens_LE.dtype == np.int64
+    assert expert_tokens_LE.sum(1).tolist() == [3 * 9] * 2
 
 
 def logprobs_of(result: StepResult) -> list[Logprobs]:
@@ -93,7 +93,7 @@ def test_all_that_a_step_answers() -> None:
         answers.append([driver.run(rows) for rows in steps])
     for found, expected in zip(*answers, strict=True):
         assert found.tokens_N.tolist() == expected.tokens_N.tolist()
-        assert np.array_equal(found.load_LE, expected.load_LE)
+        assert np.array_equal(found.expert_tokens_LE, expected.expert_tokens_LE)
         assert found.outputs.keys() == expected.outputs.keys()
         for ours, theirs in zip(logprobs_of(found), logprobs_of(expected), strict=True):
             assert (ours.ids, ours.rank) == (theirs.ids, theirs.rank)

@@ -23,7 +23,7 @@ from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.rope import RopeSpec
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords
-from moeserve.loader.load_plan import LINEAR
+from moeserve.loader.load_plan import LINEAR_KINDS
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
 from moeserve.models.spec import ModelSpec
@@ -87,7 +87,7 @@ class ByTriton(OnHere):  # type: ignore[misc]
         }
         params["embed"][0] = torch.nan
         for name in params:
-            if name.startswith("layers.0.") and name.rpartition(".")[2] in LINEAR:
+            if name.startswith("layers.0.") and name.rpartition(".")[2] in LINEAR_KINDS:
                 params[name], rounding = quantisation_of(params[name], "int8", name)
                 for job in rounding:
                     job()
@@ -138,7 +138,7 @@ def assert_same(requests: Sequence[Request], others: Sequence[Request]) -> None:
         for logits, expected in zip(request.logits, other.logits, strict=True):
             assert torch.equal(logits, expected)
         for result, expected in zip(request.results, other.results, strict=True):
-            np.testing.assert_array_equal(result.load_LE, expected.load_LE)
+            np.testing.assert_array_equal(result.expert_tokens_LE, expected.expert_tokens_LE)
 
 
 @pytest.fixture(scope="module")
@@ -334,8 +334,9 @@ class Exact:
                 q.flatten(1)[: len(sees_T)] + torch.where(is_seen_TL, context_TL, 0).sum(1)[:, None]
             )
 
-        if step.cut is not None:
-            return step.cut(q, partial(self.planned, step, group, plan), attend, q[0].numel())
+        if step.graph_break is not None:
+            make_plan = partial(self.planned, step, group, plan)
+            return step.graph_break(q, make_plan, attend, q[0].numel())
         out = torch.empty_like(q).flatten(1)
         attend(q, plan(step), out)
         return out
@@ -368,7 +369,7 @@ class ExactOnFake(GPUModelRunner):
         self.device = torch.device("cpu")
         self.upload = RingUpload(self.device, 64, pinned=False)
         self.properties = DeviceProperties("fake", host_memory, exclusive=False)
-        self._copies = gpu.torch.cuda.Stream(self.device)
+        self._copy_stream = gpu.torch.cuda.Stream(self.device)
 
 
 @pytest.fixture

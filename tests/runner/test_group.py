@@ -119,8 +119,8 @@ async def test_a_group_computes_the_bits_of_one_rank(
         first = engines.engines[0].driver.add(request_of(0))
         for _ in range(2):  # the other engine idles, but its experts work
             busy, idle = await engines.run([(first, 16)], [])
-            assert busy.load_LE.sum() == 16 * 2 * 3  # tokens, layers, experts per token
-            assert not idle.load_LE.any()
+            assert busy.expert_tokens_LE.sum() == 16 * 2 * 3  # tokens, layers, experts per token
+            assert not idle.expert_tokens_LE.any()
             assert len(idle.tokens_N) == 0
         second = engines.engines[1].driver.add(request_of(1))
         await finish(engines, first, second)

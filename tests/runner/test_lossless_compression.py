@@ -125,10 +125,10 @@ def test_a_start_tells_the_bytes_of_weights_in_12_bits(make_checkpoint: Any) -> 
 def test_what_cannot_be_compressed(make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen3_moe").path
     with pytest.raises(
-        ConfigError, match=r"lossless_compression=all is for bfloat16 .* here torch\.float32"
+        ConfigError, match=r"lossless_compression=all needs bfloat16 .* here torch\.float32"
     ):
         run(path, dtype="float32", lossless_compression="all")
-    with pytest.raises(ConfigError, match="served by linear: torch"):
+    with pytest.raises(ConfigError, match="computed by linear: torch"):
         run(path, dtype="bfloat16", kernels="torch", lossless_compression="experts")
     nothing = "but no experts of this model have 16-bit weights.* use lossless_compression=off"
     for case, settings in (("llama", {}), ("qwen3_moe", {"quantization": "int8"})):

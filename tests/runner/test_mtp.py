@@ -206,8 +206,10 @@ def test_hidden_states_and_drafts_are_those_of_a_plain_loop(
     for chunk in (31, 1, 43, 1, 1):
         result = driver.run([(other, 1), (request, chunk)])
         hidden.append(driver.runner.hidden[0][1 : 1 + chunk])
-        if result.load_LE is not None:
-            assert len(result.load_LE) == len(driver.runner.spec.moe_layers)  # without the head's
+        if result.expert_tokens_LE is not None:
+            assert len(result.expert_tokens_LE) == len(
+                driver.runner.spec.moe_layers
+            )  # without the head's
     expected = check_drafts(head, driver, request)
     error = (torch.cat(hidden) - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 1e-4, error

@@ -69,7 +69,7 @@ class OnHere(GPUModelRunner):
         self.device = torch.device("cpu")
         self.upload = RingUpload(self.device, 64, pinned=False)
         self.properties = DeviceProperties("here", host_memory, exclusive=False)
-        self._copies = gpu.torch.cuda.Stream(self.device)
+        self._copy_stream = gpu.torch.cuda.Stream(self.device)
 
     def profile_run(self) -> int:
         return 0
@@ -165,8 +165,8 @@ def test_a_step_that_only_serves_others_has_a_result(guard: Guard) -> None:
     guard.armed = False
     result = collect()
     assert not len(result.tokens_N)
-    assert result.load_LE is not None
-    assert not result.load_LE.any()
+    assert result.expert_tokens_LE is not None
+    assert not result.expert_tokens_LE.any()
 
 
 def test_the_guard_notices(guard: Guard) -> None:

@@ -256,7 +256,7 @@ def keeps_nothing(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
 
 
 def computes_elsewhere(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dbo, "here", lambda: contextlib.nullcontext)
+    patch.setattr(dbo, "share_stream", lambda: contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("backend", [Travelling, by_nccl])
@@ -367,7 +367,7 @@ def test_on_a_cpu_all_is_done_at_once() -> None:
     assert comm.launch(lambda: 5)() == 5
     with comm.watch():
         assert comm.take_transfers() == []
-    assert streams.here() is contextlib.nullcontext
+    assert streams.share_stream() is contextlib.nullcontext
 
 
 def test_no_result_is_believed_before_its_transfers_are_checked() -> None:
@@ -382,7 +382,7 @@ def test_no_result_is_believed_before_its_transfers_are_checked() -> None:
 
     request = driver.add(Request([3, 4, 5], greedy()))
     driver.run([(request, 2)])
-    driver.runner.peers.checked = (Broken(facts()),)
+    driver.runner.peers.transports_to_check = (Broken(facts()),)
     collect = driver.runner.launch(driver.plan([(request, 1)]))
     assert not checked
     with pytest.raises(PeerLost, match="gave up"):

@@ -182,17 +182,21 @@ def test_loads_of_both_ubatches_are_one(make_checkpoint: Any, in_ubatches: Any) 
     single = UBatchRunner()
     ubatches = in_ubatches(driver, CUTS["half"])
     driver.prefill("a", PROMPTS["middle"])
-    load = ubatches.runner.take_meter()
+    meter = ubatches.runner.take_meter()
     lone = Driver(path)
     lone.prefill("a", PROMPTS["middle"])
     table = lone.ubatch.take_load()
-    assert np.array_equal(load.load_LE, table)
-    assert (load.comm_us, load.exposed_us, load.events) == (
+    assert np.array_equal(meter.expert_tokens_LE, table)
+    assert (meter.comm_us, meter.exposed_us, meter.events) == (
         0,
         0,
         (),
     )  # nothing travels inside one rank
-    assert ubatches.runner.take_meter().load_LE.size == single.take_meter().load_LE.size == 0
+    assert (
+        ubatches.runner.take_meter().expert_tokens_LE.size
+        == single.take_meter().expert_tokens_LE.size
+        == 0
+    )
 
 
 @pytest.mark.usefixtures("not_fused")
@@ -214,7 +218,7 @@ def test_a_rank_without_tokens_serves(make_checkpoint: Any) -> None:
         with torch.inference_mode():
             runner.serve(driver.model, StepDecision(0, ubatches, (5, 5)))
         assert calls == [("dispatch", ubatch, 0) for ubatch in range(ubatches)] * 2
-        assert runner.take_meter().load_LE.tolist() == [[0] * 8] * 2
+        assert runner.take_meter().expert_tokens_LE.tolist() == [[0] * 8] * 2
     runner.close()
 
 
@@ -279,7 +283,7 @@ def test_an_error_anywhere_fails_the_step_and_only_it(
             driver.prefill(("bad", fuse), tokens)
         assert caught.value is error
         assert torch.equal(driver.prefill(("good", fuse), tokens), expected), fuse
-        assert ubatches.runner.take_meter().load_LE.sum() == 2 * len(tokens) * 3
+        assert ubatches.runner.take_meter().expert_tokens_LE.sum() == 2 * len(tokens) * 3
     ubatches.runner.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "micro-batch 1"]
 

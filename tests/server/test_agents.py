@@ -13,7 +13,15 @@ from tests.server.test_tools import ARGUMENTS, CALLS, TEMPLATE, TOOLS, answering
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hi"}
+# The shortest body of each route
+BODIES = {
+    CHAT: {"messages": [USER]},
+    RESPONSES: {"model": "org/tiny", "input": "hi"},
+    MESSAGES: {"model": "org/tiny", "max_tokens": 5, "messages": [USER]},
+    COMPLETIONS: {"prompt": "hi"},
+}
 
 # Templates of gpt-oss, Qwen3 and others search the content of every assistant's message for marks,
 # which fails where it is null; GLM's and MiniMax's write the word None.
@@ -331,20 +339,43 @@ async def test_reasoning_that_nobody_can_read_is_left_out(live):
         (RESPONSES, {"truncation": "auto"}, "truncation"),
         (RESPONSES, {"context_management": [{"type": "compaction"}]}, "context_management"),
         (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+        (RESPONSES, {"max_tool_calls": 3}, "max_tool_calls"),
+        (RESPONSES, {"prompt_cache_key": "k"}, "prompt_cache_key"),
+        (RESPONSES, {"safety_identifier": "s"}, "safety_identifier"),
+        (RESPONSES, {"service_tier": "flex"}, "service_tier"),
         (CHAT, {"verbosity": "low"}, "verbosity"),
         (CHAT, {"store": True}, "store"),
-        ("/v1/completions", {"store": True}, "store"),
+        (CHAT, {"prompt_cache_key": "k"}, "prompt_cache_key"),
+        (CHAT, {"safety_identifier": "s"}, "safety_identifier"),
+        (CHAT, {"service_tier": "priority"}, "service_tier"),
+        (CHAT, {"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+        (MESSAGES, {"cache_control": {"type": "ephemeral"}}, "cache_control"),
+        (MESSAGES, {"service_tier": "priority"}, "service_tier"),
+        (COMPLETIONS, {"store": True}, "store"),
+        (COMPLETIONS, {"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ],
 )
 async def test_fields_without_effect_are_named_in_the_warning_header(launch, path, fields, name):
-    body = {"model": "org/tiny", "input": "hi"} if path == RESPONSES else {"messages": [USER]}
-    body = {"prompt": "hi"} if path == "/v1/completions" else body
     async with launch(strict=True) as live:  # which refuses unknown fields only
-        status, _, response = await live.post(path, body | fields)
+        status, _, response = await live.post(path, BODIES[path] | fields)
         assert (status, response.headers["Warning"]) == (
             200,
             f'299 moeserve "no effect here: {name}"',
         )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"service_tier": "auto", "spaces_between_special_tokens": True}),
+        (CHAT, {"service_tier": "default", "prompt_cache_key": None}),
+        (RESPONSES, {"service_tier": "auto", "max_tool_calls": None}),
+        (MESSAGES, CLAUDE | {"service_tier": "standard_only"}),  # with a nested cache_control
+    ],
+)
+async def test_default_values_of_fields_without_effect_are_not_named(live, path, fields):
+    status, _, response = await live.post(path, BODIES[path] | fields)
+    assert (status, response.headers.get("Warning")) == (200, None)
 
 
 async def test_a_warning_header_tells_both_kinds_of_ignored_fields(live):

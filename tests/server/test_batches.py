@@ -439,14 +439,14 @@ async def test_a_batch_is_run_though_its_sender_has_left(keeping: Any) -> None:
         store = live.context.batches.store
         (owner,) = store.owners()
         entered = asyncio.Event()
-        change = store.change
+        run_in_order = store.run_in_order
 
         async def slow(*args: Any) -> Any:
             entered.set()
             await asyncio.sleep(0.05)
-            return await change(*args)
+            return await run_in_order(*args)
 
-        store.change = slow
+        store.run_in_order = slow
         asking = asyncio.create_task(live.post("/v1/batches", body))
         await entered.wait()
         asking.cancel()

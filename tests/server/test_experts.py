@@ -149,7 +149,7 @@ def fleet_view(counts: np.ndarray, placement: Placement) -> FleetView:
     return FleetView(
         dp=2,
         tp=1,
-        together=True,
+        is_one_group=True,
         epoch=3,
         complete=False,
         waiting=1,

@@ -364,12 +364,12 @@ class _Stream:
         self.stuck = stuck
         self.started = True
         self.sending = False
-        self.sent_at = 0.0
+        self.sent_at_s = 0.0
         self.pings = 0
         self.dropped = asyncio.Event()
 
     async def ping(self) -> None:
-        self.sent_at = asyncio.get_running_loop().time()
+        self.sent_at_s = asyncio.get_running_loop().time()
         self.sending = True
         self.pings += 1
         if self.stuck:

@@ -377,9 +377,7 @@ async def test_harmless_values_are_taken(live):
         "service_tier": "auto",
         "conversation": None,
     }
-    status, _, response = await live.post(
-        RESPONSES, ASK | harmless | {"max_tool_calls": 3, "user": "me"}
-    )
+    status, _, response = await live.post(RESPONSES, ASK | harmless | {"user": "me"})
     assert (status, "Warning" in response.headers) == (200, False)
     with pytest.raises(
         InvalidRequest, match=r"input\[0\].type must be message or function_call or"

@@ -289,7 +289,7 @@ async def test_streams_of_other_keys_and_those_that_were_ended_by_their_id_are_u
         (stream,) = [
             kept
             for kept in live.front.resumable.journal.streams.values()
-            if live.front.resumable.generation(kept).num_live
+            if live.front.resumable.generation_of(kept).num_live
         ]
         url = f"{live.url}/v1/requests/{stream.entry.request_id}"
         async with live.session.delete(url, headers=one) as response:

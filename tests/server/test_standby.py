@@ -55,7 +55,7 @@ class FakeAgent:
     """An agent whose front end sends heartbeats while `beating`."""
 
     def __init__(self, *args: object, **options: object) -> None:
-        self.beats = 0
+        self.num_heartbeats = 0
         self.beating = True
         self.connected = True
         self.snapshot = None
@@ -92,7 +92,7 @@ class FakeFrontEnd:
 
     async def _beat(self) -> None:
         while True:
-            self.agent.beats += self.agent.beating
+            self.agent.num_heartbeats += self.agent.beating
             await asyncio.sleep(0.002)
 
     async def close(self) -> None:
@@ -132,7 +132,7 @@ async def test_a_front_end_that_falls_silent_is_replaced(front_ends):
     await until(lambda: first.child.reasons)
     assert "did not answer" in first.child.reasons[0]
     second = FakeFrontEnd.made[1]
-    await until(lambda: second.agent.beats)
+    await until(lambda: second.agent.num_heartbeats)
     assert not life.done()
 
 
@@ -172,7 +172,7 @@ async def front_end(monkeypatch):
     ],
 )
 async def test_a_front_end_without_its_agent_is_ended(front_end, error, beats, is_killed):
-    front_end.agent.beats = beats
+    front_end.agent.num_heartbeats = beats
     front_end.agent.failure.set_exception(error)
     await asyncio.wait([front_end._agent_task])
     await asyncio.sleep(0)

@@ -29,7 +29,9 @@ TAG: dict[str, Any] = {
 def asked(body: dict[str, Any]) -> tuple[GrammarSpec, str] | None:
     request = decode({"prompt": "x"} | body, CompletionRequest).request
     constraint = request.constraint()
-    return None if constraint is None else (grammar_of(*constraint), constraint[1])
+    if constraint is None:
+        return None
+    return grammar_of(constraint.params, constraint.field), constraint.field
 
 
 def compact(value: Any) -> str:

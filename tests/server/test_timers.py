@@ -62,7 +62,7 @@ class Stream:
 
     started = True
     sending = False
-    sent_at = 0.0
+    sent_at_s = 0.0
 
     def __init__(self, ping) -> None:
         self._ping = ping
@@ -175,7 +175,7 @@ async def test_a_report_that_raises_is_followed_by_the_next(monkeypatch, caplog,
     monkeypatch.setattr(protocol, "REPORT_S", 0.01)
     sent = []
     monkeypatch.setattr(protocol, "report_state", sent.append)
-    spawned(protocol.report(Broken(2, lambda: "ready")))
+    spawned(protocol.report_changes(Broken(2, lambda: "ready")))
     await until(lambda: sent == ["ready"])
     assert "planted" in caplog.text
 

@@ -65,7 +65,7 @@ def fleet_view(
     return FleetView(
         dp=len(hosts),
         tp=tp,
-        together=together,
+        is_one_group=together,
         epoch=1,
         complete=True,
         waiting=0,

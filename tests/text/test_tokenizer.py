@@ -9,7 +9,7 @@ import time
 import pytest
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.text.tokenizer import MAX_TOKENIZER_BYTES, SHORT, Tokenizer
+from moeserve.text.tokenizer import MAX_TOKENIZER_BYTES, SHORT_LENGTH, Tokenizer
 
 TEXTS = [
     "Once upon a time",
@@ -110,12 +110,12 @@ async def test_long_texts_leave_other_threads_alone(tokenizer):
 
 def test_long_and_short_texts_have_the_same_ids(tokenizer):
     for part in ("ab cd ", "é🦊<|im_end|> \n\n  x ", "a\x00"):
-        long = part * SHORT
-        assert len(long) >= SHORT
+        long = part * SHORT_LENGTH
+        assert len(long) >= SHORT_LENGTH
         for special in (True, False):
             assert (
                 tokenizer.encode(long, special=special)
                 == tokenizer.backend.encode(long, add_special_tokens=special).ids
             )
     with pytest.raises(InvalidRequest):
-        tokenizer.encode("\ud800" * SHORT)
+        tokenizer.encode("\ud800" * SHORT_LENGTH)

@@ -20,6 +20,7 @@ from moeserve.text.answer_data import find_format
 from moeserve.text.answer_format import ToolFault
 from moeserve.text.schema_alternatives import alternatives
 from moeserve.text.schema_values import is_valid
+from moeserve.text.structured_outputs import Constraint
 from tests.text.test_formats import ALL, SPECIAL, marked, read, tokenizer_with, write
 from tests.text.test_formats_grammar import Walk
 
@@ -296,6 +297,18 @@ def test_parameters_that_allow_no_object_are_refused(format_name, schema):
         assert caught.value.field == "parameters"
 
 
+# In Python's syntax the grammar of such a key does not compile, which refuses the tool.
+@pytest.mark.parametrize("format_name", [name for name in KINDS if name != "pythonic"])
+def test_a_key_whose_schema_allows_no_value_is_never_written(format_name):
+    walk = Walk(format_name)
+    offered = [tool({"type": "object", "properties": {"a": {"enum": [1]}, "b": {"enum": []}}})]
+    spec = walk.format.constraint(offered, required=True, parallel=False)
+    answers = filter(None, (walk.answer(spec, seed) for seed in range(10)))
+    arguments = [read(walk.format, [answer], offered)[2] for answer in answers]
+    assert arguments
+    assert all("b" not in json.loads(text) for calls in arguments for _, text in calls)
+
+
 @pytest.mark.parametrize("format_name", ["qwen3_coder", "glm45", "minimax_m2"])
 @pytest.mark.parametrize(
     ("schema", "raw", "wanted"),
@@ -405,7 +418,8 @@ def test_errors_name_the_field_that_the_client_sent():
     assert caught.value.param == "tools[1].function.name"
     for name in ("qwen3_coder", "harmony"):
         nested = {"items": {"enum": [0.123456789012345678]}}
-        content = (StructuredOutputsParams(json=nested), "response_format.json_schema.schema")
+        params = StructuredOutputsParams(json=nested)
+        content = Constraint(params, "response_format.json_schema.schema")
         with pytest.raises(InvalidRequest) as caught:
             constrain(Walk(name), [], forced=False, content=content)
         assert caught.value.param == "response_format.json_schema.schema"
@@ -415,7 +429,7 @@ def test_errors_name_the_field_that_the_client_sent():
 def test_the_parts_of_a_constraint_name_their_fields():
     walk = Walk("hermes")
     strange = tool({"type": "object", "properties": {"p": {"not": {}}}}, "g")
-    content = (StructuredOutputsParams(json={"type": "object"}), "response_format")
+    content = Constraint(StructuredOutputsParams(json={"type": "object"}), "response_format")
     found = constrain(walk, [tool({"type": "object"}), strange], forced=False, content=content)
     assert [(json.loads(spec.text).get("properties"), field) for spec, field in found.parts()] == [
         (None, "tools[1].function.parameters"),

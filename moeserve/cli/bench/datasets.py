@@ -28,8 +28,11 @@ class Sample:
     output_len: int | None  # None: no limit is sent
 
 
-class Tokens:
-    """The server's tokenizer, used by /tokenize and /detokenize, or the ids below `vocab_size`."""
+class ServerTokenizer:
+    """The server's tokenizer, through /tokenize and /detokenize.
+
+    vocab_size: number of ids for random prompts, for servers without a tokenizer.
+    """
 
     def __init__(self, client: AsyncClient, model: str, vocab_size: int | None = None) -> None:
         self._client = client
@@ -41,9 +44,8 @@ class Tokens:
         has no tokenizer.
         """
         try:
-            return (
-                await self._client.tokenize(text, model=self._model, add_special_tokens=False)
-            ).tokens
+            answer = await self._client.tokenize(text, model=self._model, add_special_tokens=False)
+            return answer.tokens
         except RequestError as error:
             raise ConfigError(
                 f"the server cannot tokenize ({error}); use random prompts with "
@@ -54,8 +56,11 @@ class Tokens:
         """Return the text of token ids."""
         return (await self._client.detokenize(ids, model=self._model)).prompt
 
-    async def pool(self) -> list[int]:
-        """Return the token ids that random prompts are drawn from: those of made-up words."""
+    async def ids_for_random_prompts(self) -> list[int]:
+        """Return the token ids that random prompts are drawn from.
+
+        With a tokenizer, they are the ids of made-up words, so that no special token is drawn.
+        """
         if self._vocab_size is not None:
             return list(range(self._vocab_size))
         rng = random.Random(0)
@@ -126,24 +131,25 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 
 
 async def build_samples(
-    args: argparse.Namespace, tokens: Tokens, *, text_only: bool
+    args: argparse.Namespace, tokenizer: ServerTokenizer, *, text_only: bool
 ) -> list[Sample]:
     """Return the samples of the flags, the same for the same seed. With `text_only`, prompts of
     token ids are decoded.
     """
     if args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
-    samples: list[Sample] = await BUILDERS[args.dataset_name](
-        args, tokens, random.Random(args.seed)
-    )
+    build = BUILDERS[args.dataset_name]
+    samples: list[Sample] = await build(args, tokenizer, random.Random(args.seed))
     if text_only:
         for sample in samples:
             if not isinstance(sample.prompt, str):
-                sample.prompt = await tokens.decode(sample.prompt)
+                sample.prompt = await tokenizer.decode(sample.prompt)
     return samples
 
 
-async def _random(args: argparse.Namespace, tokens: Tokens, rng: random.Random) -> list[Sample]:
+async def _random(
+    args: argparse.Namespace, tokenizer: ServerTokenizer, rng: random.Random
+) -> list[Sample]:
     ratio = args.random_range_ratio
     prefix_len = args.random_prefix_len
     input_len = args.random_input_len
@@ -161,36 +167,38 @@ async def _random(args: argparse.Namespace, tokens: Tokens, rng: random.Random) 
         """Return a random length in len*(1-R..1+R)."""
         return rng.randint(max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio))))
 
-    pool = await tokens.pool()
-    prefix = rng.choices(pool, k=prefix_len)
+    known_ids = await tokenizer.ids_for_random_prompts()
+    prefix = rng.choices(known_ids, k=prefix_len)
     samples = []
     for _ in range(args.num_prompts):
-        ids = prefix + rng.choices(pool, k=random_length(input_len))
+        ids = prefix + rng.choices(known_ids, k=random_length(input_len))
         samples.append(Sample(ids, len(ids), random_length(output_len)))
     return samples
 
 
-async def _sharegpt(args: argparse.Namespace, tokens: Tokens, rng: random.Random) -> list[Sample]:
+async def _sharegpt(
+    args: argparse.Namespace, tokenizer: ServerTokenizer, rng: random.Random
+) -> list[Sample]:
     entries = _decode(args, _read(args), "")
     if not isinstance(entries, list):
         raise ConfigError(f"--dataset-path {args.dataset_path}: expected a list of conversations")
-    turns = []
+    questions_and_answers = []
     for entry in entries:
         conversation = entry.get("conversations", []) if isinstance(entry, dict) else []
         if len(conversation) >= 2 and all(
             isinstance(turn, dict) and isinstance(turn.get("value"), str)
             for turn in conversation[:2]
         ):
-            turns.append((conversation[0]["value"], conversation[1]["value"]))
+            questions_and_answers.append((conversation[0]["value"], conversation[1]["value"]))
     if not args.disable_shuffle:
-        rng.shuffle(turns)
+        rng.shuffle(questions_and_answers)
     given_output_len = args.output_len or args.sharegpt_output_len
     samples: list[Sample] = []
-    for question, answer in turns:
+    for question, answer in questions_and_answers:
         if len(samples) == args.num_prompts:
             break
-        prompt_len = len(await tokens.encode(question))
-        output_len = given_output_len or len(await tokens.encode(answer))
+        prompt_len = len(await tokenizer.encode(question))
+        output_len = given_output_len or len(await tokenizer.encode(answer))
         is_too_long = (
             prompt_len > SHAREGPT_MAX_PROMPT_TOKENS or prompt_len + output_len > SHAREGPT_MAX_TOKENS
         )
@@ -200,7 +208,9 @@ async def _sharegpt(args: argparse.Namespace, tokens: Tokens, rng: random.Random
     return _repeat_samples(samples, args)
 
 
-async def _custom(args: argparse.Namespace, tokens: Tokens, rng: random.Random) -> list[Sample]:
+async def _custom(
+    args: argparse.Namespace, tokenizer: ServerTokenizer, rng: random.Random
+) -> list[Sample]:
     texts = enumerate(_read(args).splitlines(), 1)
     lines = [_decode(args, text, f":{number}") for number, text in texts if text.strip()]
     if not args.disable_shuffle:
@@ -211,11 +221,10 @@ async def _custom(args: argparse.Namespace, tokens: Tokens, rng: random.Random) 
             raise ConfigError(
                 f'{args.dataset_path}: each line must be {{"prompt": "...", "output_tokens": N}}'
             )
-        output_len = line.get("output_tokens", args.output_len or args.custom_output_len)
-        prompt_len = len(await tokens.encode(line["prompt"]))
-        samples.append(
-            Sample(line["prompt"], prompt_len, None if output_len == -1 else int(output_len))
-        )
+        given_len = line.get("output_tokens", args.output_len or args.custom_output_len)
+        prompt_len = len(await tokenizer.encode(line["prompt"]))
+        output_len = None if given_len == -1 else int(given_len)  # None: no limit
+        samples.append(Sample(line["prompt"], prompt_len, output_len))
     return _repeat_samples(samples, args)
 
 
@@ -223,9 +232,12 @@ BUILDERS: dict[str, Any] = {"random": _random, "sharegpt": _sharegpt, "custom": 
 
 
 def _repeat_samples(samples: list[Sample], args: argparse.Namespace) -> list[Sample]:
+    """Return the samples, repeated up to --num-prompts unless --no-oversample is given."""
     if not samples:
         raise ConfigError(f"{args.dataset_path} has no usable prompt")
-    return samples if args.no_oversample else list(islice(cycle(samples), args.num_prompts))
+    if args.no_oversample:
+        return samples
+    return list(islice(cycle(samples), args.num_prompts))
 
 
 def _read(args: argparse.Namespace) -> bytes:

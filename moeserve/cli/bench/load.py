@@ -59,11 +59,10 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     """
     if math.isinf(rate):
         return [0.0] * count
-    gaps = (
-        np.ones(count)
-        if math.isinf(burstiness)
-        else np.random.default_rng(seed).gamma(burstiness, size=count)
-    )
+    if math.isinf(burstiness):
+        gaps = np.ones(count)
+    else:
+        gaps = np.random.default_rng(seed).gamma(burstiness, size=count)
     times: list[float] = (gaps.cumsum() * (count / rate / gaps.sum())).tolist()
     return times
 
@@ -73,11 +72,11 @@ async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
     outcome.
     """
     outcome = Outcome(sample.prompt_len, started_at_s=time.perf_counter())
-    kind: Any = ChatCompletionChunk if target.chat else Completion
+    chunk_type: Any = ChatCompletionChunk if target.chat else Completion
     last_chunk_at_s = outcome.started_at_s
     try:
         response = await client.transport.open("POST", target.url, target.body(sample))
-        async with Stream(response, kind, client.transport.timeout_s) as stream:
+        async with Stream(response, chunk_type, client.transport.timeout_s) as stream:
             async for chunk in stream:
                 if chunk.usage is not None:
                     outcome.output_tokens = chunk.usage.completion_tokens

@@ -57,7 +57,7 @@ def summarize(
     return result
 
 
-def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def request_details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return each request's lengths, times in seconds, text and error."""
     return {
         "input_lens": [outcome.prompt_len for outcome in outcomes],
@@ -70,8 +70,8 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:
-    """Format the result like `vllm bench serve`."""
+def format_table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:
+    """Return the result as text, like `vllm bench serve`."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests", result["completed"]),
         ("Failed requests", result["failed"]),
@@ -95,8 +95,5 @@ def table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:
 
 
 def _row(label: str, value: Any) -> str:
-    return (
-        f"{label + ':':<40} {value:.2f}"
-        if isinstance(value, float)
-        else f"{label + ':':<40} {value}"
-    )
+    shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label + ':':<40} {shown}"

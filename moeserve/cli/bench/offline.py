@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.errors import ConfigError
@@ -20,13 +20,22 @@ if TYPE_CHECKING:
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
+class IntFlag(NamedTuple):
+    """A flag with an integer."""
+
+    name: str
+    default: int
+    minimum: int
+    help: str
+
+
 class Benchmark(ABC):
     """One offline benchmark."""
 
-    # Integer flags, named as in `vllm bench`: (name, default, minimum, help).
-    numbers: ClassVar[list[tuple[str, int, int, str]]] = [
-        ("input_len", 32, 1, "prompt tokens"),
-        ("output_len", 128, 1, "output tokens"),
+    # Named as in `vllm bench`.
+    int_flags: ClassVar[list[IntFlag]] = [
+        IntFlag("input_len", default=32, minimum=1, help="prompt tokens"),
+        IntFlag("output_len", default=128, minimum=1, help="output tokens"),
     ]
 
     @classmethod
@@ -38,10 +47,14 @@ class Benchmark(ABC):
         parser.add_argument(
             "--model", metavar="MODEL", help="Hugging Face model directory (default: demo)"
         )
-        for name, default, _, help in [*cls.numbers, ("seed", 0, 0, "seed of the prompts")]:
-            flag = f"--{name.replace('_', '-')}"
+        seed = IntFlag("seed", default=0, minimum=0, help="seed of the prompts")
+        for flag in [*cls.int_flags, seed]:
             parser.add_argument(
-                flag, type=int, default=default, metavar="N", help=f"{help} [{default}]"
+                f"--{flag.name.replace('_', '-')}",
+                type=int,
+                default=flag.default,
+                metavar="N",
+                help=f"{flag.help} [{flag.default}]",
             )
         parser.add_argument(
             "--output-json", type=Path, metavar="FILE", help="also write the result to this file"
@@ -51,19 +64,18 @@ class Benchmark(ABC):
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
         """Measure an LLM that takes and returns token ids, and print the result as JSON."""
-        for name, _, least, _ in cls.numbers:
-            if getattr(args, name) < least:
+        for flag in cls.int_flags:
+            value = getattr(args, flag.name)
+            if value < flag.minimum:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at least {least}, got "
-                    f"{getattr(args, name)}"
+                    f"--{flag.name.replace('_', '-')} must be at least {flag.minimum}, got {value}"
                 )
         config = resolve(args).config
+        config = replace(config, model=replace(config.model, skip_tokenizer_init=True))
         from moeserve import LLM, SamplingParams
 
         params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=args.output_len)
-        with LLM(
-            config=replace(config, model=replace(config.model, skip_tokenizer_init=True))
-        ) as llm:
+        with LLM(config=config) as llm:
             result = cls.measure(args, llm, params)
         text = json.dumps(
             {**result, "input_len": args.input_len, "output_len": args.output_len}, indent=2
@@ -82,11 +94,11 @@ class Benchmark(ABC):
 class Latency(Benchmark):
     """Measures the seconds of single batches, one after another."""
 
-    numbers: ClassVar = [
-        *Benchmark.numbers,
-        ("batch_size", 8, 1, "prompts per batch"),
-        ("num_iters_warmup", 3, 0, "batches before the measurement"),
-        ("num_iters", 10, 1, "measured batches"),
+    int_flags: ClassVar = [
+        *Benchmark.int_flags,
+        IntFlag("batch_size", default=8, minimum=1, help="prompts per batch"),
+        IntFlag("num_iters_warmup", default=3, minimum=0, help="batches before the measurement"),
+        IntFlag("num_iters", default=10, minimum=1, help="measured batches"),
     ]
 
     @staticmethod
@@ -113,10 +125,10 @@ class Latency(Benchmark):
 class Throughput(Benchmark):
     """Measures requests and tokens per second of many prompts at once."""
 
-    numbers: ClassVar = [
-        *Benchmark.numbers,
-        ("num_prompts", 100, 1, "measured prompts"),
-        ("num_warmups", 2, 0, "prompts before the measurement"),
+    int_flags: ClassVar = [
+        *Benchmark.int_flags,
+        IntFlag("num_prompts", default=100, minimum=1, help="measured prompts"),
+        IntFlag("num_warmups", default=2, minimum=0, help="prompts before the measurement"),
     ]
 
     @staticmethod
@@ -130,15 +142,15 @@ class Throughput(Benchmark):
         begin_s = time.perf_counter()
         outputs = llm.generate(prompts[args.num_warmups :], params)
         elapsed_s = time.perf_counter() - begin_s
-        num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
-        num_tokens = args.num_prompts * args.input_len + num_out
+        num_output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        num_tokens = args.num_prompts * args.input_len + num_output_tokens
         return {
             "elapsed_time": elapsed_s,
             "num_requests": args.num_prompts,
             "total_num_tokens": num_tokens,
             "requests_per_second": args.num_prompts / elapsed_s,
             "tokens_per_second": num_tokens / elapsed_s,
-            "output_tokens_per_second": num_out / elapsed_s,
+            "output_tokens_per_second": num_output_tokens / elapsed_s,
         }
 
 

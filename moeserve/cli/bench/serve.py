@@ -11,9 +11,9 @@ from typing import Any
 
 import uvloop
 
-from moeserve.cli.bench.datasets import Tokens, add_dataset_flags, build_samples
+from moeserve.cli.bench.datasets import ServerTokenizer, add_dataset_flags, build_samples
 from moeserve.cli.bench.load import Outcome, Target, arrival_times, run_load, send
-from moeserve.cli.bench.metrics import METRICS, details, summarize, table
+from moeserve.cli.bench.metrics import METRICS, format_table, request_details, summarize
 from moeserve.cli.connect import add_server_flags, client_from, model_name
 from moeserve.errors import ConfigError
 
@@ -147,22 +147,24 @@ def _add_result_flags(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its table. Returns 1 if no request succeeded."""
-    metrics, percentiles = _check(args)
-    head, outcomes, duration_s = uvloop.run(_bench(args))
-    result = head | summarize(outcomes, duration_s, metrics, percentiles)
-    print(table(result, metrics))
-    for error in [outcome.error for outcome in outcomes if outcome.error][:10]:
+    metrics, percentiles = _read_metrics(args)
+    _check_load(args)
+    if args.host or args.port:
+        args.base_url = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
+    description, outcomes, duration_s = uvloop.run(_bench(args))
+    result = description | summarize(outcomes, duration_s, metrics, percentiles)
+    print(format_table(result, metrics))
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    for error in errors[:10]:
         print(f"failed: {error}", file=sys.stderr)
     if args.save_result:
-        print(
-            f"saved in {_save(args, result | (details(outcomes) if args.save_detailed else {}))}",
-            file=sys.stderr,
-        )
+        saved = result | (request_details(outcomes) if args.save_detailed else {})
+        print(f"saved in {_save(args, saved)}", file=sys.stderr)
     return 0 if result["completed"] else 1
 
 
-def _check(args: argparse.Namespace) -> tuple[list[str], list[float]]:
-    """Return the requested metrics and percentiles. Raises ConfigError for an invalid flag."""
+def _read_metrics(args: argparse.Namespace) -> tuple[list[str], list[float]]:
+    """Return the requested metrics and percentiles. Raises ConfigError for an invalid one."""
     metrics: list[str] = args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(METRICS):
         raise ConfigError(
@@ -176,15 +178,17 @@ def _check(args: argparse.Namespace) -> tuple[list[str], list[float]]:
         raise ConfigError(
             f"--metric-percentiles takes numbers from 0 to 100, got {args.metric_percentiles!r}"
         )
+    return metrics, percentiles
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    """Raise ConfigError for an invalid flag of the load."""
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be above 0")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
     if not isinstance(args.extra_body, dict):
         raise ConfigError("--extra-body must be a JSON object")
-    if args.host or args.port:
-        args.base_url = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
-    return metrics, percentiles
 
 
 async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome], float]:
@@ -196,8 +200,8 @@ async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome
             await client.wait_ready(args.ready_check_timeout_sec)
         model = await model_name(client, args.served_model_name or args.model)
         target = _target(args, client.transport.root_url, model)
-        tokens = Tokens(client, model, args.random_vocab_size)
-        samples = await build_samples(args, tokens, text_only=target.chat)
+        tokenizer = ServerTokenizer(client, model, args.random_vocab_size)
+        samples = await build_samples(args, tokenizer, text_only=target.chat)
         warm_ups = [await send(client, target, samples[0]) for _ in range(args.num_warmups)]
         if warm_ups and not any(outcome.success for outcome in warm_ups):
             raise ConfigError(f"every warm-up request failed: {warm_ups[0].error}")
@@ -208,7 +212,7 @@ async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome
             outcomes, duration_s = await run_load(
                 client, target, samples, times_s, args.max_concurrency, bar.update
             )
-    head = {
+    description = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
         "backend": args.backend,
@@ -218,20 +222,21 @@ async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }
-    return head, outcomes, duration_s
+    return description, outcomes, duration_s
 
 
-def _target(args: argparse.Namespace, root: str, model: str) -> Target:
+def _target(args: argparse.Namespace, root_url: str, model: str) -> Target:
     chat = args.backend == "openai-chat"
     fields = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if args.ignore_eos or args.dataset_name == "random":
         fields["ignore_eos"] = True
-    url = root + (args.endpoint or ("/v1/chat/completions" if chat else "/v1/completions"))
-    return Target(url, chat, {"model": model, **fields, **args.extra_body})
+    default_endpoint = "/v1/chat/completions" if chat else "/v1/completions"
+    url = root_url + (args.endpoint or default_endpoint)
+    return Target(url=url, chat=chat, fields={"model": model, **fields, **args.extra_body})
 
 
 def _save(args: argparse.Namespace, result: dict[str, Any]) -> Path:
-    limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency is not None else ""
+    limit = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
     model = str(result["model_id"]).rsplit("/", 1)[-1]
     name = f"{args.backend}-{args.request_rate}qps{limit}-{model}-{result['date']}.json"
     path: Path = args.result_dir / (args.result_filename or name)

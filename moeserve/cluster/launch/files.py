@@ -16,7 +16,7 @@ from moeserve.errors import ConfigError
 
 KEY = "/run/secrets/moeserve/cluster.key"  # path in a container
 USER_ID = 10001  # of the image's user
-MARGIN_S = 15  # for a server to end after it has drained
+MARGIN_S = 15  # time for a server to end after it has drained
 NAME = "moeserve"
 SECRET = "moeserve-cluster-key"
 LABEL = "leaderworkerset.sigs.k8s.io/"
@@ -38,7 +38,7 @@ class Deployment:
     """A server on several machines, as the user described it."""
 
     words: Sequence[str]  # arguments of `moeserve serve`
-    nodes: int
+    nodes: int  # number of machines
     model: Path | None  # as given
     rendezvous: str | None
     host_given: bool  # --host is among the words
@@ -48,16 +48,18 @@ class Deployment:
     image: str
 
     @property
-    def words_for_all(self) -> list[str]:
+    def public_words(self) -> list[str]:
         """The arguments of `moeserve serve`, so that clients on other machines can connect."""
-        return [*self.words, *(() if self.host_given else ("--host", "0.0.0.0"))]
+        if self.host_given:
+            return [*self.words]
+        return [*self.words, "--host", "0.0.0.0"]
 
     @property
     def model_folder(self) -> str | None:
         """The folder of the model, which all machines need, if the model is an absolute path."""
-        return (
-            str(self.model.parent) if self.model is not None and self.model.is_absolute() else None
-        )
+        if self.model is None or not self.model.is_absolute():
+            return None
+        return str(self.model.parent)
 
     @property
     def stop_s(self) -> int:
@@ -110,8 +112,8 @@ def _pod(deployment: Deployment, *, leads: bool) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
     ]
-    # The kubelet replaces $(NAME).
-    words = [word.replace("$(", "$$(") for word in deployment.words_for_all]
+    # Escaped, because the kubelet replaces $(NAME).
+    words = [word.replace("$(", "$$(") for word in deployment.public_words]
     container: dict[str, Any] = {"name": NAME, "image": deployment.image, "args": words}
     if deployment.nodes > 1:
         folder = KEY.rpartition("/")[0]
@@ -126,14 +128,12 @@ def _pod(deployment: Deployment, *, leads: bool) -> dict[str, Any]:
         )
     if leads:
         container["ports"] = [{"name": "http", "containerPort": deployment.port}]
-        container |= {
-            "startupProbe": _probe(deployment, "/livez", 5, 24),
-            "readinessProbe": _probe(deployment, "/readyz", 2, 1),
-        }
-        container["livenessProbe"] = _probe(deployment, "/livez", 10, 6)
+        container["startupProbe"] = _probe(deployment, "/livez", period_s=5, failures=24)
+        container["readinessProbe"] = _probe(deployment, "/readyz", period_s=2, failures=1)
+        container["livenessProbe"] = _probe(deployment, "/livez", period_s=10, failures=6)
     else:
-        # Kubernetes stops all pods at once. Keep the workers until the leader has drained; then
-        # they end with it.
+        # Kubernetes stops all pods at the same time. Keep the workers until the leader has drained.
+        # Then they end with the leader.
         container["lifecycle"] = {
             "preStop": {"exec": {"command": ["sleep", str(deployment.drain_s)]}}
         }
@@ -172,12 +172,10 @@ def compose(deployment: Deployment) -> str:
 
 
 def _service(deployment: Deployment, rank: int) -> dict[str, Any]:
-    words = [*deployment.words_for_all]
-    volumes = (
-        [f"{deployment.model_folder}:{deployment.model_folder}:ro"]
-        if deployment.model_folder
-        else []
-    )
+    words = deployment.public_words
+    volumes = []
+    if deployment.model_folder:
+        volumes.append(f"{deployment.model_folder}:{deployment.model_folder}:ro")
     if deployment.nodes > 1:
         words += [
             "--nnodes",
@@ -187,11 +185,12 @@ def _service(deployment: Deployment, rank: int) -> dict[str, Any]:
             "--cluster-key-file",
             KEY,
         ]
-        words += [] if deployment.rendezvous else ["--rendezvous", "machine-0:29500"]
+        if not deployment.rendezvous:
+            words += ["--rendezvous", "machine-0:29500"]
         volumes.append(f"./cluster.key:{KEY}:ro")
     service: dict[str, Any] = {
         "image": deployment.image,
-        "command": [word.replace("$", "$$") for word in words],
+        "command": [word.replace("$", "$$") for word in words],  # Compose replaces $NAME
         "restart": "unless-stopped",
         "stop_grace_period": f"{deployment.stop_s}s",
         "shm_size": "2gb",
@@ -200,7 +199,7 @@ def _service(deployment: Deployment, rank: int) -> dict[str, Any]:
     if not volumes:
         del service["volumes"]
     if rank:
-        # It serves no HTTP. It ends with machine 0, so its stop signal must have no effect.
+        # A worker serves no HTTP. It ends with machine 0, so its stop signal must have no effect.
         return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}
     return service | {
         "ports": [f"{deployment.port}:{deployment.port}"],
@@ -232,7 +231,7 @@ def slurm(deployment: Deployment) -> str:
 #SBATCH --signal=B:TERM@{deployment.stop_s + 60}
 
 # source /path/to/.venv/bin/activate
-exec moeserve launch --slurm -- serve {shlex.join(deployment.words_for_all)}
+exec moeserve launch --slurm -- serve {shlex.join(deployment.public_words)}
 """
 
 
@@ -246,7 +245,7 @@ def systemd(deployment: Deployment) -> str:
             "--print systemd: give the address of machine 0, for example `-- serve MODEL"
             " --rendezvous 10.0.0.1:29500`"
         )
-    words = " ".join(map(_quoted, deployment.words_for_all))
+    words = " ".join(map(_quoted, deployment.public_words))
     cluster_flags = (
         f" --nnodes {deployment.nodes} --node-rank %i --cluster-key-file /etc/moeserve/cluster.key"
         if deployment.nodes > 1

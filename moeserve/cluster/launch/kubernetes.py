@@ -20,7 +20,7 @@ from moeserve.cluster.launch.connection import ProcessConnection
 from moeserve.cluster.launch.files import LABEL, NAME, SECRET, Deployment, lws
 from moeserve.errors import ConfigError
 
-AGAIN_S = 1.0  # before a kubectl that has ended is run again
+RETRY_PAUSE_S = 1.0  # before a kubectl that has ended is started again
 LAST_LOGS_S = 2.0  # time to show the last log lines
 KUBECTL_TIMEOUT_S = 60.0  # of a kubectl that does not wait for pods
 MARGIN_S = 30.0  # for pods to end after they have drained
@@ -41,9 +41,10 @@ class KubernetesLaunch:
         self._deployment = deployment
         self._kubectl = ("kubectl", *(("--namespace", namespace) if namespace else ()))
         self._states: dict[str, str] = {}  # by the pod's uid
-        self._logs: dict[str, asyncio.Task[None]] = {}  # by the pod's uid and number of restarts
+        # Tasks that show logs, by the pod's uid and the container's number of restarts.
+        self._log_tasks: dict[str, asyncio.Task[None]] = {}
         loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[Any] = loop.create_future()  # exit code of the leader
+        self._leader_ended: asyncio.Future[Any] = loop.create_future()  # the leader's exit code
         # The first signal drains, the second one kills.
         self._signals: list[asyncio.Future[Any]] = [
             loop.create_future(),
@@ -58,7 +59,9 @@ class KubernetesLaunch:
         created = await self._create()
         watching = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait((self._ended, drain, watching), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (self._leader_ended, drain, watching), return_when=asyncio.FIRST_COMPLETED
+            )
             deleting = asyncio.create_task(self._delete(created))
             await asyncio.wait((deleting, kill), return_when=asyncio.FIRST_COMPLETED)
             if kill.done():
@@ -69,13 +72,15 @@ class KubernetesLaunch:
                 await self._delete(created)
                 return 128 + int(kill.result())
             if watching.done():
-                await watching  # raises, because it never returns
-            await asyncio.wait((self._ended,), timeout=AGAIN_S)
-            return int(self._ended.result()) if self._ended.done() and deleting.result() else 1
+                await watching  # raises, because `_watch` never returns
+            await asyncio.wait((self._leader_ended,), timeout=RETRY_PAUSE_S)
+            if self._leader_ended.done() and deleting.result():
+                return int(self._leader_ended.result())
+            return 1
         finally:
-            if self._logs:
-                await asyncio.wait(self._logs.values(), timeout=LAST_LOGS_S)
-            tasks = (watching, *self._logs.values())
+            if self._log_tasks:
+                await asyncio.wait(self._log_tasks.values(), timeout=LAST_LOGS_S)
+            tasks = (watching, *self._log_tasks.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -150,9 +155,10 @@ class KubernetesLaunch:
                     with suppress(json.JSONDecodeError):
                         self._on_pod(json.loads(pod))
                     pod = ""
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     def _on_pod(self, pod: dict[str, Any]) -> None:
+        """Print a new state of a pod, show its log, and note the end of the leader."""
         metadata = pod["metadata"]
         status = pod.get("status", {})
         uid = metadata["uid"]
@@ -168,17 +174,21 @@ class KubernetesLaunch:
                 f"moeserve launch: {name} (machine {rank} of {self._deployment.nodes}): {state}"
             )
         if {"running", "terminated"} & container.get("state", {}).keys():
-            start = f"{uid} {container.get('restartCount', 0)}"
-            if start not in self._logs:
-                self._logs[start] = spawn(
+            container_run = f"{uid} {container.get('restartCount', 0)}"
+            if container_run not in self._log_tasks:
+                self._log_tasks[container_run] = spawn(
                     self._follow(metadata["name"], uid),
                     name=f"log of {metadata['name']}",
                     on_error=log_error,
                 )
-        present_end = container.get("state", {}).get("terminated")
-        end = present_end or container.get("lastState", {}).get("terminated")
-        if rank == 0 and not self._ended.done() and (end or status.get("phase") == "Failed"):
-            self._ended.set_result(int(end["exitCode"]) if end else 1)
+        if rank == 0 and not self._leader_ended.done():
+            end = container.get("state", {}).get("terminated")
+            # A restarted container has the end of the previous one.
+            end = end or container.get("lastState", {}).get("terminated")
+            if end:
+                self._leader_ended.set_result(int(end["exitCode"]))
+            elif status.get("phase") == "Failed":
+                self._leader_ended.set_result(1)
 
     async def _follow(self, pod: str, uid: str) -> None:
         """Show a container's log. Connect again if the connection ends before the container."""
@@ -186,10 +196,11 @@ class KubernetesLaunch:
         while not since_flag or self._states[uid] in ("running", "ready"):
             async for line in self._lines("logs", "--follow", pod, *since_flag):
                 to_stderr(f"{pod} | {line}")
-            await asyncio.sleep(AGAIN_S)
-            since_flag = (f"--since={2 * AGAIN_S:g}s",)
+            await asyncio.sleep(RETRY_PAUSE_S)
+            since_flag = (f"--since={2 * RETRY_PAUSE_S:g}s",)
 
     async def _lines(self, *words: str) -> Any:
+        """Run kubectl, and yield the lines of its output."""
         connection = await ProcessConnection.open((*self._kubectl, *words))
         try:
             while line := await connection.readline():

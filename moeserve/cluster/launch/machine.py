@@ -13,7 +13,7 @@ from moeserve.cluster.launch.targets import LaunchTarget
 
 HELLO_TIMEOUT_S = 30.0  # for a part to start; ssh has a shorter one
 MAX_UNANSWERED = 6  # unanswered pings after which a machine counts as lost
-MAX_UNANSWERED_BY_FIRST = 30  # the same for machine 0, whose loss ends all requests
+MAX_UNANSWERED_BY_FIRST = 30  # the same for machine 0, with which all requests are lost
 
 
 class Machine:
@@ -24,25 +24,26 @@ class Machine:
         self.remedy = target.remedy
         self.rank = rank
         self.state = ""
-        self.joined = False  # it has joined at least once; for machine 0, it has been ready
-        self.alive = False  # its part runs an order
+        self.has_joined = False  # at least once; for machine 0: it has been ready
+        self.is_running = False  # its part runs an order
+        self.last_line = ""  # of the log
         self._on_state: Callable[[str], None] = lambda state: None
         self._title = f"{target.name} (machine {rank} of {num_machines})"
         self._target = target
         self._connection: PartConnection | None = None
         self._exit_code: int | None = None  # of the part, once it has reported one
         self._num_unanswered = 0  # pings since the last line from the part
-        self.last_line = ""  # of the log
 
     def watch(self, on_state: Callable[[str], None]) -> None:
         """Call `on_state` with each new state."""
         self._on_state = on_state
 
-    def enter(self, state: str) -> None:
-        """Set the state, and print it if it is new."""
+    def set_state(self, state: str) -> None:
+        """Set the state. If it is new, print it and call `on_state` of `watch`."""
         if state != self.state:
             self.state = state
-            self.joined |= state in ("joined", "ready")
+            if state in ("joined", "ready"):
+                self.has_joined = True
             to_stderr(f"moeserve launch: {self._title}: {state}")
             self._on_state(state)
 
@@ -65,13 +66,13 @@ class Machine:
         await self.end()
         raise PartNotStarted(cause)
 
-    async def live(self, order: Order) -> int | None:
+    async def run(self, order: Order) -> int | None:
         """Send the part its order, and wait for its end.
 
         Return the exit code, None if the part was lost.
         """
         self._exit_code = None
-        self.alive = True
+        self.is_running = True
         self.send(msgspec.json.encode(order) + b"\n")
         pinging = spawn(
             self._ping(), name=f"pings of {self.name}", on_error=self._on_pinging_failed
@@ -80,7 +81,7 @@ class Machine:
             await self._read()
             return self._exit_code
         finally:
-            self.alive = False
+            self.is_running = False
             await cancel(pinging)
             await self.end()
 
@@ -103,7 +104,7 @@ class Machine:
             await connection.close()
 
     async def _ping(self) -> None:
-        """Kill the part if it does not answer.
+        """Send pings, and kill the part if it does not answer.
 
         The number of unanswered pings counts, not the time, because Ctrl-Z may stop this process.
         """
@@ -126,7 +127,7 @@ class Machine:
             if line.startswith(MARK + ENDED):
                 self._exit_code = int(line.removeprefix(MARK + ENDED))
             elif line.startswith(MARK):
-                self.enter(line[len(MARK) :])
+                self.set_state(line[len(MARK) :])
             else:
                 to_stderr(f"{self.name} | {line}")
                 self.last_line = one_line(line)

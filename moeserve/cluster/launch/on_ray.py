@@ -29,14 +29,18 @@ STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
 _REMEDY = "Check `ray status`, and that Ray's Python on all nodes has moeserve"
 
 
-def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) -> list[LaunchTarget]:
+def start_ray_actors(
+    nodes: int | None, address: str | None, placement: str, gpus: int
+) -> list[LaunchTarget]:
     """Start actors in a placement group, and return them as machines.
 
     Raises ConfigError if Ray is not installed or not reachable, or if there is no room.
 
-    nodes: the number of machines; None for every node of the cluster.
-    placement: "spread" (one machine per node) or "pack" (all on one node).
-    gpus: GPUs per machine; each one also gets a CPU.
+    Args:
+        nodes: the number of machines; None for every node of the cluster.
+        address: the Ray cluster; None for the one of this node.
+        placement: a key of STRATEGIES: "spread" (one machine per node) or "pack" (few nodes).
+        gpus: GPUs per machine. Each machine also gets a CPU.
     """
     with ConfigError.instead_of(ImportError, "--ray", "; install Ray: pip install 'moeserve[ray]'"):
         import ray
@@ -68,18 +72,23 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
     actor_class = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1)(PartActor)
     own_node = ray.get_runtime_context().get_node_id()
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    # Machine 0 is the node of this process if it was chosen.
-    bundles = sorted(range(nodes), key=lambda bundle: node_of[bundle] != own_node)
-    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
-    actors = [actor_class.options(scheduling_strategy=place).remote() for place in places]
-    return [RayTarget(f"ray-{rank}", (), _REMEDY, actor) for rank, actor in enumerate(actors)]
+    # Bundles on the node of this process come first, so that machine 0 is here if possible.
+    bundle_indices = sorted(range(nodes), key=lambda index: node_of[index] != own_node)
+    actors = []
+    for index in bundle_indices:
+        place = PlacementGroupSchedulingStrategy(group, index)
+        actors.append(actor_class.options(scheduling_strategy=place).remote())
+    return [
+        RayTarget(name=f"ray-{rank}", command=(), remedy=_REMEDY, actor=actor)
+        for rank, actor in enumerate(actors)
+    ]
 
 
 class PartActor:
     """The actor that runs on a node of Ray. Its child process is the part."""
 
     def __init__(self) -> None:
-        # Ray sets it to the actor's CPUs, but --threads decides.
+        # Ray sets it to the actor's number of CPUs, but the setting --threads decides.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._part: ProcessConnection | None = None
 
@@ -109,16 +118,16 @@ class PartActor:
 
 @dataclass(frozen=True, slots=True)
 class RayTarget(LaunchTarget):
-    """A machine that Ray has chosen."""
+    """A machine that Ray has chosen. It has no command: its actor starts the part."""
 
-    actor: Any = None
+    actor: Any = None  # handle of a `PartActor`
 
     async def connect(self) -> PartConnection:
         """Start the part once its actor runs. Raises PartNotStarted."""
         import ray
         from ray.exceptions import RayError
 
-        # With retries, Ray queues the call until the actor runs.
+        # With unlimited retries (-1), Ray queues the call until the actor runs.
         call = self.actor.start.options(max_task_retries=-1).remote()
         try:
             address = await call
@@ -163,7 +172,7 @@ class RayConnection(PartConnection):
     async def _send(self) -> None:
         from ray.exceptions import RayError
 
-        with suppress(RayError):  # `_read` reports it
+        with suppress(RayError):  # the actor is lost, which `_read` reports
             while True:  # one call at a time, because Ray may reorder calls of an async actor
                 await self._actor.write.remote(await self._unsent.get())
 

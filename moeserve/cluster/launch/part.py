@@ -4,8 +4,8 @@ the launcher.
 It runs `moeserve serve` and ends with it. Its stdin is connected to the launcher. An end-of-file,
 or silence for a minute, means that the launcher or the network is gone, so the part ends.
 
-The cluster's secret arrives over stdin, too, and is never written to disk: `serve` reads it from an
-unnamed file in memory that only this user can open.
+The cluster's secret also arrives over stdin, and is never written to disk: `moeserve serve` reads
+it from an unnamed file in memory that only this user can open.
 """
 
 import os
@@ -37,12 +37,12 @@ END_S = 10.0  # for a server to end when the launcher is gone, before it is kill
 
 def main() -> int:
     """Run the part, and return the server's exit code (128 + n after signal n)."""
-    with socket.socket() as kept:
+    with socket.socket() as reserving:
         # Bound until the end, so that nobody gets the port before the server of machine 0 listens
-        # there: with this option both may bind it. This socket never listens.
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("", 0))
-        port = int(kept.getsockname()[1])
+        # there. With SO_REUSEADDR, both may bind the port. This socket never listens.
+        reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserving.bind(("", 0))
+        port = int(reserving.getsockname()[1])
         write_message(msgspec.json.encode(PartHello(_own_address(sys.argv[1]), port)).decode())
         line = _read_line()
         if not line:
@@ -67,26 +67,26 @@ def _run(order: Order) -> int:
             env=os.environ | order.env | {"MOESERVE_CLUSTER_KEY_FILE": path},
             preexec_fn=die_with_parent,
         )
-        threading.Thread(target=_obey, args=(child,), daemon=True).start()
-        code = child.wait()
-    code = code if code >= 0 else 128 - code
-    write_message(f"{ENDED}{code}")
-    return code
+        threading.Thread(target=_execute_commands, args=(child,), daemon=True).start()
+        return_code = child.wait()
+    # A negative return code is minus the signal.
+    exit_code = return_code if return_code >= 0 else 128 - return_code
+    write_message(f"{ENDED}{exit_code}")
+    return exit_code
 
 
-def _own_address(way: str) -> str:
+def _own_address(started_by: str) -> str:
     """Return this machine's address on the network by which it was reached.
 
-    way: "ssh", "slurm", or the address itself.
+    started_by: "ssh", "slurm", or the address itself.
     """
-    if way == "ssh":
+    if started_by == "ssh":
         return os.environ["SSH_CONNECTION"].split()[2]
-    if way != "slurm":
-        return way
+    if started_by != "slurm":
+        return started_by
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or os.environ["SLURM_SRUN_COMM_HOST"]
-    with socket.socket(
-        socket.AF_INET6 if ":" in launcher else socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:
+    family = socket.AF_INET6 if ":" in launcher else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((launcher, 9))  # sends nothing, but selects the local address
         return str(probe.getsockname()[0])
 
@@ -101,8 +101,8 @@ def _read_line() -> bytes:
     return line
 
 
-def _obey(child: subprocess.Popen[bytes]) -> None:
-    """Execute the launcher's commands until it is gone, then end the child."""
+def _execute_commands(child: subprocess.Popen[bytes]) -> None:
+    """Execute the launcher's commands until the launcher is gone, then end the child."""
     while select.select([0], [], [], SILENCE_S)[0] and (commands := os.read(0, 4096)):
         if KILL in commands:
             child.kill()

@@ -22,9 +22,10 @@ ENDED = "ended "  # followed by the exit code; a part that ends without this mes
 DRAIN = b"d"
 KILL = b"k"
 PING = b"."
-PONG = "pong"  # the answer to a ping; so each side notices when the other is gone
+PONG = "pong"  # the answer to a ping
 PING_S = 1.0
-SILENCE_S = 60.0  # without pings for this long, a part ends; Ctrl-Z may stop a launcher meanwhile
+# A part ends if it gets no ping for this long. It is long, because Ctrl-Z may stop the launcher.
+SILENCE_S = 60.0
 REPORT_S = 0.2  # interval at which a state is checked for changes
 
 # Environment variables that the launcher sets, see allocation.py.
@@ -63,18 +64,19 @@ def write_message(text: str) -> None:
         sys.stdout.flush()
 
 
-async def report(state: Callable[[], str]) -> None:
+async def report_changes(get_state: Callable[[], str]) -> None:
     """Report each change of a state to the launcher, until cancelled.
 
     Return at once if there is no launcher.
     """
-    sent = ""
+    last_reported = ""
 
-    def send_change() -> None:
-        nonlocal sent
-        if (now := state()) != sent:
-            report_state(now)
-            sent = now
+    def report_if_changed() -> None:
+        nonlocal last_reported
+        state = get_state()
+        if state != last_reported:
+            report_state(state)
+            last_reported = state
 
     if NNODES in os.environ:
-        await every(REPORT_S, send_change, name="report")
+        await every(REPORT_S, report_if_changed, name="report")

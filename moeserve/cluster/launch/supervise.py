@@ -1,8 +1,8 @@
 """The launcher's policy: start machines, restart those that fail, and stop all at the end.
 
 - If machine 0 ends by itself, all machines end, and the launcher returns its exit code.
-- A machine that is killed or lost is restarted. If it is machine 0, all requests are lost; if it is
-  another one, machine 0 continues meanwhile.
+- A machine that is killed or lost is restarted. With machine 0, all requests are lost. While
+  another machine is restarted, machine 0 continues.
 - A machine that cannot be reached is tried again until it can.
 """
 
@@ -28,7 +28,7 @@ RECENT_S = 60.0
 RECONNECT_INTERVAL_S = 1.0  # between attempts to reach a machine
 END_TIMEOUT_S = 10.0  # for the other machines to end after machine 0
 KILL_TIMEOUT_S = 2.0  # for killed machines to end
-# By then, machine 0 serves with a joined machine or reports that it waits.
+# Time after a machine has joined in which machine 0 either serves with it or reports that it waits.
 SETTLED_S = UNHEALTHY_S + 1
 CONNECTING = "connecting"
 MIN_SIGNAL_CODE = 128  # exit codes from here on are caused by signals
@@ -49,9 +49,10 @@ class Launch:
         ]
         self._make_order = make_order
         self._max_restarts = max_restarts
-        self._first_has_ended = asyncio.Event()  # machine 0 has
+        self._first_has_ended = asyncio.Event()  # set when machine 0 has ended for good
         self._num_signals = 0
-        self._killed: asyncio.Future[int] | None = None  # exit code, when all must end at once
+        # Gets the exit code when all machines must end at once.
+        self._killed: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
         """Run until the end, and return the exit code of machine 0 or of the first failure.
@@ -91,7 +92,7 @@ class Launch:
         """Drain on the first signal, stop at once on the second."""
         self._num_signals += 1
         assert self._killed is not None
-        if self._num_signals > 1 or not self._machines[0].alive:
+        if self._num_signals > 1 or not self._machines[0].is_running:
             if not self._killed.done():
                 self._killed.set_result(128 + number)
             return
@@ -104,18 +105,18 @@ class Launch:
         Raises ConfigError that names every machine that cannot be used.
         """
         for machine in self._machines:
-            machine.enter(CONNECTING)
+            machine.set_state(CONNECTING)
         hellos = await asyncio.gather(
             *(machine.connect() for machine in self._machines), return_exceptions=True
         )
         failures = []
         remedy = ""
-        for machine, hello in zip(self._machines, hellos, strict=True):
-            if isinstance(hello, PartNotStarted):
-                failures.append(f"{machine.name}: {hello}")
+        for machine, hello_or_error in zip(self._machines, hellos, strict=True):
+            if isinstance(hello_or_error, PartNotStarted):
+                failures.append(f"{machine.name}: {hello_or_error}")
                 remedy = machine.remedy
-            elif isinstance(hello, BaseException):
-                raise hello
+            elif isinstance(hello_or_error, BaseException):
+                raise hello_or_error
         if failures:
             causes = "; ".join(failures).rstrip(".")
             raise ConfigError(f"cannot start on {causes}. {remedy}".rstrip())
@@ -134,18 +135,18 @@ class Launch:
 
         first_hello: the hello of machine 0.
         """
-        restarted_at_s: deque[float] = deque()  # within RESTART_WINDOW_S
+        restarted_at_s: deque[float] = deque()  # times of the restarts within RESTART_WINDOW_S
         while True:
             code = await self._run_once(machine, first_hello)
             if machine.rank == 0:
-                has_exited = code is not None and code < MIN_SIGNAL_CODE
-                if self._num_signals or not machine.joined or has_exited:
+                has_exited = code is not None and code < MIN_SIGNAL_CODE  # by itself
+                if self._num_signals or not machine.has_joined or has_exited:
                     self._first_has_ended.set()
                     return 1 if code is None else code
                 to_stderr(
                     "moeserve launch: machine 0 is gone, and all requests with it; restarting it"
                 )
-            elif code in _PERMANENT_CODES and not machine.joined:
+            elif code in _PERMANENT_CODES and not machine.has_joined:
                 return self._give_up(
                     f"{machine.name} cannot join: {machine.last_line}", int(code or 0)
                 )
@@ -154,7 +155,9 @@ class Launch:
                 restarted_at_s.popleft()
             num_recent = sum(now_s - at_s < RECENT_S for at_s in restarted_at_s)
             pause_s = min(PAUSE_S * 2**num_recent, MAX_PAUSE_S)
-            if await self._first_ends_within(END_TIMEOUT_S if code == 0 else pause_s):
+            if code == 0:  # it was stopped, most likely because machine 0 is stopping
+                pause_s = END_TIMEOUT_S
+            if await self._first_ends_within(pause_s):
                 return 0
             if len(restarted_at_s) >= self._max_restarts:
                 cause = (
@@ -168,12 +171,13 @@ class Launch:
 
     async def _run_once(self, machine: Machine, first_hello: PartHello) -> int | None:
         """Run a machine until it ends. Return its exit code, None if it was lost."""
-        machine.enter("starting")
-        code = await machine.live(self._make_order(machine.rank, first_hello))
-        machine.enter("lost" if code is None else f"ended with code {code}")
+        machine.set_state("starting")
+        code = await machine.run(self._make_order(machine.rank, first_hello))
+        machine.set_state("lost" if code is None else f"ended with code {code}")
         return code
 
     def _give_up(self, cause: str, code: int) -> int:
+        """Print the cause, and return the exit code."""
         to_stderr(f"moeserve launch: giving up: {cause}")
         return code
 
@@ -186,25 +190,26 @@ class Launch:
 
     async def _reconnect(self, machine: Machine) -> bool:
         """Connect to a machine again. Return False if machine 0 ends before that succeeds."""
-        machine.enter("restarting")
+        machine.set_state("restarting")
         while True:
             try:
                 await machine.connect()
                 return True
             except PartNotStarted as error:
-                machine.enter(f"not reachable: {error}; trying again")
+                machine.set_state(f"not reachable: {error}; trying again")
             if await self._first_ends_within(RECONNECT_INTERVAL_S):
                 return False
 
     def _on_state_of_first(self, state: str) -> None:
+        """Set the other machines to "ready" with machine 0, which then serves with them."""
         for machine in self._machines[1:]:
             if state == "ready" and machine.state == "joined":
-                machine.enter("ready")
+                machine.set_state("ready")
 
     def _on_state_of_other(self, state: str) -> None:
         """Set a machine to "ready" some time after it has joined again.
 
-        Machine 0 does not report it if the machine came back before a readiness probe failed.
+        Machine 0 reports no new state if the machine came back before a readiness probe failed.
         """
         if state == "joined" and self._machines[0].state == "ready":
             asyncio.get_running_loop().call_later(
@@ -216,7 +221,7 @@ class Launch:
         killed = self._killed
         assert killed is not None
         for machine in self._machines:
-            if not (self._first_has_ended.is_set() and machine.joined):
+            if not (self._first_has_ended.is_set() and machine.has_joined):
                 machine.send(DRAIN)
         self._first_has_ended.set()
         all_ended = asyncio.gather(*tasks, return_exceptions=True)

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeserve.cluster.allocation import expand
+from moeserve.cluster.allocation import expand_nodelist
 from moeserve.cluster.launch.connection import PartConnection, ProcessConnection
 from moeserve.errors import ConfigError
 
 MAX_HOSTS = 1024  # the limit of --nnodes
 _NAME = r"(?P<name>(?:[\w.+-]+@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_][\w.-]*))"
-_HOST = re.compile(rf"{_NAME}(?::(?P<after>[0-9]{{1,5}})|\s+slots\s*=\s*(?P<slots>[0-9]{{1,5}}))?")
+_SLOTS = r":(?P<short>[0-9]{1,5})|\s+slots\s*=\s*(?P<long>[0-9]{1,5})"  # host:8 or host slots=8
+_HOST = re.compile(rf"{_NAME}(?:{_SLOTS})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,10 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def common_slots(hosts: Iterable[Host]) -> int | None:
-    """Return the slots of every host, None if not given. Raises ConfigError if hosts differ."""
+    """Return the number of slots, which all hosts have; None if not given.
+
+    Raises ConfigError if the hosts differ.
+    """
     name_by_slots = {host.slots: host.name for host in hosts}
     if len(name_by_slots) > 1:
         differences = ", ".join(
@@ -62,14 +66,17 @@ def common_slots(hosts: Iterable[Host]) -> int | None:
 
 def _parse_host(text: str, where: str) -> Host:
     match = _HOST.fullmatch(text)
-    slots = match and (match["after"] or match["slots"])
-    if match is None or (slots and int(slots) == 0):
+    slots = None
+    if match is not None and (digits := match["short"] or match["long"]):
+        slots = int(digits)
+    if match is None or slots == 0:
         raise ConfigError(
             f"{where}: {text!r:.100} is no host; write `host`, `user@host`, `host slots=8` or"
             " `host:8` (8 is the number of processes; give ssh ports in ~/.ssh/config or by"
             " --ssh-option Port=N)"
         )
-    return Host(match["name"].replace("[", "").replace("]", ""), int(slots) if slots else None)
+    name = match["name"].replace("[", "").replace("]", "")  # ssh takes IPv6 without brackets
+    return Host(name, slots)
 
 
 def _check_hosts(hosts: Iterable[Host], where: str) -> list[Host]:
@@ -131,20 +138,20 @@ def over_ssh(
 
     Raises ConfigError.
 
-    python: shell command of Python on the hosts; by default the path of this Python.
-    options: NAME=VALUE as in ssh_config.
+    Args:
+        python: shell command of Python on the hosts; by default the path of this Python.
+        options: NAME=VALUE as in ssh_config.
     """
     for option in options:
         if "=" not in option or option.startswith(("-", "=")):
             raise ConfigError(
                 f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222"
             )
-    remote = f"{python or shlex.quote(sys.executable)} {' '.join(PART)} ssh"
+    remote_command = f"{python or shlex.quote(sys.executable)} {' '.join(PART)} ssh"
     defaults = [f"{name}={value}" for name, value in _SSH_DEFAULTS.items()]
-    words = [f"-o{option}" for option in (*options, *defaults)]
+    ssh = ("ssh", "-T", *(f"-o{option}" for option in (*options, *defaults)), "--")
     return [
-        LaunchTarget(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY)
-        for host in hosts
+        LaunchTarget(host.name, (*ssh, host.name, remote_command), _SSH_REMEDY) for host in hosts
     ]
 
 
@@ -160,13 +167,9 @@ def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
             " script (`moeserve launch --print slurm --nodes N -- serve MODEL` writes one)"
         )
     with ConfigError.instead_of(ValueError, f"SLURM_JOB_NODELIST={nodes!r:.100}"):
-        names = expand(nodes)
-    step = ("--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
+        names = expand_nodelist(nodes)
+    srun = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
+    part = (sys.executable, *PART, "slurm")
     return [
-        LaunchTarget(
-            name,
-            ("srun", *step, f"--nodelist={name}", sys.executable, *PART, "slurm"),
-            _SLURM_REMEDY,
-        )
-        for name in names
+        LaunchTarget(name, (*srun, f"--nodelist={name}", *part), _SLURM_REMEDY) for name in names
     ]

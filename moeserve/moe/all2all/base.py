@@ -37,17 +37,19 @@ class All2AllCaps:
 
     name: str
     layouts: frozenset[Layout]
-    wires: frozenset[str]  # dtypes of the model that it accepts, e.g. "bfloat16"
+    row_dtypes: frozenset[str]  # dtypes of the model that it accepts, e.g. "bfloat16"
     # The most tokens of one dispatch on one rank, the same on all ranks; None: no limit. A larger
     # step is dispatched in several rounds. `join` may change it.
     max_tokens: int | None = None
-    # How many buffers of all received rows exist at once, results included.
+    # How many copies of all received rows are in memory at once. Results count as a copy.
     copies: int = 3
     # Return the width to which rows are padded; None if they are too wide.
     pad_hidden: Callable[[int], int | None] = lambda width: width
     # Return whether a group of this many ranks is supported.
-    world_sizes: Callable[[int], bool] = lambda size: size >= 1
-    max_in_flight: int | None = None  # dispatches of one micro-batch; None: no limit
+    supports_world_size: Callable[[int], bool] = lambda size: size >= 1
+    # How many dispatches may wait for their combine at once, however they are divided among the
+    # micro-batches; None: any number.
+    max_in_flight: int | None = None
     # Why no CUDA graph can record a dispatch; None if one can.
     not_recorded: str | None = "rows are counted on the host"
     # The most tokens of each rank in a recorded dispatch; None: no limit. `join` may change it.
@@ -83,9 +85,9 @@ class Inbound:
     ends_e: NDArray[np.int64] | Tensor
     expected_rows: int = 0  # P under an even load, if counts are on the device; 0: all rows
     max_rows: int = 0  # upper bound of P, if counts are on the device; 0: all rows
-    # fp32 [..., D / 128] with any strides, or None. If set, `rows` are still e4m3, as they were
-    # sent, with one scale for each 128 elements. Kernels for fp8 rows read both; others read `x`.
-    # Exact backends leave this None.
+    # fp32 [..., D / 128] with any strides, one scale for each 128 elements of e4m3 `rows`. None:
+    # the rows are in the model's dtype. Kernels for fp8 rows read `rows` and `scales`; other
+    # kernels read `x`. Exact backends leave this None.
     scales: Tensor | None = None
 
     @property
@@ -114,7 +116,8 @@ class Inbound:
     def split(self, num_experts: int) -> "tuple[Inbound, Inbound]":
         """Split GROUPED rows into those of the first `num_experts` local experts and the rest.
 
-        Both halves keep all local experts; the experts of the other half have a count of 0.
+        Both parts keep all local experts. In each part, the experts of the other one have a count
+        of 0.
         """
         assert self.layout is Layout.GROUPED
         assert self.scales is None
@@ -129,7 +132,7 @@ class Inbound:
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class EarlySend:
     """The option to send the results of the first `num_experts` local experts before the others are
     computed. `combine` sends all results that were not sent early.
     """
@@ -148,7 +151,7 @@ class Ticket:
     # Where the experts should write their results, in the layout of inbound.rows; None: anywhere.
     # `combine` accepts any tensor, but has to copy one that is not this.
     y: Tensor | None = None
-    early: Early | None = None
+    early_send: EarlySend | None = None  # None: all results are sent by `combine`
     _used: bool = field(default=False, repr=False)
 
     def use(self) -> None:
@@ -211,9 +214,14 @@ class UnavailableBackend:
     """
 
     def __init__(self, name: str, why: str) -> None:
-        self.caps = All2AllCaps(name=name, layouts=frozenset(), wires=frozenset(), obstacle=why)
+        self.caps = All2AllCaps(
+            name=name, layouts=frozenset(), row_dtypes=frozenset(), obstacle=why
+        )
 
     def _refuse(self, *_: object) -> NoReturn:
         raise AssertionError(self.caps.obstacle)
 
-    join = leave = dispatch = combine = _refuse
+    join = _refuse
+    leave = _refuse
+    dispatch = _refuse
+    combine = _refuse

@@ -15,12 +15,12 @@ A combine has two steps:
 
 Counts stay on the device, so the host plans for an upper bound of the rows.
 
-A buffer is reused without further messages. A barrier ends when every rank's stream has finished
-all work that precedes it. Let D be the barrier of a dispatch and C the barrier of its combine.
-- The next dispatch writes rows and ids before its D. The peers have read the previous ones before
-  C, which has ended.
-- It writes places and results after its D. All ranks have read the previous ones, for the sums of
-  the previous combine, before that D.
+A barrier ends when every rank's stream has finished all work that precedes it. So the next dispatch
+may reuse the buffer of a dispatch after its combine, without further messages:
+- Rows and ids are written before the barrier of the next dispatch. The peers have read the previous
+  rows and ids before the barrier of the combine, which has ended.
+- Places and results are written after the barrier of the next dispatch. All ranks have read the
+  previous places and results, for the sums of the combine, before that barrier.
 All ranks make the same calls in the same order, so a number identifies a barrier.
 
 T: tokens of this rank. M: tokens of the rank that has the most. K: experts per token. D: model
@@ -129,8 +129,9 @@ class CudaIpcAll2All:
         self.caps = All2AllCaps(
             name="cuda_ipc",
             layouts=frozenset({Layout.GROUPED}),
-            wires=frozenset(RAW),
+            row_dtypes=frozenset(RAW),
             max_tokens=facts.max_tokens,
+            # Received rows and results of each buffer, and the decoded rows of a lossy format
             copies=2 * NUM_BUFFERS + facts.wire.lossy,
             pad_hidden=lambda width: width if width * dtype.itemsize % 16 == 0 else None,
             not_recorded=None,
@@ -168,7 +169,7 @@ class CudaIpcAll2All:
 
     def _layout(self) -> tuple[list[_Offsets], int]:
         """Return the offsets of each buffer's parts in a micro-batch's region, and its size."""
-        tokens = self._facts.round_tokens(1)
+        tokens = self._facts.round_tokens(1)  # the most that a group of any size allows
         sizes = _Offsets(
             ids=4 * self._num_rows,
             places=4 * tokens * self._facts.top_k,
@@ -254,15 +255,16 @@ class CudaIpcAll2All:
             ids_TK=ids_TK,
             most_tokens=most_tokens,
             num_local=num_local,
-            x_at=buffer.offsets.x,
-            ids_at=buffer.offsets.ids,
+            x_offset=buffer.offsets.x,
+            ids_offset=buffer.offsets.ids,
             programs=programs,
         )
         window.barrier(most_tokens)
         all_tokens = num_ranks * most_tokens
         ids_B = window.own_B[buffer.offsets.ids :][: 4 * all_tokens * top_k]
         ids_NK = ids_B.view(torch.int32).view(all_tokens, top_k)
-        alignment = align(ids_NK, num_local, 128)
+        # Only the order and the ends are used, not the tiles of block_m rows.
+        alignment = align(ids_NK, num_local, block_m=128)
         rows_PW = buffer.rows_PW[: all_tokens * top_k]
         assert alignment.order_N is not None
         gather(
@@ -272,8 +274,8 @@ class CudaIpcAll2All:
             ends_e=alignment.ends_e,
             most_tokens=most_tokens,
             top_k=top_k,
-            x_at=buffer.offsets.x,
-            places_at=buffer.offsets.places,
+            x_offset=buffer.offsets.x,
+            places_offset=buffer.offsets.places,
             out_PW=rows_PW,
             programs=programs,
         )
@@ -317,8 +319,8 @@ class CudaIpcAll2All:
             weights_TK=weights_TK,
             ids_TK=ids_TK,
             num_local=self._num_local,
-            places_at=buffer.offsets.places,
-            y_at=buffer.offsets.y,
+            places_offset=buffer.offsets.places,
+            y_offset=buffer.offsets.y,
             out_TD=out_TD,
             programs=self._facts.comm_sms,
         )

@@ -1,7 +1,9 @@
 """Pure functions that the backends share: sort rows by expert, and sum results with weights.
 
-A pair is one (token, k) choice of the router; its number is t * K + k. P pairs have an expert, of N
-pairs in all.
+A pair is one (token, k) choice of the router; its number is t * K + k.
+
+T: tokens. K: experts per token. D: model width. e: experts. N: pairs. P: pairs with an expert.
+M: pairs of some consecutive tokens.
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from torch import Tensor
 from moeserve.moe.routing import Routing
 from moeserve.ops import native_rows
 
-TERMS = 1 << 20  # the most fp32 elements that `weighted_sum_plainly` has in memory at a time
+MAX_TERMS = 1 << 20  # the most fp32 elements that `weighted_sum_plainly` has in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,15 @@ def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD:
     tokens, top_k = routing.ids_TK.shape
     if not len(rows.order_P):
         return out_TD.zero_()
-    complete = len(rows.order_P) == len(rows.place_N)
-    step = max(1, TERMS // (top_k * y_PD.shape[1]))
+    all_have_experts = len(rows.order_P) == len(rows.place_N)
+    step = max(1, MAX_TERMS // (top_k * y_PD.shape[1]))
     for start in range(0, tokens, step):
         place_M = rows.place_N[start * top_k : (start + step) * top_k]
-        found_MD = y_PD.index_select(0, place_M if complete else place_M.clamp(min=0))
-        if not complete:
-            found_MD.masked_fill_((place_M < 0)[:, None], 0)
+        y_MD = y_PD.index_select(0, place_M if all_have_experts else place_M.clamp(min=0))
+        if not all_have_experts:
+            y_MD.masked_fill_((place_M < 0)[:, None], 0)
         terms_TKD = (
-            found_MD.view(-1, top_k, y_PD.shape[1])
-            * routing.weights_TK[start : start + step, :, None]
+            y_MD.view(-1, top_k, y_PD.shape[1]) * routing.weights_TK[start : start + step, :, None]
         )
         total_TD, *later_terms = terms_TKD.unbind(1)
         for term_TD in later_terms:

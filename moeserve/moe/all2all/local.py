@@ -31,8 +31,8 @@ class LocalAll2All:
     caps = All2AllCaps(
         name="local",
         layouts=frozenset({Layout.GROUPED}),
-        wires=frozenset({"float32", "bfloat16", "float16"}),
-        world_sizes=lambda size: size == 1,
+        row_dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        supports_world_size=lambda size: size == 1,
         in_place=True,
     )
 

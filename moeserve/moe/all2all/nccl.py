@@ -13,8 +13,8 @@ It has two modes, and both keep rows on the device:
 `wait` only makes the stream wait, so the backend is `Checked`.
 
 T: tokens of this rank. M: tokens of the rank that has the most. K: experts per token. D: model
-width. R: ranks. e: local experts. N: rows received. P: pairs for the local experts. B: bytes of an
-encoded row.
+width. R: ranks. e: local experts. S: rows sent. U: rows received, in the order of their ranks.
+N: (token, k) pairs. P: pairs for the local experts. B: bytes of an encoded row.
 """
 
 from dataclasses import dataclass, replace
@@ -97,26 +97,26 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         sent_rows_R = sent_counts[:, -1]
         received_rows_R = received_counts[:, -1]
         # The rows for rank 0, then those for rank 1, ..., as places in the flat [R, T] mask.
-        place_M = (
+        place_S = (
             (~is_for_RT)
             .flatten()
             .to(torch.uint8)
             .sort(stable=True)
             .indices[: int(sent_rows_R.sum())]
         )
-        send_MB = rows_TB.index_select(0, place_M % max(1, len(x_TD)))
-        received_NB = rows_TB.new_empty((int(received_rows_R.sum()), rows_TB.shape[1]))
+        send_SB = rows_TB.index_select(0, place_S % max(1, len(x_TD)))
+        received_UB = rows_TB.new_empty((int(received_rows_R.sum()), rows_TB.shape[1]))
         wait_for_rows = mesh.all_to_all(
-            received_NB, send_MB, received_rows_R.tolist(), sent_rows_R.tolist()
+            received_UB, send_SB, received_rows_R.tolist(), sent_rows_R.tolist()
         )
         own_pairs = _group_pairs(rank_TK, size, sent_counts[:, :-1].sum(1))
 
         def receive() -> Ticket:
             wait_for_rows()
-            x_ND, local_NK = self._decode(received_NB)
+            x_UD, local_UK = self._decode(received_UB)
             counts_e = received_counts[:, :-1].sum(0)
-            order_P = _group_pairs(local_NK, self._num_local, counts_e).order_P
-            x_PD = x_ND.index_select(0, order_P // ids_TK.shape[1])
+            order_P = _group_pairs(local_UK, self._num_local, counts_e).order_P
+            x_PD = x_UD.index_select(0, order_P // ids_TK.shape[1])
             handle = _NcclHandle(
                 mesh,
                 pairs_R=received_counts[:, :-1].sum(1),
@@ -145,8 +145,8 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         ids_MK = pad(ids_TK.to(torch.int32), padding, value=-1)
         rows_MB = torch.cat((pad(self._wire.encode(x_TD), padding), bytes_of(ids_MK)), 1)
         pairs_R = np.full(mesh.members.size, most_tokens * top_k)
-        received_NB = rows_MB.new_empty((len(pairs_R) * most_tokens, rows_MB.shape[1]))
-        wait_for_rows = mesh.all_gather(received_NB, rows_MB)
+        received_UB = rows_MB.new_empty((len(pairs_R) * most_tokens, rows_MB.shape[1]))
+        wait_for_rows = mesh.all_gather(received_UB, rows_MB)
         pair_N = torch.arange(int(pairs_R.sum()), device=ids_TK.device)
         place_N = (
             ids_TK.flatten().div(self._num_local, rounding_mode="floor") * pairs_R[0]
@@ -156,12 +156,12 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
 
         def receive() -> Ticket:
             wait_for_rows()
-            x_ND, local_NK = self._decode(received_NB)
-            order_P, place_P = _sort_pairs(local_NK.flatten(), self._num_local)
-            counts_e = _count_pairs(local_NK, self._num_local).to(torch.int32)
+            x_UD, local_UK = self._decode(received_UB)
+            order_P, place_P = _sort_pairs(local_UK.flatten(), self._num_local)
+            counts_e = _count_pairs(local_UK, self._num_local).to(torch.int32)
             inbound = Inbound(
                 Layout.GROUPED,
-                x_ND.index_select(0, order_P // top_k),
+                x_UD.index_select(0, order_P // top_k),
                 counts_e=counts_e,
                 ends_e=counts_e.cumsum(0, dtype=torch.int32),
                 expected_rows=most_tokens * top_k,
@@ -171,16 +171,16 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
 
         return Transfer(receive)
 
-    def _decode(self, received_NB: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the received rows [N, D], and the local expert of each of their pairs [N, K], or
-        -1 for an expert of another rank.
+    def _decode(self, received_UB: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the received rows [U, D], and the local expert of each of their pairs [U, K]; -1
+        for an expert of another rank.
         """
         row_bytes = self._wire.row_bytes(self._width)
         first = self.mesh.members.rank * self._num_local
-        local_NK = received_NB[:, row_bytes:].contiguous().view(torch.int32) - first
-        is_elsewhere = (local_NK < 0) | (local_NK >= self._num_local)
-        x_ND = self._wire.decode(received_NB[:, :row_bytes], self._dtype, self._width)
-        return x_ND, local_NK.masked_fill_(is_elsewhere, -1)
+        local_UK = received_UB[:, row_bytes:].contiguous().view(torch.int32) - first
+        is_elsewhere = (local_UK < 0) | (local_UK >= self._num_local)
+        x_UD = self._wire.decode(received_UB[:, :row_bytes], self._dtype, self._width)
+        return x_UD, local_UK.masked_fill_(is_elsewhere, -1)
 
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch

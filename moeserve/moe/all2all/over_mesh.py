@@ -30,7 +30,7 @@ class MeshAll2All(All2All, Generic[M]):
         self.caps = All2AllCaps(
             name="torch",
             layouts=frozenset({Layout.GROUPED}),
-            wires=frozenset({wire.name} if wire.name in RAW else RAW),
+            row_dtypes=frozenset({wire.name} if wire.name in RAW else RAW),
             max_tokens=facts.max_tokens,
             copies=5,  # received, sorted, decoded, computed and returned rows
             devices=frozenset({device}),

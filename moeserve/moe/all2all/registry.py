@@ -37,13 +37,14 @@ BACKENDS: "Registry[Callable[[BackendFacts], All2All]]" = Registry(
 AUTO = {"cpu": ("shm", "torch"), "cuda": ("deepep_v2", "deepep_ll", "cuda_ipc", "torch")}
 
 # The memory for the rows that one dispatch may bring to a rank, on CPUs. In the worst case, every
-# token of every rank has all its experts on one rank. A step that could need more is dispatched in
-# rounds. The number of rows depends only on settings, not on the size of the group; the number of
-# tokens in a round depends on both.
+# token of every rank has all its experts on one rank. A step that could need more memory is
+# dispatched in rounds. The number of rows does not depend on the number of ranks; the number of
+# tokens of a round does.
 ROUND_BYTES = 128 << 20
 # On GPUs, ROUND_BYTES times this: each round reads all experts' weights, and there is more memory.
 GPU_ROUND_FACTOR = 4
-# A limit for narrow rows, for which ROUND_BYTES would be far too many: the rows of so many ranks.
+# Narrow rows would fill ROUND_BYTES only in much larger steps than occur. So the number of rows is
+# also limited to the rows that this many ranks send in their largest steps.
 USUAL_RANKS = 8
 
 REMOVED = {"allgather": "torch", "deepep_ht": "deepep_v2"}  # name -> successor
@@ -62,7 +63,7 @@ class BackendFacts:
     num_hosts: int = 1
     device: str = "cpu"
     comm_sms: int = COMM_SMS  # multiprocessors for moving rows
-    sms_asked: bool = False  # the user set comm_sms
+    is_comm_sms_set: bool = False  # whether the user set comm_sms
     encrypt_rows: bool = False
     wire: "WireFormat"
 
@@ -133,7 +134,7 @@ def make_backends(
         num_hosts=config.nnodes,
         device=device,
         comm_sms=config.comm_sms or COMM_SMS,
-        sms_asked=config.comm_sms is not None,
+        is_comm_sms_set=config.comm_sms is not None,
         encrypt_rows=config.encrypt_rows,
         wire=wire_of(config.wire, dtype),
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeserve.comm.members import Members
-from moeserve.comm.shm import ShmGroup, module
+from moeserve.comm.shm import ShmGroup, native_module
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
@@ -83,37 +83,39 @@ class ShmAll2All:
         self._dtype = facts.dtype
         # The encoding of dispatched rows; None: rows are sent as they are, as results always are.
         self._wire = facts.wire if facts.wire.lossy else None
-        self._element = getattr(module().Element, str(facts.dtype).removeprefix("torch."))
+        self._element = getattr(native_module().Element, str(facts.dtype).removeprefix("torch."))
         self._group: ShmGroup | None = None
         self._channels: list[_ShmChannel] = []
         self.caps = All2AllCaps(
             name="shm",
             layouts=frozenset({Layout.GROUPED}),
-            wires=frozenset(RAW),
+            row_dtypes=frozenset(RAW),
             max_tokens=facts.max_tokens,
             copies=2 if self._wire is None else 3,  # received rows, results, and decoded rows
             devices=frozenset({"cpu"}),
-            max_in_flight=module().Exchange.TURNS,
+            # The native code allows this many for each micro-batch.
+            max_in_flight=native_module().Exchange.TURNS,
         )
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         self.leave()
         self.caps = replace(self.caps, max_tokens=self._facts.round_tokens(members.size))
         row_bytes = self._facts.row_bytes
-        facts = {
+        sizes = {
             "experts_per_rank": experts_per_rank,
             "max_tokens": self.caps.max_tokens,
             "top_k": self._facts.top_k,
             "x_row_bytes": row_bytes if self._wire is None else self._wire.row_bytes(self._hidden),
             "y_row_bytes": row_bytes,
         }
-        exchange_class = module().Exchange
-        shape = module().Shape(**facts)
+        exchange_class = native_module().Exchange
+        shape = native_module().Shape(**sizes)
         group = ShmGroup(members, range(members.size), name="all2all", ubatches=ubatches)
         self._group = group
+        wire_name = None if self._wire is None else self._wire.name
         channels = group.open_channels(
             exchange_class.region_bytes(members.size, shape),
-            f"{facts} {self._dtype} {self._wire and self._wire.name}",
+            f"{sizes} {self._dtype} {wire_name}",
         )
         self._channels = [
             self._channel(
@@ -151,9 +153,11 @@ class ShmAll2All:
             raise ValueError(
                 f"cannot dispatch {given}; this backend takes [T, {self._hidden}] {self._dtype}"
             )
-        ids_TK = _plain(routing.ids_TK, torch.int32)
+        ids_TK = _contiguous_as(routing.ids_TK, torch.int32)
         rows = (
-            _plain(x_TD, x_TD.dtype) if self._wire is None else self._wire.encode(x_TD).contiguous()
+            _contiguous_as(x_TD, x_TD.dtype)
+            if self._wire is None
+            else self._wire.encode(x_TD).contiguous()
         )
         channel = channels[ubatch.index]
         index = channel.exchange.dispatch(ids_TK.data_ptr(), tokens, top_k, rows.data_ptr())
@@ -197,7 +201,7 @@ class ShmAll2All:
         if y is not ticket.y and y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: ticket.y.shape[0]])
         exchange = channel.exchange
-        weights_TK = _plain(ticket.routing.weights_TK, torch.float32)
+        weights_TK = _contiguous_as(ticket.routing.weights_TK, torch.float32)
         exchange.combine(index)
 
         def add_up() -> Tensor:
@@ -212,7 +216,7 @@ class ShmAll2All:
         return Transfer(finish=add_up, arrived=partial(exchange.arrived_ns, index))
 
 
-def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _contiguous_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x contiguous and in `dtype`, as the native code reads it.
 
     Makes no torch call (about a microsecond each) if x is so already.

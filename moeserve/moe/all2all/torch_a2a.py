@@ -5,8 +5,9 @@ need not be sent first. A dispatch message is an index of the experts, followed 
 once. A combine message has one result per (token, k) pair, because the token's rank must add them
 up in the order of k.
 
-T: tokens of this rank. K: experts per token. D: model width. R: ranks. e: local experts. P: rows
-for the local experts. B: bytes of an encoded row. n: pairs of one message.
+T: tokens of this rank. K: experts per token. D: model width. R: ranks. e: local experts. P: pairs
+received for the local experts. B: bytes of an encoded row. n: pairs of one message. N: rows of a
+buffer.
 """
 
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from moeserve.comm.gloo import Channel, Mesh
 from moeserve.comm.members import Members
-from moeserve.comm.nccl import why_not
-from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Ticket
+from moeserve.comm.nccl import why_nccl_unsupported
+from moeserve.moe.all2all.base import All2All, EarlySend, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.over_mesh import MeshAll2All
@@ -37,7 +38,7 @@ def make(facts: BackendFacts) -> All2All:
     """Return the backend for these ranks: over Gloo on CPUs, over NCCL on GPUs."""
     if facts.device == "cpu":
         return TorchAll2All(facts)
-    if (why := why_not(-(-facts.num_ranks // facts.num_hosts))) is not None:
+    if (why := why_nccl_unsupported(-(-facts.num_ranks // facts.num_hosts))) is not None:
         raise Unavailable(f"{why}; use --all2all cuda_ipc, which serves ranks of one machine")
     return NcclAll2All(facts)
 
@@ -95,24 +96,30 @@ class TorchAll2All(MeshAll2All[Mesh]):
 
         def receive_rows() -> Ticket:
             exchange.wait()
-            counts_Re, place_M = self._read_indexes(inbox_RNB)
+            counts_Re, inbox_row_P = self._read_indexes(inbox_RNB)
             order_P, place_P = _by_expert(counts_Re)
             rows_NB = inbox_RNB.view(-1, self._row_bytes).view(torch.int64)
-            encoded_PB = rows_NB.index_select(0, place_M[order_P]).view(torch.uint8)
+            encoded_PB = rows_NB.index_select(0, inbox_row_P[order_P]).view(torch.uint8)
             x_PD = self._wire.decode(encoded_PB, self._dtype, self._width)
             pool.give(inbox)
             counts_e = counts_Re.sum(0)
             handle = _TorchHandle(
-                channel, pool, rows, counts_Re, place_P, like=x_PD, num_early=num_early
+                channel,
+                pool,
+                rows=rows,
+                counts_Re=counts_Re,
+                place_P=place_P,
+                like=x_PD,
+                num_early=num_early,
             )
             return Ticket(
                 Inbound(Layout.GROUPED, x_PD, counts_e=counts_e, ends_e=counts_e.cumsum()),
                 routing,
                 private=handle,
-                early=Early(num_early, handle.send) if num_early else None,
+                early_send=EarlySend(num_early, handle.send) if num_early else None,
             )
 
-        return Transfer(receive_rows, lambda: exchange.arrived_ns)
+        return Transfer(finish=receive_rows, arrived=lambda: exchange.arrived_ns)
 
     def combine(
         self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
@@ -127,7 +134,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
             handle.release()
             return out_TD
 
-        return Transfer(add_up, lambda: handle.exchange.arrived_ns)
+        return Transfer(finish=add_up, arrived=lambda: handle.exchange.arrived_ns)
 
     def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> "list[_SendBuffer]":
         """Return the dispatch message for each rank.
@@ -164,16 +171,15 @@ class TorchAll2All(MeshAll2All[Mesh]):
         """
         size, region_rows, _ = inbox_RNB.shape
         counts_Re = np.empty((size, self._num_local), np.int64)
-        places = []
+        inbox_rows = []
         for rank in range(size):
             index = inbox_RNB[rank].view(-1).numpy().view(np.int32)
             counts_Re[rank] = index[: self._num_local]
             num_pairs = int(counts_Re[rank].sum())
-            first = rank * region_rows + self._index_rows(num_pairs)
-            places.append(
-                first + index[self._num_local : self._num_local + num_pairs].astype(np.int64)
-            )
-        return counts_Re, torch.from_numpy(np.concatenate(places))
+            first_row = rank * region_rows + self._index_rows(num_pairs)
+            row_n = index[self._num_local : self._num_local + num_pairs].astype(np.int64)
+            inbox_rows.append(first_row + row_n)
+        return counts_Re, torch.from_numpy(np.concatenate(inbox_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +210,8 @@ class _TorchHandle:
     soon as they are sent. If `num_early` is not 0, each rank returns results in two messages: those
     of its first `num_early` experts, and the rest.
 
-    rows: this rank's pairs, by physical expert.
-    counts_Re: the rows that each rank sent for each local expert.
+    rows: this rank's pairs, sorted by physical expert.
+    counts_Re: the number of pairs that each rank sent for each local expert.
     place_P: the inbound row of each received pair, in the order of the messages.
     like: a tensor with the width and dtype of results.
     """
@@ -292,8 +298,8 @@ def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:
     [[1, 1], [2, 0]] -> [0, 2, 3, 1], [0, 3, 1, 2]
     """
     size, num_local = counts_Re.shape
-    expert_M = np.repeat(np.tile(np.arange(num_local, dtype=np.int16), size), counts_Re.reshape(-1))
-    order = expert_M.argsort(kind="stable")
+    expert_P = np.repeat(np.tile(np.arange(num_local, dtype=np.int16), size), counts_Re.reshape(-1))
+    order = expert_P.argsort(kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return torch.from_numpy(order), torch.from_numpy(place)

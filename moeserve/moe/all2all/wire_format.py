@@ -3,7 +3,8 @@
 The bytes of a row depend on that row alone. A lossy format is also applied to rows that stay on
 their rank; otherwise, the bits of a result would depend on which rank has an expert.
 
-T: rows. D: elements of a row. B: bytes of an encoded row.
+T: rows. D: elements of a row. B: bytes of an encoded row. b: blocks of a row. n: elements of a
+block.
 """
 
 from collections.abc import Iterator
@@ -54,10 +55,11 @@ class RawWire:
         """Encode rows as uint8 [T, B]. The result may share memory with x."""
         assert x_TD.dtype == self._dtype, (x_TD.dtype, self._dtype)
         rows_TB = bytes_of(x_TD)
-        missing = self.row_bytes(x_TD.shape[1]) - rows_TB.shape[1]
-        if missing:
-            return torch.nn.functional.pad(rows_TB, (0, missing))
-        return rows_TB.clone() if rows_TB.storage_offset() % ALIGNMENT else rows_TB
+        padding = self.row_bytes(x_TD.shape[1]) - rows_TB.shape[1]
+        if padding:
+            return torch.nn.functional.pad(rows_TB, (0, padding))
+        is_aligned = rows_TB.storage_offset() % ALIGNMENT == 0
+        return rows_TB if is_aligned else rows_TB.clone()
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         """Decode rows to a contiguous [T, D] in `dtype`. The result may share their memory."""
@@ -93,22 +95,22 @@ class Fp8Wire:
     def _encode(self, x_TD: Tensor, out_TB: Tensor) -> None:
         rows, width = x_TD.shape
         blocks = -(-width // BLOCK)
-        x_TbB = torch.nn.functional.pad(x_TD.float(), (0, blocks * BLOCK - width)).view(
+        x_Tbn = torch.nn.functional.pad(x_TD.float(), (0, blocks * BLOCK - width)).view(
             rows, blocks, BLOCK
         )
-        not_finite_TbB = ~x_TbB.isfinite()
-        amax_Tb = x_TbB.abs().masked_fill_(not_finite_TbB, 0).amax(2).clamp_(min=LEAST_AMAX)
+        not_finite_Tbn = ~x_Tbn.isfinite()
+        amax_Tb = x_Tbn.abs().masked_fill_(not_finite_Tbn, 0).amax(2).clamp_(min=LEAST_AMAX)
         scale_Tb = amax_Tb / E4M3_MAX
         # Some versions of torch convert infinities to finite fp8 values.
-        x_TbB = x_TbB.masked_fill(not_finite_TbB, torch.nan)
-        data_TbB = (x_TbB / scale_Tb[:, :, None]).to(torch.float8_e4m3fn)
-        out_TB[:, : blocks * BLOCK] = data_TbB.view(torch.uint8).flatten(1)
+        x_Tbn = x_Tbn.masked_fill(not_finite_Tbn, torch.nan)
+        data_Tbn = (x_Tbn / scale_Tb[:, :, None]).to(torch.float8_e4m3fn)
+        out_TB[:, : blocks * BLOCK] = data_Tbn.view(torch.uint8).flatten(1)
         out_TB[:, blocks * BLOCK : blocks * (BLOCK + 4)] = scale_Tb.view(torch.uint8)
 
     def _decode(self, rows_TB: Tensor, out_TD: Tensor) -> None:
         rows, width = out_TD.shape
         blocks = -(-width // BLOCK)
-        data_TbB = (
+        data_Tbn = (
             rows_TB[:, : blocks * BLOCK]
             .contiguous()
             .view(torch.float8_e4m3fn)
@@ -117,7 +119,7 @@ class Fp8Wire:
         scale_Tb = (
             rows_TB[:, blocks * BLOCK : blocks * (BLOCK + 4)].contiguous().view(torch.float32)
         )
-        out_TD.copy_((data_TbB.float() * scale_Tb[:, :, None]).flatten(1)[:, :width])
+        out_TD.copy_((data_Tbn.float() * scale_Tb[:, :, None]).flatten(1)[:, :width])
 
 
 WireFormat = RawWire | Fp8Wire

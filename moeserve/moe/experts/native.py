@@ -66,13 +66,13 @@ class PackedNative:
 
         Return it, and whether it already holds the weights (from the cache of packed weights).
         """
-        width, hidden = w2.shape[-2:]
-        gate_up = packing_of(w13, hidden, lossless)
+        width, inner = w2.shape[-2:]
+        gate_up = packing_of(w13, inner, lossless)
         down = packing_of(w2, lossless=lossless)
-        num_halves = w13.shape[-2] // hidden
+        num_halves = w13.shape[-2] // inner
         num_bytes = num_halves * gate_up.bytes + down.bytes
-        if has_biases:
-            num_bytes += 4 * (num_halves * padded(hidden) + padded(width))
+        if has_biases:  # fp32: those of gate and up, then those of down
+            num_bytes += 4 * (num_halves * padded(inner) + padded(width))
         memory, is_packed = allocate(num_experts * num_bytes)
         bytes_eB = memory.view(num_experts, num_bytes)
         packed = PackedNative(
@@ -112,22 +112,40 @@ class PackedNative:
             pack(
                 self.gate_up,
                 half,
-                address + i * block_bytes,
-                self.num_halves * block_bytes,
-                all_threads,
+                target=address + i * block_bytes,
+                block_stride=self.num_halves * block_bytes,
+                all_threads=all_threads,
             )
         pack(
             self.down,
             w2_DI,
-            address + self.num_halves * self.gate_up.bytes,
-            self.down.block_bytes,
-            all_threads,
+            target=address + self.num_halves * self.gate_up.bytes,
+            block_stride=self.down.block_bytes,
+            all_threads=all_threads,
         )
         if b13_F is None or b2_D is None:
             return
-        by_block = [pad_bias(half).view(-1, BLOCK) for half in b13_F.chunk(self.num_halves)]
-        biases = torch.cat((torch.stack(by_block, 1).flatten(), pad_bias(b2_D)))
+        bias_blocks = [pad_bias(half).view(-1, BLOCK) for half in b13_F.chunk(self.num_halves)]
+        # The blocks of gate and up alternate, as those of their weights do.
+        biases = torch.cat((torch.stack(bias_blocks, 1).flatten(), pad_bias(b2_D)))
         self.bytes_eB[index, -biases.nbytes :] = biases.view(torch.uint8)
+
+
+def _fill_all(packed: PackedNative, weights: ExpertWeights) -> None:
+    """Pack all experts to `packed`."""
+    w13_eFD = weights.w13_eFD
+    values = w13_eFD.values if isinstance(w13_eFD, Quantised) else w13_eFD
+    # Dummy weights are views of one random expert (loader/dummy.py): pack it once, and copy.
+    are_copies = weights.num_experts > 1 and values.stride(0) == 0
+    for index in range(1 if are_copies else weights.num_experts):
+        b13_F = None if weights.b13_eF is None else weights.b13_eF[index]
+        b2_D = None if weights.b2_eD is None else weights.b2_eD[index]
+        packed.fill(index, w13_eFD[index], weights.w2_eDI[index], b13_F, b2_D, all_threads=True)
+    if are_copies:
+        first, *others = packed.bytes_eB.numpy()
+        # In threads, because page faults take longer than the copy.
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda other: np.copyto(other, first), others))  # `list` waits
 
 
 def padded(columns: int) -> int:
@@ -173,40 +191,34 @@ class NativeExperts(StackedExperts):
         self._lossless = lossless
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
-        w = weights
         packed, is_packed = PackedNative.empty(
-            w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._allocate, self._lossless
+            weights.num_experts,
+            weights.w13_eFD,
+            weights.w2_eDI,
+            has_biases=weights.b13_eF is not None,
+            allocate=self._allocate,
+            lossless=self._lossless,
         )
-        values = w.w13_eFD.values if isinstance(w.w13_eFD, Quantised) else w.w13_eFD
-        # Dummy weights are views of one random expert (loader/dummy.py): pack it once, and copy.
-        are_copies = w.num_experts > 1 and values.stride(0) == 0
-        num_to_pack = 1 if are_copies else w.num_experts
-        for index in range(0 if is_packed else num_to_pack):
-            b13_F, b2_D = (None if bias is None else bias[index] for bias in (w.b13_eF, w.b2_eD))
-            packed.fill(index, w.w13_eFD[index], w.w2_eDI[index], b13_F, b2_D, all_threads=True)
-        if are_copies and not is_packed:
-            first, *others = packed.bytes_eB.numpy()
-            # In threads, because page faults take longer than the copy.
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda other: np.copyto(other, first), others))
+        if not is_packed:
+            _fill_all(packed, weights)
         if self._write_experts is None:
             return packed
-        return replace(
-            packed, bytes_eB=packed.bytes_eB.to("meta"), cached=self._write_experts(packed.bytes_eB)
-        )
+        handle = self._write_experts(packed.bytes_eB)
+        return replace(packed, bytes_eB=packed.bytes_eB.to("meta"), cached=handle)
 
     def pack_expert(
         self, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> PackedNative:
-        expert, _ = PackedNative.empty(1, w13_FD, w2_DI, b13_F is not None, lossless=self._lossless)
+        expert, _ = PackedNative.empty(
+            1, w13_FD, w2_DI, has_biases=b13_F is not None, lossless=self._lossless
+        )
         # Without the native thread pool, which other threads are using to compute.
         expert.fill(0, w13_FD, w2_DI, b13_F, b2_D, all_threads=False)
         return expert
 
     def stack(self, experts: Sequence[PackedNative]) -> PackedNative:
-        bytes_eB = allocate_new(sum(expert.bytes_eB.nbytes for expert in experts))[0].view(
-            len(experts), -1
-        )
+        memory, _ = allocate_new(sum(expert.bytes_eB.nbytes for expert in experts))
+        bytes_eB = memory.view(len(experts), -1)
         return experts[0].of_parts(
             [torch.cat([expert.bytes_eB for expert in experts], out=bytes_eB)]
         )

@@ -5,7 +5,6 @@ grouped matrix product.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -49,20 +48,21 @@ class ReferenceExperts(Experts):
         self._activation = activation
 
     def pack(self, weights: ExpertWeights) -> list[Products]:
-        none = [None] * weights.num_experts
-        biases = (none if part is None else part for part in (weights.b13_eF, weights.b2_eD))
-        return list(
-            starmap(self.pack_expert, zip(weights.w13_eFD, weights.w2_eDI, *biases, strict=True))
-        )
+        packed = []
+        for expert in range(weights.num_experts):
+            b13_F = None if weights.b13_eF is None else weights.b13_eF[expert]
+            b2_D = None if weights.b2_eD is None else weights.b2_eD[expert]
+            packed.append(
+                self.pack_expert(weights.w13_eFD[expert], weights.w2_eDI[expert], b13_F, b2_D)
+            )
+        return packed
 
     def pack_expert(
         self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> Products:
-        w13, w2 = (
-            self._ops.pack_linear(weight, None if bias is None else bias.to(weight.dtype))
-            for weight, bias in ((w13_FD, b13_F), (w2_DI, b2_D))
-        )
-        return w13, w2
+        bias13_F = None if b13_F is None else b13_F.to(w13_FD.dtype)
+        bias2_D = None if b2_D is None else b2_D.to(w2_DI.dtype)
+        return self._ops.pack_linear(w13_FD, bias13_F), self._ops.pack_linear(w2_DI, bias2_D)
 
     def put(self, packed: list[Products], index: int, expert: Products) -> None:
         packed[index] = expert
@@ -86,7 +86,7 @@ class ReferenceExperts(Experts):
             padded = start + ops.pad_rows(end - start)
             w13, w2 = weights[expert]
             if padded <= x.shape[0]:
-                # Pad with the rows that follow, without a copy. Their results are dropped.
+                # The rows that follow serve as padding, without a copy. Their results are dropped.
                 x_MD = x[start:padded]
             else:
                 x_MD = torch.nn.functional.pad(x[start:end], (0, 0, 0, padded - end))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from moeserve.moe.experts.base import Experts
     from moeserve.ops.table import Ops
 
-# Values of the setting `kernels` that choose the kernels of all operations.
-TABLES = ("auto", "native", "torch", "triton", "deep_gemm", "flashinfer")
+# Values of the setting `kernels` that choose the kernels of all operations, not of experts alone
+SETTINGS = ("auto", "native", "torch", "triton", "deep_gemm", "flashinfer")
 PACKAGES = ("deep_gemm", "flashinfer")  # packages whose experts are used with Triton's kernels
 
 
@@ -32,13 +32,13 @@ class ExpertFacts:
     fp8_blocks: bool  # the checkpoint has e4m3 weights with scales per block of 128 x 128
 
     @property
-    def asked(self) -> bool:
+    def is_package_chosen(self) -> bool:
         """Whether the user chose another package's kernels for experts."""
-        return self.ops.asked in PACKAGES
+        return self.ops.kernels_setting in PACKAGES
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(experts of a rank, an expert's inner width, the model's width)."""
+        """(experts of a rank, an expert's inner width, the model's width), as kernels expect it."""
         return self.experts_per_rank, self.expert_size, self.hidden_size
 
 
@@ -52,7 +52,7 @@ EXPERT_KERNELS: "Registry[Callable[[ExpertFacts], Experts]]" = Registry(
         "grouped_mm": "moeserve.moe.experts.reference:make_grouped_mm",
         "reference": "moeserve.moe.experts.reference:make",
     },
-    reserved=TABLES,
+    reserved=SETTINGS,
 )
 
 
@@ -63,18 +63,18 @@ def make_kernels(facts: ExpertFacts) -> "list[Experts]":
 
 def _offered(facts: ExpertFacts) -> tuple[str, ...]:
     ops = facts.ops
-    if ops.asked in EXPERT_KERNELS.plugins:
-        return (ops.asked,)
+    if ops.kernels_setting in EXPERT_KERNELS.plugins:
+        return (ops.kernels_setting,)
     if ops.native:
         return ("native", "grouped_mm", "reference")
     if not ops.triton:
         return ("grouped_mm", "reference")
-    if facts.asked:
-        return (ops.asked,)
+    if facts.is_package_chosen:
+        return (ops.kernels_setting,)
     package = "deep_gemm" if facts.fp8_blocks else "flashinfer"
     return (package, "triton", *(() if ops.exact else ("grouped_mm", "reference")))
 
 
 def check_kernels(name: str) -> None:
     """Raise ConfigError unless `name` is a value of the setting `kernels`."""
-    EXPERT_KERNELS.check(name, "kernels", TABLES)
+    EXPERT_KERNELS.check(name, "kernels", SETTINGS)

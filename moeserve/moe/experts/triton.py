@@ -27,7 +27,7 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, FusedExperts, StackedExperts
 from moeserve.moe.experts.registry import ExpertFacts
 from moeserve.moe.routing import Router
-from moeserve.ops import triton_weights as laid
+from moeserve.ops import triton_weights
 from moeserve.ops.inputs import RowContext
 from moeserve.ops.rules import SWIGLU, Activation
 
@@ -40,14 +40,26 @@ def make(facts: ExpertFacts) -> "TritonExperts":
 def make_deep_gemm(facts: ExpertFacts) -> "DeepGemmExperts":
     """Return DeepGEMM's kernel, which may be unavailable (`ExpertsCaps.obstacle`)."""
     ops = facts.ops
-    return DeepGemmExperts(ops.device, facts.asked, facts.fp8_blocks, ops.exact, facts.sizes)
+    return DeepGemmExperts(
+        ops.device,
+        is_chosen=facts.is_package_chosen,
+        blocks=facts.fp8_blocks,
+        exact=ops.exact,
+        sizes=facts.sizes,
+    )
 
 
 def make_flashinfer(facts: ExpertFacts) -> "FlashInferExperts":
     """Return FlashInfer's kernel, which may be unavailable (`ExpertsCaps.obstacle`)."""
     ops = facts.ops
     return FlashInferExperts(
-        ops.device, facts.asked, facts.fp8_blocks, ops.exact, facts.sizes, ops.dtype, facts.swiglu
+        ops.device,
+        is_chosen=facts.is_package_chosen,
+        blocks=facts.fp8_blocks,
+        exact=ops.exact,
+        sizes=facts.sizes,
+        dtype=ops.dtype,
+        swiglu=facts.swiglu,
     )
 
 
@@ -58,20 +70,20 @@ NOT_EXACT = "bits of {} may depend on the batch; use --determinism fast"
 class PackedTriton:
     """The packed weights of a layer's local experts."""
 
-    kernels: laid.Kernels  # the kernels for the weights' format
+    kernels: triton_weights.Kernels  # the kernels for the weights' format
     w13: Any  # [e, ...] in the kernels' layout; gate rows, then up rows (FlashInfer: up rows first)
     w2: Any  # [e, ...] in the kernels' layout
     biases: tuple[Tensor, ...]  # fp32 [e, 2I] and [e, D], or empty
 
     @property
     def parts(self) -> list[Tensor]:
-        return [*laid.parts_of(self.w13), *laid.parts_of(self.w2), *self.biases]
+        return [*triton_weights.parts_of(self.w13), *triton_weights.parts_of(self.w2), *self.biases]
 
     def of_parts(self, parts: Sequence[Tensor]) -> "PackedTriton":
-        split = len(laid.parts_of(self.w13))
-        end = split + len(laid.parts_of(self.w2))
-        w13 = laid.with_parts(self.w13, parts[:split])
-        w2 = laid.with_parts(self.w2, parts[split:end])
+        split = len(triton_weights.parts_of(self.w13))
+        end = split + len(triton_weights.parts_of(self.w2))
+        w13 = triton_weights.with_parts(self.w13, parts[:split])
+        w2 = triton_weights.with_parts(self.w2, parts[split:end])
         return PackedTriton(self.kernels, w13, w2, tuple(parts[end:]))
 
     def launch(self, num_rows: int, x: Tensor) -> Config:
@@ -81,7 +93,7 @@ class PackedTriton:
     def run(
         self,
         x: Tensor,
-        to: Alignment,
+        alignment: Alignment,
         config: Config,
         out: Tensor,
         top_k: int = 1,
@@ -93,8 +105,10 @@ class PackedTriton:
         if kernels.flashinfer:
             assert act is SWIGLU_ACT, act
             act = UP_FIRST_ACT
-        hidden = kernels.gate_up(kernels.rows(x, to), self.w13, to, config, top_k, act, b13)
-        kernels.down(hidden, self.w2, to, config, out, b2)
+        hidden = kernels.gate_up(
+            kernels.rows(x, alignment), self.w13, alignment, config, top_k, act, b13
+        )
+        kernels.down(hidden, self.w2, alignment, config, out, b2)
 
 
 def _rows(inbound: Inbound, weights: PackedTriton, num_rows: int) -> Any:
@@ -124,7 +138,7 @@ class TritonExperts(StackedExperts):
         self._activation = activation
 
     def pack(self, weights: ExpertWeights) -> PackedTriton:
-        kernels = laid.kernels_for(weights.w13_eFD, weights.w2_eDI)
+        kernels = triton_weights.kernels_for(weights.w13_eFD, weights.w2_eDI)
         biases = tuple(
             bias.float().contiguous()
             for bias in (weights.b13_eF, weights.b2_eD)
@@ -142,7 +156,8 @@ class TritonExperts(StackedExperts):
             num_rows = inbound.max_rows or len(y)
             expected_rows = inbound.expected_rows
         else:
-            num_rows = expected_rows = int(inbound.host_counts_e.sum())
+            num_rows = int(inbound.host_counts_e.sum())
+            expected_rows = num_rows
             ends_e = torch.from_numpy(ends_e).to(y.device, torch.int32)
         if not num_rows:
             return
@@ -152,10 +167,10 @@ class TritonExperts(StackedExperts):
                 inbound.x[:num_rows], ends_e, weights.w13, weights.w2, y[:num_rows]
             )
             return
-        to = align_groups(ends_e, num_rows, config["block_m"], slots_per_expert)
+        alignment = align_groups(ends_e, num_rows, config["block_m"], slots_per_expert)
         weights.run(
             _rows(inbound, weights, len(y) if slots_per_expert else num_rows),
-            to,
+            alignment,
             config,
             y,
             act=act_of(self._activation),
@@ -172,58 +187,62 @@ class DeepGemmExperts(TritonExperts):
     """Triton's kernel with DeepGEMM's products of e4m3 blocks.
 
     They are used if they were measured to be faster for these sizes (e, I, D), or if the user chose
-    them (`asked`).
+    them (`is_chosen`). blocks: whether the weights are in e4m3 blocks. exact: whether bits must not
+    depend on the batch, which these products do not ensure.
     """
 
     def __init__(
         self,
         device: torch.device,
-        asked: bool,
+        is_chosen: bool,
         blocks: bool,
         exact: bool,
         sizes: tuple[int, ...],
     ) -> None:
         super().__init__()
-        obstacle = (
-            ("" if blocks else "deep_gemm takes experts in e4m3 blocks of 128 x 128")
-            or (NOT_EXACT.format("deep_gemm") if exact else "")
-            or ("" if asked or deep_gemm.is_faster(device, *sizes) else deep_gemm.NOT_MEASURED)
-            or deep_gemm.unsupported_reason(device)
-        )
+        if not blocks:
+            obstacle: str | None = "deep_gemm takes experts in e4m3 blocks of 128 x 128"
+        elif exact:
+            obstacle = NOT_EXACT.format("deep_gemm")
+        elif not is_chosen and not deep_gemm.is_faster(device, *sizes):
+            obstacle = deep_gemm.NOT_MEASURED
+        else:
+            obstacle = deep_gemm.unsupported_reason(device)
         self.caps = replace(
             TritonExperts.caps, name="deep_gemm", biases=False, width_step=BLOCK, obstacle=obstacle
         )
-        self._kernels = laid.DEEP_GEMM if asked else laid.W8A8_OR_DEEP_GEMM
+        self._kernels = triton_weights.DEEP_GEMM if is_chosen else triton_weights.W8A8_OR_DEEP_GEMM
 
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         packed = super().pack(weights)
-        return replace(packed, kernels=self._kernels) if packed.kernels is laid.W8A8 else packed
+        if packed.kernels is not triton_weights.W8A8:
+            return packed
+        return replace(packed, kernels=self._kernels)
 
 
 class FlashInferExperts(TritonExperts):
     """FlashInfer's kernel, which computes products and sums in one, beside Triton's.
 
     It is used where it was measured to be faster for these sizes (e, I, D), or always if the user
-    chose it (`asked`). swiglu: whether all layers have the activation SwiGLU.
+    chose it (`is_chosen`). swiglu: whether all layers have the activation SwiGLU. blocks, exact:
+    see `DeepGemmExperts`.
     """
 
     def __init__(
-        self, device: torch.device, asked: bool, blocks: bool, exact: bool,
+        self, device: torch.device, is_chosen: bool, blocks: bool, exact: bool,
         sizes: tuple[int, int, int],
         dtype: torch.dtype, swiglu: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._asked = asked
-        obstacle = (
-            ("" if swiglu else "flashinfer takes experts with SwiGLU alone")
-            or (NOT_EXACT.format("flashinfer") if exact else "")
-            or (
-                ""
-                if asked or flashinfer_moe.is_faster(device, *sizes, dtype)
-                else flashinfer_moe.NOT_MEASURED
-            )
-            or flashinfer_moe.unsupported_reason(device, blocks)
-        )
+        self._is_chosen = is_chosen
+        if not swiglu:
+            obstacle: str | None = "flashinfer takes experts with SwiGLU alone"
+        elif exact:
+            obstacle = NOT_EXACT.format("flashinfer")
+        elif not is_chosen and not flashinfer_moe.is_faster(device, *sizes, dtype):
+            obstacle = flashinfer_moe.NOT_MEASURED
+        else:
+            obstacle = flashinfer_moe.unsupported_reason(device, blocks)
         self.caps = replace(
             TritonExperts.caps,
             name="flashinfer",
@@ -237,13 +256,16 @@ class FlashInferExperts(TritonExperts):
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         """See `Experts`. Raises ConfigError for unsupported weights, if it was chosen by name."""
         packed = super().pack(weights)
-        if not (is_supported := packed.kernels in (laid.PLAIN, laid.W8A8)) and self._asked:
-            raise ConfigError(
-                "flashinfer takes experts in 16 bits or e4m3 blocks of 128 x 128; use kernels: auto"
-            )
-        if not is_supported:
+        if packed.kernels not in (triton_weights.PLAIN, triton_weights.W8A8):
+            if self._is_chosen:
+                raise ConfigError(
+                    "flashinfer takes experts in 16 bits or e4m3 blocks of 128 x 128; use "
+                    "kernels: auto"
+                )
             return packed
-        launch = (lambda n, w2, x: flashinfer_moe.CONFIG) if self._asked else packed.kernels.launch
+        launch = packed.kernels.launch
+        if self._is_chosen:  # in all steps, not only where it was measured to be faster
+            launch = lambda rows, w2, x: flashinfer_moe.CONFIG  # noqa: E731
         kernels = replace(packed.kernels, launch=launch, flashinfer=True)
         return replace(packed, kernels=kernels, w13=flashinfer_moe.swapped(packed.w13))
 
@@ -258,13 +280,13 @@ def _run_fused(
         x_TD, routing = routing.on_input(x_TD)
     top_k = routing.ids_TK.shape[1]
     config = packed.launch(tokens * top_k, x_TD)
-    to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
+    alignment = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
     if packed.kernels.flashinfer and config.get("flashinfer"):
         out_TD = flashinfer_moe.fused_moe(
             x_TD, routing.ids_TK, routing.weights_TK, packed.w13, packed.w2
         )
-        return out_TD, to.counts_e
+        return out_TD, alignment.counts_e
     y_ND = x_TD.new_empty((tokens * top_k, width))
-    packed.run(x_TD, to, config, y_ND, top_k, act)
+    packed.run(x_TD, alignment, config, y_ND, top_k, act)
     out_TD = combine(y_ND.view(tokens, top_k, width), routing.weights_TK, routing.ids_TK)
-    return out_TD, to.counts_e
+    return out_TD, alignment.counts_e

@@ -27,14 +27,19 @@ class Nodes:
     on different nodes instead, so that fewer experts are lost with a node.
     """
 
-    number: int = 1
-    groups: int = 1  # the router's groups of experts
-    even: float = 0.9  # minimum of mean load / highest load of a node, with groups on nodes
+    num_nodes: int = 1
+    num_groups: int = 1  # the router's groups of experts
+    min_balance: float = 0.9  # groups are kept on nodes if mean load / highest load is not lower
 
-    def under(self, num_ranks: int) -> "Nodes":
-        """Return the nodes for this number of ranks. What cannot be divided evenly becomes 1."""
-        number = 1 if num_ranks % self.number else self.number
-        return Nodes(number, 1 if number == 1 or self.groups % number else self.groups, self.even)
+    def for_ranks(self, num_ranks: int) -> "Nodes":
+        """Return the nodes for this number of ranks.
+
+        If the ranks cannot be divided evenly among the nodes, all ranks count as one node. If there
+        is one node, or the groups cannot be divided evenly, all experts count as one group.
+        """
+        num_nodes = 1 if num_ranks % self.num_nodes else self.num_nodes
+        is_one_group = num_nodes == 1 or self.num_groups % num_nodes != 0
+        return Nodes(num_nodes, 1 if is_one_group else self.num_groups, self.min_balance)
 
 
 ONE_NODE = Nodes()
@@ -76,17 +81,19 @@ class Placement:
         redundant: int = 0,
         nodes: Nodes = ONE_NODE,
     ) -> "Placement":
-        """Return the experts in order, then replicas, also in order, so that all ranks have the
-        same number of experts.
+        """Return a placement of the experts in order, followed by replicas in order, so that all
+        ranks have the same number of physical experts.
 
-        redundant: the least number of replicas. If groups are kept on nodes, each node has the
-        replicas of its own experts.
+        redundant: the least number of additional physical experts. If groups are kept on nodes,
+        each node has the replicas of its own experts.
 
         5 experts, 2 ranks -> [0, 1, 2 | 3, 4, 0]
         """
         per_rank = -(-(num_experts + redundant) // num_ranks)
-        nodes = nodes.under(num_ranks)
-        num_parts = nodes.number if nodes.groups > 1 else 1  # each part has experts of its own
+        nodes = nodes.for_ranks(num_ranks)
+        num_parts = (
+            nodes.num_nodes if nodes.num_groups > 1 else 1
+        )  # each part has experts of its own
         experts_per_part = num_experts // num_parts
         places_per_part = per_rank * num_ranks // num_parts
         place_experts = np.arange(places_per_part, dtype=np.int32) % experts_per_part
@@ -104,7 +111,7 @@ class Placement:
         """The number of MoE layers."""
         return int(self.experts_LS.shape[0])
 
-    def local(self, layer: int, rank: int) -> list[int]:
+    def local_experts(self, layer: int, rank: int) -> list[int]:
         """Return the logical expert of each local expert of a rank."""
         per_rank = self.experts_per_rank
         experts: list[int] = self.experts_LS[
@@ -132,7 +139,7 @@ class Placement:
     def replicas(self, layer: int) -> tuple[I32, I32]:
         """Return the physical experts of each logical expert, [E, N], and their number, [E].
 
-        Rows are in order, and filled by repeating the last physical expert.
+        Each row is in ascending order. Shorter rows are filled with their last physical expert.
 
         [0, 1, 2 | 3, 4, 0] -> [[0, 5], [1, 1], [2, 2], [3, 3], [4, 4]], [2, 1, 1, 1, 1]
         """

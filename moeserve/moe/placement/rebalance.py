@@ -12,24 +12,27 @@ import numpy as np
 
 from moeserve.messages import ExpertLoad, PlacementResult
 from moeserve.moe.placement.placement import ONE_NODE, Nodes, Placement
-from moeserve.moe.placement.solve import F64, balance, moved, rank_loads, rescaled, solve
+from moeserve.moe.placement.solve import F64, balance, count_fetched, rank_loads, rescaled, solve
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
-    """Thresholds for a move to a better placement. Times are seconds in which steps run."""
+class MoveThresholds:
+    """Thresholds for a move to a better placement, and the estimates behind its gain and its cost.
+
+    Times are seconds in which steps run.
+    """
 
     half_life_s: float = 120.0  # the counted load decays with this half-life
     horizon_s: float = 600.0  # how long the load is assumed to stay the same
     interval_s: float = 30.0  # least time between decisions
     expert_share: float = 0.5  # the part of a step in which all ranks wait for the fullest one
-    slowdown: float = 0.2  # the part of a step that moving takes
+    slowdown: float = 0.2  # the part of a step's time by which moving experts prolongs it
     margin: float = 2.0  # least ratio of gain to cost
     min_saving: float = 0.05  # the part of the experts' time below which a gain is noise
     min_tokens: float = 100.0  # least count per expert and layer before any decision
-    bytes_per_s: float = 100e6  # at which a rank fetches weights, until that is measured
+    bytes_per_s: float = 100e6  # the rate at which a rank fetches weights, until it is measured
 
 
 class Rebalancer:
@@ -40,7 +43,7 @@ class Rebalancer:
         placement: Placement,
         expert_bytes: int = 0,
         *,
-        gate: Gate = Gate(),
+        thresholds: MoveThresholds = MoveThresholds(),
         nodes: Nodes = ONE_NODE,
     ) -> None:
         self.current = placement  # active on all ranks; sent with a Join
@@ -50,13 +53,13 @@ class Rebalancer:
         # Tokens of each expert; decays with half_life_s.
         self.load_LE = np.zeros((placement.num_layers, placement.num_experts))
         self.expert_bytes = expert_bytes  # the size of one expert in one layer
-        self._gate = gate
+        self._thresholds = thresholds
         self.nodes = nodes  # on which the ranks of `current` run
-        self._bytes_per_s = gate.bytes_per_s
+        self._bytes_per_s = thresholds.bytes_per_s
         self._newest_version = placement.version
         self._noted_at_s: float | None = None
         self._proposed_at_s = 0.0
-        self._not_before_at_s = -np.inf
+        self._not_before_s = -np.inf
 
     def note(self, report: ExpertLoad, now_s: float) -> None:
         """Add an engine's report to the load. now_s: of the monotonic clock that `propose` uses."""
@@ -67,7 +70,7 @@ class Rebalancer:
                 "layers and experts"
             )
         if self._noted_at_s is not None and now_s > self._noted_at_s:
-            self.load_LE *= 0.5 ** ((now_s - self._noted_at_s) / self._gate.half_life_s)
+            self.load_LE *= 0.5 ** ((now_s - self._noted_at_s) / self._thresholds.half_life_s)
         self._noted_at_s = now_s
         self.load_LE += counts.reshape(self.load_LE.shape)
 
@@ -91,7 +94,7 @@ class Rebalancer:
         new = solve(self.load_LE, self.current, self._newest_version + 1, self.nodes)
         is_worth_it, self.why = self._weigh_move(new)
         if not is_worth_it and not (force and self._saved_share(new) > 0):
-            self._not_before_at_s = now_s + self._gate.interval_s
+            self._not_before_s = now_s + self._thresholds.interval_s
             return None
         if not is_worth_it:
             self.why = f"requested anyway: {self.why}"
@@ -101,15 +104,15 @@ class Rebalancer:
         return new
 
     def conclude(self, notice: PlacementResult, now_s: float) -> bool:
-        """Handle an engine's result. Return whether it ends `pending`: then `current` is active on
-        all ranks.
+        """Handle an engine's result. Return whether it is the result of `pending`. `current` is
+        then active on all ranks, and nothing is pending.
         """
         self.moved_bytes += notice.moved_bytes
         if self.pending is None or notice.version != self.pending.version:
             return False  # another engine has reported the same placement before
         pending = self.pending
         self.pending = None
-        self._not_before_at_s = now_s + self._gate.interval_s
+        self._not_before_s = now_s + self._thresholds.interval_s
         if notice.error:
             self.current = self.current.with_layers(pending, notice.layers, pending.version)
             kept = f"after {notice.layers} of {pending.num_layers} layers"
@@ -125,7 +128,7 @@ class Rebalancer:
                 # Bounded below, because a move may have waited for steps. A measured rate that low
                 # would prevent all further moves.
                 self._bytes_per_s = max(
-                    notice.moved_bytes / notice.took_s, self._gate.bytes_per_s / 10
+                    notice.moved_bytes / notice.took_s, self._thresholds.bytes_per_s / 10
                 )
         return True
 
@@ -135,7 +138,7 @@ class Rebalancer:
         self.expert_bytes = expert_bytes
 
     def joined(self, placement: Placement) -> None:
-        """Set the placement that a Join sends to all ranks, which drop a pending placement."""
+        """Set the placement that a Join sends to all ranks. A pending placement is dropped."""
         if self.pending is not None:
             logger.warning("placement %d is dropped: a new group joins", self.pending.version)
         self.current = placement
@@ -143,16 +146,16 @@ class Rebalancer:
         self._newest_version = max(self._newest_version, placement.version)
         self.why = f"placement {placement.version} came with a new epoch"
 
-    def rescaled(
+    def next_rescaled(
         self,
         num_ranks: int,
         redundant: int,
         nodes: Nodes | None = None,
-        was: Sequence[int] | None = None,
+        old_ranks: Sequence[int] | None = None,
     ) -> Placement:
-        """Return the placement for a Join of other ranks. Call `joined` with it then.
+        """Return the placement for a Join of other ranks, with a new version.
 
-        was: see `solve.rescaled`.
+        Call `joined` with it when the Join is sent. old_ranks: see `solve.rescaled`.
         """
         load_LE = self.load_LE if self.load_LE.any() else None
         self._newest_version += 1
@@ -161,19 +164,19 @@ class Rebalancer:
             num_ranks,
             redundant,
             self._newest_version,
-            load_LE,
-            nodes or self.nodes,
-            was,
+            load_LE=load_LE,
+            nodes=nodes or self.nodes,
+            old_ranks=old_ranks,
         )
 
     def _why_too_early(self, now_s: float) -> str:
-        if now_s < self._not_before_at_s:
+        if now_s < self._not_before_s:
             return self.why
         counted = self.load_LE.mean(1).min()
-        if counted < self._gate.min_tokens:
+        if counted < self._thresholds.min_tokens:
             return (
                 f"{counted:.0f} tokens per expert were counted recently; "
-                f"{self._gate.min_tokens:.0f} are needed"
+                f"{self._thresholds.min_tokens:.0f} are needed"
             )
         return ""
 
@@ -188,23 +191,23 @@ class Rebalancer:
 
     def _weigh_move(self, new: Placement) -> tuple[bool, str]:
         """Return whether the gain of `new` exceeds the cost of moving, and the reason."""
-        gate = self._gate
+        thresholds = self._thresholds
         saved_share = self._saved_share(new)
         now = f"mean/fullest rank is {self.balance().mean():.2f}"
-        if saved_share < gate.min_saving:
+        if saved_share < thresholds.min_saving:
             return (
                 False,
                 f"{now}; another placement would save {saved_share:.1%} of the experts' time: "
                 "not worth it",
             )
-        num_bytes = int(moved(self.current, new).max()) * self.expert_bytes
-        gain_s = saved_share * gate.expert_share * gate.horizon_s
-        cost_s = num_bytes / self._bytes_per_s * gate.slowdown
-        is_worth_it = gain_s > gate.margin * cost_s
+        num_bytes = int(count_fetched(self.current, new).max()) * self.expert_bytes
+        gain_s = saved_share * thresholds.expert_share * thresholds.horizon_s
+        cost_s = num_bytes / self._bytes_per_s * thresholds.slowdown
+        is_worth_it = gain_s > thresholds.margin * cost_s
         better = balance(rank_loads(self.load_LE, new)).mean()
         estimate = (
             f"{now}; placement {new.version} would make it {better:.2f} and save "
-            f"{gain_s:.1f} s of {gate.horizon_s:.0f} s; moving {num_bytes / 1e6:.0f} MB to a rank "
-            f"costs {cost_s:.1f} s"
+            f"{gain_s:.1f} s of {thresholds.horizon_s:.0f} s; moving {num_bytes / 1e6:.0f} MB "
+            f"to a rank costs {cost_s:.1f} s"
         )
         return is_worth_it, estimate if is_worth_it else f"{estimate}: not worth it"

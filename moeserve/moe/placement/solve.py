@@ -17,8 +17,9 @@ These are pure, deterministic functions over all layers at once. An expert's tok
 be divided evenly among its replicas. A place is the slot of one physical expert; while a placement
 is computed, it may be EMPTY.
 
-L: layers. E: experts. R: ranks (or nodes). e: places of each. S = R * e: places. N: nodes.
-G: groups. A: layers that are not finished.
+L: layers. E: experts. R: ranks (or nodes). e: places of each. n: places of each before the change.
+S: places of all ranks. N: nodes. Q: all nodes of all layers. G: groups of experts. A: layers that
+are not finished.
 """
 
 import math
@@ -59,8 +60,8 @@ def balance(load_LR: F64) -> F64:
     return even_L
 
 
-def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
-    """Return how many experts each rank must fetch, [R]: those in `new` that are not in `old`."""
+def count_fetched(old: Placement, new: Placement) -> NDArray[np.int64]:
+    """Return how many experts each rank must fetch, [R]: it has them in `new`, but not in `old`."""
     fetched_LRE = _is_on_rank(new)
     num_common = min(new.num_ranks, old.num_ranks)
     fetched_LRE[:, :num_common] &= ~_is_on_rank(old)[:, :num_common]
@@ -100,24 +101,25 @@ def rescaled(
     version: int,
     load_LE: F64 | None = None,
     nodes: Nodes = ONE_NODE,
-    was: Sequence[int] | None = None,
+    old_ranks: Sequence[int] | None = None,
 ) -> Placement:
     """Return the placement for another number of ranks. Ranks that stay keep experts if possible.
 
-    redundant: see `Placement.initial`. load_LE: None: all experts have the same load. was: the old
-    number of each rank, or -1 for a new one; None: the last ranks are added or removed.
+    redundant: see `Placement.initial`.
+    load_LE: None: all experts have the same load.
+    old_ranks: the old number of each rank, or -1 for a new one; None: ranks keep their numbers.
     """
     per_rank = -(-(placement.num_experts + redundant) // num_ranks)
     if load_LE is None:
         load_LE = np.ones((placement.num_layers, placement.num_experts))
     layers = placement.num_layers
     old_per_rank = placement.experts_per_rank
-    was_R = np.arange(num_ranks) if was is None else np.asarray(was)
-    stays_R = (was_R >= 0) & (was_R < placement.num_ranks)
+    old_rank_R = np.arange(num_ranks) if old_ranks is None else np.asarray(old_ranks)
+    stays_R = (old_rank_R >= 0) & (old_rank_R < placement.num_ranks)
     width = max(per_rank, old_per_rank)
     old_LRe = np.full((layers, num_ranks, width), EMPTY, np.int32)
     old_LRe[:, stays_R, :old_per_rank] = placement.experts_LS.reshape(layers, -1, old_per_rank)[
-        :, was_R[stays_R]
+        :, old_rank_R[stays_R]
     ]
     experts_LS = arrange(load_LE, old_LRe.reshape(layers, -1), num_ranks, per_rank, nodes)
     return Placement(
@@ -140,46 +142,85 @@ def arrange(
     now_LS: the expert of each place now, [L, num_ranks * any number]. Places may be EMPTY, and
     experts may be missing.
     """
-    layers, num_experts = load_LE.shape
-    nodes = nodes.under(num_ranks)
-    if nodes.groups > 1 and nodes.even > 0:
+    layers = len(load_LE)
+    nodes = nodes.for_ranks(num_ranks)
+    if nodes.num_groups > 1 and nodes.min_balance > 0:
         return _arrange_by_balance(load_LE, now_LS, num_ranks, per_rank, nodes)
-    ranks = num_ranks // nodes.number  # of a node; from here on, each node is treated as a layer
-    now_LNn = now_LS.reshape(layers, nodes.number, -1)
-    if nodes.groups > 1:
-        on_node_LNE = _groups_on_nodes(load_LE, now_LNn, nodes.groups)
-        load_LE = (load_LE[:, None] * on_node_LNE).reshape(-1, num_experts)
-        counts_LE = replica_counts(
-            load_LE, ranks * per_rank, ranks, on_node_LNE.reshape(-1, num_experts)
+    if nodes.num_groups > 1:
+        return _arrange_groups(load_LE, now_LS, num_ranks, per_rank, nodes)
+    counts_LE = replica_counts(load_LE, num_ranks * per_rank, num_ranks)
+    replica_load_LE = load_LE / counts_LE
+    if nodes.num_nodes > 1:
+        return _arrange_on_nodes(
+            now_LS, counts_LE, replica_load_LE, num_ranks, per_rank, nodes.num_nodes
         )
-        replica_load_LE = load_LE / np.maximum(counts_LE, 1)
-    else:
-        counts_LE = replica_counts(load_LE, num_ranks * per_rank, num_ranks)
-        replica_load_LE = load_LE / counts_LE
-    if nodes.number == 1 or nodes.groups > 1:
-        experts_LRe = _assign(
-            now_LS.reshape(len(counts_LE), ranks, -1), counts_LE, replica_load_LE, per_rank
-        )
-        return experts_LRe.reshape(layers, -1)
-    limit_LE = -(-counts_LE // nodes.number)
-    on_nodes_LNE = _count(
-        _assign(now_LNn, counts_LE, replica_load_LE, ranks * per_rank, limit_LE=limit_LE),
-        num_experts,
+    experts_LRe = _assign(
+        now_LS.reshape(layers, num_ranks, -1), counts_LE, replica_load_LE, per_rank
     )
-    counts_NE = on_nodes_LNE.reshape(-1, num_experts).astype(np.int32)
-    experts_NRe = _assign(
-        now_LS.reshape(len(counts_NE), ranks, -1),
-        counts_NE,
-        replica_load_LE.repeat(nodes.number, 0),
+    return experts_LRe.reshape(layers, -1)
+
+
+def _arrange_groups(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes) -> I32:
+    """Return the same as `arrange`, with each group of experts on one node.
+
+    Each node has experts of its own then, so the ranks of a node are arranged as if the node were a
+    layer.
+    """
+    layers, num_experts = load_LE.shape
+    ranks_per_node = num_ranks // nodes.num_nodes
+    now_LNn = now_LS.reshape(layers, nodes.num_nodes, -1)
+    is_on_node_LNE = _groups_on_nodes(load_LE, now_LNn, nodes.num_groups)
+    load_QE = (load_LE[:, None] * is_on_node_LNE).reshape(-1, num_experts)
+    counts_QE = replica_counts(
+        load_QE,
+        ranks_per_node * per_rank,
+        ranks_per_node,
+        present_LE=is_on_node_LNE.reshape(-1, num_experts),
+    )
+    replica_load_QE = load_QE / np.maximum(counts_QE, 1)
+    experts_QRe = _assign(
+        now_LS.reshape(len(counts_QE), ranks_per_node, -1), counts_QE, replica_load_QE, per_rank
+    )
+    return experts_QRe.reshape(layers, -1)
+
+
+def _arrange_on_nodes(
+    now_LS: I32,
+    counts_LE: I32,
+    replica_load_LE: F64,
+    num_ranks: int,
+    per_rank: int,
+    num_nodes: int,
+) -> I32:
+    """Return the same as `arrange`, with the replicas of an expert on different nodes.
+
+    Replicas are assigned to nodes, then those of each node to its ranks. Finally, ranks of all
+    nodes swap experts.
+    """
+    layers, num_experts = counts_LE.shape
+    ranks_per_node = num_ranks // num_nodes
+    limit_LE = -(-counts_LE // num_nodes)  # of replicas of an expert on one node
+    experts_LNe = _assign(
+        now_LS.reshape(layers, num_nodes, -1),
+        counts_LE,
+        replica_load_LE,
+        ranks_per_node * per_rank,
+        limit_LE=limit_LE,
+    )
+    counts_QE = _count(experts_LNe, num_experts).reshape(-1, num_experts).astype(np.int32)
+    experts_QRe = _assign(
+        now_LS.reshape(len(counts_QE), ranks_per_node, -1),
+        counts_QE,
+        replica_load_LE.repeat(num_nodes, 0),
         per_rank,
     )
-    experts_LRe = experts_NRe.reshape(layers, num_ranks, per_rank)
+    experts_LRe = experts_QRe.reshape(layers, num_ranks, per_rank)
     _swap(
         experts_LRe,
         replica_load_LE,
         np.ones_like(limit_LE),
         node_limit_LE=limit_LE,
-        nodes=nodes.number,
+        num_nodes=num_nodes,
     )
     return experts_LRe.reshape(layers, -1)
 
@@ -187,39 +228,47 @@ def arrange(
 def _arrange_by_balance(
     load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes
 ) -> I32:
-    """Return the same as `arrange`, with groups kept on nodes only in layers whose nodes have a
-    balance of at least `nodes.even` with that.
+    """Return the same as `arrange`. Groups are kept on nodes only in those layers in which that
+    leaves the nodes a balance of at least `nodes.min_balance`.
     """
-    now_LNn = now_LS.reshape(len(load_LE), nodes.number, now_LS.shape[1] // nodes.number)
-    load_LN = (load_LE[:, None] * _groups_on_nodes(load_LE, now_LNn, nodes.groups)).sum(2)
-    even_L = balance(load_LN) >= nodes.even
+    now_LNn = now_LS.reshape(len(load_LE), nodes.num_nodes, now_LS.shape[1] // nodes.num_nodes)
+    load_LN = (load_LE[:, None] * _groups_on_nodes(load_LE, now_LNn, nodes.num_groups)).sum(2)
+    is_balanced_L = balance(load_LN) >= nodes.min_balance
     new_LS = np.empty((len(load_LE), num_ranks * per_rank), np.int32)
-    for layers_L, groups in ((even_L, nodes.groups), (~even_L, 1)):
+    for layers_L, num_groups in ((is_balanced_L, nodes.num_groups), (~is_balanced_L, 1)):
         if layers_L.any():
-            layer_nodes = Nodes(nodes.number, groups, even=0)
+            layer_nodes = Nodes(nodes.num_nodes, num_groups, min_balance=0)
             new_LS[layers_L] = arrange(
                 load_LE[layers_L], now_LS[layers_L], num_ranks, per_rank, layer_nodes
             )
     return new_LS
 
 
-def _groups_on_nodes(load_LE: F64, now_LNn: I32, groups: int) -> NDArray[np.int64]:
+def _groups_on_nodes(load_LE: F64, now_LNn: I32, num_groups: int) -> NDArray[np.int64]:
     """Divide the groups among the nodes, the same number each.
 
     Return 1 for the experts of each node, and 0 for others, [L, N, E].
     """
     layers, num_experts = load_LE.shape
     num_nodes = now_LNn.shape[1]
-    size = num_experts // groups
-    home_LG = _count(now_LNn, num_experts).reshape(layers, num_nodes, groups, size).sum(3).argmax(1)
+    size = num_experts // num_groups
+    counts_LNE = _count(now_LNn, num_experts)
+    # The node that now has the most experts of a group
+    home_LG = counts_LNE.reshape(layers, num_nodes, num_groups, size).sum(3).argmax(1)
     now_LNG = np.where(
-        home_LG[:, None] == np.arange(num_nodes)[:, None], np.arange(groups, dtype=np.int32), EMPTY
+        home_LG[:, None] == np.arange(num_nodes)[:, None],
+        np.arange(num_groups, dtype=np.int32),
+        EMPTY,
     )
-    load_LG = load_LE.reshape(layers, groups, size).sum(2)
-    one_LG = np.ones((layers, groups), np.int32)
-    return _count(
-        _assign(now_LNG, one_LG, load_LG, groups // num_nodes, min_gain=MIN_GROUP_GAIN), groups
-    ).repeat(size, axis=2)
+    # Assign groups to nodes as experts are assigned to ranks, without replicas.
+    groups_LNe = _assign(
+        now_LNG,
+        np.ones((layers, num_groups), np.int32),
+        load_LE.reshape(layers, num_groups, size).sum(2),
+        num_groups // num_nodes,
+        min_gain=MIN_GROUP_GAIN,
+    )
+    return _count(groups_LNe, num_groups).repeat(size, axis=2)
 
 
 def _assign(
@@ -272,9 +321,9 @@ def replica_counts(
 
 
 def keep_places(old: I32, new_LS: I32, num_ranks: int) -> I32:
-    """Reorder the experts of each rank, so that those that were there before keep their place.
+    """Reorder the experts of each rank, so that experts that were there before keep their place.
 
-    old: [L, places] or [L, R, places of a rank], possibly with another number of places per rank.
+    old: [L, S] or [L, R, n], where the number of places per rank may be another one than in `new`.
 
     one rank, [0, 1, 2] before, {2, 3, 0} now -> [0, 3, 2]
     """
@@ -282,18 +331,20 @@ def keep_places(old: I32, new_LS: I32, num_ranks: int) -> I32:
     old_LRe = old.reshape(layers, num_ranks, -1)
     new_LRe = new_LS.reshape(layers, num_ranks, -1).copy()
     per_rank = new_LRe.shape[2]
-    same_width = old_LRe.shape[2] == per_rank
-    differ = (old_LRe != new_LRe).any(2) if same_width else np.ones((layers, num_ranks), np.bool_)
-    for layer, rank in np.argwhere(differ):
-        before = old_LRe[layer, rank].tolist()[:per_rank]
-        left = new_LRe[layer, rank].tolist()
-        row = [EMPTY] * per_rank
-        for place, expert in enumerate(before):
-            if expert in left:
-                left.remove(expert)
-                row[place] = expert
-        fill = iter(left)
-        new_LRe[layer, rank] = [next(fill) if expert == EMPTY else expert for expert in row]
+    if old_LRe.shape[2] == per_rank:
+        has_changed_LR = (old_LRe != new_LRe).any(2)
+    else:
+        has_changed_LR = np.ones((layers, num_ranks), np.bool_)
+    for layer, rank in np.argwhere(has_changed_LR):
+        old_experts = old_LRe[layer, rank].tolist()[:per_rank]
+        unplaced = new_LRe[layer, rank].tolist()
+        experts = [EMPTY] * per_rank
+        for place, expert in enumerate(old_experts):
+            if expert in unplaced:
+                unplaced.remove(expert)
+                experts[place] = expert
+        rest = iter(unplaced)
+        new_LRe[layer, rank] = [next(rest) if expert == EMPTY else expert for expert in experts]
     return new_LRe.reshape(layers, -1)
 
 
@@ -314,8 +365,8 @@ def _count(experts_LRe: I32, num_experts: int) -> NDArray[np.int64]:
 
 
 def _repeats(experts_LRe: I32, limit_LE: I32) -> Bool:
-    """Return which places hold a replica too many: earlier places of the same rank have as many of
-    the expert as allowed.
+    """Return which places hold a replica too many, [L, R, e]: earlier places of the same rank have
+    as many replicas of the expert as `limit_LE` allows.
     """
     layers, _, width = experts_LRe.shape
     is_earlier = np.tri(width, k=-1, dtype=np.bool_)
@@ -326,8 +377,10 @@ def _repeats(experts_LRe: I32, limit_LE: I32) -> Bool:
 
 
 def _without_surplus(now_LRn: I32, counts_LE: I32, replica_load_LE: F64, limit_LE: I32) -> I32:
-    """Empty places until no expert has more than its count: first replicas too many on one rank,
-    then those on the rank with the highest load.
+    """Return the places, emptied until no expert has more than its count.
+
+    Replicas too many on one rank are removed first, then replicas on the rank with the highest
+    load.
     """
     experts_LRn = now_LRn.copy()
     layers, num_experts = counts_LE.shape
@@ -340,6 +393,7 @@ def _without_surplus(now_LRn: I32, counts_LE: I32, replica_load_LE: F64, limit_L
         loads = np.repeat(
             _of_places(replica_load_LE, experts_LRn).sum(2), experts_LRn.shape[2], axis=1
         )
+        # Any replica too many on one rank has a higher score than any other place.
         score = loads + np.where(repeats, 2 * loads.max() + 1, 0)
         has_surplus = np.take_along_axis(surplus_LE, np.maximum(flat_LS, 0), axis=1) > 0
         score[(flat_LS == EMPTY) | ~has_surplus] = -1
@@ -353,8 +407,9 @@ def _without_surplus(now_LRn: I32, counts_LE: I32, replica_load_LE: F64, limit_L
 
 
 def _filled_places(experts_LRn: I32, per_rank: int) -> I32:
-    """Return per_rank places of each rank: the first that are not EMPTY. If the number of places
-    stays the same, they keep their order.
+    """Return `per_rank` places of each rank: those that are not EMPTY, in order, then EMPTY ones.
+
+    If the number of places stays the same, they are returned as they are.
     """
     layers, ranks, width = experts_LRn.shape
     if width == per_rank:
@@ -373,10 +428,12 @@ def _fill(experts_LRe: I32, counts_LE: I32, replica_load_LE: F64, limit_LE: I32)
     missing_LE = counts_LE - count_LRE.sum(1)
     load_LR = _of_places(replica_load_LE, experts_LRe).sum(2)
     free_LR = (experts_LRe == EMPTY).sum(2)
-    active = np.flatnonzero(missing_LE.sum(1))
+    active = np.flatnonzero(missing_LE.sum(1))  # layers with missing replicas
     while len(active):
         expert = np.where(missing_LE[active] > 0, replica_load_LE[active], -1.0).argmax(1)
         full_AR = count_LRE[active, :, expert] >= limit_LE[active, expert][:, None]
+        # A rank that has as many replicas of the expert as allowed is chosen only if no other one
+        # has a free place.
         cost = load_LR[active] + np.where(full_AR, 2 * load_LR.max() + replica_load_LE.max() + 1, 0)
         rank = np.where(free_LR[active] > 0, cost, np.inf).argmin(1)
         place = (experts_LRe[active, rank] == EMPTY).argmax(1)
@@ -389,7 +446,9 @@ def _fill(experts_LRe: I32, counts_LE: I32, replica_load_LE: F64, limit_LE: I32)
 
 
 def _spread(experts_LRe: I32, replica_load_LE: F64, limit_LE: I32) -> None:
-    """Swap each replica too many of a rank with another rank's expert whose load is nearest."""
+    """Swap each replica too many of a rank with an expert of another rank, the one whose load is
+    nearest. Neither rank may get a replica too many by the swap.
+    """
     for layer in np.flatnonzero(_repeats(experts_LRe, limit_LE).any((1, 2))):
         experts_Re = experts_LRe[layer]
         replica_load_E = replica_load_LE[layer]
@@ -419,12 +478,13 @@ def _swap(
     *,
     min_gain: float = MIN_GAIN,
     node_limit_LE: I32 | None = None,
-    nodes: int = 1,
+    num_nodes: int = 1,
 ) -> None:
     """Swap experts of the rank with the highest load, while that lowers it.
 
-    Each swap is the one that leaves the lowest load on the fuller of both ranks. node_limit_LE: the
-    limit of replicas of an expert on one of several nodes.
+    Each swap is the one that leaves the lowest load on the fuller of both ranks. limit_LE: the
+    limit of replicas of an expert on one rank. node_limit_LE: the same for each of `num_nodes`
+    nodes.
     """
     layers, ranks, _ = experts_LRe.shape
     if ranks == 1:
@@ -448,7 +508,7 @@ def _swap(
         after[~may_swap] = np.inf
         if node_limit_LE is not None:
             may_swap = _may_swap(
-                experts_LRe[active], fullest, count_LRE[active], node_limit_LE[active], nodes
+                experts_LRe[active], fullest, count_LRE[active], node_limit_LE[active], num_nodes
             )
             after[~may_swap] = np.inf
         flat = after.reshape(len(active), math.prod(after.shape[1:]))
@@ -479,30 +539,34 @@ def _may_swap(
     fullest: NDArray[np.int64],
     count_ARE: NDArray[np.int64],
     limit_AE: I32,
-    nodes: int = 0,
+    num_nodes: int = 0,
 ) -> Bool:
-    """Return which swaps of the ranks `fullest` leave neither side more replicas than `limit_AE`,
-    [A, e, R, e].
+    """Return which swaps leave neither side more replicas of an expert than `limit_AE`.
 
-    nodes: if given, the sides are nodes, and any swap within a node is allowed.
+    [A, e, R, e]: the place of rank `fullest` in each layer, and the other rank and its place.
+
+    num_nodes: 0: the two sides are ranks. Otherwise they are the nodes of these ranks, and any swap
+    within a node is allowed.
     """
     layers = np.arange(len(fullest))
     ranks, per_rank = experts_ARe.shape[1:]
     side = fullest
     ranks_per_side = 1
-    if nodes:
-        ranks_per_side = ranks // nodes
+    if num_nodes:
+        ranks_per_side = ranks // num_nodes
         side = fullest // ranks_per_side
-        count_ARE = count_ARE.reshape(len(fullest), nodes, ranks_per_side, limit_AE.shape[1]).sum(2)
+        count_ARE = count_ARE.reshape(
+            len(fullest), num_nodes, ranks_per_side, limit_AE.shape[1]
+        ).sum(2)
     own_Ae = experts_ARe[layers, fullest]
     all_AS = experts_ARe.reshape(len(fullest), ranks * per_rank)
-    # Whether the other side may have the fullest one's expert, and the other way round
+    # Whether the other side may get the fullest side's expert, and the other way round
     own_limit = np.take_along_axis(limit_AE, own_Ae, axis=1)[:, :, None]
     other_may = count_ARE[layers[:, None], :, own_Ae] < own_limit
     fullest_may = np.take_along_axis(count_ARE[layers, side] < limit_AE, all_AS, axis=1).reshape(
         experts_ARe.shape
     )
     fits: Bool = other_may.repeat(ranks_per_side, axis=2)[:, :, :, None] & fullest_may[:, None]
-    if nodes:
+    if num_nodes:
         fits |= (np.arange(ranks) // ranks_per_side == side[:, None])[:, None, :, None]
     return fits

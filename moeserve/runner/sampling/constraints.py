@@ -7,8 +7,8 @@ step's tokens. A thread fills the masks of the next step while the forward pass 
 The state of a matcher is a function of grammar and tokens. So steps that are preempted, replayed or
 repeated have the same masks, with and without drafts.
 
-S: rows that sample. N: their positions, 1 + its drafts for each row. C: the positions of requests
-with a grammar. W: 32-bit words of a mask.
+S: rows that sample. N: the positions at which they sample; each row has one, and one more for each
+draft. C: the positions of requests with a grammar. W: 32-bit words of a mask.
 
 Tickets are the scheduler's numbers of prepared grammars: see engine/preparing.py.
 """
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from moeserve.text.grammar import Matcher
 
 T = TypeVar("T")
-_own_tickets = itertools.count(1)  # for jobs without a ticket of the scheduler
+_own_tickets = itertools.count(1)  # tickets of jobs that the scheduler did not prepare
 
 
 class Accepted(NamedTuple):
     """The effect of a step's tokens on grammars, by slot."""
 
-    complete: dict[int, int]  # the number of the step's tokens with which the answer is complete
+    complete: dict[int, int]  # how many of the step's tokens complete the answer
     failed: dict[int, str]  # error messages
 
 
@@ -54,7 +54,8 @@ class ConstrainedRequest:
     num_prompt: int
     matcher: "Future[Matcher]"  # may not be done if it was not prepared (see `Constraints.add`)
     failure: str = ""  # why the request must fail
-    ended: bool = False  # it failed for another reason: steps in flight will have no tokens for it
+    # Whether the request failed for another reason. Steps in flight then have no tokens for it.
+    ended: bool = False
 
     @contextmanager
     def caught(self) -> "Iterator[None]":
@@ -141,8 +142,8 @@ class Constraints:
     ) -> "StepMasks | None":
         """Start to fill the masks of a step's rows. Return None if no row has a grammar.
 
-        The masks wait until `accept` was called with all known tokens. If a step runs again, this
-        is called again.
+        The masks wait until `accept` was called with all known tokens. If a step runs again,
+        `begin` is called again.
 
         positions_S: the number of known tokens of each row, without drafts.
         """
@@ -191,7 +192,8 @@ class Constraints:
         rows_C = np.concatenate([row.first + np.arange(1 + len(row.drafts)) for row in step.rows])
         # All tokens are allowed at first, which is also right for requests that fail.
         bits_CW = np.full((len(rows_C), self._mask_words), -1, np.int32)
-        filled: list[tuple[MaskedRow, Matcher, int]] = []
+        # Rows to fill, with their matcher and the index (of C) of their first mask.
+        to_fill: list[tuple[MaskedRow, Matcher, int]] = []
         first = 0
         previous = step.previous
         step.previous = None
@@ -211,14 +213,15 @@ class Constraints:
                         and matcher.num_tokens >= row.num_known
                     ):
                         row.rewind()
-                        filled.append((row, matcher, first))
+                        to_fill.append((row, matcher, first))
                 first += 1 + len(row.drafts)
             if previous_error is not None:
                 raise previous_error
-            if filled:
-                jobs = [(matcher, first, row.drafts) for row, matcher, first in filled]
+            if to_fill:
+                jobs = [(matcher, first, row.drafts) for row, matcher, first in to_fill]
                 for i, error in self._compiler.grammars.fill_all(jobs, bits_CW).items():
-                    filled[i][0].request.failure = error.message
+                    failed_row = to_fill[i][0]
+                    failed_row.request.failure = error.message
         return Masks(rows_C, bits_CW)
 
 
@@ -249,8 +252,9 @@ class MaskedRow:
             matcher.rewind(self.num_known)
 
     def accept(self, tokens: list[int]) -> int:
-        """Advance the matcher by new tokens, up to the one that completes the text. Return the
-        number of tokens if the text is complete, otherwise 0.
+        """Advance the matcher by new tokens, up to the token that completes the text.
+
+        Return the number of these tokens if the text is complete, otherwise 0.
         """
         self.rewind()
         matcher = self.request.matcher.result()
@@ -281,7 +285,7 @@ class StepMasks:
         """Advance the grammars by the tokens that were kept. Called in the order of steps, from any
         thread.
 
-        tokens_S: of each row that was passed to `begin`; empty for a row that failed.
+        tokens_S: the tokens of each row that was passed to `begin`; empty for a row that failed.
         """
         self.result()
         accepted = Accepted({}, {})
@@ -301,8 +305,10 @@ class StepMasks:
 
     @contextmanager
     def lost_by_errors(self) -> "Iterator[None]":
-        """A context in which the runner waits for the step's tokens. After an error, there are
-        none, so the masks of the next step raise the error instead of waiting for them.
+        """A context in which the runner waits for the step's tokens.
+
+        After an error, the step has no tokens. Then the masks of the next step raise the error
+        instead of waiting for the tokens.
         """
         try:
             yield

@@ -19,7 +19,7 @@ PROMPT_ELEMENTS = 1 << 24  # the most logits of prompt positions that are comput
 
 
 class LogprobRows(NamedTuple):
-    """The logprobs of P rows on the device: of the chosen token and the n likeliest in order."""
+    """The logprobs of P rows on the device: of the chosen token, then of the n likeliest tokens."""
 
     ids_PN: Tensor  # int64 [P, 1 + n], the chosen token first
     values_PN: Tensor  # float32
@@ -27,8 +27,9 @@ class LogprobRows(NamedTuple):
 
 
 def logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
-    """Return the log-softmax of raw logits at the chosen tokens (int64) and the n likeliest ones,
-    computed in chunks of rows.
+    """Return the log-softmax of raw logits at the chosen tokens (int64) and the n likeliest ones.
+
+    Chunks of rows bound the memory.
     """
     chunk_rows = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
     chunks = [
@@ -125,8 +126,10 @@ def prompt_logprobs(
     hidden_TD: Tensor,
     logits: Callable[[Tensor], Tensor],
 ) -> PromptRows | None:
-    """Return the logprobs of the prompt tokens that this step predicts. Position p predicts token
-    p + 1, which is read from the token table, so that it may be in the next chunk.
+    """Return the logprobs of the prompt tokens that this step predicts.
+
+    Position p predicts token p + 1. The token is read from the token table, because it may be in
+    the next prefill chunk.
 
     scored_rows: the plan's rows whose requests want prompt logprobs.
     """

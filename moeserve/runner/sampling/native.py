@@ -42,7 +42,7 @@ class NativeSampler(ReferenceSampler):
     def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
         return top_p_cutoff_head(probs_rV, top_p_r)
 
-    def _choose_greedily(
+    def _choose_simple_rows(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
         # One call chooses for most requests, which have a temperature and perhaps a grammar.
@@ -65,9 +65,12 @@ class NativeSampler(ReferenceSampler):
         x_rW, blocks_rB, floor_r = narrow(x_rV)
         enough_r = self._is_enough(x_rW, floor_r, slots_r)
         tokens_r = self._draw_from(x_rW, slots_r, positions_r, blocks_rB)
-        rest = np.flatnonzero(~enough_r)
-        if len(rest):
-            tokens_r[rest] = self._draw_from(x_rV[rest], slots_r[rest], positions_r[rest])
+        # Rows whose narrowed row does not contain all tokens that may be drawn.
+        rows_left = np.flatnonzero(~enough_r)
+        if len(rows_left):
+            tokens_r[rows_left] = self._draw_from(
+                x_rV[rows_left], slots_r[rows_left], positions_r[rows_left]
+            )
         return tokens_r
 
     def _draw_from(
@@ -101,7 +104,8 @@ def race(
 
     Equivalently, tokens race: each arrives after an exponential time divided by its probability,
     and the first one wins (Maddison et al., 2014, "A* Sampling"). Native code skips tokens that
-    cannot win. If two tokens are about equally early, it cannot decide; then the noise itself does.
+    cannot win. If two tokens are about equally early, native code returns -1, and the row is
+    computed with the exact noise here.
 
     Other arguments are as for `Gumbel`.
     """
@@ -143,10 +147,10 @@ def narrow(x_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def top_p_cutoff_head(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
     """Return the same as `top_p_cutoff`, but sort only the tokens that can matter.
 
-    If the few largest tokens of a row reach top_p, only these are sorted: the sums from the largest
-    token on are the same, however many follow. Otherwise, tokens below half of (1 - top_p) / V are
-    omitted: their sum is less than half of the probability that may be dropped, so top-p keeps none
-    of them.
+    If the few most likely tokens of a row reach top_p, only these are sorted: the sums from the
+    likeliest token on are the same, however many tokens follow. Otherwise, tokens below half of
+    (1 - top_p) / V are omitted. Their sum is less than half of the probability that may be dropped,
+    so top-p keeps none of these tokens.
     """
     width = probs_rV.shape[1]
     head_rW = narrow(probs_rV)[0].clamp_(min=0.0) if can_narrow(width) else probs_rV
@@ -154,9 +158,11 @@ def top_p_cutoff_head(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
     num_short_r = (top_rK.cumsum(dim=-1) < top_p_r.unsqueeze(1)).sum(dim=-1)
     cutoff_r = top_rK.gather(1, num_short_r.clamp(max=top_rK.shape[1] - 1).unsqueeze(1)).squeeze(1)
     for i in (num_short_r == top_rK.shape[1]).nonzero().flatten().tolist():
-        rest = 1 - float(top_p_r[i])
+        max_dropped = 1 - float(top_p_r[i])  # probability that may be dropped
         probs_V = probs_rV[i]
-        likely = probs_V[probs_V >= rest / (2 * width)] if rest > ROUNDING else probs_V
+        likely = probs_V
+        if max_dropped > ROUNDING:
+            likely = probs_V[probs_V >= max_dropped / (2 * width)]
         cutoff_r[i] = top_p_cutoff(
             (likely if len(likely) else probs_V).unsqueeze(0), top_p_r[i : i + 1]
         )

@@ -33,7 +33,7 @@ class ReferenceSampler(Sampler):
     def _choose(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Failures]:
-        tokens_S, peak_S, status_S, rows_left = self._choose_greedily(
+        tokens_S, peak_S, status_S, rows_left = self._choose_simple_rows(
             logits_SV, slots_S, positions_S, masks
         )
         failures: Failures = {}
@@ -60,19 +60,21 @@ class ReferenceSampler(Sampler):
                 tokens_S[index] = self._draw(x_rV, slots_r, positions_r)
         return tokens_S.masked_fill_(status_S != Status.FINE, 0).int(), status_S, failures
 
-    def _choose_greedily(
+    def _choose_simple_rows(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
-        """Return (tokens int64, maximum logits, `Status`) without further work, and the rows, in
-        order, whose tokens need more.
+        """Choose the tokens of rows that need no work besides.
+
+        Return (tokens int64, maximum logits, `Status`) of all rows, and the rows, in order, whose
+        tokens `_choose` still has to choose.
         """
-        # A NaN is the maximum of its row, and infinity minus itself is NaN.
+        # The maximum of a row with a NaN is NaN. NaN - NaN and infinity - infinity are NaN.
         peak_S, tokens_S = self._argmax(logits_SV)
         status_S = ((peak_S - peak_S) != 0).to(torch.uint8).mul_(Status.NOT_FINITE)
         return tokens_S, peak_S, status_S, self.rows.having(Trait.RANDOM | Trait.CHANGED, slots_S)
 
     def _chunks(self, rows: I64, slots_S: I64) -> Iterator[I64]:
-        """Yield chunks of rows: greedy ones with changed logits, then random ones, then random ones
+        """Yield chunks of rows: greedy rows with changed logits, then random rows, then random rows
         with a cutoff.
         """
         if not len(rows):
@@ -87,7 +89,7 @@ class ReferenceSampler(Sampler):
                 yield rows_of_kind[start : start + max_rows]
 
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
-        """Filter rows whose maximum is 0, and return the drawn tokens. May write to x_rV."""
+        """Filter rows, whose maximum is 0, and return the drawn tokens. May write to x_rV."""
         self._filter(x_rV, slots_r)
         low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
         return self._argmax(x_rV.add_(self.gumbel(low_r, high_r)))[1]
@@ -146,14 +148,17 @@ def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
 
 
 def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:
-    """Drop tokens that are less likely than min_p times the likeliest. log_min_p_r: -inf: off."""
+    """Drop tokens that are less likely than min_p times the likeliest.
+
+    log_min_p_r: -inf turns the filter off.
+    """
     x_rV.masked_fill_(x_rV < log_min_p_r.unsqueeze(1), NEG_INF)
 
 
 def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
     """Drop tokens below the k-th largest logit of their row. Equal ones stay.
 
-    k_r: int64 >= 1; V: off.
+    k_r: int64 >= 1. V turns the filter off.
     largest_k: the largest k of rows that use top-k.
     """
     largest_k = min(largest_k, x_rV.shape[1])
@@ -164,9 +169,9 @@ def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
 
 
 def keep_top_p(x_rV: Tensor, top_p_r: Tensor, cutoff: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Drop the least likely tokens of each row that are not needed to reach top_p (1: off). Ties
-    stay.
+    """Drop the least likely tokens of each row that are not needed to reach top_p. Ties stay.
 
+    top_p_r: 1 turns the filter off.
     cutoff: `top_p_cutoff`, or a faster function with the same results.
     """
     probs_rV = torch.softmax(x_rV, dim=-1)
@@ -212,7 +217,7 @@ def apply_penalties(
     """
     index_L = torch.arange(history_rL.shape[1], device=x_rV.device)
     known_rL = index_L < known_r.unsqueeze(1)
-    # Arbitrary entries are replaced by the first token, because writing a value twice is harmless.
+    # Replace arbitrary entries by the first token: writing the same value twice is harmless.
     ids_rL = torch.where(known_rL, history_rL, history_rL[:, :1])
     counts_rV = torch.zeros(x_rV.shape, dtype=torch.int32, device=x_rV.device)
     in_answer_rL = known_rL & (index_L >= num_prompt_r.unsqueeze(1))

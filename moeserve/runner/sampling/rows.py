@@ -35,11 +35,16 @@ class SamplingRows:
         self.vocab_size = vocab_size
         self.traits = np.zeros(slots, np.uint16)
         self.seed = np.zeros(slots, np.uint64)
-        self.temperature, self.log_min_p, self.top_p = np.zeros((3, slots), np.float32)
-        self.repetition, self.frequency, self.presence = np.zeros((3, slots), np.float32)
-        self.top_k, self.num_prompt, self.logprobs, self.prompt_logprobs = np.zeros(
-            (4, slots), np.int64
-        )
+        self.temperature = np.zeros(slots, np.float32)
+        self.log_min_p = np.zeros(slots, np.float32)
+        self.top_p = np.zeros(slots, np.float32)
+        self.repetition = np.zeros(slots, np.float32)
+        self.frequency = np.zeros(slots, np.float32)
+        self.presence = np.zeros(slots, np.float32)
+        self.top_k = np.zeros(slots, np.int64)
+        self.num_prompt = np.zeros(slots, np.int64)
+        self.logprobs = np.zeros(slots, np.int64)
+        self.prompt_logprobs = np.zeros(slots, np.int64)
 
     def add(self, request: NewRequest) -> None:
         """Write the row of the request's slot. Without top-k, `top_k` is the vocabulary size."""
@@ -85,7 +90,7 @@ def row_keys(seeds_S: NDArray[np.uint64], positions_S: NDArray[np.integer]) -> N
 def _traits(request: NewRequest, has_top_k: bool) -> int:
     sampling = request.sampling
     is_random = sampling.temperature >= GREEDY_BELOW
-    changes = sampling.min_tokens, sampling.logit_bias, sampling.bad_seqs, sampling.processors
+    rules = sampling.min_tokens, sampling.logit_bias, sampling.bad_seqs, sampling.processors
     traits = {
         Trait.RANDOM: is_random,
         Trait.MIN_P: is_random and sampling.min_p > 0,
@@ -98,7 +103,7 @@ def _traits(request: NewRequest, has_top_k: bool) -> int:
                 sampling.repetition_penalty != 1.0,
             )
         ),
-        Trait.RULES: sampling.allowed_ids is not None or any(changes),
+        Trait.RULES: sampling.allowed_ids is not None or any(rules),
         Trait.GRAMMAR: sampling.grammar is not None,
         Trait.LOGPROBS: sampling.logprobs is not None,
         Trait.DIGESTS: sampling.receipt,

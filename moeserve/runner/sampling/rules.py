@@ -23,7 +23,8 @@ class Rules:
     bias_values: Tensor  # float32
     min_tokens: int
     stop_ids: Tensor  # not allowed before min_tokens tokens
-    # Bad sequences by their length 1 + L: ([M, L] beginnings, [M] last tokens, not allowed then).
+    # Bad sequences, M of each length 1 + L: beginnings [M, L] and last tokens [M]. After a
+    # beginning, its last token is not allowed.
     bad: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
@@ -45,8 +46,11 @@ class Rules:
             min_tokens=sampling.min_tokens,
             stop_ids=_ids(sampling.stop_ids).to(device),
             bad=tuple(
-                (_ids(s[:-1] for s in same).to(device), _ids(s[-1] for s in same).to(device))
-                for same in by_length.values()
+                (
+                    _ids(sequence[:-1] for sequence in sequences).to(device),
+                    _ids(sequence[-1] for sequence in sequences).to(device),
+                )
+                for sequences in by_length.values()
             ),
         )
 
@@ -73,7 +77,7 @@ class Rules:
 
 
 def unknown_token(sampling: TokenSampling, vocab_size: int) -> int | None:
-    """Return a token id in the parameters that is not in the vocabulary, or None."""
+    """Return a token id in the parameters that is not in the vocabulary; None: there is none."""
     ids: list[int] = [
         *sampling.stop_ids,
         *(sampling.logit_bias or ()),

@@ -1,7 +1,7 @@
 """The interface of samplers, which choose the tokens of a step from its logits.
 
-A row's token depends on its own logits, parameters and position only, never on other rows. The
-order of operations:
+The token of a row depends on the row's own logits, parameters and position only, never on other
+rows. The order of operations:
 
 1. logits processors
 2. grammar
@@ -14,7 +14,8 @@ order of operations:
 
 rows.py stores the parameters of the request in each slot, rules.py its rules.
 
-S: rows that sample. V: vocabulary. r: some of the rows.
+S: rows that sample. V: vocabulary. r: some of the rows. P: rows with logprobs. Q: rows with a
+digest. C: rows with a grammar. W: 32-bit words of a mask.
 """
 
 import logging
@@ -42,7 +43,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Status:
-    """Whether a row has a token, and if not, why; one byte per row."""
+    """Whether a row has a token, and if not, the reason. One byte per row."""
 
     FINE, NOT_FINITE, NOTHING_ALLOWED = range(3)
     MESSAGES = (
@@ -62,10 +63,12 @@ class Masks(NamedTuple):
 
     def among(self, rows: I64) -> "Masks | None":
         """Return the masks of some of the step's rows, numbered by their index in `rows`."""
-        _, indices, which = np.intersect1d(
+        _, new_rows, own_indices = np.intersect1d(
             rows, self.rows_C, assume_unique=True, return_indices=True
         )
-        return Masks(indices.astype(np.int64), self.bits_CW[which]) if len(indices) else None
+        if not len(new_rows):
+            return None
+        return Masks(new_rows.astype(np.int64), self.bits_CW[own_indices])
 
 
 class Sampled(NamedTuple):
@@ -77,8 +80,8 @@ class Sampled(NamedTuple):
     logprobs: LogprobRows | None = None
     logprob_rows_P: I64 = _NONE  # the rows (of S) with logprobs
     logprob_counts: Sequence[int] = ()  # number of alternatives of each of them
-    raw: Sequence[Tensor] = ()  # raw logits of each row with a digest
-    raw_rows_Q: I64 = _NONE  # the rows (of S) with a digest
+    logits_to_digest: Sequence[Tensor] = ()  # raw logits of each row with a digest
+    digest_rows_Q: I64 = _NONE  # the rows (of S) with a digest
 
 
 class Sampler(ABC):
@@ -96,7 +99,7 @@ class Sampler(ABC):
         self._rules: dict[int, Rules] = {}
         self._processors: dict[int, list[tuple[str, LogitsProcessor]]] = {}
         self.factories = ProcessorFactories()
-        self.digests = True  # whether digests of this rank are used
+        self.digests = True  # whether to compute digests; False on ranks whose digests are not used
 
     def add(self, request: NewRequest) -> str | None:
         """Store a request's parameters. Return an error message if the request must fail."""
@@ -129,7 +132,7 @@ class Sampler(ABC):
 
         logits_SV: float32. They are not changed.
         positions_S: the position of each new token: the number of known tokens of its request.
-        masks: of the requests with a grammar.
+        masks: the masks of the requests with a grammar.
         """
         tokens_S, status_S, failures = self._choose(logits_SV, slots_S, positions_S, masks)
         rows = self.rows.having(Trait.LOGPROBS | Trait.DIGESTS, slots_S)
@@ -138,10 +141,16 @@ class Sampler(ABC):
         if not len(rows):
             return Sampled(tokens_S, status_S, failures)
         digest_rows_Q = rows[self.rows.having(Trait.DIGESTS, slots_S[rows])]
-        raw = [logits_SV[row] for row in digest_rows_Q.tolist()]
+        logits_to_digest = [logits_SV[row] for row in digest_rows_Q.tolist()]
         logprob_rows_P = rows[self.rows.having(Trait.LOGPROBS, slots_S[rows])]
         if not len(logprob_rows_P):
-            return Sampled(tokens_S, status_S, failures, raw=raw, raw_rows_Q=digest_rows_Q)
+            return Sampled(
+                tokens_S=tokens_S,
+                status_S=status_S,
+                failures=failures,
+                logits_to_digest=logits_to_digest,
+                digest_rows_Q=digest_rows_Q,
+            )
         (index,) = self._upload(logprob_rows_P)
         counts_P = self.rows.logprobs[slots_S[logprob_rows_P]]
         max_alternatives = int(counts_P.max())
@@ -155,13 +164,14 @@ class Sampler(ABC):
             logprobs=logprobs,
             logprob_rows_P=logprob_rows_P,
             logprob_counts=counts_P.tolist(),
-            raw=raw,
-            raw_rows_Q=digest_rows_Q,
+            logits_to_digest=logits_to_digest,
+            digest_rows_Q=digest_rows_Q,
         )
 
     def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
-        """Return the tokens, int32, that `sample` would choose without masks. A token is arbitrary
-        if `sample` would fail.
+        """Return the tokens, int32, that `sample` would choose without masks.
+
+        If `sample` would fail for a row, its token is arbitrary.
         """
         return self._choose(logits_SV, slots_S, positions_S, None)[0]
 
@@ -177,8 +187,9 @@ class Sampler(ABC):
 
     @abstractmethod
     def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
-        """Apply penalties to the given rows of x_rV, in place. known: the number of known tokens of
-        each.
+        """Apply penalties to the given rows of x_rV, in place.
+
+        known: the number of known tokens of each of these rows.
         """
 
     def _logprobs(self, logits_PV: Tensor, tokens_P: Tensor, n: int) -> LogprobRows:
@@ -188,10 +199,12 @@ class Sampler(ABC):
     def _modify_logits(
         self, x_rV: Tensor, slots_r: I64, positions_r: I64, masks: Masks | None
     ) -> Failures:
-        """Apply processors, masks, rules and penalties, in place. An exception only fails its own
-        request.
+        """Apply processors, masks, rules and penalties, in place.
+
+        An exception fails only the request that caused it.
         """
         failures: Failures = {}
+        # Logits processors count as rules, too, but only some rows with rules have any.
         ruled = [
             (i, self._rules[int(slots_r[i])])
             for i in self.rows.having(Trait.RULES, slots_r).tolist()
@@ -242,8 +255,10 @@ def process(processor: LogitsProcessor, x_V: Tensor, ids: list[int], num_prompt:
 
 @contextmanager
 def _as_failure(failures: Failures, row: int, what: str = "sampling") -> Iterator[None]:
-    """Convert an exception into a failure of the row. Errors of the device are raised, because they
-    affect all rows.
+    """Convert an exception into a failure of the row.
+
+    Errors of the device are raised, because they affect all rows. Any other exception is caught,
+    because processors are code of users.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """The task that samples the next tokens of requests from hidden states.
 
-S: rows that sample. N: the tokens at which they sample, which are each row's last token and the
-tokens before its drafts.
+S: rows that sample. N: the tokens at which they sample: the last token of each row, and the token
+before each of its drafts. P: values of logprobs or digests. V: vocabulary.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class SampleTask(RowTask):
         self._constraints = constraints
         self._tables = tables
         self._upload = upload
-        self._masks: StepMasks | None = None  # of the step between `begin` and `run`
+        self._masks: StepMasks | None = None  # masks of the step between `begin` and `run`
 
     def add(self, request: NewRequest) -> str | None:
         reason = self._sampler.add(request)
@@ -113,8 +113,8 @@ class SampleTask(RowTask):
         (offsets_N,) = self._upload(self._tables.token_offsets(slots_N, positions_N))
         if rows.drafts_S is not None:
             outputs.drafts_S = rows.drafts_S
-            right_N = self._tables.arena.index_select(0, offsets_N) == tokens_N
-            outputs.accepted_S = count_accepted(right_N, rows.drafts_S, self._upload)
+            is_right_N = self._tables.arena.index_select(0, offsets_N) == tokens_N
+            outputs.accepted_S = count_accepted(is_right_N, rows.drafts_S, self._upload)
         self._tables.append(offsets_N, tokens_N)
         return outputs
 
@@ -136,7 +136,7 @@ class SampleTask(RowTask):
             slots_S=slots_S,
             accepted_S=accepted_S,
             last_S=last_S,
-            aux_TN=step.aux_TN,
+            aux_TA=step.aux_TA,
         )
 
 
@@ -163,15 +163,15 @@ class SampleOutputs(TaskOutputs):
             tensors["status"] = self.sampled.status_S
             if self.sampled.logprobs is not None:
                 tensors |= _named("logprobs", self.sampled.logprobs)
-            for i, logits_V in enumerate(self.sampled.raw):
-                tensors[f"raw {i}"] = logits_V
+            for i, logits_V in enumerate(self.sampled.logits_to_digest):
+                tensors[f"logits {i}"] = logits_V
         if self.accepted_S is not None:
             tensors["accepted"] = self.accepted_S
         if self.prompt is not None:
             tensors |= _named("prompt", self.prompt.rows)
         return tensors
 
-    def awaited(self) -> AbstractContextManager[None]:
+    def watch_wait(self) -> AbstractContextManager[None]:
         return nullcontext() if self.masks is None else self.masks.lost_by_errors()
 
     def add_to(self, result: StepResult, fetched: Arrays) -> StepResult:
@@ -218,9 +218,10 @@ class SampleOutputs(TaskOutputs):
             rows = to_messages(sampled.logprob_counts, *_values(fetched, "logprobs"))
             for slot, logprobs in self._by_slot(sampled.logprob_rows_P, rows, kept_N).items():
                 outputs.setdefault(slot, TaskOutput()).logprobs = logprobs
-        if sampled is not None and sampled.raw:
-            hashes = [digest(fetched[f"raw {i}"]) for i in range(len(sampled.raw))]
-            for slot, digests in self._by_slot(sampled.raw_rows_Q, hashes, kept_N).items():
+        if sampled is not None and sampled.logits_to_digest:
+            num_digests = len(sampled.logits_to_digest)
+            hashes = [digest(fetched[f"logits {i}"]) for i in range(num_digests)]
+            for slot, digests in self._by_slot(sampled.digest_rows_Q, hashes, kept_N).items():
                 outputs.setdefault(slot, TaskOutput()).digests = digests
         if self.prompt is not None:
             messages, not_finite = prompt_messages(self.prompt.spans, *_values(fetched, "prompt"))

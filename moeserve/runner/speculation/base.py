@@ -4,7 +4,8 @@ The next step computes all drafts of a row and samples at each. A draft is accep
 token that is sampled in its place. Therefore drafts never change the answer, whatever they are. All
 ranks of an engine verify the drafts of its first rank.
 
-S: rows that sample. N: tokens that are sampled, or drafts. T: tokens of the step.
+S: rows that sample. N: tokens that are sampled, or drafts. T: tokens of the step. D: width of the
+hidden states. A: width of the auxiliary hidden states. K: drafts of a slot.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +37,7 @@ class Verified:
     slots_S: I64  # the slots that sampled
     accepted_S: Tensor  # int64: sampled tokens that are kept (1 + accepted drafts)
     last_S: Tensor  # int64: the index (of T) of the token after which the last one was sampled
-    aux_TN: Tensor | None = None  # hidden states of `spec.aux_hidden_layers`, concatenated
+    aux_TA: Tensor | None = None  # hidden states of `spec.aux_hidden_layers`, concatenated
 
 
 class DraftModel(Protocol):
@@ -59,9 +60,9 @@ class Drafter:
 
     model: DraftModel
     caches: Sequence[LayerCache]
-    rules: Sequence[KVRule]  # of its KV groups
+    rules: Sequence[KVRule]  # the rules of its KV groups
     takes_hidden: bool  # whether it reads a token together with the hidden state before it
-    # Returns the hidden states to read, from `Verified.aux_TN`. None: reads `hidden_TD`.
+    # Returns the hidden states to read, from `Verified.aux_TA`. None: reads `hidden_TD`.
     combine: Callable[[Tensor], Tensor] | None = None
 
 
@@ -70,12 +71,12 @@ class ProposerFacts:
     """The arguments with which a proposer is created."""
 
     spec: SpeculationSpec
-    slots: int  # batch slots
+    slots: int  # number of slots of the batch
     upload: Upload
     groups: Sequence[KVGroup]
     tables: Tables
     sampler: Sampler
-    drafter: Drafter | None  # of kinds model, mtp and eagle
+    drafter: Drafter | None  # the draft model of kinds model, mtp and eagle
 
 
 class Proposer(ABC):
@@ -96,24 +97,29 @@ class Proposer(ABC):
         """Add a request that begins or resumes. Called before its first `collect`."""
 
     def launch(self, step: Verified) -> None:  # noqa: B027
-        """Read a step and, if its plan has `propose`, draft tokens. This runs on the device after
-        the step; the host does not wait. Steps in which no row samples have to be read, too.
+        """Launch the work that reads a step and, if its plan has `propose`, drafts tokens.
+
+        The work runs on the device after the step. The host does not wait for it. Steps in which no
+        row samples have to be read, too.
         """
 
-    def start(self, step: Verified) -> bool:
-        """Do the same as `launch` in a native thread, in parallel to the host, and return True. If
-        that is not possible, do nothing and return False.
+    def try_launch_in_thread(self, step: Verified) -> bool:
+        """Do the same as `launch` in a native thread, in parallel to the host, and return True.
 
-        Nothing else of the runner may change until `finish`.
+        If that is not possible, do nothing and return False. Otherwise nothing else of the runner
+        may change until `wait_for_thread`.
         """
         return False
 
-    def finish(self) -> None:  # noqa: B027
-        """Wait for the work of `start`."""
+    def wait_for_thread(self) -> None:  # noqa: B027
+        """Wait for the work of `try_launch_in_thread`."""
 
     @abstractmethod
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
-        """Return the number of drafts of each slot. tokens_S: its new tokens, on the host."""
+        """Return the number of drafts of each slot.
+
+        tokens_S: the new tokens of each slot, on the host.
+        """
 
 
 class LookupProposer(Proposer):
@@ -140,21 +146,22 @@ class LookupProposer(Proposer):
         return counts_S
 
 
-def count_accepted(right_N: Tensor, drafts_S: I32, upload: Upload) -> Tensor:
+def count_accepted(is_right_N: Tensor, drafts_S: I32, upload: Upload) -> Tensor:
     """Return how many sampled tokens of each row are kept, int64 [S]: the accepted drafts and one
     more.
 
-    right_N: bool, whether the draft equals the token that was sampled in its place. A row has
-    drafts_S[i] values, and then one without a draft, which is ignored.
+    is_right_N: bool, whether a draft equals the token that was sampled in its place. Row i has
+    drafts_S[i] values for its drafts. Then follows one value for its last token, which has no
+    draft; that value is ignored.
 
     right [yes, no, yes, x, x], drafts [3, 0] -> [2, 1]
     """
     max_drafts = int(drafts_S.max())
     if (drafts_S == max_drafts).all():
-        return 1 + right_N.view(-1, max_drafts + 1)[:, :-1].long().cumprod(dim=1).sum(dim=1)
+        return 1 + is_right_N.view(-1, max_drafts + 1)[:, :-1].long().cumprod(dim=1).sum(dim=1)
     lengths_S = drafts_S.astype(np.int64) + 1
     draft_SK = np.arange(max_drafts)
     is_draft_SK = draft_SK < drafts_S[:, None]
     index_SK = (lengths_S.cumsum() - lengths_S)[:, None] + np.where(is_draft_SK, draft_SK, 0)
     index, is_draft = upload(index_SK, is_draft_SK)
-    return 1 + (right_N[index] & is_draft).long().cumprod(dim=1).sum(dim=1)
+    return 1 + (is_right_N[index] & is_draft).long().cumprod(dim=1).sum(dim=1)

@@ -1,8 +1,8 @@
 """Load draft models: the model's MTP head, an EAGLE-3 head, or a smaller model with the same
 vocabulary.
 
-An EAGLE-3 head or a smaller model is loaded whole on every tensor-parallel rank, in the dtype of
-the target and as stored in its files: `--quantization` does not apply to it.
+Every tensor-parallel rank loads the whole EAGLE-3 head or smaller model, in the dtype of the target
+and as stored in its files: `--quantization` does not apply to it.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,9 @@ def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec)
     if speculation.kind == "eagle":
         eagle = read_eagle3(path, spec)
         return replace(
-            spec.drafting(eagle.model.layers), draft_whole=True, aux_hidden_layers=eagle.aux_layers
+            spec.with_drafter(eagle.model.layers),
+            replicate_drafter=True,
+            aux_hidden_layers=eagle.aux_layers,
         )
     draft = read_model_spec(path)
     if any(rule.tile for rule in draft.kv_rules):
@@ -60,7 +62,7 @@ def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec)
             f"is {spec.vocab_size}; use a draft model with the same tokenizer"
         )
     _check_tokenizers(path, model_dir)
-    return replace(spec.drafting(draft.layers), draft_whole=True)
+    return replace(spec.with_drafter(draft.layers), replicate_drafter=True)
 
 
 def load_drafter(
@@ -80,15 +82,14 @@ def load_drafter(
     longest = config.model.max_model_len or spec.max_position
     if speculation.kind == "mtp":
         with draft_params(
-            spec,
-            model_dir,
-            model,
-            config,
-            quantize_to,
-            memory,
-            lambda names: mtp_load_plan(spec, names, shard.world),
-        ) as loaded:
-            params, ops = loaded
+            spec=spec,
+            model_dir=model_dir,
+            model=model,
+            config=config,
+            quantize_to=quantize_to,
+            memory=memory,
+            plan_of=lambda names: mtp_load_plan(spec, names, shard.world),
+        ) as (params, ops):
             head = build_mtp(
                 spec,
                 params,
@@ -104,17 +105,31 @@ def load_drafter(
     if speculation.kind == "model":
         draft = read_model_spec(path)
         with draft_params(
-            draft, path, model, config, None, memory, lambda names: load_plan(draft, names)
-        ) as loaded:
-            small = build_decoder(draft, *loaded, max_tokens=shard.max_tokens, max_position=longest)
-        return Drafter(small, (), spec.draft_rules, takes_hidden=False)
+            spec=draft,
+            model_dir=path,
+            model=model,
+            config=config,
+            quantize_to=None,
+            memory=memory,
+            plan_of=lambda names: load_plan(draft, names),
+        ) as (params, ops):
+            small_model = build_decoder(
+                draft, params, ops, max_tokens=shard.max_tokens, max_position=longest
+            )
+        return Drafter(small_model, (), spec.draft_rules, takes_hidden=False)
     eagle = read_eagle3(path, spec)
-    dummy = config.model.load_format == "dummy"
-    ids_d = torch.arange(eagle.model.vocab_size) if dummy else read_target_ids(eagle, path)
+    is_dummy = config.model.load_format == "dummy"
+    # The target's token id of each of the head's draft ids.
+    ids_d = torch.arange(eagle.model.vocab_size) if is_dummy else read_target_ids(eagle, path)
     with draft_params(
-        eagle.model, path, model, config, None, memory, lambda names: plan_eagle3(eagle, names)
-    ) as loaded:
-        params, ops = loaded
+        spec=eagle.model,
+        model_dir=path,
+        model=model,
+        config=config,
+        quantize_to=None,
+        memory=memory,
+        plan_of=lambda names: plan_eagle3(eagle, names),
+    ) as (params, ops):
         eagle_head = build_eagle3(eagle, params, ops, model.embed_VD, ids_d, longest)
     return Drafter(eagle_head, (), spec.draft_rules, takes_hidden=True, combine=eagle_head.combine)
 
@@ -124,12 +139,15 @@ def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:
     paths = [directory / TOKENIZER for directory in (draft_dir, model_dir)]
     if not all(path.is_file() for path in paths) or len({path.read_bytes() for path in paths}) == 1:
         return
-    drafts, tokens = (_vocabulary(directory) for directory in (draft_dir, model_dir))
-    if different := sorted((drafts.items() ^ tokens.items()), key=lambda item: (item[1], item[0])):
-        token, number = different[0]
-        where, other = (
-            (paths[0], tokens) if (token, number) in drafts.items() else (paths[1], drafts)
-        )
+    draft_ids, target_ids = (_vocabulary(directory) for directory in (draft_dir, model_dir))
+    different = draft_ids.items() ^ target_ids.items()
+    if different:
+        token, number = min(different, key=lambda item: (item[1], item[0]))
+        where = paths[1]
+        other = draft_ids
+        if (token, number) in draft_ids.items():
+            where = paths[0]
+            other = target_ids
         raise ConfigError(
             f"{where}: token {number} is {token!r}, which is {other.get(token, 'no token')} for "
             "the other model: the tokenizers of draft model and served model differ; use a draft "

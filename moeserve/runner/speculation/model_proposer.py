@@ -2,8 +2,11 @@
 
 A draft model has its own KV cache, in the blocks of the target's group with full attention. A head
 reads the target's hidden state at position p together with the token at p + 1. Any other model
-reads the token at p. So the draft model first computes all tokens of a step, and then its own
-drafts, one by one.
+reads the token at p. In each step, the draft model first computes all tokens of the step, and then
+its own drafts, one by one.
+
+S: rows that sample. T: tokens of the step. K: drafts of a slot. D: width of the hidden states. V:
+vocabulary.
 
 Drafts are sampled like the target's tokens, with the same noise at each position. So a better draft
 model agrees with the target more often, at any temperature.
@@ -50,13 +53,13 @@ def make(facts: ProposerFacts) -> "ModelProposer":
         drafter.model, drafter.caches, drafter.rules, facts.groups, facts.tables, facts.sampler
     )
     return ModelProposer(
-        facts.spec.num_drafts,
-        drafter,
-        facts.groups,
-        facts.tables,
-        facts.sampler,
-        facts.upload,
-        head,
+        num_drafts=facts.spec.num_drafts,
+        drafter=drafter,
+        groups=facts.groups,
+        tables=facts.tables,
+        sampler=facts.sampler,
+        upload=facts.upload,
+        head=head,
     )
 
 
@@ -94,24 +97,26 @@ class ModelProposer(Proposer):
         self._sampler = sampler
         self._upload = upload
         self._ubatch = UBatch()
+        # Index of the group with full attention.
         self._full_group = next(i for i, group in enumerate(groups) if group.rule == FULL)
 
     def drafts(self, slots_N: I64, indices_N: I64) -> Tensor:
-        self.finish()
+        self.wait_for_thread()
         self._adopt_collected()
         return self._drafts_SK[self._upload(slots_N, indices_N)]
 
-    def start(self, step: Verified) -> bool:
+    def try_launch_in_thread(self, step: Verified) -> bool:
         return self._head is not None and self._head.start(step, self.num_drafts)
 
     @torch.inference_mode()  # as when the tensors were created
-    def finish(self) -> None:
+    def wait_for_thread(self) -> None:
         if self._head is not None:
             slots_S, drafts_SK = self._head.wait()
             if len(slots_S):
                 self._new_drafts_SK[torch.from_numpy(slots_S)] = torch.from_numpy(drafts_SK)
 
     def launch(self, step: Verified) -> None:
+        # A head reads a hidden state together with the next token.
         shift = int(self._drafter.takes_hidden)
         rows = step.rows
         (offsets_T,) = self._upload(
@@ -122,12 +127,15 @@ class ModelProposer(Proposer):
             inputs = prepare_inputs(step.plan, rows, self._tables, self._groups, self._upload)
         ids_T = self._tables.arena.index_select(0, offsets_T).long()
         inputs = replace(
-            inputs, ids_T=ids_T, groups=self._own_groups(inputs.groups[self._full_group]), cut=None
+            inputs,
+            ids_T=ids_T,
+            groups=self._own_groups(inputs.groups[self._full_group]),
+            graph_break=None,
         )
         hidden_TD = step.hidden_TD[: len(ids_T)]
         if self._drafter.combine is not None:
-            assert step.aux_TN is not None
-            hidden_TD = self._drafter.combine(step.aux_TN[: len(ids_T)])
+            assert step.aux_TA is not None
+            hidden_TD = self._drafter.combine(step.aux_TA[: len(ids_T)])
         hidden_TD = self._forward(inputs, hidden_TD)
         if not (step.plan.propose and len(step.slots_S)):
             return
@@ -138,10 +146,12 @@ class ModelProposer(Proposer):
         (slots,) = self._upload(step.slots_S)
         tokens_KS = known_S - 1 + np.arange(self.num_drafts)[:, None]
         rounds = self._rounds(step.slots_S, tokens_KS - shift)
-        num_changed = len(self._sampler.rows.having(Trait.PENALTY | Trait.RULES, step.slots_S))
+        # Requests with penalties or rules, whose next draft depends on the drafts before it.
+        num_dependent = len(self._sampler.rows.having(Trait.PENALTY | Trait.RULES, step.slots_S))
         (offsets_KS,) = self._upload(
             self._tables.token_offsets(step.slots_S, self._clipped(tokens_KS))
         )
+        # At first, the last known tokens.
         drafts_S = self._tables.arena.index_select(0, offsets_KS[0])
         for i, inputs in enumerate(rounds):
             if i or not shift:
@@ -149,8 +159,8 @@ class ModelProposer(Proposer):
             logits_SV = self._model.logits(hidden_SD)
             drafts_S = self._sampler.draft(logits_SV, step.slots_S, self._clipped(known_S + i))
             self._new_drafts_SK[:, i].index_copy_(0, slots, drafts_S)
-            if num_changed and i + 1 < self.num_drafts:
-                # For penalties and rules in the next round, which read the table.
+            if num_dependent and i + 1 < self.num_drafts:
+                # Penalties and rules of the next round read the drafts from the table.
                 self._tables.append(offsets_KS[i + 1], drafts_S)
 
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
@@ -182,7 +192,7 @@ class ModelProposer(Proposer):
     def _rounds(self, slots_S: I64, positions_KS: I64) -> Iterator[StepInputs]:
         """Yield the inputs of each round, with one token per slot. The caller sets the tokens."""
         count = len(slots_S)
-        last_position = self._tables.width - 2  # of a request of maximum length
+        last_position = self._tables.width - 2  # the last position of a request of maximum length
         positions_KS = np.minimum(positions_KS, last_position)
         starts_KS = positions_KS.astype(np.int32)
         offsets_R1 = np.arange(count + 1, dtype=np.int32)
@@ -192,7 +202,12 @@ class ModelProposer(Proposer):
         blocks = self._tables.blocks[self._full_group]
         longest = int(positions_KS.max()) + 1
         group = group_inputs(
-            self._groups[self._full_group], blocks, longest, slots, positions[0], None
+            self._groups[self._full_group],
+            blocks,
+            max_len=longest,
+            slots=slots,
+            positions_T=positions[0],
+            rows_T=None,
         )
         sample = torch.arange(count, device=positions.device)
         for i, (positions_S, starts_S) in enumerate(zip(positions, starts, strict=True)):

@@ -31,7 +31,10 @@ from moeserve.runner.tables import I64, Tables
 
 
 class NativeHead:
-    """A head, its KV cache and the request tables. None of them may move in memory."""
+    """Native drafting with a head, its KV cache and the request tables.
+
+    None of these may move in memory, because native code keeps their addresses.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,8 @@ class NativeHead:
         sampler: NativeSampler,
     ) -> None:
         module: Any = native()
-        (layer,), (k_cache, v_cache) = head.layers, cache
+        (layer,) = head.layers
+        k_cache, v_cache = cache
         merge = head.merge
         mixer = layer.mixer
         dense = layer.feed_forward
@@ -51,8 +55,8 @@ class NativeHead:
         assert isinstance(mixer, AttentionLayer)
         assert isinstance(dense, DenseLayer)
         mlp = dense.mlp
-        attention: Any = mixer.block  # native, as `_is_plain` has seen
-        mlp_block: Any = mlp.block
+        attention: Any = mixer.fused_call  # native, because `_is_plain` has checked it
+        mlp_call: Any = mlp.fused_call
         norms: Any = (
             merge.embed_norm,
             merge.hidden_norm,
@@ -71,7 +75,7 @@ class NativeHead:
             type=TYPES[head.embed_VD.dtype], eps=head.norm.eps,
             norms=[norm.weight_D.data_ptr() for norm in norms],
             embedding=head.embed_VD.data_ptr(), merge=matrix(product), attention=attention.native,
-            gate_up=matrix(mlp.gate_up), down=matrix(mlp.down.part), activation=mlp_block.native,
+            gate_up=matrix(mlp.gate_up), down=matrix(mlp.down.part), activation=mlp_call.native,
             logits=matrix(logits), cos=rotary.cos.data_ptr(), sin=rotary.sin.data_ptr(),
             rotates=len(rotary.cos) > 1,
         )  # fmt: skip
@@ -107,7 +111,7 @@ class NativeHead:
         return True
 
     def wait(self) -> tuple[I64, I32]:
-        """Wait. Return the slots of the last started step, and their drafts [S, num_drafts]."""
+        """Wait for the last started step. Return its slots, and their drafts [S, num_drafts]."""
         drafts: I32 = self._native.wait()
         slots = self._slots
         self._slots = self._slots[:0]
@@ -147,7 +151,8 @@ def native_head(
 
 
 def _is_plain(head: Decoder, merge: Merge) -> bool:
-    spec, (layer,) = head.spec, head.layers
+    spec = head.spec
+    (layer,) = head.layers
     mixer = layer.mixer
     dense = layer.feed_forward
     norms = merge.embed_norm, merge.hidden_norm, layer.attn_norm, layer.mlp_norm, head.norm
@@ -164,8 +169,8 @@ def _is_plain(head: Decoder, merge: Merge) -> bool:
         )
         and isinstance(mixer, AttentionLayer)
         and isinstance(dense, DenseLayer)
-        and mixer.block is not None
-        and dense.mlp.block is not None
+        and mixer.fused_call is not None
+        and dense.mlp.fused_call is not None
         and (layer.attn_post_norm, layer.mlp_post_norm, layer.scale) == (None, None, None)
         and not (layer.parallel or layer.reads_stream)
     )

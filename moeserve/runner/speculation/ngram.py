@@ -35,7 +35,7 @@ MAX_MATCH = 8  # tokens; longer matches count as matches of this length
 MIN_PROBABILITY = 0.5  # least probability that all drafts are accepted
 # Initial acceptance by length of the match (0 to 8), measured on prose and code.
 _INITIAL_ACCEPTANCE = (0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8)
-_AVERAGE_RATE = 0.1  # of the exponential average
+_AVERAGE_RATE = 0.1  # rate of the exponential average
 _HASH_FACTOR = 0x9E3779B97F
 _HASH_BITS = 40
 _POSITION_BITS = 24
@@ -54,10 +54,10 @@ class Acceptance:
     def __init__(self) -> None:
         self._acceptance = list(_INITIAL_ACCEPTANCE)
 
-    def update(self, length: int, right: bool) -> None:
+    def update(self, length: int, is_right: bool) -> None:
         """Count whether the token after a match of this length was right."""
         length = min(length, MAX_MATCH)
-        self._acceptance[length] += _AVERAGE_RATE * (right - self._acceptance[length])
+        self._acceptance[length] += _AVERAGE_RATE * (is_right - self._acceptance[length])
 
     def rate(self, length: int) -> float:
         """Return the probability that the token after a match of this length is right."""
@@ -78,13 +78,13 @@ class Acceptance:
 class RequestIndex:
     """The tokens of one request, and an index of the last occurrence of each n-gram.
 
-    The n-grams of the initial tokens are in an array sorted by hash (24 bytes per token), those of
-    later tokens in a dictionary.
+    The n-grams of the initial tokens are in an array sorted by hash (24 bytes per token). Those of
+    later tokens are in a dictionary.
     """
 
     def __init__(self, tokens: I32) -> None:
         self.tokens = array("i", tokens[:-1].astype(np.int32).tobytes())
-        # (position after the match, its length up to MAX_MATCH); length 0: no match.
+        # The match of the last tokens: position after it, length up to MAX_MATCH. Length 0: none.
         self.match = (0, 0)
         self._num_sorted = 0  # tokens whose n-grams are in the array
         # hash << 24 | position after the n-gram
@@ -107,9 +107,10 @@ class RequestIndex:
         for n in range(MIN_NGRAM, min(MAX_NGRAM, end) + 1):
             code = (code * _HASH_FACTOR + tokens[-n] + 1) & _HASH_MASK
             if length == n - 1:  # an n-gram can only match if the shorter one did
-                found = self._recent.get(code) or self._find(code)
-                if found and tokens[found - n : found] == tokens[-n:]:
-                    position = found
+                candidate = self._recent.get(code) or self._find(code)
+                # Compare the tokens, too, because different n-grams may have the same hash.
+                if candidate and tokens[candidate - n : candidate] == tokens[-n:]:
+                    position = candidate
                     length = n
             self._recent[code] = end
         if length == MAX_NGRAM:
@@ -123,8 +124,9 @@ class RequestIndex:
             self._sort()
 
     def follow(self, position: int, count: int) -> Sequence[int]:
-        """Return `count` tokens from a position on. After the last known token they repeat, as they
-        would if all of them were right.
+        """Return `count` tokens from a position on.
+
+        After the last known token, the tokens repeat, as they would if all of them were right.
         """
         tokens = self.tokens[position : position + count]
         while len(tokens) < count:
@@ -132,6 +134,7 @@ class RequestIndex:
         return tokens
 
     def _find(self, code: int) -> int:
+        """Return the position after the last n-gram with this hash in the array; 0: none."""
         i = bisect_right(self._view, code << _POSITION_BITS | _POSITION_MASK) - 1
         return (
             self._view[i] & _POSITION_MASK
@@ -143,7 +146,7 @@ class RequestIndex:
         """Move the n-grams in the dictionary to the sorted array."""
         first = max(self._num_sorted - MAX_NGRAM + 1, 0)  # the first token that hashes need
         tokens = np.frombuffer(self.tokens, np.int32)[first:].astype(np.uint64) + np.uint64(1)
-        codes = tokens
+        codes = tokens  # hashes of all n-grams, at first with n = 1
         entries = [self._sorted]
         for n in range(MIN_NGRAM, MAX_NGRAM + 1):
             codes = codes[1:] * np.uint64(_HASH_FACTOR) + tokens[

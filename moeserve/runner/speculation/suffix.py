@@ -49,23 +49,24 @@ class AnswerRing:
             self._end += 1
             if i >= MIN_MATCH - 1:
                 bucket = self._bucket(tokens[i - MIN_MATCH + 1 : i + 1])
-                self._previous[self._end & mask], self._latest[bucket] = (
-                    self._latest[bucket],
-                    self._end,
-                )
+                self._previous[self._end & mask] = self._latest[bucket]
+                self._latest[bucket] = self._end
         ring[self._end & mask] = _PORTION_END
         self._end += 1
 
     def matches(self, tokens: Sequence[int], count: int) -> list[tuple[int, Sequence[int]]]:
-        """Return the matches of the last tokens: (length, up to `count` tokens after it)."""
+        """Return the matches of the last tokens: the length of each, and up to `count` tokens after
+        it.
+        """
         ring = self._tokens
         mask = self._mask
-        found: list[tuple[int, Sequence[int]]] = []
+        matches: list[tuple[int, Sequence[int]]] = []
         position = (
             self._latest[self._bucket(tokens[-MIN_MATCH:])] if len(tokens) >= MIN_MATCH else -1
         )
         for _ in range(MAX_MATCHES):
-            if position < MIN_MATCH or position + mask - MAX_MATCH <= self._end:  # overwritten
+            is_overwritten = position + mask - MAX_MATCH <= self._end
+            if position < MIN_MATCH or is_overwritten:
                 break
             length = 0
             max_length = min(MAX_MATCH, len(tokens), position)
@@ -76,9 +77,9 @@ class AnswerRing:
                 follow = ring[first : first + count]
                 if _PORTION_END in follow:
                     follow = follow[: follow.index(_PORTION_END)]
-                found.append((length, follow))
+                matches.append((length, follow))
             position = self._previous[position & mask]
-        return found
+        return matches
 
     def _bucket(self, tokens: Sequence[int]) -> int:
         code = 0
@@ -108,7 +109,7 @@ class SuffixProposer(LookupProposer):
         self._ring = AnswerRing(num_recent)
         self._requests: dict[int, tuple[RequestIndex, Acceptance]] = {}
         self._first_unshared = [0] * slots  # the first token of each request outside the ring
-        # (length of the match, drafts) of the last `guess`, by slot.
+        # By slot: the length of the match and the drafts of the last `guess`.
         self._guessed: list[tuple[int, list[int]]] = [(0, [])] * slots
 
     def add(self, request: NewRequest) -> None:
@@ -124,12 +125,12 @@ class SuffixProposer(LookupProposer):
     def guess(self, slot: int, tokens: I32) -> Sequence[int]:
         index, acceptance = self._requests[slot]
         length, guessed = self._guessed[slot]
-        new = tokens.tolist()
-        for depth, (guess, token) in enumerate(zip(guessed, new, strict=False)):
+        new_tokens = tokens.tolist()
+        for depth, (guess, token) in enumerate(zip(guessed, new_tokens, strict=False)):
             acceptance.update(length + depth, guess == token)
             if guess != token:
                 break
-        for token in new:
+        for token in new_tokens:
             index.append(token)
         # Offset by the slot, so that the slots do not all add a portion in the same step.
         first_unshared = self._first_unshared[slot]
@@ -146,30 +147,30 @@ class SuffixProposer(LookupProposer):
         are likely.
         """
         count = self.num_drafts
-        found = self._ring.matches(index.tokens[-MAX_MATCH:], count)
+        matches = self._ring.matches(index.tokens[-MAX_MATCH:], count)
         position, length = index.match
         if length:
-            found.insert(0, (length, index.follow(position, count)))
+            matches.insert(0, (length, index.follow(position, count)))
         drafts: list[int] = []
         first_length = 0
         num_likely = 0
         probability = 1.0
-        while found and len(drafts) < count:
+        while matches and len(drafts) < count:
             votes: dict[int, int] = {}
             depth = len(drafts)
-            for length, follow in found:
+            for length, follow in matches:
                 if depth < len(follow):
                     votes[follow[depth]] = votes.get(follow[depth], 0) + (1 << length)
             if not votes:
                 break
             token = max(votes, key=votes.__getitem__)  # in case of a tie, from the latest match
             share = votes[token] / sum(votes.values())
-            found = [
+            matches = [
                 (length, follow)
-                for length, follow in found
+                for length, follow in matches
                 if depth < len(follow) and follow[depth] == token
             ]
-            longest = max(length for length, _ in found)
+            longest = max(length for length, _ in matches)
             first_length = first_length or longest
             probability *= share * acceptance.rate(longest + depth)
             drafts.append(token)

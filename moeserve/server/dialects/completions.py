@@ -54,12 +54,12 @@ async def completions(call: HttpCall) -> web.StreamResponse:
             param="prompt",
         )
     constraint = request.constraint()
-    options = {} if constraint is None else {"grammar_param": constraint[1]}
+    options = {} if constraint is None else {"grammar_param": constraint.field}
     # Admission comes first, so that a refused request costs no work.
     with terms.admit(front, params.n * len(inputs)) as reservation:
         prompts = await _encode(front, ready, inputs, request)
         async with running_request(
-            terms, front, prompts, params, reservation, **options
+            terms, front, prompts=prompts, params=params, reservation=reservation, **options
         ) as running:
             echo = [_text(front, prompt) for prompt in inputs] if request.echo else None
             writer = CompletionWriter(running, request, front.tokenizer, echo=echo)
@@ -76,7 +76,8 @@ def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> S
     """
     given = request.given()
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    given["max_tokens"] = min(max(max_tokens, 1) if request.echo else max_tokens, MAX_INT)
+    min_tokens = 1 if request.echo else 0
+    given["max_tokens"] = min(max(max_tokens, min_tokens), MAX_INT)
     if request.receipt and max_tokens == 0:
         raise InvalidRequest(
             "an answer without tokens (max_tokens: 0) has no receipt", param="receipt"

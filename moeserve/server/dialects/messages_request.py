@@ -15,6 +15,7 @@ from moeserve.server.chat_request import (
 )
 from moeserve.server.requests import (
     Kinds,
+    NoEffect,
     OpenName,
     Refusals,
     Sampling,
@@ -123,9 +124,14 @@ class CountTokensRequest(Sampling, kw_only=True):
         "return_token_ids": (_ELSEWHERE, (False,)),
         "return_tokens_as_token_ids": (_ELSEWHERE, (False,)),
     }
-    # Context management would remove parts of a long conversation. Here the model reads all of it,
-    # and a prompt that is too long is refused.
-    no_effect = Sampling.no_effect | {"context_management": ({}, {"edits": []})}
+    # context_management would remove parts of a long conversation. Here the model reads all of it,
+    # and a prompt that is too long is refused. Every prompt is cached, so cache_control has no
+    # effect. Inside messages, where agents always send it, it is not named.
+    no_effect: ClassVar[NoEffect] = Sampling.no_effect | {
+        "cache_control": (),
+        "context_management": ({}, {"edits": []}),
+        "service_tier": ("auto", "standard_only"),
+    }
 
     model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
@@ -135,18 +141,18 @@ class CountTokensRequest(Sampling, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None  # prompts are always cached
+    cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
 
     def ignored(self) -> list[str]:
         """Return the names of this request's fields that are accepted but have no effect."""
-        found = super().ignored()
+        names = super().ignored()
         for i, message in enumerate(self.messages):
             blocks = message.content if isinstance(message.content, list) else []
             for j, block in enumerate(blocks):
                 if block.get("type") == "redacted_thinking":
-                    found.append(f"messages[{i}].content[{j}]")
-        return found
+                    names.append(f"messages[{i}].content[{j}]")
+        return names
 
     def chat(self, max_tokens: int | None = None) -> ChatRequest:
         """Return the request as a chat. Raises InvalidRequest."""
@@ -165,9 +171,9 @@ class CountTokensRequest(Sampling, kw_only=True):
         choice = self.tool_choice or ToolChoice(type="auto")
         switches = None
         if self.thinking is not None:
-            # Templates have a switch under one of these names.
-            on = self.thinking.type != "disabled"
-            switches = {"enable_thinking": on, "thinking": on}
+            # Templates have a variable under one of these names.
+            thinks = self.thinking.type != "disabled"
+            switches = {"enable_thinking": thinks, "thinking": thinks}
         return ChatRequest(
             **shared,
             messages=messages,
@@ -207,7 +213,9 @@ class CountTokensRequest(Sampling, kw_only=True):
             return _EFFORTS.get(output.effort, output.effort)
         if budget is None:
             return None
-        return "low" if budget < 2 * MIN_BUDGET else "medium" if budget < 4 * MIN_BUDGET else "high"
+        if budget < 2 * MIN_BUDGET:
+            return "low"
+        return "medium" if budget < 4 * MIN_BUDGET else "high"
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -220,12 +228,12 @@ def _chat_messages(given: InputMessage, where: str) -> list[Message]:
     """Convert a turn to messages: one for each tool result, in order with the text around it."""
     if isinstance(given.content, str):
         return [Message(role=given.role, content=given.content)]
-    found: list[Message] = []
-    texts: list[str] = []
+    messages: list[Message] = []
+    texts: list[str] = []  # since the last tool result
     turn = Message(role=given.role)
     for i, block in enumerate(given.content):
-        at = f"{where}.content[{i}]"
-        match typed_at(block, _BLOCKS[given.role], at):
+        block_where = f"{where}.content[{i}]"
+        match typed_at(block, _BLOCKS[given.role], block_where):
             case TextItem(text=text):
                 texts.append(text)
             case _Thinking(thinking=thinking):
@@ -235,16 +243,18 @@ def _chat_messages(given: InputMessage, where: str) -> list[Message]:
                 turn.tool_calls = [*(turn.tool_calls or ()), {"id": used.id, "function": called}]
             case _ToolResult() as result:
                 if texts:
-                    found.append(Message(role=given.role, content="\n".join(texts)))
+                    messages.append(Message(role=given.role, content="\n".join(texts)))
                     texts = []
-                text = text_at(result.content, _TEXTS, f"{at}.content")
-                text = f"Error: {text}" if result.is_error else text
-                found.append(Message(role="tool", content=text, tool_call_id=result.tool_use_id))
-    if texts or not (found or turn.tool_calls or turn.reasoning_content):
+                text = text_at(result.content, _TEXTS, f"{block_where}.content")
+                prefix = "Error: " if result.is_error else ""
+                messages.append(
+                    Message(role="tool", content=prefix + text, tool_call_id=result.tool_use_id)
+                )
+    if texts or not (messages or turn.tool_calls or turn.reasoning_content):
         turn.content = "\n".join(texts)
     if turn.content is not None or given.role == "assistant":
-        found.append(turn)
-    return found
+        messages.append(turn)
+    return messages
 
 
 def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

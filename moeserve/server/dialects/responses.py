@@ -159,11 +159,11 @@ def _history(call: HttpCall, request: ResponsesRequest) -> Items:
 
 def stored_items(request: ResponsesRequest, key: str) -> Items:
     """Return the input items in the form in which they are listed: with ids, and texts as parts."""
-    found = []
+    listed = []
     for i, given in enumerate(request.items()):
         item = {"type": "message", "id": f"item_{key}{i}"} | given
         if item["type"] == "message" and isinstance(item["content"], str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"
             item["content"] = [{"type": kind, "text": item["content"]}]
-        found.append({"status": "completed"} | item)
-    return found
+        listed.append({"status": "completed"} | item)
+    return listed

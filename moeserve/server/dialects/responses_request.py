@@ -15,7 +15,9 @@ from moeserve.server.chat_request import (
     ReasoningEffort,
 )
 from moeserve.server.requests import (
+    NO_EFFECT_ANYWHERE,
     Kinds,
+    NoEffect,
     OpenName,
     RefusalItem,
     Refusals,
@@ -114,10 +116,14 @@ class ResponsesRequest(Sampling, kw_only=True):
         "prompt_logprobs": (_ELSEWHERE, ()),
         "return_token_ids": (_ELSEWHERE, (False,)),
     }
-    # These would remove parts of a long input. Here the model reads all of it, and an input that is
-    # too long is refused.
-    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+    # `store` is missing, because it has an effect on this route. context_management and truncation
+    # would remove parts of a long input. Here the model reads all of it, and an input that is too
+    # long is refused.
+    no_effect: ClassVar[NoEffect] = NO_EFFECT_ANYWHERE | {
         "context_management": ([],),
+        "max_tool_calls": (),
+        "prompt_cache_key": (),
+        "safety_identifier": (),
         "truncation": ("disabled",),
     }
 
@@ -131,8 +137,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: PositiveCount | None = None
-    # For tools that run on the server, of which there are none.
-    max_tool_calls: PositiveCount | None = None
+    max_tool_calls: PositiveCount | None = None  # of tools that the server runs; there are none
     top_logprobs: NumLogprobs | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
@@ -144,13 +149,13 @@ class ResponsesRequest(Sampling, kw_only=True):
 
     def ignored(self) -> list[str]:
         """Return the names of this request's fields that are accepted but have no effect."""
-        found = super().ignored()
+        names = super().ignored()
         if self.text is not None and self.text.verbosity is not None:
-            found.append("text.verbosity")
+            names.append("text.verbosity")
         for i, item in enumerate(self.items()):
             if item.get("encrypted_content") and not (item.get("content") or item.get("summary")):
-                found.append(f"input[{i}].encrypted_content")
-        return found
+                names.append(f"input[{i}].encrypted_content")
+        return names
 
     def items(self) -> list[dict[str, Any]]:
         """Return the input as a list of items."""
@@ -266,15 +271,14 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     """Convert a choice to the shape of chats, in which functions are nested a level deeper."""
     if not isinstance(choice, dict):
         return choice
-    match typed_at(
-        choice, {"function": _NamedFunction, "allowed_tools": _AllowedTools}, "tool_choice"
-    ):
+    kinds: Kinds = {"function": _NamedFunction, "allowed_tools": _AllowedTools}
+    match typed_at(choice, kinds, "tool_choice"):
         case _AllowedTools(mode=mode, tools=tools):
-            named = [
+            names = [
                 convert_at(tool, _NamedFunction, f"tool_choice.tools[{i}]").name
                 for i, tool in enumerate(tools)
             ]
-            functions = [{"type": "function", "function": {"name": name}} for name in named]
+            functions = [{"type": "function", "function": {"name": name}} for name in names]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
         case _NamedFunction(name=name):
             return {"type": "function", "function": {"name": name}}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from moeserve.cli.bench.datasets import Sample, Tokens, build_samples
+from moeserve.cli.bench.datasets import Sample, ServerTokenizer, build_samples
 from moeserve.cli.main import build_parser
 from moeserve.errors import ConfigError
 
 
-class WordTokens(Tokens):
+class WordTokens(ServerTokenizer):
     """A word is a token; its id is its length."""
 
     def __init__(self, vocab_size: int) -> None:

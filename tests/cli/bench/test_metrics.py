@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeserve.cli.bench.load import Outcome
-from moeserve.cli.bench.metrics import METRICS, details, summarize, table
+from moeserve.cli.bench.metrics import METRICS, format_table, request_details, summarize
 
 A = Outcome(
     10, True, 3, started_at_s=100.0, ttft_s=0.1, latency_s=0.5, itl_s=[0.1, 0.3], text="abc"
@@ -22,7 +22,7 @@ def test_every_number_by_hand() -> None:
     assert got["request_throughput"] == 1.5
     assert got["output_throughput"] == 3.0
     assert got["total_token_throughput"] == 20.5
-    each = details([A, B, C, D])
+    each = request_details([A, B, C, D])
     assert each["output_lens"] == [3, 1, 0, 2]
     assert each["errors"] == ["", "", "Overloaded: full", ""]
     assert got["mean_ttft_ms"] == pytest.approx(200)
@@ -40,12 +40,12 @@ def test_every_number_by_hand() -> None:
 def test_nothing_completed_is_zeros_not_a_crash() -> None:
     got = summarize([C], 1.0, metrics=list(METRICS), percentiles=[99])
     assert (got["completed"], got["failed"], got["p99_ttft_ms"]) == (0, 1, 0.0)
-    assert "Failed requests" in table(got, list(METRICS))
+    assert "Failed requests" in format_table(got, list(METRICS))
 
 
 def test_table_shows_what_was_asked() -> None:
     got = summarize([A, B], 2.0, metrics=["ttft"], percentiles=[99])
-    text = table(got | {"max_concurrency": 4}, ["ttft"])
+    text = format_table(got | {"max_concurrency": 4}, ["ttft"])
     assert "P99 TTFT (ms):" in text
     assert "Maximum request concurrency:             4" in text
     assert "TPOT" not in text

@@ -82,7 +82,7 @@ def cluster(
     made = Cluster(tmp_path, capfd)
     monkeypatch.setenv("STANDIN", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(kubernetes, "AGAIN_S", 0.05)
+    monkeypatch.setattr(kubernetes, "RETRY_PAUSE_S", 0.05)
     return made
 
 

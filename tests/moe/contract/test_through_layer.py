@@ -52,7 +52,7 @@ def layer_of(backend: All2All, placement: Placement, rank: int) -> MoELayer:
     w2 = torch.randn(EXPERTS, WIDTH, 16, generator=generator) / 4
     rule = RouterRule(renormalize=True)
     kernel = ReferenceExperts(ops)
-    own = placement.local(0, rank)
+    own = placement.local_experts(0, rank)
     return MoELayer(
         Router(ops.pack_linear(gate, None), TOP_K, rule, ops),
         backend,

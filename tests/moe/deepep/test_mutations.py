@@ -77,8 +77,8 @@ def weights_left_to_v2(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_ll", WRONG)
 def weights_applied_twice(patch: pytest.MonkeyPatch) -> None:
-    original = ll.widen
-    patch.setattr(ll, "widen", lambda x, width: original(x * 0.5 if x.dim() == 3 else x, width))
+    original = ll.pad_width
+    patch.setattr(ll, "pad_width", lambda x, width: original(x * 0.5 if x.dim() == 3 else x, width))
 
 
 @mutation("deepep_v2", WRONG)

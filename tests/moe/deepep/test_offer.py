@@ -81,13 +81,9 @@ def test_without_the_package(name: str) -> None:
 )
 def test_with_the_package(name: str, terms: str) -> None:
     picked = plan(offer(name))
-    assert picked.reasons[0] == (name, "reference", terms)
+    assert picked.pairs[0] == (name, "reference", terms)
     eager = {"deepep_ll": "reference must know the counts of rows on the host"}
-    assert picked.reasons[-2] == (
-        "graphs",
-        name,
-        eager.get(name, "deepep_v2 counts the received rows on the host"),
-    )
+    assert picked.graphs_note == eager.get(name, "deepep_v2 counts the received rows on the host")
     assert plan(offer(name, wire="fp8_b128")).all2all.caps.name == name
 
 
@@ -99,11 +95,11 @@ def test_kernels_that_take_its_slots() -> None:
         hidden_size=2880, dtype="bfloat16", device="cuda", max_tokens=300, world_size=2
     )
     picked = plan_moe(needs, offer("deepep_ll"), [GroupedMM(ops), triton, ReferenceExperts(ops)])
-    assert [why.split(";")[0] for _, _, why in picked.reasons[:3]] == [
+    assert [why.split(";")[0] for _, _, why in picked.pairs[:3]] == [
         "deepep_ll and grouped_mm share no layout", "picked", "possible, lower preference",
     ]  # fmt: skip
     assert (picked.all2all.caps.name, picked.experts) == ("deepep_ll", triton)
-    assert picked.reasons[-2] == ("graphs", "deepep_ll", "possible: decode steps can be recorded")
+    assert picked.graphs_note == "possible: decode steps can be recorded"
 
 
 @pytest.mark.usefixtures("installed")
@@ -119,7 +115,11 @@ def test_kernels_that_take_its_slots() -> None:
         ("deepep_v2", {"device": "cpu"}, "does not support cpu"),
         ("deepep_v2", {"dtype": "float16"}, "does not support float16"),
         ("deepep_ll", {"hidden_size": 9000}, "does not support rows of 9000"),
-        ("deepep_ll", {"ubatches": 3}, "supports 2 dispatches in flight, for 3 micro-batches"),
+        (
+            "deepep_ll",
+            {"ubatches": 3},
+            "allows 2 dispatches at once, 3 micro-batches need one each",
+        ),
     ],
 )
 def test_what_it_cannot_do(name: str, changes: dict[str, Any], why: str) -> None:

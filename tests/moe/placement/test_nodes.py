@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.cluster.rebalancing import Rebalancing
+from moeserve.cluster.rebalancing import FleetExperts
 from moeserve.config import ParallelConfig
 from moeserve.messages import ExpertLoad
 from moeserve.moe.placement.placement import Nodes, Placement
-from moeserve.moe.placement.rebalance import Gate, Rebalancer
-from moeserve.moe.placement.solve import balance, moved, rank_loads, rescaled, solve
+from moeserve.moe.placement.rebalance import MoveThresholds, Rebalancer
+from moeserve.moe.placement.solve import balance, count_fetched, rank_loads, rescaled, solve
 from moeserve.ops.rules import RouterRule
 from tests.specs import make_spec
 
@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn, grouped: bool) -> Case:
     redundant = draw(st.integers(0, 16 if grouped else experts))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     load = np.floor(rng.pareto(draw(st.sampled_from([0.5, 1.0, 3.0])), (layers, experts)) * 9)
-    nodes = Nodes(number, groups, even=0)
+    nodes = Nodes(number, groups, min_balance=0)
     return load, Placement.initial(layers, experts, number * ranks, redundant, nodes), nodes
 
 
@@ -44,17 +44,17 @@ def on_nodes(placement: Placement, number: int) -> np.ndarray:
     out = np.zeros((placement.num_layers, number, placement.num_experts), int)
     for layer in range(placement.num_layers):
         for rank in range(placement.num_ranks):
-            for expert in placement.local(layer, rank):
+            for expert in placement.local_experts(layer, rank):
                 out[layer, rank * number // placement.num_ranks, expert] += 1
     return out
 
 
 def assert_groups_stay(placement: Placement, nodes: Nodes) -> None:
-    lies_LNE = on_nodes(placement, nodes.number) > 0
-    lies_LNGs = lies_LNE.reshape(*lies_LNE.shape[:2], nodes.groups, -1)
+    lies_LNE = on_nodes(placement, nodes.num_nodes) > 0
+    lies_LNGs = lies_LNE.reshape(*lies_LNE.shape[:2], nodes.num_groups, -1)
     assert (lies_LNGs.all(3) == lies_LNGs.any(3)).all(), "a group lies in pieces"
     assert (lies_LNGs.all(3).sum(1) == 1).all(), "a group lies on several nodes"
-    assert (lies_LNGs.all(3).sum(2) == nodes.groups // nodes.number).all(), (
+    assert (lies_LNGs.all(3).sum(2) == nodes.num_groups // nodes.num_nodes).all(), (
         "a node has more groups than another"
     )
 
@@ -64,7 +64,7 @@ def assert_replicas_spread(placement: Placement, nodes: Nodes) -> None:
 
     With these counts, more is impossible.
     """
-    on_LNE = on_nodes(placement, nodes.number)
+    on_LNE = on_nodes(placement, nodes.num_nodes)
     counts_LE = on_LNE.sum(1)
     assert (counts_LE == placement.counts()).all()
     left_LNE = counts_LE[:, None] - on_LNE
@@ -128,7 +128,7 @@ def test_nodes_cost_no_more_than_they_must(number: int, ranks: int, redundant: i
     (_, flat), (_, spread), (placement, grouped) = (
         solved(Nodes()),
         solved(Nodes(number)),
-        solved(Nodes(number, 8, even=0)),
+        solved(Nodes(number, 8, min_balance=0)),
     )
     assert (balance(spread) >= balance(flat) - 0.02).all()
     peaks = grouped.reshape(6, number, -1).sum(2).max(1)
@@ -163,7 +163,7 @@ def test_one_node_and_odd_numbers_are_as_without_nodes() -> None:
         start = Placement.initial(3, 24, 6, 6, nodes)
         assert (start.experts_LS == Placement.initial(3, 24, 6, 6).experts_LS).all()
         assert (solve(load, start, 1, nodes).experts_LS == solve(load, start, 1).experts_LS).all()
-    assert Nodes(3, 8).under(6) == Nodes(
+    assert Nodes(3, 8).for_ranks(6) == Nodes(
         3
     )  # 8 groups are not shared evenly by 3 nodes: replicas spread
 
@@ -171,22 +171,23 @@ def test_one_node_and_odd_numbers_are_as_without_nodes() -> None:
 def test_the_same_load_again_moves_no_group() -> None:
     rng = np.random.default_rng(5)
     load = zipf(4, 64)
-    nodes = Nodes(2, 8, even=0)
+    nodes = Nodes(2, 8, min_balance=0)
     first = solve(load, Placement.initial(4, 64, 8, 16, nodes), 1, nodes)
     again = solve(load * rng.normal(1, 0.02, load.shape), first, 2, nodes)
-    assert moved(first, again).sum() < 0.2 * first.experts_LS.size
+    assert count_fetched(first, again).sum() < 0.2 * first.experts_LS.size
     assert ((on_nodes(first, 2) > 0) == (on_nodes(again, 2) > 0)).all()
 
 
 def test_the_rebalancer_keeps_groups_on_their_nodes() -> None:
-    nodes = Nodes(2, 4, even=0)
-    one = Rebalancer(Placement.initial(2, 16, 4, 4, nodes), 1, gate=Gate(), nodes=nodes)
+    nodes = Nodes(2, 4, min_balance=0)
+    start = Placement.initial(2, 16, 4, 4, nodes)
+    one = Rebalancer(start, 1, thresholds=MoveThresholds(), nodes=nodes)
     counts = np.tile((16_000 / np.arange(1, 17)).astype("<i8"), (2, 1))
     one.note(ExpertLoad(counts=counts.tobytes(), num_layers=2, version=0), 0.0)
     new = one.propose(1.0)
     assert new is not None
     assert_groups_stay(new, nodes)
-    assert_groups_stay(one.rescaled(8, 0), nodes)
+    assert_groups_stay(one.next_rescaled(8, 0), nodes)
 
 
 def test_groups_leave_their_nodes_where_these_would_be_too_uneven() -> None:
@@ -218,11 +219,14 @@ def test_a_fleet_takes_groups_and_machines_from_model_and_settings(kept: int, gr
     spec = replace(
         plain, layers=tuple(replace(layer, feed_forward=block) for layer in plain.layers)
     )
-    experts = Rebalancing.of(spec, ParallelConfig(dp=4, nnodes=2, redundant_experts=4))
+    experts = FleetExperts.of(spec, ParallelConfig(dp=4, nnodes=2, redundant_experts=4))
     start = Placement.initial(2, 16, 4, 4, Nodes(2, groups))
-    assert Placement.from_table(experts.table).experts_LS.tolist() == start.experts_LS.tolist()
+    assert (
+        Placement.from_table(experts.placement_table).experts_LS.tolist()
+        == start.experts_LS.tolist()
+    )
     counts = np.tile((16_000 / np.arange(1, 17)).astype("<i8"), (2, 1))
-    experts.note(ExpertLoad(counts=counts.tobytes(), num_layers=2, version=0))
-    new = experts.rescaled([0, 1, -1, -1, 2, 3, -1, -1], 2)
+    experts.add_load(ExpertLoad(counts=counts.tobytes(), num_layers=2, version=0))
+    new = experts.rescaled_placement([0, 1, -1, -1, 2, 3, -1, -1], 2)
     assert new.num_ranks == 8
     assert_replicas_spread(new, Nodes(2))

@@ -11,7 +11,7 @@ import pytest
 
 from moeserve.messages import ExpertLoad, PlacementResult
 from moeserve.moe.placement.placement import Placement
-from moeserve.moe.placement.rebalance import Gate, Rebalancer
+from moeserve.moe.placement.rebalance import MoveThresholds, Rebalancer
 from moeserve.moe.placement.solve import balance, rank_loads
 
 LAYERS = 3
@@ -25,8 +25,9 @@ def report(counts: np.ndarray) -> ExpertLoad:
     return ExpertLoad(counts=counts.astype("<i8").tobytes(), num_layers=LAYERS, version=0)
 
 
-def rebalancer(expert_bytes: int = 1000, **gate: float) -> Rebalancer:
-    return Rebalancer(Placement.initial(LAYERS, EXPERTS, RANKS, 4), expert_bytes, gate=Gate(**gate))
+def rebalancer(expert_bytes: int = 1000, **thresholds: float) -> Rebalancer:
+    placement = Placement.initial(LAYERS, EXPERTS, RANKS, 4)
+    return Rebalancer(placement, expert_bytes, thresholds=MoveThresholds(**thresholds))
 
 
 def test_skew_is_answered_once_and_explained() -> None:
@@ -136,7 +137,7 @@ def test_a_join_drops_what_is_on_its_way_and_versions_still_grow() -> None:
     one.joined(before)
     assert one.pending is None
     assert not one.conclude(PlacementResult(version=1, layers=LAYERS), 2.0)
-    larger = one.rescaled(6, 4)
+    larger = one.next_rescaled(6, 4)
     assert (larger.version, larger.num_ranks, larger.experts_per_rank) == (2, 6, 4)
     one.joined(larger)
     again = one.propose(100.0, force=True)

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.moe.placement.placement import Placement
-from moeserve.moe.placement.solve import balance, moved, rank_loads, replica_counts, rescaled, solve
+from moeserve.moe.placement.solve import (
+    balance,
+    count_fetched,
+    rank_loads,
+    replica_counts,
+    rescaled,
+    solve,
+)
 
 
 def zipf(layers: int, experts: int, s: float, seed: int = 0) -> np.ndarray:
@@ -67,17 +74,18 @@ def test_any_load_gets_a_valid_placement_that_is_no_worse(
     assert (solve(load, start, 4).experts_LS == new.experts_LS).all()
     for layer in range(new.num_layers):
         for rank in range(new.num_ranks):
-            was = start.local(layer, rank)
-            now = new.local(layer, rank)
+            was = start.local_experts(layer, rank)
+            now = new.local_experts(layer, rank)
             for slot, expert in enumerate(was):
                 if was != now and now.count(expert) and was.count(expert) == 1:
                     assert now[slot] == expert, "an expert that stayed on its rank changed its slot"
         changed = (new.experts_LS[layer] != start.experts_LS[layer]).any()
         if changed:
             for expert in range(new.num_experts):
-                on = [new.local(layer, rank).count(expert) for rank in range(new.num_ranks)]
+                on = [new.local_experts(layer, rank).count(expert) for rank in range(new.num_ranks)]
                 stayed = [
-                    start.local(layer, rank).count(expert) > 1 for rank in range(new.num_ranks)
+                    start.local_experts(layer, rank).count(expert) > 1
+                    for rank in range(new.num_ranks)
                 ]
                 fine = all(count <= 1 or had for count, had in zip(on, stayed, strict=True))
                 assert sum(on) > new.num_ranks or fine, (
@@ -104,7 +112,7 @@ def test_another_number_of_ranks(
 def test_rescaling_moves_only_what_it_must(old: int, new: int) -> None:
     start = Placement.initial(3, 16, old)
     grown = rescaled(start, new, 0, 1)
-    fetched = moved(start, grown)
+    fetched = count_fetched(start, grown)
     both = min(old, new)
     if new > old:
         assert fetched[:both].sum() == 0, "a rank that stays has all it needs already"
@@ -115,12 +123,12 @@ def test_rescaling_moves_only_what_it_must(old: int, new: int) -> None:
 
 def test_ranks_that_get_other_numbers_keep_what_they_have() -> None:
     start = Placement.initial(3, 16, 4)
-    without = rescaled(start, 3, 0, 1, was=[0, 1, 3])
+    without = rescaled(start, 3, 0, 1, old_ranks=[0, 1, 3])
     for new, old in ((0, 0), (1, 1), (2, 3)):
-        assert set(start.local(0, old)) <= set(without.local(0, new))
-    between = rescaled(start, 8, 0, 1, was=[0, -1, 1, -1, 2, -1, 3, -1])
+        assert set(start.local_experts(0, old)) <= set(without.local_experts(0, new))
+    between = rescaled(start, 8, 0, 1, old_ranks=[0, -1, 1, -1, 2, -1, 3, -1])
     for old in range(4):
-        assert set(between.local(0, 2 * old)) <= set(start.local(0, old))
+        assert set(between.local_experts(0, 2 * old)) <= set(start.local_experts(0, old))
 
 
 def test_redundant_slots_survive_scaling_there_and_back() -> None:
@@ -143,7 +151,7 @@ def test_skewed_loads_become_even(s: float, redundant: int) -> None:
     fresh = np.stack([rng.multinomial(50_000, row / row.sum()) for row in load]).astype(float)
     assert balance(rank_loads(fresh, new)).min() >= 0.93
     again = solve(fresh, new, 2)
-    assert moved(new, again).sum() <= 0.05 * new.experts_LS.size, (
+    assert count_fetched(new, again).sum() <= 0.05 * new.experts_LS.size, (
         "the same load again moves next to nothing"
     )
 

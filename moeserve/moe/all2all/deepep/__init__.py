@@ -53,7 +53,7 @@ def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
         raise Unavailable(
             f"{name} needs an even number of multiprocessors; parallel.comm_sms is {facts.comm_sms}"
         )
-    if facts.sms_asked and not adapter.takes_sms:
+    if facts.is_comm_sms_set and not adapter.takes_sms:
         raise Unavailable(
             f"{name}'s kernels use all multiprocessors, for microseconds at a time; remove "
             "parallel.comm_sms"

@@ -132,23 +132,22 @@ class DeepEP(All2All):
         self.comm = comm_stream(facts.device)
         terms = (
             f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, "
-            f"{self.max_tokens} tokens"
+            f"{self.max_tokens} tokens, {experts_per_rank} experts, {ubatches} micro-batches"
         )
-        mesh = BufferMesh(
-            members, 1, self.name, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches"
-        )
+        mesh = BufferMesh(members, 1, self.name, terms)
         try:
             buffer = self.open(mesh.process_group(nccl=self.nccl and facts.device == "cuda"))
         except BaseException as error:
             mesh.close()
             if not isinstance(error, RuntimeError | AssertionError):
                 raise
-            # A failed assertion of the C++ code is a RuntimeError whose message says so.
+            # deep_ep raises a RuntimeError if a rank left. A failed assertion of its C++ code is
+            # also a RuntimeError, whose message says so.
             if isinstance(error, AssertionError) or "ssert" in str(error):
                 raise ConfigError(
                     f"{self.name} cannot make its buffer: {error}; choose another all2all"
                 ) from error
-            raise mesh.lost(f"a rank left while buffers were made: {error}") from None
+            raise mesh.lost_error(f"a rank left while buffers were made: {error}") from None
         with self._lock:
             self._mesh = mesh
             self._buffer = buffer
@@ -157,7 +156,8 @@ class DeepEP(All2All):
         with self._lock:
             mesh = self._mesh
             buffer = self._buffer
-            self._mesh = self._buffer = None
+            self._mesh = None
+            self._buffer = None
         if mesh is None or buffer is None:
             return
         if mesh.farewell():
@@ -190,7 +190,7 @@ class DeepEP(All2All):
             yield
         except RuntimeError as error:
             if any(word in str(error) for word in TIMEOUT_WORDS):
-                raise mesh.lost(f"a rank was silent: {error}") from None
+                raise mesh.lost_error(f"a rank was silent: {error}") from None
             raise
 
     def ids_of(self, routing: Routing) -> Tensor:
@@ -198,7 +198,7 @@ class DeepEP(All2All):
         return routing.ids_TK.to(self._ids_dtype).contiguous()
 
     def _check(self, members: Members) -> None:
-        if not self.caps.world_sizes(members.size):
+        if not self.caps.supports_world_size(members.size):
             raise ConfigError(
                 f"{self.name} does not support {members.size} ranks; choose another all2all or size"
             )
@@ -223,20 +223,20 @@ def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
     return All2AllCaps(
         name=name,
         layouts=frozenset({layout}),
-        wires=frozenset({"bfloat16"}),
+        row_dtypes=frozenset({"bfloat16"}),
         devices=frozenset({"cuda"}),
         exact=False,
         **more,
     )
 
 
-def widen(x_TD: Tensor, width: int) -> Tensor:
+def pad_width(x_TD: Tensor, width: int) -> Tensor:
     """Return x padded with zeros to `width` and contiguous, [..., D] -> [..., W]."""
     missing = width - x_TD.shape[-1]
     return torch.nn.functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
 
 
-def cut(rows: SentRows, width: int) -> tuple[Tensor, Tensor | None]:
+def trim_padding(rows: SentRows, width: int) -> tuple[Tensor, Tensor | None]:
     """Return the rows without padding, and their scales if there are any. Both are views."""
     if isinstance(rows, Tensor):
         return rows[..., :width], None

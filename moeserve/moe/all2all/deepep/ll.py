@@ -35,7 +35,7 @@ from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
-from moeserve.moe.all2all.deepep.base import DeepEP, caps_with, cut, widen
+from moeserve.moe.all2all.deepep.base import DeepEP, caps_with, pad_width, trim_padding
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.pending import Pending
 from moeserve.moe.routing import Routing
@@ -73,7 +73,7 @@ class DeepEPLowLatency(DeepEP):
             Layout.SLOTTED,
             max_tokens=min(MAX_TOKENS, -(-facts.max_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT),
             pad_hidden=lambda width: next((wide for wide in WIDTHS if wide >= width), None),
-            world_sizes=lambda size: size in range(2, 8) or (size > 0 and size % 8 == 0),
+            supports_world_size=lambda size: size in range(2, 8) or (size > 0 and size % 8 == 0),
             max_in_flight=IN_FLIGHT,
             not_recorded=None,  # a CUDA graph can record it
         )
@@ -103,7 +103,7 @@ class DeepEPLowLatency(DeepEP):
         with self.calling(buffer):
             self._receive_last()
             rows, counts_e, handle, _, hook = buffer.low_latency_dispatch(
-                widen(x_TD, self.width),
+                pad_width(x_TD, self.width),
                 ids_TK,
                 self.max_tokens,
                 self.num_experts,
@@ -116,7 +116,7 @@ class DeepEPLowLatency(DeepEP):
         top_k = ids_TK.shape[1]
 
         def make_ticket() -> Ticket:
-            rows_eCD, scales = cut(rows, width)
+            rows_eCD, scales = trim_padding(rows, width)
             num_local, capacity = rows_eCD.shape[:2]
             inbound = Inbound(
                 Layout.SLOTTED,
@@ -145,7 +145,7 @@ class DeepEPLowLatency(DeepEP):
         with self.calling(buffer):
             self._receive_last()
             home_TW, _, hook = buffer.low_latency_combine(
-                widen(y, self.width),
+                pad_width(y, self.width),
                 ids_TK,
                 ticket.routing.weights_TK.contiguous(),
                 handle,

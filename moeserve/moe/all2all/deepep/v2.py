@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
-from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, cut, widen
+from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, pad_width, trim_padding
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import BLOCK, FP8, Fp8Wire
 from moeserve.moe.pending import Transfer
@@ -52,7 +52,7 @@ class DeepEPElastic(DeepEP):
             pad_hidden=lambda width: _padded(
                 width, ROW_BYTES // (1 if facts.wire.name == FP8 else 2)
             ),
-            world_sizes=lambda size: size >= 2,
+            supports_world_size=lambda size: size >= 2,
             not_recorded="deepep_v2 counts the received rows on the host",
         )
 
@@ -83,7 +83,7 @@ class DeepEPElastic(DeepEP):
             x_TD, self.ids_of(routing), routing.weights_TK.contiguous()
         )
         assert len(x_TD) <= self.max_tokens, f"{len(x_TD)} tokens of at most {self.max_tokens}"
-        x_TW = widen(x_TD, self.width)
+        x_TW = pad_width(x_TD, self.width)
         timer = self.comm.watch()
         with self.calling(buffer):
             rows, _, weights_P, handle, event = buffer.dispatch(
@@ -103,7 +103,7 @@ class DeepEPElastic(DeepEP):
             with self.calling(buffer), timer:
                 event.current_stream_wait()
             counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
-            rows_PD, scales = cut(rows, x_TD.shape[1])
+            rows_PD, scales = trim_padding(rows, x_TD.shape[1])
             inbound = Inbound(
                 Layout.GROUPED,
                 rows_PD.contiguous(),
@@ -126,7 +126,7 @@ class DeepEPElastic(DeepEP):
         timer = self.comm.watch()
         with self.calling(buffer):
             home_TW, _, event = buffer.combine(
-                widen(weighted_PD, self.width), handle, **_after(buffer.capture())
+                pad_width(weighted_PD, self.width), handle, **_after(buffer.capture())
             )
 
         def receive() -> Tensor:
