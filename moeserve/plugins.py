@@ -11,7 +11,7 @@ Every installed plugin is used, unless MOESERVE_PLUGINS lists the names of plugi
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -129,6 +129,11 @@ class Registry(Mapping[str, T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._targets or name in self.plugins
+
+    def import_parts(self, names: Iterable[str]) -> None:
+        """Import these parts now, so that their first use does not take the time."""
+        for name in names:
+            self[name]
 
     @property
     def plugins(self) -> dict[str, Plugin]:

@@ -63,8 +63,13 @@ def main() -> None:
         uvloop.run(_serve_and_end_process(order, next_orders))
 
 
-def import_ahead() -> None:
-    """Import what every rank needs. No import may leave a thread behind or use a device."""
+def import_ahead(*, any_model: bool = False) -> None:
+    """Import the modules that every rank needs. No import may leave a thread behind or use a
+    device.
+
+    any_model: also import the parts that an engine chooses by its model on a CPU. Registries would
+    import them at each start.
+    """
     gc.disable()  # imports make many objects, few of which are garbage
     with suppress(ImportError):
         import uvloop  # noqa: F401
@@ -78,8 +83,21 @@ def import_ahead() -> None:
     import moeserve.runner.factory
     import moeserve.runner.group  # noqa: F401
 
+    if any_model:
+        _import_model_parts()
     gc.freeze()  # this includes about 1 MB of garbage
     gc.enable()
+
+
+def _import_model_parts() -> None:
+    import moeserve.runner.sampling.native  # noqa: F401
+    from moeserve.blocks.kinds import MIXERS
+    from moeserve.models.registry import FAMILIES
+    from moeserve.moe.experts.registry import EXPERT_KERNELS
+
+    FAMILIES.import_parts(FAMILIES.built_in)
+    MIXERS.import_parts(MIXERS.built_in)
+    EXPERT_KERNELS.import_parts(["native", "grouped_mm"])  # those for GPUs are slow to import
 
 
 async def _serve_and_end_process(order: EngineOrder, next_orders: SimpleQueue[bytes]) -> None:

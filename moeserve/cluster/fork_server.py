@@ -17,7 +17,7 @@ def main() -> None:
     # Ctrl-C reaches all processes of the terminal, but the front end decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard.die_with_parent()
-    engine_main.import_ahead()
+    engine_main.import_ahead(any_model=True)
     num_ranks = serve(int(sys.argv[1]))
     sys.argv[:] = [engine_main.__file__]
     Path("/proc/self/comm").write_text("moeserve-engine", "ascii")

@@ -51,6 +51,26 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FORK_SERVER", "light_fork_server")
 
 
+BUILD_DEMO = """
+import sys
+from moeserve.cluster.engine_main import import_ahead
+import_ahead(any_model=True)
+from moeserve.cluster.build import build_runner
+from moeserve.cluster.order import Role
+from moeserve.config import config_of
+known = set(sys.modules)
+build_runner(config_of("demo", threads=1, device="cpu"), Role(), lambda phase, percent: None)
+print(sorted(name for name in set(sys.modules) - known if name.startswith("moeserve")))
+"""
+
+
+def test_a_fork_imports_nothing_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD_DEMO], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 @asynccontextmanager
 async def kept() -> AsyncIterator[LocalHost]:
     forks = LocalHost("/nowhere")
