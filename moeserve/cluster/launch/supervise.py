@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from moeserve.actor.process import to_stderr
+from moeserve.actor.tasks import cancel
 from moeserve.cluster.heartbeat import UNHEALTHY_S
 from moeserve.cluster.launch.connection import PartNotStarted
 from moeserve.cluster.launch.machine import Machine
@@ -69,7 +70,7 @@ class Launch:
             connecting = asyncio.create_task(self._connect())
             await asyncio.wait((connecting, killed), return_when=asyncio.FIRST_COMPLETED)
             if killed.done():
-                connecting.cancel()
+                await cancel(connecting)  # otherwise a process that it has just started stays
                 return killed.result()
             first_hello = connecting.result()
             for machine in self._machines:
