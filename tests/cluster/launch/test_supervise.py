@@ -22,9 +22,8 @@ HELLO = (
     f"print('\\x1e' + {json.dumps(json.dumps({'address': '10.0.0.1', 'port': 5}))}, flush=True);"
     " input()\n"
 )
-FOREVER = (
-    "import sys; sys.stdin.read(1) == '.' and sys.stdin.read(1)\n"  # until it is told anything
-)
+# Answers pings until it is told anything else.
+FOREVER = "import sys\nwhile sys.stdin.read(1) == '.': print('\\x1epong', flush=True)\n"
 
 
 def place(name: str, *lines: str, hello: bool = True) -> LaunchTarget:
