@@ -64,15 +64,9 @@ def latent_rope_cache_kernel(
             NORM_LAST=False,
         )
         y = y * scale
-        absorbed_ptrs = (
-            absorbed_ptr
-            + token * absorbed_stride
-            + heads[:, None] * (RANK + ROPE)
-            + RANK
-            + columns[None, :]
-        )
+        absorbed_columns = heads[:, None] * (RANK + ROPE) + RANK + columns[None, :]
         tl.store(
-            absorbed_ptrs,
+            absorbed_ptr + token * absorbed_stride + absorbed_columns,
             y.to(absorbed_ptr.dtype.element_ty),
             mask=there & (columns < ROPE)[None, :],
         )

@@ -192,6 +192,29 @@ def _read(x_t, border_decay, weights, state, u):
     )
 
 
+@triton.jit
+def _state_at_border(k, s, u, log_decay_sum, state):
+    """Return the state S^T [v, d] after all tokens of a tile."""
+    return tl.dot(
+        u,
+        k * tl.exp(log_decay_sum - s),
+        state * tl.exp(log_decay_sum),
+        input_precision="ieee",
+    )
+
+
+@triton.jit
+def _store_shared_rows(
+    k_rows_ptr, s_rows_ptr, slot, head, k_t, s_t, d, decays,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DECAYS: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of a token that several programs have: s of its head, k of its key head."""
+    tl.store(s_rows_ptr + (slot * HEADS + head) * DECAYS + decays, s_t, mask=decays < DECAYS)
+    if head % (HEADS // KEY_HEADS) == 0:
+        key_head = head // (HEADS // KEY_HEADS)
+        tl.store(k_rows_ptr + (slot * KEY_HEADS + key_head) * D + d, k_t, mask=d < D)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def recurrence_kernel(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, states_ptr, k_rows_ptr, u_rows_ptr, s_rows_ptr,
@@ -245,12 +268,7 @@ def recurrence_kernel(
         border = tile * TILE
         block = tl.load(table_ptr + tile // TILES).to(tl.int64)
         if border >= start:
-            state = tl.dot(
-                u,
-                k * tl.exp(log_decay_sum - s),
-                state * tl.exp(log_decay_sum),
-                input_precision="ieee",
-            )
+            state = _state_at_border(k, s, u, log_decay_sum, state)
             if block > 0:
                 border_state_ptrs = (
                     states_ptr + (block * TILES + tile % TILES) * (HEADS * D * V) + state_offsets
@@ -265,11 +283,8 @@ def recurrence_kernel(
             q_t = tl.load(q_ptr + token * q_stride + key_head * D + d, mask=d < D, other=0.0)
             k_t = tl.load(k_ptr + token * k_stride + key_head * D + d, mask=d < D, other=0.0)
             u_t = tl.load(v_ptr + token * v_stride + head * V + values, mask=inside_v, other=0.0)
-            log_decay_sum += tl.load(
-                decay_ptr + token * decay_stride + head * DECAYS + decays,
-                mask=decays < DECAYS,
-                other=0.0,
-            )
+            decay_ptrs = decay_ptr + token * decay_stride + head * DECAYS + decays
+            log_decay_sum += tl.load(decay_ptrs, mask=decays < DECAYS, other=0.0)
             border_decay = tl.exp(log_decay_sum)
             # Zero for later tokens of the tile, whose k is zero
             weights = tl.exp(log_decay_sum - s) * k
@@ -287,15 +302,10 @@ def recurrence_kernel(
                 slot = block * BLOCK_SIZE + position % BLOCK_SIZE
                 tl.store(u_rows_ptr + (slot * HEADS + head) * V + values, u_t, mask=inside_v)
                 if part == 0:
-                    tl.store(
-                        s_rows_ptr + (slot * HEADS + head) * DECAYS + decays,
-                        log_decay_sum,
-                        mask=decays < DECAYS,
-                    )
-                    if head % (HEADS // KEY_HEADS) == 0:
-                        tl.store(
-                            k_rows_ptr + (slot * KEY_HEADS + key_head) * D + d, k_t, mask=d < D
-                        )
+                    _store_shared_rows(
+                        k_rows_ptr, s_rows_ptr, slot, head, k_t, log_decay_sum, d, decays,
+                        KEY_HEADS, HEADS, D, DECAYS,
+                    )  # fmt: skip
 
 
 def block_sizes(dim: int, v_dim: int, decays: int) -> dict[str, int]:

@@ -79,6 +79,17 @@ class Loaded(NamedTuple):
     expert_cache: Any  # the native cache of experts, if experts are on disk; otherwise None
 
 
+class _LoadSetup(NamedTuple):
+    """How a model is loaded: decided and checked before weights are read."""
+
+    checkpoint: Checkpoint
+    described: Checkpoint  # describes the weights; for dummy weights, made up from the load plan
+    plan: LoadPlan
+    ops: Ops
+    num_bytes: int  # of all packed weights
+    cache_folder: str | None  # None: packed weights are not cached on disk
+
+
 def load_model(
     spec: ModelSpec,
     model_dir: Path,
@@ -97,43 +108,15 @@ def load_model(
 
     Raises ConfigError (CheckpointError, DoesNotFit).
     """
+    setup = _set_up_loading(spec, model_dir, device, dtype, config, quantize_to, shard, memory)
+    checkpoint, described, plan, ops = setup[:4]
     is_dummy = config.model.load_format == "dummy"
     expert_memory = config.model.expert_memory
-    if is_dummy and shard.world.size > 1:
-        raise ConfigError(_DUMMY_NEEDS_ONE_RANK)
-    # Plan which tensors to load, and choose the kernels.
-    checkpoint = Checkpoint(model_dir, {}) if is_dummy else open_checkpoint(model_dir, spec.stored)
-    names = checkpoint.names
-    plan = load_plan(spec, names, shard.world, shard.placement)
-    ops = _ops_for(spec, device, dtype, config)
-    checkpoint = _for_kernels(checkpoint, ops, config)
-
-    # Check before weights are read that they fit in memory, and that the kernels support them.
-    # Dummy weights have no files, so a checkpoint made up from the load plan describes them.
-    described = checkpoint
-    if is_dummy:
-        described = _for_kernels(
-            dummy_checkpoint(model_dir, plan, spec.stored, quantize_to), ops, config
-        )
-    num_bytes = weight_bytes(described, plan, ops, quantize_to)
-    bytes_on_disk = _bytes_on_disk(described, plan, ops, quantize_to, expert_memory)
-    check_weights_fit(num_bytes - bytes_on_disk, memory)
-    folder = _cache_folder(config, ops, num_bytes)
-    _check_kernels(
-        ops,
-        described,
-        plan,
-        quantize_to,
-        packed_cache=folder,
-        expert_memory=expert_memory,
-        lossless=ops.lossless,
-    )
-    _log_activations(ops, spec, checkpoint, shard)
 
     # Choose where packed weights are: in fresh memory, or in a file, with experts that stay there.
     files = ExpertFiles(
         checkpoint,
-        lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
+        lambda layer, expert: expert_load_plan(spec, checkpoint.names, layer, [expert]),
         dtype,
         device,
         quantize_to,
@@ -143,16 +126,16 @@ def load_model(
         ops = _with_fresh_memory(ops, described, plan, quantize_to)
     cache = None
     # Only for the initial placement: no later start would use the file of another one.
-    if folder and not (shard.placement and shard.placement.version):
+    if setup.cache_folder and not (shard.placement and shard.placement.version):
         quantized = dict(_quantized_params(described, plan, quantize_to))
         forms = f"{quantize_to} {checkpoint.activations} {ops.lossless} {quantized}"
         cache = PackedCache(
-            folder,
+            setup.cache_folder,
             key_of(f"{is_dummy} {files.identity()}", plan, shard.world, dtype, forms),
             percent.mapping,
             limit_bytes=config.model.packed_cache_bytes,
             num_sharers=shard.world.ranks_on_host,
-            num_bytes_on_disk=num_bytes if expert_memory else 0,
+            num_bytes_on_disk=setup.num_bytes if expert_memory else 0,
             allocate=ops.allocate,
         )
     experts_on_disk = None
@@ -187,6 +170,50 @@ def load_model(
         mapped_bytes=cache.mapped_bytes if cache else 0,
         expert_cache=experts_on_disk.native if experts_on_disk else None,
     )
+
+
+def _set_up_loading(
+    spec: ModelSpec,
+    model_dir: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: Config,
+    quantize_to: QuantizeTo | None,
+    shard: Shard,
+    memory: MemoryFacts,
+) -> _LoadSetup:
+    """Plan which tensors to load, and choose the kernels. See `load_model`.
+
+    Raises ConfigError if the weights do not fit in memory, or the kernels do not support them.
+    """
+    is_dummy = config.model.load_format == "dummy"
+    expert_memory = config.model.expert_memory
+    if is_dummy and shard.world.size > 1:
+        raise ConfigError(_DUMMY_NEEDS_ONE_RANK)
+    checkpoint = Checkpoint(model_dir, {}) if is_dummy else open_checkpoint(model_dir, spec.stored)
+    plan = load_plan(spec, checkpoint.names, shard.world, shard.placement)
+    ops = _ops_for(spec, device, dtype, config)
+    checkpoint = _for_kernels(checkpoint, ops, config)
+    described = checkpoint
+    if is_dummy:
+        described = _for_kernels(
+            dummy_checkpoint(model_dir, plan, spec.stored, quantize_to), ops, config
+        )
+    num_bytes = weight_bytes(described, plan, ops, quantize_to)
+    bytes_on_disk = _bytes_on_disk(described, plan, ops, quantize_to, expert_memory)
+    check_weights_fit(num_bytes - bytes_on_disk, memory)
+    folder = _cache_folder(config, ops, num_bytes)
+    _check_kernels(
+        ops,
+        described,
+        plan,
+        quantize_to,
+        packed_cache=folder,
+        expert_memory=expert_memory,
+        lossless=ops.lossless,
+    )
+    _log_activations(ops, spec, checkpoint, shard)
+    return _LoadSetup(checkpoint, described, plan, ops, num_bytes, folder)
 
 
 def _ops_for(spec: ModelSpec, device: torch.device, dtype: torch.dtype, config: Config) -> Ops:
