@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tests.worker_exit  # noqa: F401  isort: skip
+
 import logging
 import os
 import signal
