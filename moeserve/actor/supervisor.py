@@ -62,11 +62,11 @@ class Supervisor(ABC):
         """Return whether a restart may help."""
 
     @abstractmethod
-    async def on_death(self, death: Death, again_in_s: float | None) -> None:
-        """Handle a death. again_in_s: seconds until the restart; None: there is none."""
+    async def on_death(self, death: Death, restart_in_s: float | None) -> None:
+        """Handle a death. restart_in_s: seconds until the restart; None: there is none."""
 
     async def run(self) -> Death:
-        """Start the process, and restart it until `stop` or until giving up. Return its last death.
+        """Start the process, and restart it until `stop` or too many deaths. Return the last death.
 
         Cancellation kills the process.
         """
@@ -75,9 +75,10 @@ class Supervisor(ABC):
             self._ready_at_s = None
             self.child = None
             death = await self._run_once(incarnation)
-            pause_s = self._count_death(death, is_curable=await self.is_curable(death))
-            await self.on_death(death, pause_s)
-            if pause_s is None or await self._retired_within(pause_s):
+            is_curable = await self.is_curable(death)
+            restart_in_s = self._count_death(death, is_curable=is_curable)
+            await self.on_death(death, restart_in_s)
+            if restart_in_s is None or await self._retired_within(restart_in_s):
                 break
         return death
 
@@ -167,17 +168,20 @@ class Supervisor(ABC):
                 "%s; giving up: %d deaths within %g s", death.summary, num_deaths, policy.window_s
             )
             return None
-        pause_s: float = min(policy.first_pause_s * 2.0 ** (num_deaths - 1), policy.max_pause_s)
+        restart_in_s: float = min(
+            policy.first_pause_s * 2.0 ** (num_deaths - 1), policy.max_pause_s
+        )
         log.error(
             "%s; starting it again in %g s (%d of %d)",
             death.summary,
-            pause_s,
+            restart_in_s,
             num_deaths,
             policy.max_deaths,
         )
-        return pause_s
+        return restart_in_s
 
-    async def _retired_within(self, pause_s: float) -> bool:
+    async def _retired_within(self, timeout_s: float) -> bool:
+        """Wait for up to `timeout_s`, and return whether `retire` was called."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._retired.wait(), pause_s)
+            await asyncio.wait_for(self._retired.wait(), timeout_s)
         return self._retired.is_set()

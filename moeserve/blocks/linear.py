@@ -81,7 +81,7 @@ class GatedMLP:
     activation: Activation = SWIGLU
 
     def __post_init__(self) -> None:
-        self._run = self.ops.trace(self._compute)
+        self._run = self.ops.compile(self._compute)
         self.fused_call = None  # computes the whole MLP, if the kernels have such a call
         if (
             self.ops.mlp_block is not None

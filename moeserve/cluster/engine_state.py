@@ -24,8 +24,8 @@ FromProcess = (
 )
 
 
-class ProcessLost(msgspec.Struct, frozen=True):
-    """Event: the connection to the engine's process is lost. The process may not be dead yet."""
+class WireLost(msgspec.Struct, frozen=True):
+    """Event: the wire to the engine's process is lost. The process may still be alive."""
 
 
 class JoinSent(msgspec.Struct, frozen=True):
@@ -48,9 +48,7 @@ class LeftFleet(msgspec.Struct, frozen=True):
     """Event: the engine left the fleet, and its requests went to other engines."""
 
 
-EngineEvent = (
-    FromProcess | ProcessLost | EngineGone | JoinSent | Held | NewRequestsEnded | LeftFleet
-)
+EngineEvent = FromProcess | WireLost | EngineGone | JoinSent | Held | NewRequestsEnded | LeftFleet
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +121,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
                 return _replace(self, left=True)
             case m.Stopped(cause):
                 return _replace(self, ended_by_order=not cause)
-            case ProcessLost():
+            case WireLost():
                 return _replace(
                     self,
                     ready=None,

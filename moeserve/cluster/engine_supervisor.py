@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,7 +20,7 @@ from moeserve.actor.process import Death, Process
 from moeserve.actor.supervisor import RestartPolicy, Supervisor
 from moeserve.actor.tasks import cancel, every, log_error, spawn
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
-from moeserve.cluster.engine_state import EngineEvent, EngineState, ProcessLost
+from moeserve.cluster.engine_state import EngineEvent, EngineState, WireLost
 from moeserve.cluster.heartbeat import INTERVAL_S, STALL_S, ProgressMonitor
 from moeserve.cluster.host import Host
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, is_config_error
@@ -32,9 +33,23 @@ log = logging.getLogger(__name__)
 EXIT_GRACE_S = 5.0  # timeout for the exit of a process that has closed its wire
 LAST_MESSAGES_S = 0.5  # timeout for the last messages of a dead process
 STOP_S = 1.0  # from SIGTERM to SIGKILL
-READER_CHECK_S = 0.5  # interval of checks whether the engine is closed, while the outbox is full
+EXIT_S = 1.0  # for the exit of a process that has finished its requests
+# While the front end does not read: the interval of checks whether the engine is closed
+FRONT_END_CHECK_S = 0.5
 
 FromWire = m.EngineOut | PeerGone | EngineGone
+
+
+@dataclass
+class _ProcessEnd:
+    """What is known about the end of the present process."""
+
+    stop_cause: str = ""  # from its Stopped message
+    # Why the handshake failed. A restart is useless, because every process would fail alike.
+    handshake_error: str = ""
+    wire_lost_at_s: float | None = None
+    # Set when PeerGone, the last message of its wire, was handled.
+    wire_end_handled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class EngineSupervisor(Supervisor):
@@ -63,8 +78,8 @@ class EngineSupervisor(Supervisor):
         Args:
             host: the machine of the engine.
             state: returns the present state of the engine.
-            report: called with every message of a process except Pong, with ProcessLost when its
-                wire is lost, and with EngineGone when it has ended.
+            report: called with every message of a process except Pong, with WireLost when its
+                wire is lost, and with EngineGone when the process has ended.
             outbox: the fleet's messages to the front end. While it is full, no messages of the
                 engine are read.
             stall_s: an engine with work is killed and restarted if it makes no progress for this
@@ -80,19 +95,14 @@ class EngineSupervisor(Supervisor):
         self._builder = builder
         self._state = state
         self._report = report
-        self._outbox = outbox
+        self._to_front_end = outbox
         self._inbox: Inbox[FromWire] = Inbox(f"{self.name} link", INBOX_LIMIT)
         self._wire: ZmqWire[m.EngineIn, FromWire] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._closing = False  # `close` was called; then the front end may read no more
-        # Of the present process:
-        self._stop_cause = ""  # from its Stopped message
-        # Set when PeerGone, the last message of its wire, was handled.
-        self._wire_end_handled = asyncio.Event()
-        self._end_reported = asyncio.Event()  # set when its EngineGone was handled
-        # Why the handshake failed. A restart is useless, because every process would fail alike.
-        self._handshake_error = ""
-        self._wire_lost_at_s: float | None = None
+        # `close` was called. From then on the front end might not read, so do not wait for it.
+        self._closing = False
+        self._process_end = _ProcessEnd()
+        self._end_reported = asyncio.Event()  # set when the EngineGone of a process was handled
 
     def start(self, role: Role) -> None:
         """Start the engine, and return."""
@@ -110,15 +120,16 @@ class EngineSupervisor(Supervisor):
         if self._task is None:
             return
         self._closing = True
-        self.retire()
+        self.retire()  # no more restarts
         try:
             was_sent = self.send(m.Drain(timeout_s))
         except Overloaded:
             was_sent = False  # end it by a signal
         exit_timeout_s = 0.0
         if was_sent:
-            # A process that is not ready has no requests to finish.
-            exit_timeout_s = 1.0 + (timeout_s if self._state().ready else 0.0)
+            exit_timeout_s = EXIT_S
+            if self._state().ready is not None:  # otherwise it has no requests to finish
+                exit_timeout_s += timeout_s
         await asyncio.wait([self._task], timeout=exit_timeout_s)
         if not self._task.done():
             await self.stop(term_s=STOP_S)
@@ -165,7 +176,7 @@ class EngineSupervisor(Supervisor):
             self._inbox.close()
 
     def _on_supervision_failed(self, _name: str, error: Exception) -> None:
-        while isinstance(error, ExceptionGroup):
+        while isinstance(error, ExceptionGroup):  # the TaskGroup has wrapped the error
             error = error.exceptions[0]
         exit_code = 1
         cause = f"the supervision of {self.name} failed: {error!r}"
@@ -190,10 +201,7 @@ class EngineSupervisor(Supervisor):
             builder=self._builder,
             role=msgspec.structs.replace(self.role, folder=self.host.folder),
         )
-        self._stop_cause = ""
-        self._handshake_error = ""
-        self._wire_lost_at_s = None
-        self._wire_end_handled.clear()
+        self._process_end = _ProcessEnd()
         waiting = spawn(
             self._report_missing_machine(),
             name=f"{self.name} waits for its machine",
@@ -213,36 +221,41 @@ class EngineSupervisor(Supervisor):
             await asyncio.sleep(INTERVAL_S)
 
     async def is_curable(self, death: Death) -> bool:  # called by `Supervisor.run`
+        process_end = self._process_end
         if self._wire is not None and self._wire.greeted:
+            # Its last messages may tell the cause.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wire_end_handled.wait(), LAST_MESSAGES_S)
+                await asyncio.wait_for(process_end.wire_end_handled.wait(), LAST_MESSAGES_S)
         if death.stranded:
             return True  # its machine was lost, so the process itself had no fault
-        state = self._state()
-        if self._handshake_error:
+        if process_end.handshake_error:
             return False
+        state = self._state()
         if not state.loaded:
-            return False  # the first start failed
+            return False  # no process was ever ready, so the user must see the error
         exited_as_ordered = state.stop_ordered and death.exit_code == 0
         return not exited_as_ordered and not is_config_error(death.exit_code)
 
-    async def on_death(self, death: Death, again_in_s: float | None) -> None:
-        """Report the death, and return once the report was handled.
+    async def on_death(  # called by `Supervisor.run`
+        self, death: Death, restart_in_s: float | None
+    ) -> None:
+        """Report the death, and wait until the report was handled.
 
-        `Supervisor.run` calls it. When it returns without a restart, nothing is read any more.
+        It waits, because after the last death `run` returns and the read loop is cancelled.
         """
         self._close_wire()
         self._end_reported.clear()
-        cause = self._handshake_error or self._stop_cause or death.summary
+        process_end = self._process_end
+        cause = process_end.handshake_error or process_end.stop_cause or death.summary
         # The message of a ConfigError is enough for the user.
         has_crashed = death.exit_code != 0 and not is_config_error(death.exit_code)
-        end = EngineGone(
+        report = EngineGone(
             exit_code=death.exit_code,
             cause=cause,
             log_tail=death.log_tail if has_crashed else (),
-            restart_in_s=again_in_s,
+            restart_in_s=restart_in_s,
         )
-        self._inbox.put(end, force=True)
+        self._inbox.put(report, force=True)
         await self._end_reported.wait()
 
     def _close_wire(self) -> None:
@@ -256,17 +269,17 @@ class EngineSupervisor(Supervisor):
         """Handle messages no faster than the front end reads them (back pressure)."""
         while True:
             for msg in await self._inbox.drain(wait=True):
-                if self._outbox.full:
-                    await self._wait_for_reader()
+                if self._to_front_end.full:
+                    await self._wait_for_front_end()
                 self._handle(msg)
 
-    async def _wait_for_reader(self) -> None:
+    async def _wait_for_front_end(self) -> None:
         """Wait until the front end has read enough, or the engine is closed."""
-        while self._outbox.full and not self._closing:
+        while self._to_front_end.full and not self._closing:
             has_room = asyncio.Event()
-            self._outbox.when_room(has_room.set)
+            self._to_front_end.when_room(has_room.set)
             with suppress(TimeoutError):
-                await asyncio.wait_for(has_room.wait(), READER_CHECK_S)
+                await asyncio.wait_for(has_room.wait(), FRONT_END_CHECK_S)
 
     def _handle(self, msg: FromWire) -> None:
         match msg:
@@ -274,7 +287,7 @@ class EngineSupervisor(Supervisor):
                 self.progress_monitor.pong(msg, time.monotonic())
                 return
             case PeerGone(cause):
-                self._report(ProcessLost())
+                self._report(WireLost())
                 self._on_wire_lost(cause)
                 return
             case m.Phase():
@@ -283,7 +296,7 @@ class EngineSupervisor(Supervisor):
                 self.progress_monitor = ProgressMonitor(time.monotonic(), msg.step_s)
                 self.note_ready()
             case m.Stopped(cause):
-                self._stop_cause = cause
+                self._process_end.stop_cause = cause
         self._report(msg)
         if isinstance(msg, EngineGone):
             self._end_reported.set()
@@ -294,15 +307,17 @@ class EngineSupervisor(Supervisor):
         The process should end by itself within EXIT_GRACE_S.
         """
         was_connected = self._wire is not None and self._wire.greeted
-        self._handshake_error = "" if was_connected else cause
-        self._wire_lost_at_s = time.monotonic()
-        self._wire_end_handled.set()
+        self._process_end.handshake_error = "" if was_connected else cause
+        self._process_end.wire_lost_at_s = time.monotonic()
+        self._process_end.wire_end_handled.set()
 
     def _ping_or_kill(self) -> None:
         """Ping the process, and kill it if it hangs."""
         now_s = time.monotonic()
+        # Also if it is not sent: the monitor measures the time between these calls.
         ping = self.progress_monitor.ping(now_s)
-        if self._wire_lost_at_s is not None and now_s - self._wire_lost_at_s > EXIT_GRACE_S:
+        wire_lost_at_s = self._process_end.wire_lost_at_s
+        if wire_lost_at_s is not None and now_s - wire_lost_at_s > EXIT_GRACE_S:
             self.kill("has closed its connection and did not end")
         state = self._state()
         if state.ready is None:
@@ -313,4 +328,4 @@ class EngineSupervisor(Supervisor):
             now_s, self.stall_s, held=state.held, grouped=state.grouped
         )
         if fault:
-            self.kill(fault)  # otherwise the other engines of its group would wait forever
+            self.kill(fault)  # a hanging engine also blocks the others of its group

@@ -20,7 +20,7 @@ from moeserve.cluster.engine_state import (
     JoinSent,
     LeftFleet,
     NewRequestsEnded,
-    ProcessLost,
+    WireLost,
 )
 from moeserve.cluster.engine_table import EngineTable
 from moeserve.cluster.link import EngineGone, FromEngine, RequestsLost, Resized
@@ -124,7 +124,7 @@ class FleetState:
 
     def _dispatch(self, rank: int, event: EngineEvent) -> None:
         match event:
-            case ProcessLost():
+            case WireLost():
                 self._on_lost(rank)
             case EngineGone():
                 self._on_lost(rank)
@@ -200,7 +200,7 @@ class FleetState:
 
     def _on_lost(self, rank: int) -> None:
         state_before = self.table[rank]
-        self.table.apply(rank, ProcessLost())
+        self.table.apply(rank, WireLost())
         self._check_groups()
         if state_before.has_served and not state_before.left:
             self._return_requests(rank, died=not state_before.ended_by_order, cause="it ended")

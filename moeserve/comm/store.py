@@ -59,8 +59,9 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         self._members = members
         self._address = to_address(members.store)
         self._values: dict[str, bytes] = {}
-        self._lost: PeerLost | None = None
-        self._condition = threading.Condition()  # guards `_values` and `_lost`
+        self._cause: PeerLost | None = None  # why the store was closed
+        # Held to write `_values` and `_cause`, and to wait for them.
+        self._condition = threading.Condition()
         self._streams: dict[int, AsyncStream[Put | Leaving]] = {}
         self._loop = asyncio.new_event_loop()
         # `_serve` itself handles its errors by closing the store.
@@ -80,16 +81,21 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         return self._values[key]
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        """Wait until all keys have values. limit: by default a little over the deadline."""
-        # Rank 0, which knows who did not connect, reports that first.
+        """Wait until all keys have values.
+
+        limit: by default longer than rank 0's deadline, so that rank 0, which knows the missing
+        ranks, reports them first.
+        """
         timeout_s = FOLLOWER_FACTOR * self._members.deadline_s
         if limit is not None:
             timeout_s = limit.total_seconds()
         with self._condition:
-            self._condition.wait_for(lambda: self.check(keys) or self._lost is not None, timeout_s)
+            self._condition.wait_for(lambda: self.check(keys) or self._cause is not None, timeout_s)
             if not self.check(keys):
                 missing_keys = ", ".join(key for key in keys if key not in self._values)
-                raise self._lost or PeerLost(
+                if self._cause is not None:
+                    raise self._cause
+                raise PeerLost(
                     f"the store was told nothing of {missing_keys} within {timeout_s:g} s"
                 )
 
@@ -101,18 +107,19 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         """Return this store, which any thread may use."""
         return self
 
-    def close(self, lost: PeerLost | None = None) -> None:
+    def close(self, cause: PeerLost | None = None) -> None:
         """Close the connections, from any thread, and send the cause to the other ranks.
 
-        Only the cause of the first call counts.
+        cause: by default that this rank left the group. Only the cause of the first call counts.
         """
         with self._condition:
-            self._lost = self._lost or lost or PeerLost("this rank left the group")
+            if self._cause is None:
+                self._cause = cause or PeerLost("this rank left the group")
             self._condition.notify_all()
         with suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._serving.cancel)
 
-    # The methods below run in the thread, except `_set_locally`, which any thread calls.
+    # The methods below run in the store's thread. Only `_set_locally` is called by any thread.
 
     def _run(self) -> None:
         with closing(self._loop), suppress(asyncio.CancelledError):
@@ -136,8 +143,8 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             log.exception("the store failed")
             self.close(PeerLost(f"the store of this rank failed: {error!r}"))
         finally:
-            lost = self._lost or PeerLost("this rank left the group")
-            self._send(Leaving(str(lost), lost.missing))
+            assert self._cause is not None  # only `close` ends this task
+            self._send(Leaving(str(self._cause), self._cause.missing))
             streams = list(self._streams.values())
             for stream in streams:
                 stream.close()

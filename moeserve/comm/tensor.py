@@ -38,7 +38,7 @@ class TensorParallel:
         self._has_joined = False  # at least once
 
     @property
-    def not_recorded(self) -> str | None:
+    def why_not_recordable(self) -> str | None:
         """Why no CUDA graph can record a gather; None if one can."""
         return None if self.size == 1 else "tensor-parallel ranks gather on the host"
 
@@ -166,7 +166,7 @@ class DeviceTensor(GlooTensor):
     """
 
     _mesh_class = DeviceMesh
-    not_recorded = None
+    why_not_recordable = None
 
     def check(self) -> None:
         """Raise PeerLost if results on the device are invalid; see `DeviceMesh.check`."""

@@ -33,12 +33,16 @@ class Step:
     handle: StepHandle
     began_at_s: float  # when planning began, on the core's clock
     plan_us: int  # time spent in the scheduler
-    decision: StepDecision | None = None  # the decision of the engine's group, if it is in one
+    # What the engines of the group decided. A lone engine has a decision only for a traced step.
+    decision: StepDecision | None = None
     vote_us: int = 0  # time until the group had decided
 
 
 class EngineCore(Actor[messages.EngineIn]):
-    """The actor that runs a scheduler's plans on a runner until it is drained.
+    """The actor of an engine that serves alone.
+
+    It runs a scheduler's plans on a runner until it is drained. `GroupCore` extends it to engines
+    that step together.
 
     Every request ends with a message through `emit`: a row of a `StepOutput`, a `Refused`, or the
     final `Stopped`. `Stopped` is always the last message and carries the cause. The caller closes
@@ -75,7 +79,7 @@ class EngineCore(Actor[messages.EngineIn]):
         """Whether a step is in flight or can be planned.
 
         An engine whose requests all await a grammar or KV blocks is not busy. It sleeps until
-        `GrammarJobs` or the timer of `_check_at_s` wakes it.
+        `GrammarJobs` or the timer of `_wake_at_s` wakes it.
         """
         return bool(self._in_flight) or self.scheduler.can_run
 
@@ -89,8 +93,11 @@ class EngineCore(Actor[messages.EngineIn]):
         return self._draining and not self.scheduler.has_work
 
     @property
-    def _check_at_s(self) -> float:
-        """Time at which a sleeping engine must look at its requests without a message."""
+    def _wake_at_s(self) -> float:
+        """Time at which a sleeping engine must wake, even if no message arrives.
+
+        It then plans again, or aborts all requests because the deadline of a drain has passed.
+        """
         if not self.scheduler.has_work:
             return math.inf
         return min(self.scheduler.check_at_s, self._drain_deadline_s)
@@ -123,22 +130,22 @@ class EngineCore(Actor[messages.EngineIn]):
             self._in_flight.append(step)
         elif self._in_flight:
             step = self._in_flight.popleft()
-            # The sleep lets the connections send and receive, even if the result is ready already.
-            # If no other step is in flight, sleep before the outputs of this step are emitted. So
-            # the next step starts before the connections send these outputs.
-            is_last = not self._in_flight
-            if is_last:
+            # Sleep once per step, so that the connections send and receive even if the result is
+            # ready already. If no other step is in flight, sleep before the outputs of this step
+            # are emitted: the next step then starts before the connections send these outputs.
+            was_only_step = not self._in_flight
+            if was_only_step:
                 await asyncio.sleep(0)
             self._update_from_output(step, await step.handle.result())
-            if not is_last:
+            if not was_only_step:
                 await asyncio.sleep(0)
 
     async def _sleep_for_messages(self) -> list[messages.EngineIn]:
         self._audit_when_due()
-        check_at_s = self._check_at_s
-        if math.isinf(check_at_s):
+        wake_at_s = self._wake_at_s
+        if math.isinf(wake_at_s):
             return await self.inbox.drain(wait=True)
-        delay_s = max(0.0, check_at_s - self._clock())
+        delay_s = max(0.0, wake_at_s - self._clock())
         timer = asyncio.get_running_loop().call_later(delay_s, self.inbox.wake)
         try:
             return await self.inbox.drain(wait=True)
@@ -198,6 +205,7 @@ class EngineCore(Actor[messages.EngineIn]):
         if not self._trace_next:
             return Step(plan, self.runner.start(plan), began_at_s, plan_us)
         self._trace_next = False
+        # One micro-batch, which has all tokens.
         decision = StepDecision(plan.step, most_tokens=(plan.num_tokens, 0), trace=True)
         handle = self.runner.start(replace(plan, decision=decision))
         return Step(plan, handle, began_at_s, plan_us, decision)
@@ -229,7 +237,12 @@ class EngineCore(Actor[messages.EngineIn]):
         if step.decision is not None and step.decision.trace:
             spans = _spans(step, update_began_at_s, updated_at_s)
             self.emit(
-                messages.Traced(step.decision.step, self._dp_rank, 0, [*spans, *result.events])
+                messages.Traced(
+                    step=step.decision.step,
+                    dp_rank=self._dp_rank,
+                    tp_rank=0,
+                    events=[*spans, *result.events],
+                )
             )
 
     def _abort_when_late(self) -> None:
@@ -318,8 +331,8 @@ class ExpertLoadReport:
 def _spans(step: Step, update_began_at_s: float, updated_at_s: float) -> list[messages.TraceEvent]:
     """Return the core's spans of a step.
 
-    "run" is the time from the start of the step to its result, so it includes the rest of the step
-    before it.
+    "run" is the time from the start of the step to its result. With several steps in flight, it
+    includes the time in which the previous step still ran.
     """
     planned_at_s = step.began_at_s + step.plan_us / 1e6
     voted_at_s = planned_at_s + step.vote_us / 1e6

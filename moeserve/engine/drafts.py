@@ -43,7 +43,7 @@ def settle_drafts(
         has_drafts = num_drafts > 0
         pairs = zip(num_drafts[has_drafts].tolist(), num_counted[has_drafts].tolist(), strict=True)
         verified = dict(zip(batch.rid[slots[has_drafts]].tolist(), pairs, strict=True))
-    if result.drafts_S is not None:
-        num_usable = policy.limit(slots, result.drafts_S[live_S])
+    if result.num_drafts_S is not None:
+        num_usable = policy.limit(slots, result.num_drafts_S[live_S])
         batch.num_drafts[slots] = num_usable * batch.speculates[slots]
     return verified

@@ -272,12 +272,12 @@ class GroupCore(EngineCore):
         """Wait for the oldest step and process its result. Until then the step stays in
         `_in_flight`, so that it is not lost if the group breaks.
         """
-        is_last = len(self._in_flight) == 1
-        if is_last:  # see EngineCore.turn for the reason of both sleeps
+        is_only_step = len(self._in_flight) == 1
+        if is_only_step:  # see EngineCore.turn for the reason of both sleeps
             await asyncio.sleep(0)
         result = await self._await_responsively(self._in_flight[0].handle.result())
         self._update_from_output(self._in_flight.popleft(), result)
-        if not is_last:
+        if not is_only_step:
             await asyncio.sleep(0)
 
     def _update_from_output(self, step: Step, result: StepResult) -> None:
@@ -399,11 +399,11 @@ class GroupCore(EngineCore):
             self._own_task.cancel()
 
     async def _sleep(self, coordinator: DPCoordinator) -> None:
-        """Sleep until a message arrives, another engine wakes this one, or `_check_at_s` passes."""
+        """Sleep until a message arrives, another engine wakes this one, or `_wake_at_s` passes."""
         self._audit_when_due()
         woken = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
-            deadline_s = min(self._leave_deadline_s, self._check_at_s)
+            deadline_s = min(self._leave_deadline_s, self._wake_at_s)
             if self._placement_pending:
                 deadline_s = self._clock() + PLACEMENT_POLL_INTERVAL_S
             await self._handle_until(woken, deadline_s)

@@ -130,7 +130,8 @@ class StepResult:
     step: int
     tokens_N: I32  # sampled tokens of the rows with `StepPlan.samples_R`, row after row
     counts_S: I32 | None = None  # tokens of each of these rows; None: one each
-    drafts_S: I32 | None = None  # drafts of each row for its next step; None: no proposer
+    # Number of drafts of each row for its next step; None: no proposer
+    num_drafts_S: I32 | None = None
     outputs: dict[int, TaskOutput] = field(default_factory=dict)
     # Error messages of requests that failed. A failed request has one token, -1. Other requests
     # continue.

@@ -37,7 +37,7 @@ from moeserve.frontend.generation import (
 from moeserve.frontend.grammars import GrammarAdmission
 from moeserve.frontend.journal import StreamLog
 from moeserve.frontend.receipt_signer import ReceiptSigner
-from moeserve.frontend.resumable import Resumable
+from moeserve.frontend.resumable import ResumableStreams
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.receipts import Receipt
@@ -85,7 +85,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             max_wait_s: See `Admission`.
             processors: Names of logits processors.
             receipt_signer: Creates receipts. None: only their digests are computed.
-            resume_window_s: See `Resumable`. 0: streams end with their readers.
+            resume_window_s: See `ResumableStreams`. 0: streams end with their readers.
         """
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
@@ -104,14 +104,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.link = link
         self._admission = Admission(self.stats, max_queued, max_wait_s)
         self.running = RunningSequences(self.stats, self._admission)
-        self.resumable: Resumable | None = None
+        self.resumable: ResumableStreams | None = None
         if resume_window_s:
-            self.resumable = Resumable(
+            self.resumable = ResumableStreams(
                 resume_window_s,
                 running=self.running,
                 tokenizer=tokenizer,
-                drop=self.drop,
-                end=self._end_early,
+                abort_generation=self.drop,
+                end_sequence=self._end_early,
                 make_receipt=self._receipt,
             )
         self._grammars = GrammarAdmission(tokenizer)
@@ -274,7 +274,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if live:
             self._abort_in_engine([s.rid for s in live])
         if self.resumable is not None:
-            self.resumable.forget(generation)
+            self.resumable.remove(generation)
 
     # ---- streams of another front end
     # -------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._serving()  # raises if requests are not accepted
         rids = [next(self.rids) for _ in stream.sequences]
         entry = msgspec.structs.replace(stream.entry, rids=rids)
-        adopted = self.resumable.adopt(entry, stream.sequences).stream
+        adopted = self.resumable.adopt(entry, stream.sequences).stream_log
         assert adopted is not None
         return adopted
 

@@ -186,7 +186,7 @@ class Generation:
         self.request_id = request_id
         self.submitted_at_s = submitted_at_s
         self.sequences: list[Sequence] = []
-        self.num_live = params.n
+        self.num_live = params.n  # how many sequences have not ended
         self.priority = priority
         self.salt = salt
         self.marked = marked  # see `FrontEnd.generate`
@@ -200,7 +200,7 @@ class Generation:
         )
         self.merges = True  # whether unread deltas are merged
         self.pause: Callable[[], Awaitable[None]] | None = None  # awaited before each delta
-        self.stream: StreamLog | None = None  # the log of a resumable request
+        self.stream_log: StreamLog | None = None  # the log of a resumable request
         # Adopted from a dead process, and has stop strings. Its tokens have no text yet, so only
         # a replay, which decodes them again, finds the stop strings.
         self.must_replay = False
@@ -228,7 +228,8 @@ class Generation:
                 sequence.detokenizer = Detokenizer(
                     tokenizer.marked_pieces if self.marked else pieces, self.prompt_token_ids
                 )
-            sequence.parser = parser and parser()
+            if parser is not None:
+                sequence.parser = parser()
             if params.stop_strings:
                 sequence.stop_matcher = StopMatcher(
                     params.stop_strings, include_stop=params.include_stop_str_in_output
@@ -266,7 +267,7 @@ class Generation:
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:
         """Add a chunk of prompt logprobs. A chunk may be repeated after a preemption."""
-        rows = self.prompt_rows or [None]
+        rows = self.prompt_rows or [None]  # the first token has no logprobs
         rows[piece.start : piece.start + len(piece.rows)] = piece.rows
         self.prompt_rows = rows
 
@@ -344,9 +345,10 @@ def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
     low = min(prompt)
     high = max(prompt)
     if low < 0 or high >= ready.vocab_size:
-        bad = low if low < 0 else high
+        unknown_id = low if low < 0 else high
         raise InvalidRequest(
-            f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt"
+            f"token id {unknown_id} is outside the vocabulary of {ready.vocab_size} tokens",
+            param="prompt",
         )
     if len(prompt) >= ready.max_model_len:
         too_long = ContextLengthExceeded(

@@ -55,7 +55,7 @@ class SequenceLog(msgspec.Struct, kw_only=True):
     cached: int | None = None  # prompt tokens that were found in the prefix cache
     logprobs: list[Logprobs] = []
     digests: list[bytes] = []
-    drafts: dict[int, tuple[int, int]] = {}  # row -> numbers of verified and accepted drafts
+    drafts: dict[int, tuple[int, int]] = {}  # row -> (verified drafts, accepted drafts)
 
     @property
     def num_rows(self) -> int:
@@ -126,15 +126,15 @@ class StreamLog:
     @property
     def num_bytes(self) -> int:
         """The approximate memory of the stream while it has no reader."""
-        num_prompt = len(self.entry.prompt) // 4
-        return TOKEN_BYTES * num_prompt + sum(log.num_bytes for log in self.sequences)
+        num_prompt_tokens = len(self.entry.prompt) // 4  # int32
+        return TOKEN_BYTES * num_prompt_tokens + sum(log.num_bytes for log in self.sequences)
 
 
 class Journal:
     """The resumable streams, by id.
 
     A stream with a reader needs little memory beyond what the front end has anyway. Streams without
-    a reader continue to be computed; the owner closes those in `ids_to_close`.
+    a reader continue to be computed. The owner of the journal closes those in `ids_to_close`.
 
     max_count: the most streams.
     max_bytes: the most memory of all streams without a reader.
@@ -167,7 +167,7 @@ class Journal:
         """Add the rows of a step, without their tokens.
 
         The front end shares the lists of tokens, and appends to them when it applies the rows. Call
-        this before, because the number of tokens is also the number of the row.
+        this before, because the number of known tokens is the number of the new row.
         """
         if not self.streams:
             return
@@ -189,12 +189,13 @@ class Journal:
                 log.cached = cached
         for log, stop_id in self._with_logs(out.stop_ids):
             log.stop_id = stop_id
-        if out.finish.count(0) < len(out.finish):  # if a sequence ends
+        if out.finish.count(0) < len(out.finish):  # if a sequence ends; 0 is FinishReason.NONE
             rids = memoryview(out.rids).cast("q")
             for log, finish in self._with_logs(dict(zip(rids, out.finish, strict=True))):
                 log.finish = finish
 
     def _with_logs(self, column: Mapping[int, T]) -> list[tuple[SequenceLog, T]]:
+        """Return (log, value) for the values of sequences that are in the journal."""
         if not column:
             return []
         logs = self._logs

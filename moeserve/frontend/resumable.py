@@ -29,7 +29,8 @@ from moeserve.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_MERGED_ROWS = 256  # the most rows in a replayed delta
-# The most tokens that may wait for their replay, unless one stream has more; 20 to 40 s of work
+# The most tokens that may wait for their replay, unless a single stream has more. The replay of so
+# many takes 20 to 40 s.
 MAX_REPLAY_TOKENS = 2**21
 RETRY_AFTER_S = 5.0
 
@@ -39,7 +40,7 @@ MakeReceipt = Callable[[Sequence, Delta, bool], Receipt | None]
 EndSequence = Callable[[Sequence, str], None]  # (sequence, finish reason)
 
 
-class TakenOver(ConnectionError):
+class ResumedElsewhere(ConnectionError):
     """Another connection has resumed this stream."""
 
 
@@ -58,7 +59,7 @@ class _Stream:
             self.close_timer = None
 
 
-class Resumable:
+class ResumableStreams:
     """The resumable streams of a front end."""
 
     def __init__(
@@ -67,8 +68,8 @@ class Resumable:
         *,
         running: RunningSequences,
         tokenizer: Tokenizer | None,
-        drop: Callable[[Generation], None],
-        end: EndSequence,
+        abort_generation: Callable[[Generation], None],
+        end_sequence: EndSequence,
         make_receipt: MakeReceipt,
     ) -> None:
         """Create the set of streams, which is empty.
@@ -77,8 +78,8 @@ class Resumable:
             window_s: Time for which a stream without a reader is kept.
             running: The running sequences of the front end.
             tokenizer: The tokenizer of the front end.
-            drop: Ends the running sequences of a generation.
-            end: Ends one sequence, here and in the engine, if it is still running.
+            abort_generation: Ends the running sequences of a generation.
+            end_sequence: Ends one sequence, here and in the engine, if it is still running.
             make_receipt: Creates the receipt of a sequence.
         """
         self.window_s = window_s
@@ -86,8 +87,8 @@ class Resumable:
         self.slices = Slices()
         self._running = running
         self._tokenizer = tokenizer
-        self._drop = drop
-        self._end = end
+        self._abort_generation = abort_generation
+        self._end_sequence = end_sequence
         self._make_receipt = make_receipt
         self._streams: dict[str, _Stream] = {}
         self._replay_lock = asyncio.Lock()  # one replay runs at a time, first come, first served
@@ -98,7 +99,7 @@ class Resumable:
     def make_resumable(
         self, generation: Generation, *, id: str, created: int, digest: bytes, owner: str
     ) -> None:
-        """Make a new generation resumable. Without room in the journal, it ends with its reader.
+        """Make a new generation resumable, unless the journal has no room.
 
         The keyword arguments are fields of `Entry`.
         """
@@ -120,12 +121,12 @@ class Resumable:
         self._add_stream(entry, logs, generation)
 
     def _add_stream(self, entry: Entry, logs: list[SequenceLog], generation: Generation) -> bool:
-        """Add a stream, and return whether there was room."""
+        """Add a stream, and return whether the journal had room."""
         stream_log = self.journal.open(entry, logs)
         if stream_log is None:
             return False
         self._streams[entry.id] = _Stream(stream_log, generation)
-        generation.stream = stream_log
+        generation.stream_log = stream_log
         generation.on_reader_left = self.on_reader_left
         return True
 
@@ -149,7 +150,7 @@ class Resumable:
         stream.close_timer = loop.call_later(self.window_s, self._close, stream.log.entry.id)
         self._close_excess()
 
-    def forget(self, generation: Generation) -> None:
+    def remove(self, generation: Generation) -> None:
         """Remove the stream of a generation, unless another generation has replaced it."""
         if (stream := self._stream_of(generation)) is not None:
             stream.cancel_close()
@@ -170,12 +171,12 @@ class Resumable:
         """Remove a stream, and end its sequences."""
         generation = self._streams[id].generation
         generation.abort()
-        self.forget(generation)
+        self.remove(generation)
 
     def _stream_of(self, generation: Generation) -> _Stream | None:
-        if generation.stream is None:
+        if generation.stream_log is None:
             return None
-        stream = self._streams.get(generation.stream.entry.id)
+        stream = self._streams.get(generation.stream_log.entry.id)
         return stream if stream is not None and stream.generation is generation else None
 
     # ---- readers that resume
@@ -184,20 +185,20 @@ class Resumable:
         self,
         stream_log: StreamLog,
         parser: Callable[[], AnswerParser] | None = None,
-        cuts: Mapping[int, Collection[int]] | None = None,
+        delta_ends: Mapping[int, Collection[int]] | None = None,
     ) -> Generation:
         """Return a generation that begins with the stream's first row. The current reader gets
-        TakenOver.
+        ResumedElsewhere.
 
         The known rows are merged into deltas of up to MAX_MERGED_ROWS rows. Later rows are separate
-        deltas until `merges` is set.
+        deltas until the reader has caught up (`Generation.end_replay`).
 
         Args:
             stream_log: The log of the stream.
             parser: Returns a parser for the answer of a sequence.
-            cuts: Index of the sequence -> numbers of tokens after which a delta must end.
+            delta_ends: Index of the sequence -> numbers of tokens after which a delta must end.
 
-        Raises NotFound if the stream is closed, TakenOver if another reader resumes it, and
+        Raises NotFound if the stream is closed, ResumedElsewhere if another reader resumes it, and
         Overloaded if too many streams wait for their replay.
         """
         stream = self._streams.get(stream_log.entry.id)
@@ -205,9 +206,13 @@ class Resumable:
             raise unknown_stream()
         num_tokens = sum(sequence.num_rows for sequence in stream_log.sequences)
         if self._num_replay_tokens and self._num_replay_tokens + num_tokens > MAX_REPLAY_TOKENS:
-            what = f"{self._num_replay_tokens} tokens of interrupted streams wait to be replayed"
-            raise Overloaded(what, retry_after_s=RETRY_AFTER_S)
-        replayed = await self._replay(stream, parser=parser, cuts=cuts, num_tokens=num_tokens)
+            raise Overloaded(
+                f"{self._num_replay_tokens} tokens of interrupted streams wait to be replayed",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        replayed = await self._replay(
+            stream, parser=parser, delta_ends=delta_ends, num_tokens=num_tokens
+        )
         stream.cancel_close()
         self.journal.mark_read(stream_log.entry.id)
         return replayed
@@ -217,7 +222,7 @@ class Resumable:
         stream: _Stream,
         *,
         parser: Callable[[], AnswerParser] | None = None,
-        cuts: Mapping[int, Collection[int]] | None = None,
+        delta_ends: Mapping[int, Collection[int]] | None = None,
         num_tokens: int = 0,
     ) -> Generation:
         """Replay the known rows into a new generation, and let it replace the current one.
@@ -232,18 +237,18 @@ class Resumable:
             entry.params,
             request_id=entry.request_id,
             submitted_at_s=old.submitted_at_s,
-            abort=self._drop,
+            abort=self._abort_generation,
             priority=entry.priority,
             salt=entry.salt,
             marked=entry.marked,
         )
-        replayed.merges = False
+        replayed.merges = False  # so that deltas end at `delta_ends`
         replayed.pause = self.slices.pause
         replayed.create_sequences(entry.samplings, iter(entry.rids), self._tokenizer, parser)
         stream.latest_replay = replayed
-        cuts = cuts or {}
+        delta_ends = delta_ends or {}
         replays = [
-            _SequenceReplay(sequence, sequence_log, cuts.get(sequence.index, ()))
+            _SequenceReplay(sequence, sequence_log, delta_ends.get(sequence.index, ()))
             for sequence, sequence_log in zip(replayed.sequences, stream.log.sequences, strict=True)
         ]
         self._num_replay_tokens += num_tokens
@@ -259,6 +264,7 @@ class Resumable:
             self._num_replay_tokens -= num_tokens
             if stream.latest_replay is replayed:
                 stream.latest_replay = None
+        # The last pass has found no rows, and the event loop did not run since, so none is missed.
         for replay in replays:
             replay.flush()
         self._replace_current(stream, replayed)
@@ -274,7 +280,7 @@ class Resumable:
             delta = replay.add(*row)
             if sequence.ended:
                 old = stream.generation.sequences[sequence.index]
-                sequence.digests = old.digests
+                sequence.digests = old.digests  # which the receipt contains
                 # The old sequence has no receipt if it was adopted, or if the replay has found a
                 # stop string.
                 delta.receipt = old.receipt or self._make_receipt(sequence, delta, old.ended)
@@ -286,11 +292,11 @@ class Resumable:
         return replay.num_rows > num_rows_before
 
     def _check_wanted(self, stream: _Stream, replayed: Generation) -> None:
-        """Raise NotFound if the stream was closed, TakenOver if a later replay of it has begun."""
+        """Raise NotFound if the stream was closed, ResumedElsewhere if a later replay has begun."""
         if self._streams.get(stream.log.entry.id) is not stream:
             raise unknown_stream()
         if stream.latest_replay is not replayed:
-            raise TakenOver("another connection has resumed this stream in the meantime")
+            raise ResumedElsewhere("another connection has resumed this stream in the meantime")
 
     def _replace_current(self, stream: _Stream, replayed: Generation) -> None:
         """Replace the current generation by one that has caught up."""
@@ -304,13 +310,13 @@ class Resumable:
             new_sequence.digests = old_sequence.digests
             sequence_log.tokens = new_sequence.tokens  # shared; see `Journal.add_rows`
             if new_sequence.ended and not old_sequence.ended:
-                self._end(old_sequence, "stop")  # the replay has found a stop string
+                self._end_sequence(old_sequence, "stop")  # the replay has found a stop string
             else:
                 self._running.replace(old_sequence, new_sequence)
-        replayed.stream = stream.log
+        replayed.stream_log = stream.log
         replayed.on_reader_left = self.on_reader_left
         stream.generation = replayed
-        old.hand_over(TakenOver("another connection has resumed this stream"))
+        old.hand_over(ResumedElsewhere("another connection has resumed this stream"))
 
     # ---- streams of another process
 
@@ -325,21 +331,21 @@ class Resumable:
             entry.params,
             request_id=entry.request_id,
             submitted_at_s=monotonic(),
-            abort=self._drop,
+            abort=self._abort_generation,
             priority=entry.priority,
             salt=entry.salt,
             marked=entry.marked,
         )
-        generation.create_sequences(entry.samplings, iter(entry.rids), None, None)
-        for sequence, known in zip(generation.sequences, logs, strict=True):
-            sequence.tokens = known.tokens
-            sequence.digests = known.digests.copy()
-            sequence.ended = bool(known.finish)
+        generation.create_sequences(entry.samplings, iter(entry.rids), tokenizer=None, parser=None)
+        for sequence, sequence_log in zip(generation.sequences, logs, strict=True):
+            sequence.tokens = sequence_log.tokens  # shared; see `Journal.add_rows`
+            sequence.digests = sequence_log.digests.copy()
+            sequence.ended = bool(sequence_log.finish)
             generation.num_live -= sequence.ended
         generation.must_replay = bool(entry.params.stop_strings)
         if not self._add_stream(entry, logs, generation):
             raise Overloaded("this server has no room for more resumable streams")
-        self.on_reader_left(generation)
+        self.on_reader_left(generation)  # it has no reader yet, so the window begins now
         return generation
 
     async def catch_up(self) -> None:
@@ -349,25 +355,25 @@ class Resumable:
                 continue  # the stream has no stop strings, or its reader replays it
             try:
                 replayed = await self._replay(stream)
-            except (NotFound, TakenOver):
+            except (NotFound, ResumedElsewhere):
                 continue
             except Exception:
                 log.exception("a stream is lost: its replay failed")
                 self._close(stream.log.entry.id)
                 continue
-            replayed.discard_deltas()
+            replayed.discard_deltas()  # it has no reader
 
 
 class _SequenceReplay:
-    """The replay of one sequence. cuts: numbers of tokens after which a delta must end."""
+    """The replay of one sequence. delta_ends: numbers of tokens after which a delta must end."""
 
     def __init__(
-        self, sequence: Sequence, sequence_log: SequenceLog, cuts: Collection[int]
+        self, sequence: Sequence, sequence_log: SequenceLog, delta_ends: Collection[int]
     ) -> None:
         self.sequence = sequence
         self.num_rows = 0  # replayed so far
         self._log = sequence_log
-        self._cuts = cuts
+        self._delta_ends = delta_ends
         self._merged: Delta | None = None
         self._num_merged_rows = 0
 
@@ -377,11 +383,12 @@ class _SequenceReplay:
             return iter(())
         return self._log.rows(self.sequence.rid, self.num_rows)
 
-    def add(self, token: int, finish: int, columns: StepOutput) -> Delta:
+    def add(self, token: int, finish: int, other_columns: StepOutput) -> Delta:
         """Apply a row. Return the delta that contains it."""
+        # A row without a token only ends the sequence, and gets its own delta.
         if token < 0 or self._num_merged_rows == MAX_MERGED_ROWS:
             self.flush()
-        delta = self.sequence.advance(token, finish, columns)
+        delta = self.sequence.advance(token, finish, other_columns)
         self.num_rows += 1
         if self._merged is None:
             self._merged = delta
@@ -389,7 +396,7 @@ class _SequenceReplay:
             self._merged.merge(delta)
         self._num_merged_rows += 1
         merged = self._merged
-        if len(self.sequence.tokens) in self._cuts:
+        if len(self.sequence.tokens) in self._delta_ends:
             self.flush()
         return merged
 

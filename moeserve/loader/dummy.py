@@ -101,7 +101,7 @@ class RandomReader(Reader):
         super().__init__(Checkpoint(checkpoint.model_dir, {}))
         self._dummy_checkpoint = checkpoint
 
-    def memory(
+    def allocate(
         self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
     ) -> Weight:
         """Return an uninitialized parameter.
@@ -126,13 +126,13 @@ class RandomReader(Reader):
         return expanded(one_expert)
 
     def jobs(
-        self, piece: Piece, param: Any, max_bytes: int | None = None
+        self, piece: Piece, weight: Any, max_bytes: int | None = None
     ) -> Iterator[Callable[[], int]]:
         """Yield a job that fills a piece; none for an expert that shares the first one's memory."""
-        values = param.values if isinstance(param, Quantised) else param
+        values = weight.values if isinstance(weight, Quantised) else weight
         shares_memory = values.stride(0) == 0
         if not shares_memory or piece.at[0] == 0:
-            yield partial(_fill, zlib.crc32(piece.source.encode()), param[piece.at])
+            yield partial(_fill, zlib.crc32(piece.source.encode()), weight[piece.at])
 
 
 @torch.inference_mode()

@@ -187,12 +187,12 @@ def _mixed_formats(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
     formats_of: dict[str, dict[str, str]] = defaultdict(dict)
     for piece in plan.pieces:
         stored = checkpoint.stored.get(piece.source)
-        description = stored.form.description if stored else "not quantized"
+        description = stored.format.description if stored else "not quantized"
         formats_of[piece.param][description] = piece.source
     for param in plan.params:
         source_of = formats_of[param.name]
         if any(
-            source in checkpoint.stored and checkpoint.stored[source].form.layout == "ggml"
+            source in checkpoint.stored and checkpoint.stored[source].format.layout == "ggml"
             for source in source_of.values()
         ):
             continue  # loader/stored_format.common_format finds a format that holds all parts

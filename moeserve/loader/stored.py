@@ -63,7 +63,7 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # of an 8-bit 
 class StoredWeight:
     """The tensors of one quantized weight."""
 
-    form: StoredFormat
+    format: StoredFormat
     values: TensorInfo
     scales: TensorInfo
     zeros: TensorInfo | None = None
@@ -94,21 +94,22 @@ class StoredWeight:
         """
         if len(shape) < 2:
             return f"{self.values} is quantized, but config.json implies a vector {list(shape)}"
-        form = self.form
-        scales_shape = form.scales_shape(shape, transposed)
-        values_shape = form.values_shape(shape, transposed)
+        scales_shape = self.format.scales_shape(shape, transposed)
+        values_shape = self.format.values_shape(shape, transposed)
         if self.values.shape != values_shape:
             return (
                 f"{self.values} has shape {list(self.values.shape)}, config.json implies "
                 f"{list(values_shape)}"
             )
-        if form.layout == "ggml":
-            return ""
-        dtypes = _FLOATS + (_E8M0 if form.kind in ("fp8", "fp4") else ())
-        dtypes += ("F8_E4M3",) if form.kind == "fp4" else ()
-        if _squeezed(self.scales.shape) != _squeezed(scales_shape) or (
-            self.scales.dtype not in dtypes
-        ):
+        if self.format.layout == "ggml":
+            return ""  # GGUF's blocks contain their scales
+        dtypes: tuple[str, ...] = _FLOATS
+        if self.format.kind in ("fp8", "fp4"):
+            dtypes += _E8M0
+        if self.format.kind == "fp4":
+            dtypes += ("F8_E4M3",)
+        has_right_shape = _squeezed(self.scales.shape) == _squeezed(scales_shape)
+        if not has_right_shape or self.scales.dtype not in dtypes:
             return (
                 f"{self.scales} is {self.scales.dtype} {list(self.scales.shape)}; supported: "
                 f"{list(scales_shape)} scales in {', '.join(dtypes)}"
@@ -119,9 +120,9 @@ class StoredWeight:
         """Return how zero points, outer scale or group index do not match; empty if they do."""
         lead = shape[:-2]
         depth = shape[-2 if transposed else -1]
-        zeros_shape = self.form.zeros_shape(shape, transposed)
+        zeros_shape = self.format.zeros_shape(shape, transposed)
         if self.zeros is None:
-            has_right_zeros = not self.form.zeros
+            has_right_zeros = not self.format.zeros
         else:
             has_right_zeros = (self.zeros.dtype, self.zeros.shape) == ("I32", zeros_shape)
         if not has_right_zeros:
@@ -173,9 +174,9 @@ def _candidates(
     base: str,
     formats: Sequence[StoredFormat],
 ) -> Iterator[StoredWeight]:
-    """Yield the weight with these values once for each format that they may have.
+    """Yield the weight with these values once for each format that the values may have.
 
-    suffix: the one of `_VALUES_SUFFIXES` that the values' name has.
+    suffix: the one of `_VALUES_SUFFIXES` that the values' name has; "" if it has none.
     base: the unquantized weight's name.
     """
     if len(values.shape) < 2 or values.name.endswith(
@@ -183,8 +184,9 @@ def _candidates(
     ):
         return
     module = base.removesuffix("weight")
-    for form in formats:
-        if values.dtype != form.values_dtype or suffix not in _SUFFIXES_OF_LAYOUT[form.layout]:
+    for stored_format in formats:
+        suffixes = _SUFFIXES_OF_LAYOUT[stored_format.layout]
+        if values.dtype != stored_format.values_dtype or suffix not in suffixes:
             continue
         if suffix == ".qweight":
             scales_names: tuple[str, ...] = (module + "scales",)
@@ -200,15 +202,16 @@ def _candidates(
             )
         # GPTQ and AWQ have zero points even for symmetric weights.
         is_gptq_or_awq = suffix == ".qweight"
+        is_gptq = stored_format.layout in ("gptq", "gptq_v2")
         zeros = tensors.get(module + "qzeros" if is_gptq_or_awq else base + "_zero_point")
         outer_names = [base + end for end in _OUTER_SCALE_SUFFIXES]
         yield StoredWeight(
-            form=form,
+            format=stored_format,
             values=values,
             scales=scales,
-            zeros=zeros if form.zeros or is_gptq_or_awq else None,
+            zeros=zeros if stored_format.zeros or is_gptq_or_awq else None,
             outer_scale=next((tensors[name] for name in outer_names if name in tensors), None),
-            group_index=tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None,
+            group_index=tensors.get(module + "g_idx") if is_gptq else None,
             bias=tensors.get(module + "bias") if is_gptq_or_awq else None,
             others=tuple(
                 tensors[prefix + end]
@@ -231,28 +234,31 @@ _SUFFIXES_OF_LAYOUT = {  # layout -> suffixes of the tensor with the values
 
 
 def _choose(base: str, candidates: list[StoredWeight]) -> StoredWeight:
-    """Return the candidate with matching shapes; of several, the one that targets the module."""
+    """Return the candidate whose shapes match each other.
+
+    If several match, return the one whose format's `targets` name the module, or else the first.
+    """
     if len(candidates) == 1:
         return candidates[0]
-    matching = [stored for stored in candidates if not stored.mismatch(_shape_of(stored))]
+    matching = [stored for stored in candidates if not stored.mismatch(_unquantized_shape(stored))]
     matching = matching or candidates
     module = base.removesuffix(".weight")
     for stored in matching:
-        if any(_is_target(target, module) for target in stored.form.targets):
+        if any(_is_target(target, module) for target in stored.format.targets):
             return stored
     return matching[0]
 
 
-def _shape_of(stored: StoredWeight) -> tuple[int, ...]:
+def _unquantized_shape(stored: StoredWeight) -> tuple[int, ...]:
     """Return the weight's unquantized shape, provided that packing did not pad it."""
     shape = stored.values.shape
-    weights_per_element = stored.form.weights_per_element
-    if stored.form.layout == "blocks":
+    weights_per_element = stored.format.weights_per_element
+    if stored.format.layout == "blocks":
         shape = (*shape[:-2], math.prod(shape[-2:]))
     *lead, rows, columns = shape
-    if stored.form.layout == "awq":  # [K, N / 8]
+    if stored.format.layout == "awq":  # [K, N / 8]
         return columns * weights_per_element, rows
-    if stored.form.inputs_first:  # [K / 8 or 4, N]
+    if stored.format.inputs_first:  # [K / 8 or 4, N]
         return columns, rows * weights_per_element
     return *lead, rows, columns * weights_per_element
 
@@ -276,7 +282,7 @@ def _squeezed(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def logical(tensor: TensorInfo, *shape: int) -> TensorInfo:
+def with_shape(tensor: TensorInfo, *shape: int) -> TensorInfo:
     """Return the tensor with `shape`, which may differ in dimensions of size 1."""
     assert _size(tensor) == math.prod(shape), (tensor, shape)
     return replace(tensor, shape=shape)

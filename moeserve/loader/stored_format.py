@@ -55,19 +55,22 @@ class StoredFormat:
     @property
     def weights_per_element(self) -> int:
         """The number of weights in one element of the values' tensor."""
-        return {"I32": 4, "U8": 1}.get(self.values_dtype, 1) * (
-            2 if self.kind in ("int4", "fp4") else 1
-        )
+        bytes_per_element = 4 if self.values_dtype == "I32" else 1
+        weights_per_byte = 2 if self.kind in ("int4", "fp4") else 1
+        return bytes_per_element * weights_per_byte
 
     @property
     def bytes_per_weight(self) -> float:
-        """The bytes of a weight in memory, including its scales. int4 in groups of 64 -> 0.5625."""
+        """The bytes of a weight in memory, including its scales. int4 in groups of 64 -> 0.5625.
+
+        The 0.5625 bytes are half a byte for the value, and 4 bytes of fp32 scale for 64 weights.
+        """
         group = min(self.group or _MAX_GROUP, _MAX_GROUP) if self.kind == "int4" else self.group
         bytes_per_value = (self.bits or _BITS[self.kind]) / 8
         if not group:  # one scale for all inputs, whose bytes are negligible
             return bytes_per_value
         if self.supers:
-            # One byte for the group, and its share of the two bytes of a super-scale for 256 inputs
+            # One byte for the group, and its share of a super-scale: two bytes for 256 inputs
             bytes_per_scale = 1 + 2 * group / 256
         else:
             bytes_per_scale = 4 if self.scales == "F32" else 2
@@ -105,9 +108,10 @@ class StoredFormat:
         return *lead, rows, -(-depth // self.weights_per_element)
 
     def scales_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
-        """Return the shape of the scales of that weight. Dimensions of size 1 may differ.
+        """Return the shape of the scales of a weight with the unquantized shape `shape`.
 
-        For example gptq in groups of 8, [64, 32] -> [4, 64].
+        The files may omit or add dimensions of size 1. transposed: as in `values_shape`. For
+        example gptq in groups of 8, [64, 32] -> [4, 64].
         """
         lead = shape[:-2]
         rows, columns = self.num_scales(_outputs_and_inputs(shape, transposed))
@@ -116,7 +120,10 @@ class StoredFormat:
         return *lead, rows, columns
 
     def zeros_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
-        """Return the shape of the tensor of packed zero points of that weight."""
+        """Return the shape of the packed zero points of a weight.
+
+        shape, transposed: as in `values_shape`.
+        """
         lead = shape[:-2]
         rows, depth = _outputs_and_inputs(shape, transposed)
         words = -(-rows // self.weights_per_element)
@@ -147,7 +154,9 @@ class StoredFormat:
 
     def int8_activations_obstacle(self, inputs: int) -> str:
         """Return why int8 activations are unsupported for these weights; empty if supported."""
-        group = self.group or (-(-inputs // 8) * 8 if self.kind == "int4" else 0)
+        group = self.group
+        if self.kind == "int4" and not group:
+            group = -(-inputs // 8) * 8  # all inputs are one group, as in loader/weights.py
         if self.kind in ("int8", "int4") and (group == 16 or group % 32 == 0):
             return ""
         if self.kind in ("fp4", "iq4_nl") and group == 32:
@@ -165,8 +174,9 @@ class StoredFormat:
 
     def num_scales(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the numbers of scales along outputs and inputs of a weight [..., N, K]."""
-        sizes = zip(shape[-2:], (self.rows, self.group), strict=True)
-        rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
+        num_outputs, num_inputs = shape[-2:]
+        rows = -(-num_outputs // self.rows) if self.rows else 1
+        columns = -(-num_inputs // self.group) if self.group else 1
         return rows, columns
 
 
@@ -181,8 +191,8 @@ def _ggml(name: str, kind: "Kind", group: int = 32, **more: Any) -> StoredFormat
 
 
 GGML_FORMATS = {
-    form.ggml: form
-    for form in (
+    ggml_format.ggml: ggml_format
+    for ggml_format in (
         _ggml("Q4_0", "int4", scales="F16"),
         _ggml("Q4_1", "int4", scales="F16", mins=True),
         _ggml("Q5_0", "int8", scales="F16", bits=5),
@@ -190,7 +200,7 @@ GGML_FORMATS = {
         _ggml("Q8_0", "int8", scales="F16"),
         _ggml("Q4_K", "int4", supers=True, mins=True),
         _ggml("Q5_K", "int8", supers=True, mins=True, bits=5),
-        _ggml("Q6_K", "int8", 16, supers=True, bits=6),
+        _ggml("Q6_K", "int8", group=16, supers=True, bits=6),
         _ggml("MXFP4", "fp4", scales="BF16"),
         _ggml("IQ4_NL", "iq4_nl", scales="F16"),
         _ggml("IQ4_XS", "iq4_nl", supers=True),
@@ -199,24 +209,27 @@ GGML_FORMATS = {
 
 
 def common_format(
-    forms: Sequence[StoredFormat | None], linear: bool, activations: Activations = "auto"
+    formats: Sequence[StoredFormat | None], is_linear: bool, activations: Activations = "auto"
 ) -> StoredFormat | None:
     """Return the format of a parameter, given those of its parts; None stands for unquantized.
 
     Parts of different ggml types become int8 in small groups, with mins if necessary, which can
-    represent the values of all ggml types. Parts in other layouts have equal formats, as
-    `check_plan` ensures. linear: whether the parameter is the weight of a product; activations: the
-    setting.
+    represent the values of all ggml types.
+
+    is_linear: whether the parameter is the weight of a matrix product.
+    activations: the setting.
     """
-    first = forms[0] if forms else None
-    known = [form for form in forms if form is not None]
-    if not any(form.layout == "ggml" for form in known):
-        return first
-    if not linear or len(known) < len(forms):
+    first = formats[0] if formats else None
+    quantized = [part for part in formats if part is not None]
+    if not any(part.layout == "ggml" for part in quantized):
+        return first  # `check_plan` ensures that the other parts have the same format
+    if not is_linear or len(quantized) < len(formats):
         return None
-    form = known[0]
-    if len(set(known)) > 1:
-        form = _ggml(
-            "", "int8", min(form.group for form in known), mins=any(form.mins for form in known)
-        )
-    return form if form.activation_format(activations) == "int8" else form.for_float_activations
+    common = quantized[0]
+    if len(set(quantized)) > 1:
+        smallest_group = min(part.group for part in quantized)
+        has_mins = any(part.mins for part in quantized)
+        common = _ggml("", "int8", group=smallest_group, mins=has_mins)
+    if common.activation_format(activations) == "int8":
+        return common
+    return common.for_float_activations

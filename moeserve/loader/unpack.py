@@ -12,7 +12,7 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader.load_plan import Index, Piece
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored import StoredWeight, logical
+from moeserve.loader.stored import StoredWeight, with_shape
 from moeserve.ops.quantised import Quantised
 
 Read = Callable[[TensorInfo, Index], Tensor]  # returns a part of a tensor in a file
@@ -40,12 +40,12 @@ def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> N
     assert len(range(depth)[inputs]) == depth, f"a piece must take all quantized inputs: {piece}"
     take = (*lead, rows)
     into.values.copy_(
-        _values(stored, take, depth, stored.form.stores_transposed(piece.transposed), read)
+        _values(stored, take, depth, stored.format.stores_transposed(piece.transposed), read)
     )
     into.scales.copy_(_scales(stored, take, shape, piece.transposed, read))
     if stored.group_index is not None:
         group_index_K = read(stored.group_index, ())
-        group = stored.form.group or depth
+        group = stored.format.group or depth
         in_order_K = torch.arange(len(group_index_K), dtype=group_index_K.dtype) // group
         if not torch.equal(group_index_K, in_order_K):
             raise CheckpointError(
@@ -57,7 +57,7 @@ def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> N
         assert zeros is not None
         into.zeros.copy_(zeros)
     elif zeros is not None:
-        symmetric = 128 if stored.form.kind == "int8" else 8
+        symmetric = 128 if stored.format.kind == "int8" else 8
         if (zeros != symmetric).any():
             raise CheckpointError(
                 f"{stored.zeros} has other zero points than {symmetric}, but config.json says that "
@@ -67,22 +67,22 @@ def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> N
 
 def _values(stored: StoredWeight, take: Index, depth: int, turned: bool, read: Read) -> Tensor:
     """Read the values [..., n, K] of some rows. take: its last index is that of the rows."""
-    form = stored.form
+    stored_format = stored.format
     tensor = stored.values
     *lead, rows = take
-    if form.layout == "plain":
+    if stored_format.layout == "plain":
         values = read(tensor, (*lead, _ALL, rows)).mT if turned else read(tensor, take)
-        if form.kind == "fp8" and (values & 127 == 127).any():
+        if stored_format.kind == "fp8" and (values & 127 == 127).any():
             raise CheckpointError(f"{tensor} has NaN; download it again")
         return values
-    if form.layout == "awq":
+    if stored_format.layout == "awq":
         return _awq_order(_unpacked(read(tensor, ()), 8))[:, rows].mT
-    if form.inputs_first:
+    if stored_format.inputs_first:
         words = _transposed(read(tensor, (_ALL, rows)))
     else:
         words = read(tensor, take)
-        words = words.flatten(-2) if form.layout == "blocks" else words
-    if form.kind == "int8":
+        words = words.flatten(-2) if stored_format.layout == "blocks" else words
+    if stored_format.kind == "int8":
         return (words.view(torch.int8) ^ -128)[..., :depth]  # stored with an offset of 128
     return _unpacked(words, 8)[..., :depth]
 
@@ -91,20 +91,20 @@ def _scales(
     stored: StoredWeight, take: Index, shape: tuple[int, ...], transposed: bool, read: Read
 ) -> Tensor:
     """Read the scales [..., n, C] of some rows of a weight [..., N, K]."""
-    form = stored.form
+    stored_format = stored.format
     *lead, rows = take
     *sizes, num_rows, _ = shape
-    is_groups_first = form.inputs_first or form.stores_transposed(transposed)
-    rows_and_groups = form.num_scales(shape)
-    tensor = logical(
+    is_groups_first = stored_format.inputs_first or stored_format.stores_transposed(transposed)
+    rows_and_groups = stored_format.num_scales(shape)
+    tensor = with_shape(
         stored.scales, *sizes, *(rows_and_groups[::-1] if is_groups_first else rows_and_groups)
     )
     scales = _decoded(tensor, read(tensor, tuple(lead)))
     if stored.outer_scale is not None:
         if math.prod(stored.outer_scale.shape) == 1:  # one for all experts
-            outer = read(logical(stored.outer_scale), ()).float()
+            outer = read(with_shape(stored.outer_scale), ()).float()
         else:
-            outer = read(logical(stored.outer_scale, *sizes), tuple(lead)).float()
+            outer = read(with_shape(stored.outer_scale, *sizes), tuple(lead)).float()
         if not (outer.isfinite().all() and (outer > 0).all()):
             raise CheckpointError(
                 f"{stored.outer_scale} has NaN, infinity, 0 or a negative number; download it again"
@@ -116,8 +116,8 @@ def _scales(
     if not scales.isfinite().all():
         raise CheckpointError(f"{stored.scales} has NaN or infinity; download it again")
     scales = scales.mT if is_groups_first else scales
-    if form.rows != 1:
-        scales = scales.repeat_interleave(form.rows or num_rows, -2)[..., :num_rows, :]
+    if stored_format.rows != 1:
+        scales = scales.repeat_interleave(stored_format.rows or num_rows, -2)[..., :num_rows, :]
     return scales[..., rows, :]
 
 
@@ -136,16 +136,19 @@ def _decoded(tensor: TensorInfo, raw: Tensor) -> Tensor:
 def _zeros(stored: StoredWeight, take: Index, shape: tuple[int, ...], read: Read) -> Tensor:
     """Read the zero points [..., n, C] of some rows of a weight [..., N, K]."""
     assert stored.zeros is not None
-    form = stored.form
+    stored_format = stored.format
     *lead, rows = take
     num_rows = shape[-2]
-    words = read(logical(stored.zeros, *form.zeros_shape(shape)), tuple(lead))
-    zeros = _unpacked(words if form.inputs_first else _transposed(words), form.weights_per_element)
-    if form.layout == "awq":
+    words = read(with_shape(stored.zeros, *stored_format.zeros_shape(shape)), tuple(lead))
+    zeros = _unpacked(
+        words if stored_format.inputs_first else _transposed(words),
+        stored_format.weights_per_element,
+    )
+    if stored_format.layout == "awq":
         zeros = _awq_order(zeros)
-    if form.layout == "gptq":  # stored minus 1
+    if stored_format.layout == "gptq":  # stored minus 1
         zeros = zeros.int() + 1
-    if form.kind == "int4" and (zeros > 15).any():
+    if stored_format.kind == "int4" and (zeros > 15).any():
         raise CheckpointError(
             f"{stored.zeros} has a zero point of 16, which does not fit into 4 bits; use another "
             "checkpoint"

@@ -63,8 +63,9 @@ DTYPES = {  # name in the files -> dtype of the bytes as they are read
 }
 # The same alignment as torch's own tensors: libraries choose code paths by it.
 ALIGNMENT_BYTES = 64
-# Bytes per read: large enough that the calls cost nothing, small enough to keep all threads busy.
-READ_BYTES = 8 * 2**20
+# Bytes per read: large enough that system calls take a negligible part of the time, small enough to
+# keep all threads busy.
+MAX_READ_BYTES = 8 * 2**20
 
 
 def empty_weight(
@@ -74,54 +75,62 @@ def empty_weight(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Weight:
-    """Return an uninitialized parameter: quantized if `format_of` has a format for it."""
-    form = format_of(checkpoint, param, pieces)
-    if form is None:
+    """Return an uninitialized parameter: quantized if `format_of` returns a format for it."""
+    weight_format = format_of(checkpoint, param, pieces)
+    if weight_format is None:
         dtype = torch.float32 if param.fp32 else dtype
         return torch.empty(param.shape, dtype=dtype, device=device)
-    empty = _empty_quantised(form, param.shape, dtype, device)
-    return replace(empty, activations=form.activation_format(checkpoint.activations))
+    empty = _empty_quantised(weight_format, param.shape, dtype, device)
+    return replace(empty, activations=weight_format.activation_format(checkpoint.activations))
 
 
 def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> StoredFormat | None:
     """Return the quantized format in which a parameter is loaded; None if it is not quantized."""
     if param.widened:
-        return None
+        return None  # it is dequantized on load
     stored = [checkpoint.stored.get(piece.source) for piece in pieces]
-    forms = [weight.form if weight else None for weight in stored]
-    form = common_format(forms, is_packed(param.name), checkpoint.activations)
-    if form is None or form.layout != "ggml":
-        return form
+    piece_formats = [weight.format if weight else None for weight in stored]
+    weight_format = common_format(
+        piece_formats, is_linear=is_packed(param.name), activations=checkpoint.activations
+    )
+    if weight_format is None or weight_format.layout != "ggml":
+        return weight_format
+    # Weights of a GGUF file are dequantized if no kernel supports them. Weights in other layouts
+    # that no kernel supports are an error (runner/load.py).
     num_inputs = param.shape[-1]
-    is_unsupported = bool(checkpoint.obstacle(form.kind, form.group, num_inputs))
-    return None if is_unsupported else form
+    obstacle = checkpoint.obstacle(weight_format.kind, weight_format.group, num_inputs)
+    return None if obstacle else weight_format
 
 
 def _empty_quantised(
-    form: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    weight_format: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Quantised:
-    group = form.group
-    if form.kind == "int4" and not group:  # int4 kernels need groups: one group for all inputs
+    group = weight_format.group
+    if weight_format.kind == "int4" and not group:
+        # int4 kernels need groups, so all inputs are one group, rounded up to a multiple of 8.
         group = -(-shape[-1] // 8) * 8
-    empty = Quantised.empty(form.kind, group, form.zeros, dtype, shape, device)
-    mins = torch.empty_like(empty.scales) if form.mins else None
+    empty = Quantised.empty(
+        weight_format.kind, group, weight_format.zeros, dtype=dtype, shape=shape, device=device
+    )
+    mins = torch.empty_like(empty.scales) if weight_format.mins else None
     supers = None
-    if form.supers:
+    if weight_format.supers:
+        # One super-scale for 256 inputs
         super_scales = torch.empty(*shape[:-1], shape[-1] // 256, device=device)
-        super_mins = torch.empty_like(super_scales) if form.mins else None
+        super_mins = torch.empty_like(super_scales) if weight_format.mins else None
         supers = super_scales, super_mins
     return replace(
         empty,
-        rows=form.rows,
+        rows=weight_format.rows,
         mins=mins,
         supers=supers,
-        scale_dtype=DTYPES[form.scales],
-        bits=form.bits,
+        scale_dtype=DTYPES[weight_format.scales],
+        bits=weight_format.bits,
     )
 
 
 def _stored_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
-    """Return about how many bytes of the files a piece covers, for progress."""
+    """Return about how many bytes of the files a piece covers, for the progress report."""
     num_bytes = checkpoint.parts(piece.source)[0].num_bytes
     return math.prod(piece.taken_shape) * num_bytes // (math.prod(piece.shape) or 1)
 
@@ -129,7 +138,7 @@ def _stored_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
 def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
     """Split a piece that takes whole rows of one matrix into pieces of a few rows each.
 
-    Yields each new piece with its index in the target; index: that of `piece`.
+    index: where `piece` goes in the parameter. Yields each new piece and where it goes.
     """
     row_dim = len(piece.shape) - 2
     taken_rows = piece.take[row_dim] if len(piece.take) > row_dim else slice(None)
@@ -137,7 +146,8 @@ def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
     if isinstance(rows, int):
         yield piece, index
         return
-    # At most 1 MiB of values each: decoding such a piece takes about 25 torch calls.
+    # At most 2**20 values each. A piece is decoded by about 25 torch calls, which cost too much for
+    # much smaller pieces.
     max_rows = max(1, 4 * CPU_JOB_ELEMENTS // piece.shape[-1])
     for start in range(0, len(rows), max_rows):
         part = rows[start : start + max_rows]
@@ -148,7 +158,7 @@ def _split_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
 def _split_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
     """Split a piece of several experts into one piece per expert.
 
-    Yields each new piece with its index in the target.
+    Yields each new piece and where it goes in the part of the parameter that `piece` fills.
     """
     experts = piece.take[0] if piece.take else slice(None)
     if len(piece.shape) < 3 or isinstance(experts, int):
@@ -211,7 +221,7 @@ class Reader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def memory(
+    def allocate(
         self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
     ) -> Weight:
         """Return an uninitialized parameter, for `jobs` to fill."""
@@ -222,30 +232,31 @@ class Reader:
         return weight
 
     def jobs(
-        self, piece: Piece, param: Weight, max_bytes: int | None = None
+        self, piece: Piece, weight: Weight, max_bytes: int | None = None
     ) -> Iterator[Callable[[], int]]:
-        """Yield jobs that copy a piece into `param`, for any threads in any order.
+        """Yield jobs that copy a piece into the parameter `weight`, for any threads in any order.
 
         Each job returns the number of bytes that it read. A quantized weight, or each expert of it,
-        is one job, because its values and scales are decoded together; GGUF's blocks have their own
-        scales and are split by rows.
+        is one job, because its values and scales are decoded together. Only weights of GGUF files
+        are split by rows, because their blocks have their own scales.
 
-        max_bytes: bytes per read (default: READ_BYTES).
+        max_bytes: bytes per read (default: MAX_READ_BYTES).
         """
-        max_bytes = max_bytes or READ_BYTES
-        target = param[piece.at]
+        max_bytes = max_bytes or MAX_READ_BYTES
+        into = weight[piece.at]
         if piece.source in self._checkpoint.stored:
             parts = _split_experts(piece)
-            if self._checkpoint.stored[piece.source].form.layout == "ggml" and not piece.transposed:
+            layout = self._checkpoint.stored[piece.source].format.layout
+            if layout == "ggml" and not piece.transposed:
                 parts = (few_rows for part, index in parts for few_rows in _split_rows(part, index))
             for part, index in parts:
-                yield partial(self._read_quantised, part, target[index], max_bytes)
+                yield partial(self._read_quantised, part, into[index], max_bytes)
         else:
-            assert isinstance(target, Tensor)
+            assert isinstance(into, Tensor)
             yield from self._read_jobs(
                 self._checkpoint.tensors[piece.source],
                 piece.take,
-                target.mT if piece.transposed else target,
+                into.mT if piece.transposed else into,
                 max_bytes,
             )
 
@@ -266,18 +277,19 @@ class Reader:
             return raw
 
         stored = self._checkpoint.stored[piece.source]
-        if stored.form.layout == "ggml":
+        if stored.format.layout == "ggml":
             blocks = read_blocks(stored.values, piece.take, read)
             if isinstance(into, Quantised):
                 fill(blocks, into)
             else:
-                into.copy_(dense(blocks).mT if piece.transposed else dense(blocks))
+                values = dense(blocks)
+                into.copy_(values.mT if piece.transposed else values)
                 _check_fits(into, stored.values)
         elif isinstance(into, Quantised):
             unpack(stored, piece, into, read)
         else:  # the parameter is not kept quantized
             quantised = _empty_quantised(
-                stored.form, piece.taken_shape, into.dtype, torch.device("cpu")
+                stored.format, piece.taken_shape, into.dtype, torch.device("cpu")
             )
             unpack(stored, piece, quantised, read)
             into.copy_(dequantised(quantised))
@@ -290,7 +302,7 @@ class Reader:
         Returns 0, the number of bytes for the progress report, as the jobs of `jobs` do.
         """
         raw = torch.empty(bias.shape, dtype=DTYPES[bias.dtype])
-        for job in self._read_jobs(bias, (), raw, READ_BYTES):
+        for job in self._read_jobs(bias, (), raw, MAX_READ_BYTES):
             job()
         if raw.any():
             raise CheckpointError(
@@ -306,26 +318,29 @@ class Reader:
         Thread-safe. Reading and converting release the GIL.
         """
         dtype = DTYPES[tensor.dtype]
-        target = into
+        staging = into
         is_direct = block.whole and into.is_contiguous()
         if not is_direct or into.device.type != "cpu" or into.dtype != dtype:
             num_bytes = math.prod(block.shape) * dtype.itemsize
-            target = (
+            staging = (
                 self._buffer(num_bytes, pinned=into.device.type == "cuda")
                 .view(dtype)
                 .view(block.shape)
             )
-        self._fill(tensor, tensor.offset + block.first * dtype.itemsize, target)
-        if target is not into:
-            into.copy_(target[block.index])
+        self._pread_into(tensor, tensor.offset + block.first * dtype.itemsize, staging)
+        if staging is not into:
+            into.copy_(staging[block.index])
         if dtype != torch.float16:  # values of float16 files fit into any dtype
             _check_fits(into, tensor)
         return into.numel() * dtype.itemsize
 
     def _buffer(self, num_bytes: int, pinned: bool) -> Tensor:
+        """Return the first `num_bytes` of this thread's conversion buffer."""
         buffer: Tensor | None = getattr(self._thread_local, "buffer", None)
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = torch.empty(max(num_bytes, READ_BYTES), dtype=torch.uint8, pin_memory=pinned)
+            buffer = torch.empty(
+                max(num_bytes, MAX_READ_BYTES), dtype=torch.uint8, pin_memory=pinned
+            )
             self._thread_local.buffer = buffer
         return buffer[:num_bytes]
 
@@ -334,10 +349,12 @@ class Reader:
         with CheckpointError.instead_of(OSError, path):
             return os.fstat(self._files[path])
 
-    def _fill(self, tensor: TensorInfo, offset: int, target: Tensor) -> None:
-        memory: memoryview = (
-            target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
-        )
+    def _pread_into(self, tensor: TensorInfo, offset: int, into: Tensor) -> None:
+        """Fill a contiguous tensor from the bytes of the file from `offset` on."""
+        # Not `into.view(-1)`, because that keeps the stride of a single element, and `view(uint8)`
+        # needs stride 1.
+        flat = into.as_strided((into.numel(),), (1,))
+        memory: memoryview = flat.view(torch.uint8).numpy().data
         num_left = len(memory)
         with CheckpointError.instead_of(OSError, f"{tensor.path}: tensor {tensor.name!r}"):
             while num_left:
@@ -404,7 +421,7 @@ class Params(UserDict[str, Any]):
         for piece in sorted(plan.pieces, key=file_position):  # read in the order of the files
             self._pieces[piece.param].append(piece)
         self._progress = progress
-        self._read_bytes = 0
+        self._num_bytes_read = 0
         self._total_bytes = sum(_stored_bytes(piece, checkpoint) for piece in plan.pieces)
         self._threads = threads or max(2, min(16, os.cpu_count() or 1))
         self._reader_type = reader
@@ -424,7 +441,7 @@ class Params(UserDict[str, Any]):
 
     def _read(self, param: Param) -> Weight:
         pieces = self._pieces[param.name]
-        weight = self._reader.memory(param, pieces, self._dtype, self._device)
+        weight = self._reader.allocate(param, pieces, self._dtype, self._device)
         is_meta = self._device.type == "meta"
         if not is_meta:
             self._run_jobs(list(self._jobs(pieces, weight)))
@@ -439,7 +456,7 @@ class Params(UserDict[str, Any]):
         )
         if not is_meta:
             for _ in self._pool.map(lambda job: job(), rounding_jobs):
-                pass  # wait for each job, which raises its error
+                pass  # waits for the job, and raises its error
         return quantised
 
     def _jobs(self, pieces: list[Piece], weight: Weight) -> Iterator[Callable[[], int]]:
@@ -452,5 +469,5 @@ class Params(UserDict[str, Any]):
 
     def _run_jobs(self, jobs: list[Callable[[], int]]) -> None:
         for num_bytes in self._pool.map(lambda job: job(), jobs):
-            self._read_bytes += num_bytes
-            self._progress(self._read_bytes, self._total_bytes)
+            self._num_bytes_read += num_bytes
+            self._progress(self._num_bytes_read, self._total_bytes)

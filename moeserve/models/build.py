@@ -49,7 +49,7 @@ def build_decoder(
     ubatches: the most micro-batches of a step.
     max_tokens: the most tokens of a step.
     max_position: the most positions of a request (default: the model's).
-    make: the class of the decoder, or a function with the same arguments.
+    make: the class of the decoder, or a function that takes the same arguments and returns one.
 
     Raises ConfigError if no pair of all-to-all backend and expert kernel supports the model.
     """
@@ -70,9 +70,9 @@ def build_decoder(
         max_tokens=max_tokens,
         max_position=max_position,
     )
-    groups = list(dict.fromkeys(spec.kv_rules))
+    group_rules = list(dict.fromkeys(spec.kv_rules))  # one KV group per rule
     layers = [
-        build_layer(build, spec, layer, f"layers.{i}.", groups.index(layer.mixer.rule))
+        build_layer(build, spec, layer, f"layers.{i}.", group=group_rules.index(layer.mixer.rule))
         for i, layer in enumerate(spec.layers)
     ]
     slots = build.slots
@@ -81,11 +81,12 @@ def build_decoder(
         own_rows = share(spec.vocab_size, tp.size, tp.rank)
         slots.derive("lm_head", "embed", lambda value: value[own_rows], value=embed)
     columns = build.columns("lm_head", spec.vocab_size)
+    # A single rank has all columns, so it needs no gather.
     head = columns.part if tp.size == 1 else columns
     norm = build_norm(build, spec, "norm")
     decoder = make(spec=spec, ops=ops, embed_VD=embed, layers=layers, norm=norm, head=head)
     slots.finish()
-    decoder.slots = slots
+    decoder.weight_slots = slots
     return decoder
 
 
@@ -159,7 +160,7 @@ def _plan_moe(
         expert_size=spec.expert_size,
         swiglu=all(block.activation.plain for block in blocks),
         fp8_blocks=any(
-            form.kind == "fp8" and form.rows == form.group == 128 for form in spec.stored
+            stored.kind == "fp8" and stored.rows == stored.group == 128 for stored in spec.stored
         ),
     )
     backends = backends or [LocalAll2All(placement.experts_per_rank)]

@@ -28,7 +28,7 @@ from moeserve.ops.table import Ops
 class Layer:
     """One decoder layer, as described by `LayerSpec`."""
 
-    mixer: MixerLayer
+    mixer: MixerLayer  # attention or a recurrent block
     feed_forward: FeedForwardLayer | None
     attn_norm: Norm | None = None
     attn_post_norm: Norm | None = None
@@ -67,18 +67,20 @@ class Stage:
     decoder: "Decoder"
     layers: range
 
-    def __call__(self, stream: Stream, caches: Sequence[LayerCache], step: ForwardPass) -> Stream:
+    def __call__(
+        self, stream: Stream, caches: Sequence[LayerCache], forward_pass: ForwardPass
+    ) -> Stream:
         """Run the layers. caches: the layers' caches, to which the tokens' entries are written."""
         decoder = self.decoder
         aux_layers = decoder.spec.aux_hidden_layers
         x, residual, aux = stream
-        ubatch = step.ubatch
-        context = step.context
+        ubatch = forward_pass.ubatch
+        context = forward_pass.context
         for i, cache in zip(self.layers, caches, strict=True):
             layer = decoder.layers[i]
             if i in aux_layers:
                 aux = (*aux, residual.clone())  # the next sum may be written to `residual`
-            prepared = step.prepared[layer.mixer.prepare]
+            prepared = forward_pass.prepared[layer.mixer.prepare]
             if layer.feed_forward is None:
                 x = layer.mixer(x, prepared, cache, context)
             elif layer.parallel:
@@ -110,12 +112,13 @@ class Decoder:
     # For an MTP head: maps embeddings and the target model's hidden states, [T', D] each, to the
     # residual stream.
     merge: Callable[[Tensor, Tensor, RowContext], Tensor] | None = None
-    slots: WeightSlots = field(init=False)  # its parameters; set when it is built
+    # Where the model's parameters are. Set when the model is built.
+    weight_slots: WeightSlots = field(init=False)
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)
-        self.mix_and_add = self.ops.trace(self._mix_and_add)
-        self.add_to_stream = self.ops.trace(self._add_to_stream)
+        self.mix_and_add = self.ops.compile(self._mix_and_add)
+        self.add_to_stream = self.ops.compile(self._add_to_stream)
         self._stages = self.stages(1)
 
     def stages(self, count: int) -> tuple[Stage, ...]:
@@ -125,52 +128,54 @@ class Decoder:
         borders = [total * i // count for i in range(count + 1)]
         return tuple(Stage(self, range(first, end)) for first, end in pairwise(borders))
 
-    def forward(self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
+    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         """Return hidden states after the final norm, [T, D].
 
         If `spec.aux_hidden_layers` has n layers, their hidden states are appended as columns:
         [T, D * (1 + n)]. caches: the layers' caches, to which the tokens' entries are written.
         """
-        num_tokens = step.ids_T.shape[0]
-        stream, forward = self.begin(step, ubatch)
+        num_tokens = inputs.ids_T.shape[0]
+        stream, forward_pass = self.begin(inputs, ubatch)
         for stage in self._stages:
-            stream = stage(stream, caches[stage.layers.start : stage.layers.stop], forward)
+            stream = stage(stream, caches[stage.layers.start : stage.layers.stop], forward_pass)
         hidden = stream.x
         if aux_layers := self.spec.aux_hidden_layers:
-            # Not strict: the last residual stream is used only if `num_layers` is in `aux_layers`.
+            # `stream.aux` has the residual streams before the layers in `aux_layers`, in ascending
+            # order. The one after the last layer is `stream.residual`: layer number `num_layers`.
+            # If `aux_layers` does not have this number, `zip` drops `stream.residual`.
             aux = dict(zip(sorted(aux_layers), (*stream.aux, stream.residual), strict=False))
             hidden = torch.cat((hidden, *(aux[layer] for layer in aux_layers)), 1)
         return hidden[:num_tokens]
 
-    def begin(self, step: StepInputs, ubatch: UBatch) -> tuple[Stream, ForwardPass]:
+    def begin(self, inputs: StepInputs, ubatch: UBatch) -> tuple[Stream, ForwardPass]:
         """Return the input of the first stage, and the inputs that all stages share."""
-        num_tokens = step.ids_T.shape[0]
-        ids = step.ids_T
-        positions = step.positions
-        embeds = step.embeds
+        num_tokens = inputs.ids_T.shape[0]
+        ids = inputs.ids_T
+        positions = inputs.positions
+        target_hidden = inputs.embeds
         if extra := self.ops.pad_rows(num_tokens) - num_tokens:
             ids = pad(ids, (0, extra))
             positions = Positions(pad(positions.rows_AT, (0, extra)))
-            if embeds is not None:
-                embeds = EmbedPatch(pad(embeds.hidden_TD, (0, 0, 0, extra)))
-        prepared = {prepare: prepare(step, positions) for prepare in self._prepares}
-        context = RowContext(num_tokens if step.live is None else step.live, ubatch.index)
-        x, residual = self.enter(ids, embeds, context)
+            if target_hidden is not None:
+                target_hidden = EmbedPatch(pad(target_hidden.hidden_TD, (0, 0, 0, extra)))
+        prepared = {prepare: prepare(inputs, positions) for prepare in self._prepares}
+        context = RowContext(num_tokens if inputs.live is None else inputs.live, ubatch.index)
+        x, residual = self._embed(ids, target_hidden, context)
         return Stream(x, residual), ForwardPass(prepared, context, ubatch)
 
-    def enter(
-        self, ids_T: Tensor, embeds: EmbedPatch | None, context: RowContext
+    def _embed(
+        self, ids_T: Tensor, target_hidden: EmbedPatch | None, context: RowContext
     ) -> tuple[Tensor, Tensor]:
         """Embed padded tokens, and return (input of the first mixer, residual stream).
 
-        embeds: hidden states of another model, if this one is a drafter.
+        target_hidden: the target model's hidden states, if this model is a drafter.
         """
         residual = self.ops.embedding(ids_T, self.embed_VD)
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale
         if self.merge is not None:
-            assert embeds is not None
-            residual = self.merge(residual, embeds.hidden_TD, context)
+            assert target_hidden is not None
+            residual = self.merge(residual, target_hidden.hidden_TD, context)
         norm = self.layers[0].attn_norm
         x = residual if norm is None else norm(residual)
         return x, residual
@@ -180,15 +185,15 @@ class Decoder:
         return self.layers[layer + 1].attn_norm if layer + 1 < len(self.layers) else self.norm
 
     @property
-    def not_recorded(self) -> str | None:
+    def why_not_recordable(self) -> str | None:
         """Why no CUDA graph can record `forward`; None if one can.
 
-        To be recorded, it must never wait for the device, and must accept a number of tokens that
+        A recorded `forward` must never wait for the device, and must accept a number of tokens that
         only the device knows.
         """
         if not self.ops.triton:
             return "only Triton kernels can be recorded, and this model uses others"
-        return next((why for layer in self.moe_layers if (why := layer.not_recorded)), None)
+        return next((why for layer in self.moe_layers if (why := layer.why_not_recordable)), None)
 
     @property
     def moe_layers(self) -> list[MoELayer]:
@@ -199,13 +204,14 @@ class Decoder:
     def serve(self, ubatch: UBatch) -> None:
         """Run this rank's experts for the other ranks, in a step in which it has no tokens."""
         for layer in self.moe_layers:
+            # The embedding is only an example of the width, dtype and device of rows.
             layer.serve(self.embed_VD, ubatch)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Return logits, fp32 [S, V].
 
-        With tensor parallelism, this gathers columns on channel 0, so no micro-batch may run at the
-        same time.
+        With tensor parallelism, this gathers columns with the transfers of micro-batch 0, so no
+        micro-batch may run at the same time.
         """
         rows = hidden_SD.shape[0]
         if not rows:

@@ -216,14 +216,14 @@ class Eagle3(Decoder):
         normed = padded if self.input_norm is None else self.input_norm(padded)
         return self.fc(normed, RowContext(tokens))[:tokens]
 
-    def enter(
-        self, ids_T: Tensor, embeds: EmbedPatch | None, context: RowContext
+    def _embed(
+        self, ids_T: Tensor, target_hidden: EmbedPatch | None, context: RowContext
     ) -> tuple[Tensor, Tensor]:
         token_norm = self.layers[0].attn_norm
-        assert embeds is not None
+        assert target_hidden is not None
         assert token_norm is not None
         # Copied, because the layers' sums may be written to the residual stream in place.
-        hidden_TD = embeds.hidden_TD[:, -self.spec.hidden_size :].clone(
+        hidden_TD = target_hidden.hidden_TD[:, -self.spec.hidden_size :].clone(
             memory_format=torch.contiguous_format
         )
         normed = self.hidden_norm(hidden_TD)

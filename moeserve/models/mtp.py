@@ -122,7 +122,7 @@ def build_mtp(
     head = Decoder(
         spec, ops, model.embed_VD, layers=[layer], norm=norm, head=model.head, merge=merge
     )
-    head.slots = build.slots
+    head.weight_slots = build.slots
     return head
 
 

@@ -1,7 +1,7 @@
-"""The description of a model as a list of layers, and properties that follow from it. No torch.
+"""The description of a model as a list of layers, and properties that follow from it.
 
-config.json is read into a ModelSpec (hf_config.py). Weights are loaded (load_plan.py) and the model
-is built (build.py) from it.
+models/hf_config.py reads config.json into a ModelSpec. From the spec, models/load_plan.py plans the
+loading of weights, and models/build.py builds the model. Does not import torch.
 """
 
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ _INT4_GROUP = 64  # weights that share a scale, if they are quantized to int4 on
 class LayerSpec:
     """One decoder layer: a mixer (attention or a recurrence) and a feed-forward block.
 
-    The output of each is added to the residual stream.
+    The outputs of both blocks are added to the residual stream.
     """
 
     mixer: Mixer
     feed_forward: Dense | MoE | None  # None: the next layer's mixer follows (Nemotron-H)
     pre_norm: bool = True  # inputs of both blocks are normed (False: FlexOlmo)
     attn_post_norm: bool = False  # the mixer's output is normed before it is added (AFMoE)
-    mlp_post_norm: bool = False  # the feed-forward block's output is normed likewise
+    mlp_post_norm: bool = False  # the same for the feed-forward block's output
     parallel: bool = False  # both blocks read the same normed input (Command A+)
     scaled: bool = False  # the residual stream is multiplied by a factor afterwards (Gemma 4)
     # The layer numbers of mixer and feed-forward block in a checkpoint that numbers each block.
@@ -67,11 +67,12 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     tie_embeddings: bool = False
     num_mtp_layers: int = 0  # layers for multi-token prediction, numbered after the others
-    mtp: LayerSpec | None = None  # the first of them; see models/mtp.py
+    mtp: LayerSpec | None = None  # the first MTP layer; see models/mtp.py
     # The drafter's layers for speculative decoding, which have KV caches beside the model's.
     draft_layers: tuple[LayerSpec, ...] = ()
     replicate_drafter: bool = False  # each tensor-parallel rank has the whole drafter
-    # Layers whose input (the residual stream) `forward` also returns; num_layers: the last output.
+    # Layers whose input (the residual stream) `forward` also returns. The number `num_layers` means
+    # the residual stream after the last layer.
     aux_hidden_layers: tuple[int, ...] = ()
     head_bias: bool = False  # the LM head has a bias
     norm: NormSpec = NormSpec()
@@ -156,7 +157,10 @@ class ModelSpec:
     @property
     def expert_weights(self) -> int:
         """The number of elements of an expert's matrices; 0 without experts."""
-        return (self.moe.activation.parts + 1) * self.hidden_size * self.moe.size if self.moe else 0
+        if self.moe is None:
+            return 0
+        num_matrices = self.moe.activation.parts + 1  # gate (if any) and up; down
+        return num_matrices * self.hidden_size * self.moe.size
 
     @property
     def possible_tp(self) -> list[int]:
@@ -176,7 +180,10 @@ class ModelSpec:
             )
 
     def obstacle(self, kernels: str) -> str:
-        """Return why kernels "native", "triton" or "fa3" do not support a layer; "" if they do."""
+        """Return why kernels do not support a layer; "" if they support all layers.
+
+        kernels: "native", "triton" or "fa3".
+        """
         return next(
             (why for layer in self.cached_layers if (why := layer.mixer.obstacle(kernels))), ""
         )
@@ -204,23 +211,25 @@ def model_size(spec: ModelSpec) -> ModelSize:
     """
     head = spec.vocab_size * spec.hidden_size
     dense = sum(outputs * inputs for outputs, inputs in spec.products()) + head
-    expert = len(spec.moe_layers) * spec.expert_weights  # one expert of every layer
+    one_expert_per_layer = len(spec.moe_layers) * spec.expert_weights
     embedding = 0 if spec.tie_embeddings else head
     return ModelSize(
-        total=dense + spec.num_experts * expert + embedding,
-        active=dense + spec.experts_per_token * expert,
+        total=dense + spec.num_experts * one_expert_per_layer + embedding,
+        active=dense + spec.experts_per_token * one_expert_per_layer,
     )
 
 
 def bytes_per_weight(spec: ModelSpec, quantization: str | None, itemsize: int) -> float:
     """Return the bytes per weight of linear layers, scales included.
 
-    If a checkpoint has several formats, the smallest counts, because experts have that one, and
-    they are nearly all of the weights. quantization: "int4" or "int8" for weights that are
-    quantized on loading. itemsize: the bytes of other weights.
+    If a checkpoint has several formats, the smallest counts, because experts have this format, and
+    experts are nearly all of the weights.
+
+    quantization: "int4" or "int8" for weights that are quantized on loading.
+    itemsize: the bytes of an unquantized weight.
     """
     if spec.stored:
-        return min(form.bytes_per_weight for form in spec.stored)
+        return min(stored_format.bytes_per_weight for stored_format in spec.stored)
     if quantization == "int4":
         return StoredFormat(kind="int4", group=_INT4_GROUP).bytes_per_weight
     return 1.0 if quantization == "int8" else itemsize

@@ -29,10 +29,10 @@ from moeserve.ops.inputs import RowContext
 SharedExpert = Callable[[Tensor, RowContext], Tensor]
 
 
-def why_not_recorded(transport: All2AllCaps, compute: ExpertsCaps) -> str | None:
+def recording_obstacle(transport: All2AllCaps, compute: ExpertsCaps) -> str | None:
     """Return why no CUDA graph can record this backend and this kernel; None if one can."""
-    if transport.not_recorded:
-        return transport.not_recorded
+    if transport.why_not_recordable:
+        return transport.why_not_recordable
     if not compute.device_counts:
         return f"{compute.name} must know the counts of rows on the host"
     return None
@@ -53,14 +53,15 @@ class MoELayer:
     to_physical: LogicalToPhysical
     shared: SharedExpert | None = None  # its result [T, D] is added for every token
     tp: TensorParallel = ALONE
-    on_input: bool = False  # multiply weights with the inputs of experts, not with their results
+    # Router weights multiply the inputs of experts (Llama 4), not their results.
+    on_input: bool = False
 
     @property
-    def not_recorded(self) -> str | None:
+    def why_not_recordable(self) -> str | None:
         """Why no CUDA graph can record a call; None if one can."""
         if not self.to_physical.counts_on_device:
             return "the router's choices are counted on the host"
-        return why_not_recorded(self.all2all.caps, self.experts.caps)
+        return recording_obstacle(self.all2all.caps, self.experts.caps)
 
     def __call__(
         self,
@@ -69,10 +70,10 @@ class MoELayer:
         ubatch: UBatch,
         router_TD: Tensor | None = None,
     ) -> Tensor:
-        """Return the layer's output [T, D]. router_TD: the router's input, if it is not x."""
+        """Return the layer's output [T, D]. router_TD: the router's input, if it is not x_TD."""
         num_tokens = context.num_tokens
         routing = self.router(x_TD if router_TD is None else router_TD, context)
-        ubatch.note_load(self.to_physical.count_load(routing))
+        ubatch.record_layer_load(self.to_physical.count_load(routing))
         routing = self.to_physical(routing)
         tp = self.tp
         # If only the device knows where padding begins, the padding is distributed as well.
@@ -88,12 +89,12 @@ class MoELayer:
         out_TD = tp.gather_rows(part_TD, counts, ubatch.index)
         return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - num_rows))
 
-    def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
+    def serve(self, like: Tensor, ubatch: UBatch) -> None:
         """Run the local experts for the other ranks, in a step in which this rank has no tokens.
 
-        like_D: a tensor with the shape and dtype of a row.
+        like: any tensor [..., D] with the dtype and device of the layer's input.
         """
-        self(like_D.new_empty((0, like_D.shape[-1])), RowContext(0, ubatch.index), ubatch)
+        self(like.new_empty((0, like.shape[-1])), RowContext(0, ubatch.index), ubatch)
 
     def _compute(
         self, x_TD: Tensor, routing: Routing, context: RowContext, ubatch: UBatch
@@ -118,7 +119,7 @@ class MoELayer:
         for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
             rows = slice(start, min(start + limit, num_tokens))
             self._run_round(routed_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
-            run_shared = None  # the first round runs it
+            run_shared = None  # the first round has run the shared experts
         return out_TD + shared_results[0] if shared_results else out_TD
 
     def _run_round(
@@ -129,14 +130,19 @@ class MoELayer:
         ubatch: UBatch,
         run_shared: Callable[[], None] | None,
     ) -> None:
-        """Dispatch, run the experts, combine. `run_shared` runs during the combine."""
+        """Dispatch, run the experts, combine. `run_shared` runs during the combine.
+
+        Writes the sum of the routed experts to out_TD.
+        """
         ticket = ubatch.overlap(
             lambda: self.all2all.dispatch(x_TD, routing, ubatch), name="dispatch"
         )
         y = x_TD.new_empty(ticket.inbound.rows.shape) if ticket.y is None else ticket.y
         self._run_experts(ticket, y, ubatch)
         ubatch.overlap(
-            lambda: self.all2all.combine(ticket, y, out_TD, ubatch), run_shared, "combine"
+            lambda: self.all2all.combine(ticket, y, out_TD, ubatch),
+            meanwhile=run_shared,
+            name="combine",
         )
 
     def _run_experts(self, ticket: Ticket, y: Tensor, ubatch: UBatch) -> None:
@@ -147,16 +153,19 @@ class MoELayer:
         first, rest = ticket.inbound.split(early_send.num_experts)
         self.experts.run(first, self.packed, y)
         ubatch.send_early(lambda: early_send.send(y))
-        self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :])
+        num_first_rows = int(first.ends_e[-1])
+        self.experts.run(rest, self.packed, y[num_first_rows:])
 
 
 @dataclass(eq=False)
 class FusedMoELayer(MoELayer):
     """An MoE layer that runs router, dispatch, experts and combine in one call of the expert
-    kernel, with the same bits as `MoELayer`. Needs a single rank.
+    kernel.
+
+    Its results are bitwise equal to those of `MoELayer`. Needs a single rank.
     """
 
-    not_recorded = None
+    why_not_recordable = None
 
     def __post_init__(self) -> None:
         assert isinstance(self.experts, Fusible)
@@ -175,8 +184,8 @@ class FusedMoELayer(MoELayer):
         return out_TD if self.shared is None else out_TD + self.shared(x_TD, context)
 
     def predict_experts_of(self, next_layer: "FusedMoELayer") -> None:
-        """Let this layer's kernel predict the experts of `next_layer`, and read them from disk in
-        advance. Does nothing if the kernel cannot.
+        """Let this layer's kernel predict the experts of `next_layer` and read them from disk in
+        advance. Does nothing if the kernel cannot predict experts.
         """
         if hasattr(self._fused, "predict_experts_of"):
             self._fused.predict_experts_of(next_layer._fused)

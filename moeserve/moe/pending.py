@@ -1,5 +1,7 @@
-"""Transfers in two phases: `dispatch` and `combine` start one and return a `Pending`; its `wait`
-returns the result. `UBatch.overlap` runs other work between the two.
+"""Transfers in two phases.
+
+`dispatch` and `combine` start a transfer and return a `Pending`, whose `wait` returns the result.
+`UBatch.overlap` runs other work between the two calls.
 """
 
 from collections.abc import Callable
@@ -7,6 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
 from moeserve.comm.gloo import ON_DEVICE
+
+ARRIVAL_UNKNOWN = 0  # `Pending.arrived_ns` if the backend does not know it
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -19,24 +23,23 @@ class Pending(Protocol[T_co]):
     def arrived_ns(self) -> int:
         """When the last row arrived, in ns of the monotonic clock. Valid after `wait`.
 
-        0: nothing was transferred, or the time is unknown. `ON_DEVICE` (comm/gloo.py): `wait` only
-        makes the device wait, not the host.
+        `ARRIVAL_UNKNOWN`: nothing was transferred, or the backend does not know the time.
+        `ON_DEVICE` (comm/gloo.py): `wait` only makes the device wait, not the host.
         """
 
-    def arrive(self) -> None:
+    def launch_receive(self) -> None:
         """Launch the receiving kernel now instead of in `wait`, if there is one.
 
-        The other micro-batch calls this before it sends. Repeated calls do nothing. Without a
-        receiving kernel, no call does anything.
+        The other micro-batch calls this before its own send. Repeated calls do nothing.
         """
         return
 
     def wait(self) -> T_co:
         """Wait for the transfer and return the result. May be called once.
 
-        Raises PeerLost with the missing ranks: immediately if they are gone, after the members'
-        deadline if they are silent. With a `Checked` backend, this only makes the current stream
-        wait.
+        Raises PeerLost with the missing ranks. It is raised immediately if these ranks are gone,
+        and after the members' deadline if they are silent. With a `Checked` backend
+        (moe/all2all/base.py), this only makes the current stream wait.
         """
 
 
@@ -57,10 +60,10 @@ class Transfer(Pending[T]):
 
 @dataclass(slots=True)
 class Completed(Pending[T]):
-    """A result that is already there, because nothing had to be transferred."""
+    """A result that is available at once, because nothing had to be transferred."""
 
     value: T
-    arrived_ns: ClassVar[int] = 0
+    arrived_ns: ClassVar[int] = ARRIVAL_UNKNOWN
 
     def wait(self) -> T:
         return self.value

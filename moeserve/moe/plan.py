@@ -13,7 +13,7 @@ from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.experts.base import Experts, Fusible
-from moeserve.moe.layer import FusedMoELayer, MoELayer, SharedExpert, why_not_recorded
+from moeserve.moe.layer import FusedMoELayer, MoELayer, SharedExpert, recording_obstacle
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
 from moeserve.ops.rules import Activation
@@ -126,7 +126,7 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
     if needs.device != "cuda":
         why_no_graphs = f"there are none on {needs.device}"
     elif why_not_fused is not None:  # a fused layer can always be recorded
-        why_no_graphs = why_not_recorded(backend.caps, kernel.caps)
+        why_no_graphs = recording_obstacle(backend.caps, kernel.caps)
     return MoEPlan(
         all2all=backend,
         experts=kernel,

@@ -18,13 +18,17 @@ from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.messages import TraceEvent
-from moeserve.moe.pending import Completed, Pending
+from moeserve.moe.pending import ARRIVAL_UNKNOWN, Completed, Pending
 from moeserve.moe.ping_pong import PingPong
 
 T = TypeVar("T")
 Load = NDArray[np.int64] | Tensor  # rows per expert; a tensor if they were counted on a device
 SHORTEST_NS = 1000  # shorter spans of work are omitted from traces
-WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}  # transfer -> work before it
+# Names of spans of work in traces
+ATTENTION = "attention"
+EXPERTS = "experts"
+SHARED_EXPERTS = "shared"
+WORK_BEFORE = {"dispatch": ATTENTION, "combine": EXPERTS}  # transfer -> work before it
 
 
 @dataclass(slots=True)
@@ -37,11 +41,12 @@ class UBatchMeter:
 
     index: int  # the micro-batch's number
     comm_ns: int = 0  # the sum over transfers, from the start to the arrival of the last row
-    # The part of comm_ns that nothing overlaps: this micro-batch has the turn, and is in `wait`, or
-    # in `arrive` for its sibling. Work that `wait` does after the last row has arrived is excluded.
+    # The part of comm_ns in which no micro-batch computes: this one has the turn, and waits for its
+    # rows (`Pending.wait`) or launches a receive of its sibling (`Pending.launch_receive`). What
+    # `wait` does after the last row has arrived is not in it.
     exposed_ns: int = 0
     events: list[TraceEvent] | None = None  # None if the step is not traced
-    _resumed_ns: int = 0  # when the current span of work began
+    _work_began_ns: int = 0  # when the current span of work began
 
     def reset(self, trace: bool) -> None:
         """Begin a step."""
@@ -49,36 +54,48 @@ class UBatchMeter:
         self.exposed_ns = 0
         self.events = [] if trace else None
 
-    def resume(self) -> None:
+    def begin_work(self) -> None:
         """Begin a span of work, which the next `record_work` ends."""
         if self.events is not None:
-            self._resumed_ns = time.monotonic_ns()
+            self._work_began_ns = time.monotonic_ns()
 
     def record_work(self, name: str, layer: int) -> None:
         """End the current span of work and record it as `name`. Begin another one."""
         if self.events is not None:
             now_ns = time.monotonic_ns()
-            if now_ns - self._resumed_ns >= SHORTEST_NS:
-                self.events.append(
-                    TraceEvent(name, f"micro-batch {self.index}", self._resumed_ns, now_ns, layer)
-                )
-            self._resumed_ns = now_ns
+            if now_ns - self._work_began_ns >= SHORTEST_NS:
+                track = f"micro-batch {self.index}"
+                self.events.append(TraceEvent(name, track, self._work_began_ns, now_ns, layer))
+            self._work_began_ns = now_ns
 
     def record_transfer(
-        self, name: str, layer: int, *, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int
+        self,
+        name: str,
+        layer: int,
+        *,
+        started_ns: int,
+        wait_began_ns: int,
+        wait_ended_ns: int,
+        arrived_ns: int,
     ) -> None:
-        """Record a transfer from start_ns to arrived_ns, for which the micro-batch waited from
-        wait_ns to end_ns.
+        """Record a transfer, and begin a span of work.
+
+        The transfer took from started_ns to arrived_ns (see `Pending.arrived_ns`). The micro-batch
+        waited for it from wait_began_ns to wait_ended_ns.
         """
         if arrived_ns == ON_DEVICE:
             return
-        arrived_ns = min(arrived_ns or end_ns, end_ns)  # 0: the backend does not know
-        self.comm_ns += max(0, arrived_ns - start_ns)
-        self.exposed_ns += max(0, arrived_ns - wait_ns)
+        if arrived_ns == ARRIVAL_UNKNOWN or arrived_ns > wait_ended_ns:
+            arrived_ns = wait_ended_ns
+        self.comm_ns += max(0, arrived_ns - started_ns)
+        self.exposed_ns += max(0, arrived_ns - wait_began_ns)
         if self.events is not None:
             track = f"transfer {self.index}"
-            self.events.append(TraceEvent(name, track, start_ns, max(start_ns, arrived_ns), layer))
-            self._resumed_ns = max(wait_ns, arrived_ns)
+            self.events.append(
+                TraceEvent(name, track, started_ns, max(started_ns, arrived_ns), layer)
+            )
+            # What `wait` did after the last row had arrived counts as work.
+            self._work_began_ns = max(wait_began_ns, arrived_ns)
 
 
 class UBatch:
@@ -93,19 +110,23 @@ class UBatch:
         self._loads: list[Load] = []
         self._ping_pong: PingPong | None = None
         self._sibling: UBatch | None = None
-        self._receives: list[Callable[[], None]] = []  # to launch for the sibling
-        self._early_ns = 0  # when the first part of the next transfer was sent; 0: not yet
+        # Receives of the sibling's transfers. This micro-batch launches them before its own send.
+        self._sibling_receives: list[Callable[[], None]] = []
+        self._sent_early_ns = 0  # when the first part of the next transfer was sent; 0: not yet
 
     def couple(self, ping_pong: PingPong, sibling: "UBatch") -> None:
         """Share the next step with `sibling`. Call this for both before either one runs."""
         self._ping_pong = ping_pong
         self._sibling = sibling
-        self._receives.clear()
-        self._early_ns = 0
+        self._sibling_receives.clear()
+        self._sent_early_ns = 0
 
     @property
-    def in_turns(self) -> bool:
-        """Whether this step has two micro-batches. The same on every rank."""
+    def has_sibling(self) -> bool:
+        """Whether this step has two micro-batches, even if the other one has finished.
+
+        The same on every rank.
+        """
         return self._ping_pong is not None
 
     def run_in_turns(self, work: Callable[[], T]) -> T | None:
@@ -119,14 +140,15 @@ class UBatch:
         try:
             ping_pong.take(self.index)
             result = work()
-            self._launch_receives()
+            self._launch_sibling_receives()
             if self._sibling is not None:
-                self._sibling._sibling = None  # this micro-batch can launch nothing more for it
+                # The sibling goes on alone, and launches its remaining receives by itself.
+                self._sibling._sibling = None
             ping_pong.finish(self.index)
             return result
         except BaseException as error:
             ping_pong.poison(error)
-            self._receives.clear()
+            self._sibling_receives.clear()
             return None
         finally:
             self._ping_pong = None
@@ -140,72 +162,77 @@ class UBatch:
     ) -> T:
         """Start a transfer, run `meanwhile`, let the sibling run, and return the transfer's result.
 
+        meanwhile: computes the shared experts.
         name: "dispatch" or "combine", for traces.
         """
         meter = self.meter
-        layer = len(self._loads) - 1
+        layer = len(self._loads) - 1  # the load of this layer was recorded before its dispatch
         meter.record_work(WORK_BEFORE.get(name, "work"), layer)
-        self._launch_receives()
-        start_ns = self._early_ns or time.monotonic_ns()
-        self._early_ns = 0
+        self._launch_sibling_receives()
+        started_ns = self._sent_early_ns or time.monotonic_ns()
+        self._sent_early_ns = 0
         pending = start()
-        meter.resume()
+        meter.begin_work()
         if meanwhile is not None:
             meanwhile()
-            meter.record_work("shared", layer)
+            meter.record_work(SHARED_EXPERTS, layer)
         if self._sibling is not None and self._ping_pong is not None:
             if not isinstance(pending, Completed):
-                self._sibling._receives.append(pending.arrive)
+                self._sibling._sibling_receives.append(pending.launch_receive)
             self._ping_pong.pass_on(self.index)
-            meter.resume()
-        wait_ns = time.monotonic_ns()
+            meter.begin_work()
+        wait_began_ns = time.monotonic_ns()
         value = pending.wait()
         if not isinstance(pending, Completed):
             meter.record_transfer(
                 name,
                 layer,
-                start_ns=start_ns,
-                wait_ns=wait_ns,
-                end_ns=time.monotonic_ns(),
+                started_ns=started_ns,
+                wait_began_ns=wait_began_ns,
+                wait_ended_ns=time.monotonic_ns(),
                 arrived_ns=pending.arrived_ns,
             )
         return value
 
     def run_fused(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
         """Run a layer without transfers. `compute` returns the output and the rows per expert."""
-        layer = len(self._loads)
-        self.meter.record_work(WORK_BEFORE["dispatch"], layer)
+        layer = len(self._loads)  # the load of this layer is recorded below, once it is counted
+        self.meter.record_work(ATTENTION, layer)
         out_TD, counts_E = compute()
-        self.note_load(counts_E)
-        self.meter.record_work(WORK_BEFORE["combine"], layer)
+        self.record_layer_load(counts_E)
+        self.meter.record_work(EXPERTS, layer)
         return out_TD
 
     def send_early(self, send: Callable[[], None]) -> None:
         """Send part of this micro-batch's next transfer. The transfer's time starts now."""
-        self._early_ns = time.monotonic_ns()
+        self._sent_early_ns = time.monotonic_ns()
         send()
 
-    def _launch_receives(self) -> None:
-        """Launch the receives that the sibling will wait for.
+    def _launch_sibling_receives(self) -> None:
+        """Launch the receives for which the sibling will wait.
 
         Called right before this micro-batch's own send, and no earlier, because a receive may block
         the device until its rows arrive.
         """
-        if self._receives:
+        if self._sibling_receives:
             began_ns = time.monotonic_ns()
-            for arrive in self._receives:
-                arrive()
-            self._receives.clear()
+            for launch_receive in self._sibling_receives:
+                launch_receive()
+            self._sibling_receives.clear()
             self.meter.exposed_ns += time.monotonic_ns() - began_ns
 
-    def note_load(self, counts_E: Load) -> None:
-        """Record how many rows the next layer sends to each logical expert, without padding."""
+    def record_layer_load(self, counts_E: Load) -> None:
+        """Record how many rows a layer sends to each logical expert, without padding.
+
+        Called once per MoE layer, in the order of layers.
+        """
         self._loads.append(counts_E)
 
     def take_load(self) -> Load:
-        """Return the rows per layer and expert since the last call, [layers, E].
+        """Return the recorded rows per layer and expert, [layers, E], and forget them.
 
-        Empty if nothing was routed; a tensor if the device counted.
+        The result is empty if nothing was routed. It is a tensor if the rows were counted on the
+        device.
         """
         loads = self._loads
         self._loads = []

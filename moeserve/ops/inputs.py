@@ -111,7 +111,7 @@ class StepInputs:
     ids_T: Tensor  # int64
     positions: Positions
     groups: tuple[GroupInputs, ...]
-    sample_N: Tensor  # int64: indices of the tokens whose hidden states feed the LM head
+    logits_indices_N: Tensor  # int64: indices of the tokens whose hidden states feed the LM head
     offsets_R1: NDArray[np.int32]  # host
     starts_R: NDArray[np.int32]  # host: first position of each row's new tokens
     rows_on_device: tuple[Tensor, Tensor]  # starts_R and offsets_R1, int32, for kernels

@@ -74,7 +74,7 @@ def host_step(
         ids_T=nothing,
         positions=Positions.of_text(nothing),
         groups=(),
-        sample_N=nothing,
+        logits_indices_N=nothing,
         offsets_R1=offsets_R1,
         starts_R=starts_R,
         rows_on_device=(nothing, nothing),

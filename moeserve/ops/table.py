@@ -80,7 +80,7 @@ class Ops:
     recurrent_block: Callable[..., Callable[..., Tensor]] | None = None
     mlp_block: Callable[..., Callable[[Tensor], Tensor]] | None = None
     # Compiles a function with torch.compile, if enabled (ops/traced.py).
-    trace: Callable[[Any], Any] = lambda function: function
+    compile: Callable[[Any], Any] = lambda function: function
     # Excludes a function from compilation.
     opaque: Callable[[Any], Any] = lambda function: function
     # (kind, inputs per scale (0: all), inputs) -> why such quantized weights are unsupported; "" if

@@ -34,7 +34,7 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch can only be configured by this envir
 
 
 def traced(ops: Ops) -> Ops:
-    """Return the table with torch.compile for `trace`, and plain torch for small kernels.
+    """Return the table whose `compile` is torch.compile, with plain torch for small kernels.
 
     Generated code is not batch-invariant, so this is not for tables that must be.
     """
@@ -46,7 +46,7 @@ def traced(ops: Ops) -> Ops:
     return replace(
         ops,
         description=f"{ops.description}, norms and activations: torch.compile",
-        trace=partial(torch.compile, dynamic=True),  # one compilation for all sizes of steps
+        compile=partial(torch.compile, dynamic=True),  # one compilation for all sizes of steps
         opaque=cache(opaque),  # layers must get the same wrapper to share compiled code
         pack_linear=lambda weight, bias: _plain_or_opaque(ops.pack_linear(weight, bias)),
         pack_heads=lambda weight: _plain_or_opaque(ops.pack_heads(weight)),

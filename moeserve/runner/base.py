@@ -259,9 +259,11 @@ class ModelRunnerBase(StepExecutor, ABC):
         """The reason why no step can be recorded; None if steps can be recorded."""
         if self.config.device.graphs == "off":
             return "graphs: off"
-        if self.tp.not_recorded:
-            return self.tp.not_recorded
-        return self.peers.not_recorded if self.shards_experts else self.model.not_recorded
+        if self.tp.why_not_recordable:
+            return self.tp.why_not_recordable
+        return (
+            self.peers.why_not_recordable if self.shards_experts else self.model.why_not_recordable
+        )
 
     @property
     def computes_with_others(self) -> bool:

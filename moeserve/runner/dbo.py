@@ -164,7 +164,7 @@ def _bucket_key(plan: StepPlan) -> tuple[bool, int]:
 
 def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
     """Return the inputs of the first `split_at` tokens and of the others. A row across the split is
-    in both. `sample_N` is empty in both.
+    in both. `logits_indices_N` is empty in both.
 
     rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of
     3 from 8
@@ -232,7 +232,7 @@ def _part(
         ids_T=ids_T,
         positions=positions,
         groups=groups,
-        sample_N=step.sample_N[:0],
+        logits_indices_N=step.logits_indices_N[:0],
         offsets_R1=offsets_R1,
         starts_R=starts_R,
         rows_on_device=on_device,

@@ -150,11 +150,11 @@ class GPUModelRunner(ModelRunnerBase):
             scatter,
         )
 
-    def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
+    def step_inputs(self, plan: StepPlan, rows: HostRows) -> StepInputs:
         return (
-            self.fixed_inputs.exact(plan, host)
+            self.fixed_inputs.exact(plan, rows)
             if self.uses_triton
-            else super().step_inputs(plan, host)
+            else super().step_inputs(plan, rows)
         )
 
     def enter_thread(self) -> None:

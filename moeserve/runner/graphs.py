@@ -146,7 +146,7 @@ class GraphManager:
         # strict=False, because a recording of one micro-batch has the counts of one.
         for ubatch, tokens_LE in zip(self.ubatches, expert_tokens, strict=False):
             for tokens_E in tokens_LE:
-                ubatch.note_load(tokens_E)
+                ubatch.record_layer_load(tokens_E)
         return hidden_TD
 
     def capture(self) -> None:

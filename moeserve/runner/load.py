@@ -324,7 +324,7 @@ def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint
     obstacle = ops.weight_obstacle
     rows = "float" if activations == "auto" and not ops.native else activations
     if obstacle is None or (
-        not ops.native and any(weight.form.mins for weight in checkpoint.stored.values())
+        not ops.native and any(weight.format.mins for weight in checkpoint.stored.values())
     ):
         return replace(checkpoint, activations=rows, obstacle=lambda *weight: "no kernels")
     return replace(checkpoint, activations=rows, obstacle=obstacle)

@@ -68,7 +68,7 @@ class Peers:
         self._on_placement_result = on_placement_result
         self._all2all = self._layers[0].all2all if self._layers else None  # shared by all layers
         # Why graphs cannot record the MoE layers of several ranks; None if they can.
-        self.not_recorded = self._layers[0].not_recorded if self._layers else None
+        self.why_not_recordable = self._layers[0].why_not_recordable if self._layers else None
         # Replaces `_all2all` as long as there are no other ranks.
         self._local_all2all: LocalAll2All | None = None
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
@@ -123,7 +123,7 @@ class Peers:
     @property
     def max_recordable_tokens(self) -> int:
         """The most tokens of a step that a graph can record with the current all-to-all backend."""
-        if any(layer.not_recorded for layer in self._layers):
+        if any(layer.why_not_recordable for layer in self._layers):
             return 0
         max_per_rank = self._layers[0].all2all.caps.most_recorded if self._layers else None
         return sys.maxsize if max_per_rank is None else max_per_rank * self._tp.size

@@ -107,9 +107,9 @@ class StepExecutor:
         """Return the microseconds between two marks, once the step's results have arrived."""
         return (end - start) // 1000  # type: ignore[no-any-return]
 
-    def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
+    def step_inputs(self, plan: StepPlan, rows: HostRows) -> StepInputs:
         """Return the inputs of a step that runs without a graph."""
-        return prepare_inputs(plan, host, self.tables, self.groups, self.upload)
+        return prepare_inputs(plan, rows, self.tables, self.groups, self.upload)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step and wait for its result."""
@@ -131,21 +131,22 @@ class StepExecutor:
         kv_loading = self._apply(plan)
         if plan.decision is not None:
             self.peers.commit(plan.decision.active)
-        previous_end = self._last_end_mark
-        start = self._mark()
+        previous_end_mark = self._last_end_mark
+        start_mark = self._mark()
         drafting_marks = self._drafting_marks
         self._drafting_marks = None
         outputs: dict[str, TaskOutputs] = {}
         if len(plan.slots_R):
             outputs = self._run_tasks(plan)
-        elif plan.decision is not None:  # the experts compute for other ranks
+        elif plan.decision is not None:
+            # This engine has no tokens, but its experts compute for other ranks.
             self.ubatches.serve(self.model, plan.decision)
         else:
             return lambda: StepResult(plan.step, NO_TOKENS)
         meter = self.ubatches.take_meter()
         failed = self._refusals_of(plan)
-        end = self._mark()
-        self._last_end_mark = end
+        end_mark = self._mark()
+        self._last_end_mark = end_mark
         self._try_propose_in_thread()
         to_fetch: dict[str, Mapping[str, Tensor]] = {
             name: task.tensors for name, task in outputs.items()
@@ -170,8 +171,10 @@ class StepExecutor:
                     plan.step,
                     NO_TOKENS,
                     failed=failed,
-                    device_us=self._elapsed_us(start, end),
-                    idle_us=0 if previous_end is None else self._elapsed_us(previous_end, start),
+                    device_us=self._elapsed_us(start_mark, end_mark),
+                    idle_us=0
+                    if previous_end_mark is None
+                    else self._elapsed_us(previous_end_mark, start_mark),
                     drafting_us=0 if drafting_marks is None else self._elapsed_us(*drafting_marks),
                     comm_us=comm_us,
                     exposed_comm_us=exposed_us,
@@ -212,15 +215,16 @@ class StepExecutor:
         self._step_to_propose = None  # so that an idle runner does not keep its tensors alive
         if self.proposer is None or step is None:
             return
-        begin = self._mark()
+        begin_mark = self._mark()
         self.proposer.launch(step)
-        self._last_end_mark = self._mark()
-        self._drafting_marks = begin, self._last_end_mark
+        end_mark = self._mark()
+        self._last_end_mark = end_mark
+        self._drafting_marks = begin_mark, end_mark
 
     def _run_tasks(self, plan: StepPlan) -> dict[str, TaskOutputs]:
         """Launch a plan's forward pass, and the tasks that read its hidden states."""
         rows = HostRows.of(plan)
-        drafts = self._write_drafts(plan) if rows.drafts_S is not None else None
+        drafts = self._write_drafts(plan) if rows.num_drafts_S is not None else None
         for task in self.tasks.values():
             task.begin(plan, rows, drafts)
         step = self._compute(plan, rows)
@@ -237,14 +241,14 @@ class StepExecutor:
         """Launch the forward pass of a step, as a graph if one has the right shape."""
         shape = self.graphs.shape(plan) if self.graphs else None
         if self.graphs and shape:
-            # A graph reads all layers at any time, so all of their blocks must be there.
+            # A graph reads all layers without waiting, so all of their blocks must have arrived.
             self._wait_for_kv_loading()
             inputs = self.graphs.inputs(shape, plan, rows)
             hidden_TD = self.graphs.run(shape, inputs, plan.decision)
         else:
             inputs = self.step_inputs(plan, rows)
             hidden_TD = self._forward(inputs, plan.decision, plan.split_at)
-            # `_forward` has waited for each layer. Other layers are those of a draft model.
+            # `_forward` has waited for the model's layers. The draft model's layers remain.
             self._wait_for_kv_loading()
         aux_TA = None
         if self.spec.aux_hidden_layers:
@@ -265,7 +269,7 @@ class StepExecutor:
         return self.proposer.drafts(slots_N, ranges(np.zeros_like(num_drafts_R), num_drafts_R))
 
     def _write_drafts(self, plan: StepPlan) -> Tensor:
-        """Write the drafts of a plan to the token table, after the known tokens. Return drafts."""
+        """Write the drafts of a plan to the token table, after the known tokens. Return them."""
         num_drafts_R = plan.num_drafts_R
         drafts = self.drafts_of(plan)
         assert num_drafts_R is not None
@@ -287,8 +291,10 @@ class StepExecutor:
         for request in plan.new_requests:
             self.proposer.add(request)
         slots = sampled.slots_S.tolist() if isinstance(sampled, SampleOutputs) else []
-        drafts_S = self.proposer.collect(slots, tokens_by_row(result, len(slots)))
-        return replace(result, drafts_S=drafts_S if plan.propose else np.zeros_like(drafts_S))
+        num_drafts_S = self.proposer.collect(slots, tokens_by_row(result, len(slots)))
+        if not plan.propose:  # the scheduler wants no drafts for the next step
+            num_drafts_S = np.zeros_like(num_drafts_S)
+        return replace(result, num_drafts_S=num_drafts_S)
 
     def _refusals_of(self, plan: StepPlan) -> dict[int, str]:
         """Return the error messages of requests of the plan that must fail, by slot."""
@@ -333,16 +339,16 @@ class StepExecutor:
         return kv_loading
 
     def _wait_for_kv_loading(self) -> None:
-        """Wait until all blocks that the plan loads are there, and forget the loading."""
+        """Wait until all KV blocks that the plan loads have arrived."""
         if self._kv_loading is not None:
             self._kv_loading.finish()
             self._kv_loading = None
 
     def _forward(
-        self, step: StepInputs, decision: StepDecision | None = None, split_at: int = 0
+        self, inputs: StepInputs, decision: StepDecision | None = None, split_at: int = 0
     ) -> Tensor:
         """Return the hidden states [T, D] of a step, computed in one or two micro-batches."""
         layers: Sequence[LayerCache] = self.kv.layers
         if self._kv_loading is not None:
             layers = LayersAsLoaded(layers, self._kv_loading.before_layer)
-        return self.ubatches.forward(self.model, step, split_at, decision, layers)
+        return self.ubatches.forward(self.model, inputs, split_at, decision, layers)

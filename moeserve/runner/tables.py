@@ -10,6 +10,10 @@ known. To write, the host stages (offset, value) pairs, and `apply` sends all pa
 copy and one scatter.
 
 An `Upload` moves arrays to the device. On CPUs an upload only wraps the arrays as tensors.
+
+Suffixes of arrays are their dimensions: R rows (scheduled requests), R1 the begin of each row and
+the end of the last one, T tokens of the step, S rows that sample, N a length of its own. In
+`Tables`, an offset is an index into the arena.
 """
 
 import math
@@ -81,7 +85,7 @@ class Tables:
         self._upload = upload
         self._scatter = scatter
         self._max_blocks = [-(-self.width // group.block_size) for group in groups]
-        # The offset of each table in the arena, and the size of the arena.
+        # The offset of each table, and the size of the arena.
         starts = np.cumsum([0, slots * self.width, *(slots * n for n in self._max_blocks)])
         if starts[-1] > _INT32_MAX:
             raise ConfigError(
@@ -96,12 +100,12 @@ class Tables:
             self.arena[start : start + slots * n].view(slots, n)
             for start, n in zip(self._block_starts, self._max_blocks, strict=True)
         )
-        # The number of leading block-table entries of each slot that may not be zero, so that a new
-        # request has to clear them.
+        # How many leading block-table entries of each slot were written. `add` zeroes them for the
+        # next request.
         self._num_dirty = [np.zeros(slots, dtype=np.int64) for _ in groups]
         self._offsets: list[I64] = []
         self._values: list[I32] = []
-        self._has_repeats = False
+        self._may_repeat = False  # whether an offset may be staged twice
 
     @property
     def tokens(self) -> Tensor:
@@ -124,7 +128,8 @@ class Tables:
                 zeros = np.zeros(num_dirty[slot], dtype=np.int32)
                 self._stage_run(start + slot * max_blocks, zeros)
                 num_dirty[slot] = 0
-        self._has_repeats = True
+        # `update` may write the same entries of the block table in this step.
+        self._may_repeat = True
 
     def update(self, group: int, diff: BlockDiff) -> None:
         """Stage new block-table entries of one KV group."""
@@ -147,11 +152,11 @@ class Tables:
             return
         offsets_N = np.concatenate(self._offsets)
         values_N = np.concatenate(self._values).astype(np.int32, copy=False)
-        if self._has_repeats:
+        if self._may_repeat:
             offsets_N, values_N = _last_writes(offsets_N, values_N)
         self._offsets = []
         self._values = []
-        self._has_repeats = False
+        self._may_repeat = False
         self._scatter(self.arena, self._upload, offsets_N, values_N)
 
     def append(self, offsets_N: Tensor, tokens_N: Tensor) -> None:
@@ -176,17 +181,18 @@ def _last_writes(offsets_N: I64, values_N: I32) -> tuple[I64, I32]:
 class HostRows:
     """The layout of one step's rows, on the host.
 
-    Row i has the tokens offsets_R1[i] .. offsets_R1[i + 1] - 1. A row that samples does so at its
-    last token, and at the token before each of its drafts.
+    Row i has the tokens offsets_R1[i] .. offsets_R1[i + 1] - 1. A row's drafts are its last tokens.
+    A row that samples does so at each of its drafts and at the token before the first one, because
+    each sampled token follows the token at which it is sampled.
     """
 
     offsets_R1: I32
     rows_T: I64 | None  # the row of each token; None: each row has one token
     positions_T: I64
     slots_T: I64
-    sampling_S: I64  # the rows that sample
-    sample_N: I64  # the tokens at which they sample, row after row
-    drafts_S: I32 | None  # the number of drafts of these rows; None: there are no drafts
+    sampling_rows_S: I64  # the rows that sample
+    logits_indices_N: I64  # indices of the tokens at which these rows sample, row after row
+    num_drafts_S: I32 | None  # the number of drafts of each such row; None: there are no drafts
 
     @classmethod
     def of(cls, plan: StepPlan) -> "HostRows":
@@ -195,37 +201,30 @@ class HostRows:
         offsets_R1 = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(plan.counts_R, out=offsets_R1[1:])
         num_tokens = int(offsets_R1[-1])
-        sampling_S = plan.samples_R.nonzero()[0]
-        sample_N = offsets_R1[sampling_S + 1].astype(np.int64) - 1
-        drafts_S = None
+        sampling_rows_S = plan.samples_R.nonzero()[0]
+        logits_indices_N = offsets_R1[sampling_rows_S + 1].astype(np.int64) - 1
+        num_drafts_S = None
         if plan.num_drafts_R is not None:
-            drafts_S = plan.num_drafts_R[sampling_S]
-            sample_N = ranges(sample_N - drafts_S, drafts_S + 1)
+            num_drafts_S = plan.num_drafts_R[sampling_rows_S]
+            logits_indices_N = ranges(logits_indices_N - num_drafts_S, num_drafts_S + 1)
+        rows_T: I64 | None = None
+        slots_T = plan.slots_R.astype(np.int64)
         if num_tokens == rows:
             positions_T = plan.starts_R.astype(np.int64)
-            slots_T = plan.slots_R.astype(np.int64)
-            return cls(
-                offsets_R1=offsets_R1,
-                rows_T=None,
-                positions_T=positions_T,
-                slots_T=slots_T,
-                sampling_S=sampling_S,
-                sample_N=sample_N,
-                drafts_S=drafts_S,
+        else:
+            rows_T = np.repeat(np.arange(rows, dtype=np.int64), plan.counts_R)
+            positions_T = (
+                np.arange(num_tokens, dtype=np.int64) + (plan.starts_R - offsets_R1[:-1])[rows_T]
             )
-        rows_T = np.repeat(np.arange(rows, dtype=np.int64), plan.counts_R)
-        positions_T = (
-            np.arange(num_tokens, dtype=np.int64) + (plan.starts_R - offsets_R1[:-1])[rows_T]
-        )
-        slots_T = plan.slots_R.astype(np.int64)[rows_T]
+            slots_T = slots_T[rows_T]
         return cls(
             offsets_R1=offsets_R1,
             rows_T=rows_T,
             positions_T=positions_T,
             slots_T=slots_T,
-            sampling_S=sampling_S,
-            sample_N=sample_N,
-            drafts_S=drafts_S,
+            sampling_rows_S=sampling_rows_S,
+            logits_indices_N=logits_indices_N,
+            num_drafts_S=num_drafts_S,
         )
 
 
@@ -235,66 +234,74 @@ def prepare_inputs(
     """Return the inputs of the forward pass of a plan with at least one row. The tables must be up
     to date (`Tables.apply`).
     """
-    max_len = int((plan.starts_R + plan.counts_R).max())
-    assert max_len < tables.width, (max_len, tables.width)  # the sampled token needs an entry, too
-    token_offsets_T = tables.token_offsets(rows.slots_T, rows.positions_T)
-    slots_R = plan.slots_R.astype(np.int64)
+    longest = int((plan.starts_R + plan.counts_R).max())
+    assert longest < tables.width, (longest, tables.width)  # the sampled token needs an entry, too
     arrays: list[NDArray[Any]] = [
         plan.starts_R,
         rows.offsets_R1,
-        token_offsets_T,
+        tables.token_offsets(rows.slots_T, rows.positions_T),
         rows.positions_T,
-        rows.sample_N,
-        slots_R,
+        rows.logits_indices_N,
+        plan.slots_R.astype(np.int64),
     ]
     if rows.rows_T is not None:
         arrays.append(rows.rows_T)
     # One upload for all arrays, because each upload may cost a copy to the device.
-    starts, offsets, token_offsets, positions, sample, slots, *token_rows = upload(*arrays)
+    (
+        starts_R,
+        offsets_R1,
+        arena_offsets_T,
+        positions_T,
+        logits_indices_N,
+        slots_R,
+        *optional_rows_T,
+    ) = upload(*arrays)
     return StepInputs(
-        ids_T=tables.arena.index_select(0, token_offsets).long(),
-        positions=Positions.of_text(positions),
+        ids_T=tables.arena.index_select(0, arena_offsets_T).long(),
+        positions=Positions.of_text(positions_T),
         groups=tuple(
             group_inputs(
                 group,
                 blocks,
-                max_len=max_len,
-                slots=slots,
-                positions_T=positions,
-                rows_T=token_rows[0] if token_rows else None,
+                longest=longest,
+                slots_R=slots_R,
+                positions_T=positions_T,
+                rows_T=optional_rows_T[0] if optional_rows_T else None,
             )
             for group, blocks in zip(groups, tables.blocks, strict=True)
         ),
-        sample_N=sample,
+        logits_indices_N=logits_indices_N,
         offsets_R1=rows.offsets_R1,
         starts_R=plan.starts_R,
-        rows_on_device=(starts, offsets),
+        rows_on_device=(starts_R, offsets_R1),
     )
 
 
 def group_inputs(
     group: KVGroup,
     blocks: Tensor,
-    max_len: int,
-    slots: Tensor,
+    *,
+    longest: int,
+    slots_R: Tensor,
     positions_T: Tensor,
     rows_T: Tensor | None,
 ) -> GroupInputs:
     """Return the inputs of one KV group.
 
     blocks: the group's block table.
-    max_len: the number of positions of the longest row, with its context.
-    slots: the slot of each row.
+    longest: the number of positions of the longest row, with its context.
+    slots_R: the request slot of each row.
     rows_T: the row of each token; None: each row has one token.
     """
     size = group.block_size
-    num_blocks = -(-max_len // size)
-    blocks_RN = blocks[:, :num_blocks].index_select(0, slots).long()
+    num_blocks = -(-longest // size)
+    blocks_RN = blocks[:, :num_blocks].index_select(0, slots_R).long()
     index_T = torch.div(positions_T, size, rounding_mode="floor")
     if rows_T is None:
         block_T = blocks_RN.gather(1, index_T.unsqueeze(1)).squeeze(1)
     else:
         block_T = blocks_RN.view(-1).index_select(0, rows_T * num_blocks + index_T)
+    # slot_mapping_T has the KV slot of each token; these are not the request slots.
     slot_mapping_T = block_T * size + (positions_T - index_T * size)
     return GroupInputs(
         slot_mapping_T=slot_mapping_T,

@@ -67,7 +67,7 @@ class FixedInputs:
         """Return the inputs of `plan`, padded to `tokens` and `rows` (None: as many as slots)."""
         max_len = int((plan.starts_R + plan.counts_R).max())
         assert max_len < self._tables.width, (max_len, self._tables.width)
-        step = StepWords.of(plan.slots_R, plan.starts_R, host.offsets_R1, host.sample_N)
+        step = StepWords.of(plan.slots_R, plan.starts_R, host.offsets_R1, host.logits_indices_N)
         (words,) = self._upload(step.words)
         padded_rows = self._tables.slots if rows is None else rows
         size = self._groups[0].block_size
@@ -111,7 +111,7 @@ class FixedInputs:
                 )
                 for i, group in enumerate(self._groups)
             ),
-            sample_N=views.sample_N[:samples],
+            logits_indices_N=views.sample_N[:samples],
             offsets_R1=offsets_R1,
             starts_R=starts_R,
             rows_on_device=(views.starts_R[:rows], views.offsets_R1[: rows + 1]),

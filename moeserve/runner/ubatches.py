@@ -139,7 +139,7 @@ class UBatchRunner:
 
 
 def _timed(work: Callable[[UBatch], T], ubatch: UBatch) -> T:
-    ubatch.meter.resume()
+    ubatch.meter.begin_work()
     result = work(ubatch)
     ubatch.meter.record_work("output", -1)
     return result

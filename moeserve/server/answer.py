@@ -65,8 +65,8 @@ async def stream_answer(
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
     streams.add(stream)
-    stream_log = running.generations[0].stream
-    position = None if terms.stream is None else terms.stream.position
+    stream_log = running.generations[0].stream_log
+    position = None if terms.stream_key is None else terms.stream_key.position
     try:
         async with aclosing(running.deltas()) as deltas:
             if stream_log is not None:

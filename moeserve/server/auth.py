@@ -184,7 +184,7 @@ class Caller:
     owner: str = ""  # names the key without revealing it; "" without a key
     is_admin: bool = False
     name: str = ""  # of the owner, for people
-    rates: Rates | None = None
+    rate_limits: Rates | None = None
     priority: int | None = None
 
 
@@ -299,14 +299,14 @@ def _make_caller(entry: KeyEntry, known: Mapping[bytes, Caller], *, is_admin: bo
     known_caller = known.get(entry.digest)
     rates = None
     if any(limits):
-        rates = known_caller.rates if known_caller is not None else None
+        rates = known_caller.rate_limits if known_caller is not None else None
         if rates is None or rates.limits != limits:
             rates = Rates(*limits)
     return Caller(
         owner=owner,
         is_admin=is_admin,
         name=entry.name or owner,
-        rates=rates,
+        rate_limits=rates,
         priority=entry.priority,
     )
 

@@ -91,8 +91,8 @@ class HttpCall:
         headers = {"X-Request-Id": self.id, "Server": SERVER}
         if self.context.cors is not None:
             headers |= self.context.cors.headers(self.request)
-        if self.caller.rates is not None:
-            headers |= self.caller.rates.headers()
+        if self.caller.rate_limits is not None:
+            headers |= self.caller.rate_limits.headers()
         if self.is_anthropic:
             headers["Request-Id"] = self.id
         warnings = {"unknown fields ignored": self.unknown, "no effect here": self.ignored}

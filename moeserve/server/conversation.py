@@ -60,7 +60,7 @@ class Conversation:
         self.running: RunningRequest  # set by `conversation`
         self.num_earlier_calls = 0  # calls in the messages of the request
         # A resumed stream keeps its ids.
-        self._call_id_seed = uuid.uuid4().hex if terms.stream is None else terms.stream.id
+        self._call_id_seed = uuid.uuid4().hex if terms.stream_key is None else terms.stream_key.id
         self._call_ids: list[list[str]] = [[] for _ in range(params.n)]  # by choice
 
     def parts(self, delta: Delta) -> list[Part]:
@@ -91,7 +91,7 @@ class Conversation:
 
 @asynccontextmanager
 async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conversation]:
-    """Run a chat inside the block. Sequences that still run at its end are aborted.
+    """Run a chat inside the block, and end it as `running_request` does.
 
     Raises RequestError before anything runs.
     """
@@ -113,7 +113,9 @@ async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conv
         options: dict[str, Any] = {}
         if (answer_format := front.answer_format) is not None:
             chat.is_parsed = True
-            chat.num_earlier_calls = sum(len(one.tool_calls or ()) for one in request.messages)
+            chat.num_earlier_calls = sum(
+                len(message.tool_calls or ()) for message in request.messages
+            )
             if not params.ignore_eos:
                 params = replace(
                     params, stop_token_ids=[*params.stop_token_ids, *answer_format.stop_ids]
@@ -206,7 +208,7 @@ async def render_chat(
 
     Args:
         front: The front end.
-        ready: The engine's facts.
+        ready: The engine's Ready message.
         messages: The conversation.
         tools: The tools of the request.
         options: The request's other fields for the template.
@@ -257,14 +259,14 @@ async def render_chat(
 
 
 def _template_variables(options: TemplateOptions) -> dict[str, Any]:
-    given = options.chat_template_kwargs or {}
+    requested = options.chat_template_kwargs or {}
     if options.reasoning_effort is None:
-        return given
+        return requested
     enables_thinking = options.reasoning_effort != "none"
-    # Templates have a switch under one of the last two names.
+    # A template's switch for thinking has one of the last two names.
     effort = {
         "reasoning_effort": options.reasoning_effort,
         "enable_thinking": enables_thinking,
         "thinking": enables_thinking,
     }
-    return effort | given
+    return effort | requested

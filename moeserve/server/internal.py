@@ -34,8 +34,8 @@ async def ask(
         connection: A connection without a socket, which aiohttp's objects refer to.
         path: The route.
         body: The JSON body.
-        owner: The owner in the file store. The request belongs to the owner's API key: it counts in
-            the key's rates and shares its prefix cache.
+        owner: The owner in the file store. The request belongs to the owner's API key: it counts
+            against the key's rate limits, and shares its prefix cache.
     """
     call = InternalCall(
         app.context, _request(connection, path, body), uuid.uuid4().hex, _caller(app, owner)
@@ -52,7 +52,9 @@ def _caller(app: App, owner: str) -> Caller:
     known = app.context.auth.find_caller(owner, owner_key)
     if known is None:  # the key was removed: its batches share prefixes with nobody
         return Caller(owner, priority=LOW_PRIORITY)
-    return Caller(known.owner, name=known.name, rates=known.rates, priority=LOW_PRIORITY)
+    return Caller(
+        known.owner, name=known.name, rate_limits=known.rate_limits, priority=LOW_PRIORITY
+    )
 
 
 def _request(connection: RequestHandler, path: str, body: bytes) -> web.BaseRequest:

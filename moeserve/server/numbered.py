@@ -71,7 +71,8 @@ class Numbered(StreamWriter):
     ) -> bytes:
         """Return the known events of an answer after a position.
 
-        deltas: all deltas from the first on, cut at the position (see `StreamPosition.cuts`).
+        deltas: all deltas from the first on. None crosses the position (see
+            `StreamPosition.delta_ends`).
         Raises InvalidRequest if the answer ends before the position.
         """
         opening = _events(self.opening())

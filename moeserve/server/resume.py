@@ -47,12 +47,12 @@ class StreamPosition:
         """Whether the position is before the first delta."""
         return self.choice < 0 and not any(self.num_tokens) and not any(self.has_ended)
 
-    def cuts(self) -> dict[int, set[int]]:
-        """Return the token counts of each choice after which a delta must end."""
-        cuts = {index: {count} for index, count in enumerate(self.num_tokens)}
+    def delta_ends(self) -> dict[int, set[int]]:
+        """Return the numbers of tokens of each choice after which a delta must end."""
+        delta_ends = {index: {count} for index, count in enumerate(self.num_tokens)}
         if self.choice >= 0:
-            cuts[self.choice].add(self.num_tokens[self.choice] + self.num_part_tokens)
-        return cuts
+            delta_ends[self.choice].add(self.num_tokens[self.choice] + self.num_part_tokens)
+        return delta_ends
 
 
 @dataclass
@@ -62,23 +62,22 @@ class StreamKey:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     digest: bytes = b""  # of the request
-    # Only for a resumed stream:
-    recorded: StreamLog | None = None
-    position: StreamPosition | None = None
+    known_log: StreamLog | None = None  # the log of the stream to resume; None: a new stream
+    position: StreamPosition | None = None  # after which to resume; None: a new stream
 
 
-def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
-    """Return the key of a resumable stream, None for other answers.
+def identify_stream(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
+    """Return the key of the stream that a request begins or resumes; None for other answers.
 
-    A request that resumes a stream gets the request id of the original request. Raises RequestError
-    for an invalid Last-Event-ID.
+    If the request resumes a stream, this sets `call.id` to the id of the original request. Raises
+    RequestError for an invalid Last-Event-ID.
     """
     path = path_of(call.request)
-    last = call.request.headers.get(RESUME_HEADER)
-    if last is None and (path not in RESUMABLE_PATHS or body.get("stream") is not True):
+    last_id = call.request.headers.get(RESUME_HEADER)
+    if last_id is None and (path not in RESUMABLE_PATHS or body.get("stream") is not True):
         return None
     resumable = call.context.serving()[0].resumable
-    if last is None:
+    if last_id is None:
         return StreamKey(digest=_digest(path, body))
     if path not in RESUMABLE_PATHS:
         raise not_resumable()
@@ -88,13 +87,15 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
             "`server:` in the file for --config",
             param=RESUME_HEADER,
         )
-    if (match := _ID.fullmatch(last)) is None:
-        what = f"{RESUME_HEADER} must be the id of an event of a stream, as it was sent"
-        raise InvalidRequest(what, param=RESUME_HEADER)
-    recorded = resumable.journal.streams.get(match["key"])
-    if recorded is None or recorded.entry.owner != call.caller.owner:
+    if (match := _ID.fullmatch(last_id)) is None:
+        raise InvalidRequest(
+            f"{RESUME_HEADER} must be the id of an event of a stream, as it was sent",
+            param=RESUME_HEADER,
+        )
+    known_log = resumable.journal.streams.get(match["key"])
+    if known_log is None or known_log.entry.owner != call.caller.owner:
         raise unknown_stream()
-    entry = recorded.entry
+    entry = known_log.entry
     position = _position(match)
     num_choices = len(entry.rids)
     if len(position.num_tokens) != num_choices or position.choice >= num_choices:
@@ -110,7 +111,7 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
         id=entry.id,
         created=entry.created,
         digest=entry.digest,
-        recorded=recorded,
+        known_log=known_log,
         position=position,
     )
 

@@ -93,28 +93,30 @@ class RunningRequest:
         # Set when the request was aborted by its id. Its client gets finish_reason "abort".
         self.aborted: RequestAborted | None = None
         # The sequences that have not ended, as (prompt number, index)
-        self._open = {(prompt, index) for prompt in range(len(generations)) for index in range(n)}
+        self._open_sequences = {
+            (prompt, index) for prompt in range(len(generations)) for index in range(n)
+        }
         # The next delta of any of several prompts. While it waits here, generations merge further
         # deltas, as with one prompt, so a slow reader takes only the memory of its own answers.
         self._queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(maxsize=1)
         self._pumps: list[asyncio.Task[None]] = []
         if len(generations) > 1:
             self._pumps = [
-                spawn(self._pump(i, one), name=f"deltas of prompt {i}", on_error=log_error)
-                for i, one in enumerate(generations)
+                spawn(self._pump(i, generation), name=f"deltas of prompt {i}", on_error=log_error)
+                for i, generation in enumerate(generations)
             ]
 
     async def deltas(self) -> Deltas:
         """Yield (prompt number, delta) until all sequences have ended. Raises RequestError."""
         try:
-            while self._open:
+            while self._open_sequences:
                 prompt, delta = await self._next()
                 if delta.finish_reason is not None:
-                    self._open.discard((prompt, delta.index))
+                    self._open_sequences.discard((prompt, delta.index))
                 yield prompt, delta
         except RequestAborted as error:
             self.aborted = error
-            for prompt, index in sorted(self._open):
+            for prompt, index in sorted(self._open_sequences):
                 delta = Delta(index, finish_reason="abort")
                 if (sequence := self.generations[prompt].sequences[index]).parser is not None:
                     sequence.parse(delta)  # text that the parser held back
@@ -144,7 +146,7 @@ class RunningRequest:
         """Abort the request; its client gets finish_reason "abort". Return the number of sequences
         that were running.
         """
-        num_open = len(self._open)
+        num_open = len(self._open_sequences)
         for generation in self.generations:
             generation.abort()
             generation.fail(RequestAborted("the request was ended by its id"))

@@ -1,6 +1,6 @@
-"""The terms under which a request generates: priority, cache salt, deadline, rates and stream.
+"""The terms of a generating request: priority, cache salt, deadline, rate limits and stream.
 
-`read_generating` reads the body of a generating request and computes its terms, once.
+`read_generation_request` reads the body of a generating request and computes its terms, once.
 `running_request` runs prompts under them.
 """
 
@@ -22,7 +22,7 @@ from moeserve.sampling import SamplingParams
 from moeserve.server.auth import Caller
 from moeserve.server.call import RESUME_HEADER, HttpCall
 from moeserve.server.requests import Sampling
-from moeserve.server.resume import StreamKey, stream_key
+from moeserve.server.resume import StreamKey, identify_stream
 from moeserve.server.running import AnswerHead, Counts, RunningRequest
 from moeserve.version import __version__
 
@@ -35,9 +35,9 @@ S = TypeVar("S", bound=Sampling)
 class Terms:
     """The terms of one generating request, from its key, its headers and its body."""
 
-    def __init__(self, call: HttpCall, request: Sampling, stream: StreamKey | None) -> None:
+    def __init__(self, call: HttpCall, request: Sampling, stream_key: StreamKey | None) -> None:
         self.call = call
-        self.stream = stream  # the identity of a resumable stream; None for other answers
+        self.stream_key = stream_key  # None: the answer cannot be resumed
         self.priority = _priority(call.caller, request.priority)
         self.salt = _salt(call, request.cache_salt)
         timeout_s = _timeout_s(call.request, call.context.config) if call.has_deadline else None
@@ -46,7 +46,7 @@ class Terms:
     @property
     def resumes(self) -> bool:
         """Whether the request resumes a stream, which was admitted and charged when it began."""
-        return self.stream is not None and self.stream.recorded is not None
+        return self.stream_key is not None and self.stream_key.known_log is not None
 
     def time_left_s(self) -> float | None:
         """Return the seconds until the request's deadline; None for no limit."""
@@ -64,12 +64,12 @@ class Terms:
         return front.admit(num_sequences, within_s=self.time_left_s(), priority=self.priority)
 
     def charge(self, num_prompt_tokens: int) -> None:
-        """Count the request against the rates of its key. Raises RateLimited.
+        """Count the request against the rate limits of its key. Raises RateLimited.
 
         A request that resumes a stream counts as a request; its tokens were charged before.
         """
-        if self.call.caller.rates is not None:
-            self.call.caller.rates.charge_prompt(0 if self.resumes else num_prompt_tokens)
+        if self.call.caller.rate_limits is not None:
+            self.call.caller.rate_limits.charge_prompt(0 if self.resumes else num_prompt_tokens)
 
     def settle(self, generations: Sequence[Generation]) -> None:
         """Charge the generated tokens that were not charged yet, and record the time of the first
@@ -80,55 +80,64 @@ class Terms:
         call.first_token_at_s = min(
             (s.first_token_at_s for s in sequences if s.first_token_at_s is not None), default=None
         )
-        if call.caller.rates is not None:
+        if call.caller.rate_limits is not None:
             num_tokens = sum(len(sequence.tokens) for sequence in sequences)
             num_charged = 0
-            if (stream := generations[0].stream) is not None:
-                num_charged = stream.num_charged_tokens
-                stream.num_charged_tokens = max(num_tokens, stream.num_charged_tokens)
-            call.caller.rates.charge_answer(max(0, num_tokens - num_charged))
+            # Only a request with one prompt can be resumed.
+            if (stream_log := generations[0].stream_log) is not None:
+                num_charged = stream_log.num_charged_tokens
+                stream_log.num_charged_tokens = max(num_tokens, num_charged)
+            call.caller.rate_limits.charge_answer(max(0, num_tokens - num_charged))
 
     async def resume(self, front: FrontEnd, options: dict[str, Any]) -> Generation | None:
         """Return the generation that the request resumes; None for a new request.
 
         Raises RequestError; DeadlineExceeded if the known part cannot be replayed in time.
         """
-        key = self.stream
-        if key is None or key.recorded is None or key.position is None or front.resumable is None:
+        stream_key = self.stream_key
+        if stream_key is None or front.resumable is None:
+            return None
+        if stream_key.known_log is None or stream_key.position is None:
             return None
         try:
             async with asyncio.timeout(self.time_left_s()):
                 return await front.resumable.resume(
-                    key.recorded, parser=options.get("parser"), cuts=key.position.cuts()
+                    stream_key.known_log,
+                    parser=options.get("parser"),
+                    delta_ends=stream_key.position.delta_ends(),
                 )
         except TimeoutError:
             raise DeadlineExceeded("the stream was not replayed before the deadline") from None
 
     def make_resumable(self, front: FrontEnd, generation: Generation) -> None:
         """Keep the generation of a new stream, so that it can be resumed."""
-        key = self.stream
-        if key is not None and key.recorded is None and front.resumable is not None:
-            front.resumable.make_resumable(
-                generation,
-                id=key.id,
-                created=key.created,
-                digest=key.digest,
-                owner=self.call.caller.owner,
-            )
+        stream_key = self.stream_key
+        if stream_key is None or stream_key.known_log is not None or front.resumable is None:
+            return
+        front.resumable.make_resumable(
+            generation,
+            id=stream_key.id,
+            created=stream_key.created,
+            digest=stream_key.digest,
+            owner=self.call.caller.owner,
+        )
 
 
-async def read_generating(call: HttpCall, kind: type[S]) -> tuple[S, Terms]:
+async def read_generation_request(call: HttpCall, kind: type[S]) -> tuple[S, Terms]:
     """Return the body of a generating request, checked, and its terms. Raises RequestError."""
     request, body = await call.read_with_raw(kind)
     front = call.context.front
-    stream = None
+    stream_key = None
     if RESUME_HEADER in call.request.headers or (front is not None and front.resumable is not None):
-        stream = stream_key(call, body)
-    return request, Terms(call, request, stream)
+        stream_key = identify_stream(call, body)
+    return request, Terms(call, request, stream_key)
 
 
 def _priority(caller: Caller, requested: int | None) -> int:
-    """Return the requested priority, but not an earlier one than the key's."""
+    """Return the priority of a request.
+
+    Lower numbers run first, so a request cannot ask for a lower number than its key has.
+    """
     if caller.priority is None:
         return requested or 0
     if requested is None:
@@ -151,10 +160,13 @@ def _timeout_s(request: web.BaseRequest, config: ServerConfig) -> float | None:
         try:
             timeouts_s.append(float(requested))
         except ValueError:
-            timeouts_s.append(math.nan)
+            timeouts_s.append(math.nan)  # refused below
         if not 0 < timeouts_s[-1] <= MAX_TIMEOUT_S:
-            what = "must be a number of seconds above 0 and at most"
-            raise InvalidRequest(f"{TIMEOUT_HEADER} {what} {MAX_TIMEOUT_S:g}", param=TIMEOUT_HEADER)
+            raise InvalidRequest(
+                f"{TIMEOUT_HEADER} must be a number of seconds above 0 and at most "
+                f"{MAX_TIMEOUT_S:g}",
+                param=TIMEOUT_HEADER,
+            )
     return min(timeouts_s, default=None)
 
 
@@ -168,10 +180,12 @@ async def running_request(
     reservation: Reservation | None,
     **options: Any,
 ) -> AsyncIterator[RunningRequest]:
-    """Run all prompts or none inside the block. Sequences that still run at its end are aborted.
+    """Run all prompts or none inside the block, and register the request by its id meanwhile.
 
-    The request is registered by its id meanwhile. Raises what `FrontEnd.generate` raises for the
-    first refused prompt.
+    At the end of the block, running sequences are aborted, except those of a resumable stream. An
+    error other than a lost connection also aborts the stream that the request began.
+
+    Raises what `FrontEnd.generate` raises for the first refused prompt.
 
     Args:
         terms: The terms of the request.
@@ -199,12 +213,13 @@ async def running_request(
         head=_head(terms, front),
         counts=counts,
     )
-    left_s = terms.time_left_s()
+    time_left_s = terms.time_left_s()
     timer = None
-    if left_s is not None:
-        timer = asyncio.get_running_loop().call_later(left_s, running.expire)
-    same_id = call.context.running.setdefault(call.id, [])
-    same_id.append(running)
+    if time_left_s is not None:
+        timer = asyncio.get_running_loop().call_later(time_left_s, running.expire)
+    # The client may choose the request id, so several requests may have the same one.
+    requests_with_id = call.context.running.setdefault(call.id, [])
+    requests_with_id.append(running)
     try:
         yield running
     except (ConnectionError, asyncio.CancelledError):
@@ -214,8 +229,8 @@ async def running_request(
             await running.abort()
         raise
     finally:
-        same_id.remove(running)
-        if not same_id:
+        requests_with_id.remove(running)
+        if not requests_with_id:
             del call.context.running[call.id]
         if timer is not None:
             timer.cancel()
@@ -239,7 +254,7 @@ async def _start_generations(
             generations.append(
                 await front.generate(prompt, params, request_id=terms.call.id, **options)
             )
-    except BaseException:
+    except BaseException:  # also a cancellation
         for generation in generations:
             generation.abort()
         raise
@@ -253,7 +268,7 @@ def _head(terms: Terms, front: FrontEnd) -> AnswerHead:
     device = front.ready.device.partition(" ")[0]
     return AnswerHead(
         request_id=terms.call.id,
-        created=int(time.time()) if terms.stream is None else terms.stream.created,
+        created=int(time.time()) if terms.stream_key is None else terms.stream_key.created,
         model=front.model_name,
         fingerprint=f"moeserve-{__version__}-{device}-{front.ready.dtype}",
     )

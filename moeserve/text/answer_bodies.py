@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Raw, Struct
 
 from moeserve.text.answer_format import Part
-from moeserve.text.answer_syntax import Reading
+from moeserve.text.answer_syntax import PreparedSyntax
 from moeserve.text.answer_text import AnswerText, Emit, Malformed, Unfinished, Wait, plain
 from moeserve.text.answer_values import JSON, PYTHON, as_json, is_readable, read_value, typed
 from moeserve.text.schema_alternatives import members_of
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
-_MAX_NAME = 256
+_MAX_NAME_LENGTH = 256
 
 
 class ToolSchema:
@@ -56,7 +56,7 @@ class CallSink:
         """Begin a call. Raise Malformed if the name is not allowed."""
         if (
             not name
-            or len(name) > _MAX_NAME
+            or len(name) > _MAX_NAME_LENGTH
             or (self._only_offered and self._schemas and name not in self._schemas)
         ):
             raise Malformed
@@ -71,12 +71,12 @@ class CallSink:
         self.parts.append(Part("arguments", arguments))
 
 
-def _read_end(text: AnswerText, reading: Reading) -> Wait[None]:
+def _read_end(text: AnswerText, syntax: PreparedSyntax) -> Wait[None]:
     """Consume the closing mark, which may be missing or incomplete at the end of the answer."""
-    if reading.call_end:
+    if syntax.call_end:
         yield from text.read_space()
-        if not (yield from text.read_stop(reading.call_end)) and (yield from text.peek()):
-            if not text.ends_within(reading.call_end):
+        if not (yield from text.read_stop(syntax.call_end)) and (yield from text.peek()):
+            if not text.ends_within(syntax.call_end):
                 raise Malformed
             text.consume_rest()
 
@@ -90,7 +90,7 @@ class _Call(Struct):
     parameters: Raw = Raw()
 
 
-def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
+def _json_body(text: AnswerText, syntax: PreparedSyntax, sink: CallSink) -> Wait[None]:
     """Read an object with a name and arguments, or a list of such objects."""
     yield from text.read_space()
     # Other values are not calls, and a string could be the whole rest of the answer.
@@ -101,20 +101,23 @@ def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
         decoded = msgspec.json.decode(whole, type=list[_Call] | _Call)
         for call in decoded if isinstance(decoded, list) else [decoded]:
             names = [name for name in (call.name, call.function) if isinstance(name, str) and name]
-            calls.begin(names[0] if names else "")
-            calls.add(_arguments(bytes(call.arguments or call.parameters or b"{}").decode()))
+            sink.begin(names[0] if names else "")
+            sink.add(_arguments(bytes(call.arguments or call.parameters or b"{}").decode()))
     except (ValueError, RecursionError):
         raise Malformed from None
-    if not calls.num_calls:
+    if not sink.num_calls:
         raise Malformed
-    yield from _read_end(text, reading)
+    yield from _read_end(text, syntax)
 
 
-def _arguments(given: str) -> str:
-    """Return the JSON of arguments: an object, the text of one, or null. Raise ValueError."""
-    if given.startswith("{"):
-        return given
-    inner = json.loads(given)
+def _arguments(raw: str) -> str:
+    """Return the JSON object of a call's arguments. Raise ValueError.
+
+    raw: JSON as the model wrote it: an object, a string that contains an object, or null.
+    """
+    if raw.startswith("{"):
+        return raw
+    inner = json.loads(raw)
     if inner is None or inner == "":
         return "{}"
     arguments = as_json(inner) if isinstance(inner, str) else ""
@@ -123,31 +126,31 @@ def _arguments(given: str) -> str:
     return arguments
 
 
-def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
+def _object_body(text: AnswerText, syntax: PreparedSyntax, sink: CallSink) -> Wait[None]:
     """Read a name and an object."""
-    yield from _read_call_header(text, reading, calls)
+    yield from _read_call_header(text, syntax, sink)
     yield from text.read_space()
     if (yield from text.peek()) != "{":
         yield from text.read_exactly(1)
         raise Malformed
-    calls.add((yield from read_value(text, reading.dialect)))
-    yield from _read_end(text, reading)
+    sink.add((yield from read_value(text, syntax.dialect)))
+    yield from _read_end(text, syntax)
 
 
-def _read_call_header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
+def _read_call_header(text: AnswerText, syntax: PreparedSyntax, sink: CallSink) -> Wait[bool]:
     """Read a header, which has the name. Return whether it marks a call without arguments."""
-    header = yield from text.read_header(reading.header_end)
-    match = reading.header_pattern.fullmatch(header.strip())
+    header = yield from text.read_header(syntax.header_end)
+    match = syntax.header_pattern.fullmatch(header.strip())
     if not match:
         raise Malformed
     name = match["name"].strip()
-    calls.begin(unescape(name) if reading.parameter.escaped else name)
-    if not reading.header_end_is_body:
-        yield from text.read_stop(reading.header_end)
+    sink.begin(unescape(name) if syntax.parameter.escaped else name)
+    if not syntax.header_end_is_body:
+        yield from text.read_stop(syntax.header_end)
     return bool(match.groupdict().get("empty"))
 
 
-def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
+def _python_body(text: AnswerText, syntax: PreparedSyntax, sink: CallSink) -> Wait[None]:
     """Read `[name(key=value, ...), ...]`."""
     yield from text.read_space()
     if (yield from text.read_exactly(1)) != "[":
@@ -155,16 +158,16 @@ def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
     mark = ","
     while mark == ",":
         yield from text.read_space()
-        name = yield from text.read_match(_NAME, _MAX_NAME)
+        name = yield from text.read_match(_NAME, _MAX_NAME_LENGTH)
         if not (yield from text.peek()):
             raise Unfinished
-        calls.begin(name)
+        sink.begin(name)
         if (yield from text.read_exactly(1)) != "(":
             raise Malformed
         members: dict[str, str] = {}
         yield from text.read_space()
         while (yield from text.peek()) != ")":
-            key = yield from text.read_match(_NAME, _MAX_NAME)
+            key = yield from text.read_match(_NAME, _MAX_NAME_LENGTH)
             yield from text.read_space()
             if (yield from text.read_exactly(1)) != "=" or not key:
                 raise Malformed
@@ -176,44 +179,44 @@ def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
                 raise Malformed
             yield from text.read_space()
         yield from text.read_exactly(1)
-        calls.add(_object(members))
+        sink.add(_object(members))
         yield from text.read_space()
         mark = yield from text.read_exactly(1)
     if mark != "]":
         raise Malformed
 
 
-def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
+def _tags_body(text: AnswerText, syntax: PreparedSyntax, sink: CallSink) -> Wait[None]:
     """Read a name and parameters between tags."""
-    if (yield from _read_call_header(text, reading, calls)):
-        calls.add("{}")
+    if (yield from _read_call_header(text, syntax, sink)):
+        sink.add("{}")
         return
     yield from text.read_space()
     members: dict[str, str] = {}
-    stop = yield from text.read_stop(reading.in_tags)
-    while stop != reading.calls.close:
+    stop = yield from text.read_stop(syntax.in_tags)
+    while stop != syntax.calls.close:
         if not stop:
-            if text.ends_within(reading.in_tags):
+            if text.ends_within(syntax.in_tags):
                 raise Unfinished
             yield from text.read_exactly(1)  # raises Unfinished at the end
             raise Malformed
-        opening = yield from _read_opening(text, reading)
+        opening = yield from _read_opening(text, syntax)
         if opening is None:
             raise Malformed
         while opening is not None:
             key, is_text = opening
             pieces: list[str] = []
             stop, opening = yield from _read_tagged_value(
-                text, reading, pieces.append, calls.schema.keys - {*members, key}
+                text, syntax, pieces.append, sink.schema.keys - {*members, key}
             )
             raw = plain("".join(pieces))
-            if reading.parameter.newlines:
+            if syntax.parameter.newlines:
                 raw = raw.removeprefix("\n").removesuffix("\n")
-            members.setdefault(key, calls.schema.typed(key, raw, is_text))
+            members.setdefault(key, sink.schema.typed(key, raw, is_text))
         if not stop:
             yield from text.read_space()
-            stop = yield from text.read_stop(reading.in_tags)
-    calls.add(_object(members))
+            stop = yield from text.read_stop(syntax.in_tags)
+    sink.add(_object(members))
 
 
 def _object(members: Mapping[str, str]) -> str:
@@ -232,27 +235,27 @@ class _Opening(NamedTuple):
 
 
 def _read_opening(
-    text: AnswerText, reading: Reading, keys: Set[str] | None = None
+    text: AnswerText, syntax: PreparedSyntax, keys: Set[str] | None = None
 ) -> Wait[_Opening | None]:
     """Read the rest of a parameter's opening.
 
     If it is not an opening, or the key is not in `keys`, return None and consume nothing.
     """
-    header = yield from text.read_header(reading.key_guard, consume=False)
-    match = reading.key_pattern.fullmatch(header.strip())
+    header = yield from text.read_header(syntax.key_guard, consume=False)
+    match = syntax.key_pattern.fullmatch(header.strip())
     key = match["key"].strip() if match else ""
-    if reading.parameter.escaped:
+    if syntax.parameter.escaped:
         key = unescape(key)
     if not match or not key or (keys is not None and key not in keys):
         return None
-    yield from text.read_header(reading.key_end)
-    yield from text.read_stop(reading.key_end)
+    yield from text.read_header(syntax.key_end)
+    yield from text.read_stop(syntax.key_end)
     mark = match.groupdict().get("text")
     return _Opening(key, None if mark is None else mark in ("true", "string"))
 
 
 def _read_tagged_value(
-    text: AnswerText, reading: Reading, emit: Emit, keys: Set[str]
+    text: AnswerText, syntax: PreparedSyntax, emit: Emit, keys: Set[str]
 ) -> Wait[tuple[str, _Opening | None]]:
     """Read a value and its closing mark, and return the mark and the next parameter's opening.
 
@@ -262,19 +265,22 @@ def _read_tagged_value(
     keys: the parameters that have no value yet.
     """
     while True:
-        stop = yield from text.read_until(reading.in_value, emit)
+        stop = yield from text.read_until(syntax.in_value, emit)
         if not stop:
             raise Unfinished
-        if stop == reading.parameter.open:
+        if stop == syntax.parameter.open:
             with suppress(Malformed):
-                opening = yield from _read_opening(text, reading, keys)
+                opening = yield from _read_opening(text, syntax, keys)
                 if opening is not None:
                     return "", opening
         else:
             space = yield from text.read_space()
-            after = reading.in_tags if stop == reading.parameter.close else reading.in_section
-            if (yield from text.read_stop(after, consume=False)) or not (yield from text.peek()):
-                return "" if stop == reading.parameter.close else stop, None
+            closes_parameter = stop == syntax.parameter.close
+            # A closing mark belongs to the value, unless another mark or the answer's end follows.
+            next_marks = syntax.in_tags if closes_parameter else syntax.in_section
+            is_followed = bool((yield from text.read_stop(next_marks, consume=False)))
+            if is_followed or not (yield from text.peek()):
+                return "" if closes_parameter else stop, None
             stop += space
         emit(stop)
 

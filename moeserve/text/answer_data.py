@@ -17,8 +17,8 @@ from moeserve.text.answer_grammar import (
     tool_name,
     written_call,
 )
-from moeserve.text.answer_parser import DataParser
-from moeserve.text.answer_syntax import ANSWER_FORMATS, Reading, load, names
+from moeserve.text.answer_parser import SyntaxParser
+from moeserve.text.answer_syntax import ANSWER_FORMATS, PreparedSyntax, load, names
 from moeserve.text.grammar_source import special_tokens
 from moeserve.text.harmony import HARMONY, HarmonyFormat
 from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
@@ -47,7 +47,7 @@ class DataFormat:
         ids = [tokenizer.backend.token_to_id(stop) for stop in self._syntax.stop]
         self.stop_ids = tuple(token_id for token_id in ids if token_id is not None)
         self._special = special_tokens(tokenizer)
-        self._reading = Reading(
+        self._prepared_syntax = PreparedSyntax(
             self._syntax, [token.content for token in added.values() if token.special]
         )
         self._can_write = lru_cache(4096)(self._reads_back)
@@ -61,7 +61,7 @@ class DataFormat:
         required: bool = False,
     ) -> AnswerParser:
         reasons = self._reasons(prompt, continued=continued)
-        return DataParser(self._reading, tools, reasons=reasons, required=required)
+        return SyntaxParser(self._prepared_syntax, tools, reasons=reasons, required=required)
 
     def constraint(
         self,
@@ -100,7 +100,7 @@ class DataFormat:
         """
         text = written_call(self._syntax, name, key, self._marked)
         tool = {"function": {"name": name}}
-        parser = DataParser(self._reading, [tool], reasons=False, required=False)
+        parser = SyntaxParser(self._prepared_syntax, [tool], reasons=False, required=False)
         match parser.push(text, final=True):
             case [Part(kind="call", text=called), Part(kind="arguments", text=arguments)]:
                 return called == name and json.loads(arguments) == ({} if key is None else {key: 1})
@@ -108,7 +108,7 @@ class DataFormat:
 
     def _marked(self, text: str) -> str:
         """Return a text of the format with special tokens marked, as in answers."""
-        names = sorted(self._reading.special, key=len, reverse=True)
+        names = sorted(self._prepared_syntax.special, key=len, reverse=True)
         pattern = "|".join(map(re.escape, names)) or "(?!)"
         return re.sub(pattern, lambda found: f"{CONTROL_BEGIN}{found[0]}{CONTROL_END}", text)
 

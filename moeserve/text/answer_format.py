@@ -40,7 +40,7 @@ class AnswerParser(Protocol):
     """Splits one answer into its parts, however it is divided into pieces."""
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
-        """Return the parts that `text` completes. final: it is the end of the answer."""
+        """Return the parts that `text` completes. final: `text` is the end of the answer."""
 
 
 class AnswerFormat(Protocol):
@@ -63,7 +63,7 @@ class AnswerFormat(Protocol):
     ) -> AnswerParser:
         """Return the parser of one answer, for the text of `Tokenizer.marked_pieces`.
 
-        It returns calls when they are complete.
+        The parser returns each call when the call is complete.
 
         Args:
             tools: The tools in the request.
@@ -85,7 +85,7 @@ class AnswerFormat(Protocol):
         Args:
             tools: The tools that the model may call.
             required: The answer has at least one call. Otherwise calls are optional; if a tool is
-                `strict`, calls have known names, and its arguments match its schema.
+                `strict`, calls have known names, and the arguments of that tool match its schema.
             parallel: More than one call is allowed.
             prompt: The rendered prompt.
 
@@ -102,5 +102,5 @@ class AnswerFormat(Protocol):
     def call_id(self, name: str, index: int, random: str) -> str:
         """Return an id for call number `index`, in the form that the chat template expects.
 
-        random: 32 hexadecimal digits to use in it.
+        random: 32 hexadecimal digits to use in the id.
         """

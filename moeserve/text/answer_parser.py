@@ -1,4 +1,4 @@
-"""The parser of all answer formats that are data (`formats/`).
+"""The parser of all answer formats from YAML files (`formats/`).
 
 One generator reads an answer from beginning to end; it yields when it needs more text.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from moeserve.text.answer_bodies import BODIES, CallSink, ToolSchema
 from moeserve.text.answer_format import Part, Tool
-from moeserve.text.answer_syntax import Reading
+from moeserve.text.answer_syntax import PreparedSyntax
 from moeserve.text.answer_text import (
     AnswerText,
     Malformed,
@@ -22,9 +22,10 @@ from moeserve.text.answer_text import (
 
 _SPACES = " \t\r\n"
 _SEPARATOR = Stops([";", ","])
+_DONE = object()  # the result of `next` after the end of a generator
 
 
-class DataParser:
+class SyntaxParser:
     """Splits one answer into reasoning, content and tool calls.
 
     White space between parts is dropped. A call is returned when it is complete. Text that begins
@@ -33,17 +34,17 @@ class DataParser:
     """
 
     def __init__(
-        self, reading: Reading, tools: Sequence[Tool], *, reasons: bool, required: bool
+        self, syntax: PreparedSyntax, tools: Sequence[Tool], *, reasons: bool, required: bool
     ) -> None:
         """Begin an answer.
 
         Args:
-            reading: The format, prepared for the tokenizer.
+            syntax: The format, prepared for the tokenizer.
             tools: The tools in the request.
             reasons: The answer begins within the reasoning.
             required: The answer must call a tool, so an incomplete mark at its end is not content.
         """
-        self._reading = reading
+        self._syntax = syntax
         functions = [
             tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)
         ]
@@ -57,89 +58,100 @@ class DataParser:
         self._content = _Flow("content", self._parts)
         self._num_calls = 0
         self._shown_controls: Collection[str] = ()  # control tokens that stay in content
-        self._reader = self._answer(reasons)
+        self._generator = self._answer(reasons)
         self._has_ended = False
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
         if self._text.feed(text, final=final) and not self._has_ended:
-            self._has_ended = next(self._reader, True) is True
+            self._has_ended = next(self._generator, _DONE) is _DONE
         parts = joined(self._parts) if len(self._parts) > 1 else self._parts[:]
         self._parts.clear()
         return parts
 
     def _answer(self, reasons: bool) -> Wait[None]:
         text = self._text
-        reading = self._reading
-        stop = ""
+        syntax = self._syntax
+        pending_mark = ""  # a mark that was read, and is not handled yet
         if reasons or (yield from self._starts_reasoning()):
-            stop = yield from self._reasoning()
-        if not stop and "" in reading.calls.open:
+            pending_mark = yield from self._reasoning()
+        if not pending_mark and "" in syntax.calls.open:
             yield from self._bare_calls()
-        while stop or (stop := (yield from text.read_until(reading.in_content, self._add_content))):
-            next_stop = ""  # already read; "" if it follows in the text
-            if stop == reading.think.open and (self._content.is_empty or reading.think_has_special):
-                next_stop = yield from self._reasoning()
-            elif stop == reading.section.open:
+        while True:
+            mark = pending_mark
+            pending_mark = ""
+            if not mark:
+                mark = yield from text.read_until(syntax.in_content, self._add_content)
+            if not mark:
+                break
+            if mark == syntax.think.open and (self._content.is_empty or syntax.think_has_special):
+                pending_mark = yield from self._reasoning()
+            elif mark == syntax.section.open:
                 yield from self._section()
-            elif stop in reading.calls.open:
-                yield from self._call(stop)
-                if reading.section.open:  # the section's opening was missing
-                    self._content.add((yield from text.read_space()))
-                    yield from text.read_stop(reading.section_end)
-                if "" in reading.calls.open:
-                    yield from self._bare_calls()
-            elif stop not in reading.dropped:
-                self._content.add(stop)
-            stop = next_stop
+            elif mark in syntax.calls.open:
+                yield from self._call_outside_section(mark)
+            elif mark not in syntax.dropped:
+                self._content.add(mark)
         self._content.end(keep=not self._num_calls)
 
     def _add_content(self, piece: str) -> None:
         self._content.add(without_controls(piece, self._shown_controls))
 
     def _starts_reasoning(self) -> Wait[bool]:
-        if not self._reading.think.open:
+        if not self._syntax.think.open:
             return False
         self._content.add((yield from self._text.read_space()))
-        return bool((yield from self._text.read_stop(self._reading.think_start)))
+        return bool((yield from self._text.read_stop(self._syntax.think_start)))
 
     def _reasoning(self) -> Wait[str]:
-        """Read the reasoning. Return the opening of a call that ended it, or ""."""
+        """Read the reasoning. Return the opening mark that ended it, "" if it was closed."""
         flow = _Flow("reasoning", self._parts)
         flow.trim()
         flow.add((yield from self._text.read_space()))
-        yield from self._text.read_stop(self._reading.think_start)  # again, by the model
-        kept = self._reading.special  # control tokens in the format's own marks
-        stop = yield from self._text.read_until(
-            self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece, kept))
+        # The prompt may have opened the reasoning, and the model may repeat the mark.
+        yield from self._text.read_stop(self._syntax.think_start)
+        kept = self._syntax.special  # control tokens in the format's own marks
+        mark = yield from self._text.read_until(
+            self._syntax.in_reasoning, lambda piece: flow.add(without_controls(piece, kept))
         )
-        flow.end(keep=not stop)
+        flow.end(keep=not mark)
         self._content.trim()
-        return "" if stop == self._reading.think.close else stop
+        return "" if mark == self._syntax.think.close else mark
+
+    def _call_outside_section(self, opening: str) -> Wait[None]:
+        yield from self._call(opening)
+        if self._syntax.section.open:
+            # The model forgot the section's opening mark, so its closing mark may follow.
+            self._content.add((yield from self._text.read_space()))
+            yield from self._text.read_stop(self._syntax.section_end)
+        if "" in self._syntax.calls.open:
+            yield from self._bare_calls()
 
     def _section(self) -> Wait[None]:
-        """Read the calls in a section. A section without calls is content."""
+        """Read the calls in a section. A section with text, but without calls, is content."""
         text = self._text
-        reading = self._reading
+        syntax = self._syntax
         num_calls_before = self._num_calls
-        opening = reading.section.open  # "" after the first call
-        held = list[str]()  # text between the calls
+        opening = syntax.section.open  # "" after the first call
+        noise_pieces = list[str]()  # text between the calls
         while True:
-            if reading.section.noise:
-                stop = yield from text.read_until(reading.in_section, held.append)
+            if syntax.section.noise:
+                mark = yield from text.read_until(syntax.in_section, noise_pieces.append)
             else:
-                held.append((yield from text.read_space()))
-                stop = yield from text.read_stop(reading.in_section)
-            if not stop and (not (yield from text.peek()) or text.ends_within(reading.in_section)):
-                text.consume_rest()  # a call that was cut off
+                noise_pieces.append((yield from text.read_space()))
+                mark = yield from text.read_stop(syntax.in_section)
+            if not mark:
+                at_end = not (yield from text.peek())
+                if at_end or text.ends_within(syntax.in_section):
+                    text.consume_rest()  # a call that was cut off
+                    return
+            if not mark or mark == syntax.section.close:
+                noise = plain("".join(noise_pieces))
+                if self._num_calls == num_calls_before and (noise.strip() or not mark):
+                    self._content.add(f"{opening}{noise}{mark}")
                 return
-            if not stop or stop == reading.section.close:
-                noise = plain("".join(held))
-                if self._num_calls == num_calls_before and (noise.strip() or not stop):
-                    self._content.add(f"{opening}{noise}{stop}")
-                return
-            yield from self._call(stop)
+            yield from self._call(mark)
             opening = ""
-            held = []
+            noise_pieces = []
 
     def _bare_calls(self) -> Wait[None]:
         """Read calls that begin without a mark."""
@@ -147,31 +159,34 @@ class DataParser:
         while True:
             space = yield from text.read_space()
             self._content.add(space)
-            before = ""
+            before = ""  # text that belongs to the content, if no call follows
             if self._num_calls and (separator := (yield from text.read_stop(_SEPARATOR))):
                 before = separator + (yield from text.read_space())
-            if (yield from text.peek()) not in tuple(self._reading.calls.bare):
+            if (yield from text.peek()) not in self._syntax.bare_chars:
                 self._content.add(before)
                 return
             if not (yield from self._call("", before)):
                 return
 
-    def _call(self, opener: str, before: str = "") -> Wait[bool]:
+    def _call(self, opening: str, before: str = "") -> Wait[bool]:
         """Read the rest of a call, and return whether it was one.
 
-        before: text before the opening, which is content, too, if this is not a call.
+        Args:
+            opening: The call's opening mark, "" for a call without one.
+            before: The text before the mark. If this is not a call, the text becomes content, too.
         """
         text = self._text
-        reading = self._reading
-        raw = [before + opener]
-        text.consumed = raw
-        sink = CallSink(self._schemas, only_offered=not opener)
+        syntax = self._syntax
+        raw = [before + opening]
+        text.consumed = raw  # from here on, consumed text is appended to `raw`
+        # Text without an opening mark is a call only if it names a tool of the request.
+        sink = CallSink(self._schemas, only_offered=not opening)
         try:
-            yield from BODIES[reading.calls.content](text, reading, sink)
+            yield from BODIES[syntax.calls.content](text, syntax, sink)
         except Unfinished:
             text.consume_rest()
             # Text without an opening mark may be anything, so it is shown.
-            shown = not opener and not self._required
+            shown = not opening and not self._required
         except Malformed:
             shown = True
         else:
@@ -182,7 +197,7 @@ class DataParser:
             text.consumed = None
         if shown:
             self._content.add(plain("".join(raw)))
-            self._shown_controls = reading.special  # the rest of its marks may follow
+            self._shown_controls = syntax.special  # more marks of the call may follow
         return False
 
 
@@ -209,7 +224,8 @@ class _Flow:
             self._space.clear()
 
     def add(self, piece: str) -> None:
-        if piece[-1:] not in _SPACES and not (self._space or self.is_empty):  # as most are
+        # The fast path: most pieces end in a visible character.
+        if piece[-1:] not in _SPACES and not (self._space or self.is_empty):
             self._parts.append(Part(self._kind, piece))
             return
         text = piece.rstrip(_SPACES)
@@ -226,7 +242,7 @@ class _Flow:
             self._space.append(space)
 
     def end(self, *, keep: bool) -> None:
-        """End the text. keep: keep trailing white space."""
+        """End the text. keep: emit the trailing white space, too."""
         if keep and self._space:
             self._parts.append(Part(self._kind, "".join(self._space)))
         self._space.clear()

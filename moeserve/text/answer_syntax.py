@@ -119,7 +119,7 @@ _NO_SPAN = Span(open="", close="")
 _NO_PARAMETER = Parameter(open="", header="", end="", close="", write="")
 
 
-class Reading:
+class PreparedSyntax:
     """A `Syntax` prepared for parsers: the marks (`Stops`) to search for in each context.
 
     Parts that the syntax lacks are empty. special: names of the tokenizer's control tokens.
@@ -128,6 +128,7 @@ class Reading:
     def __init__(self, syntax: Syntax, special: Collection[str]) -> None:
         self.calls = syntax.calls
         self.dropped = syntax.dropped
+        self.bare_chars = frozenset(syntax.calls.bare)  # first characters of calls without a mark
         self.think = syntax.reasoning or _NO_SPAN
         self.section = syntax.section or _NO_SPAN
         self.parameter = syntax.calls.parameter or _NO_PARAMETER

@@ -29,7 +29,10 @@ class Unfinished(Malformed):
 
 
 class Stops:
-    """Literals to search for. special: the names of control tokens, which are marked in answers."""
+    """Literals to search for, such as the marks of a format.
+
+    special: the names of control tokens. In answers, each is between CONTROL_BEGIN and CONTROL_END.
+    """
 
     def __init__(self, literals: Iterable[str], special: Sequence[str] = ()) -> None:
         controls = re.compile(
@@ -43,7 +46,7 @@ class Stops:
         marked = sorted(self.literals, key=len, reverse=True)
         self.full_pattern = re.compile("|".join(map(re.escape, marked)) or "(?!)")
         beginnings = [
-            *map(_prefixes, marked),
+            *map(_prefix_pattern, marked),
             f"{CONTROL_BEGIN}[^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_CONTROL_LENGTH}}}",
         ]
         # The beginning of a stop at the end of the text
@@ -53,8 +56,8 @@ class Stops:
         self.max_length = max([_MAX_CONTROL_LENGTH + 2, *map(len, marked)])
 
 
-def _prefixes(text: str) -> str:
-    """Return a regex of the beginnings of a text."""
+def _prefix_pattern(text: str) -> str:
+    """Return a regex that matches every beginning of a text."""
     pattern = re.escape(text[-1])
     for char in reversed(text[:-1]):
         pattern = f"{re.escape(char)}(?:{pattern})?"
@@ -69,7 +72,7 @@ def plain(text: str) -> str:
 def without_controls(text: str, kept: Collection[str] = ()) -> str:
     """Return a text without control tokens. kept: names of tokens to keep as ordinary text."""
     if CONTROL_BEGIN in text or CONTROL_END in text:
-        return plain(_CONTROL.sub(lambda found: found[0] if plain(found[0]) in kept else "", text))
+        return plain(_CONTROL.sub(lambda match: match[0] if plain(match[0]) in kept else "", text))
     return text
 
 
@@ -94,14 +97,17 @@ class AnswerText:
         # The fast path of `feed`: a `read_until` that has emitted everything
         self._suspended: _ReadUntil | None = None
         self.ended = False
-        # If a parser sets a list, consumed text is appended to it, in case it is malformed.
+        # If a parser sets a list, consumed text is appended to it, so that a malformed call can
+        # become content.
         self.consumed: list[str] | None = None
 
     def feed(self, text: str, *, final: bool) -> bool:
         """Append text, and return whether the parser must run.
 
-        It need not run if `read_until` would emit all of the text; then this emits it.
-        final: it is the end of the answer.
+        If `read_until` would emit all of the text, this emits the text, and the parser need not
+        run.
+
+        final: the text is the end of the answer.
         """
         if self._suspended is not None and not final:
             stops, emit = self._suspended
@@ -165,9 +171,9 @@ class AnswerText:
             yield
 
     def read_header(self, stops: Stops, *, consume: bool = True) -> Wait[str]:
-        """Return a short text before one of the stops, which is not consumed.
+        """Return the text before the next stop. The stop is not consumed.
 
-        consume: consume the text. Raise Malformed if it is longer than MAX_HEADER_LENGTH.
+        consume: consume the text. Raise Malformed if the text is longer than MAX_HEADER_LENGTH.
         """
         while True:
             begin = self._position
@@ -213,7 +219,7 @@ class AnswerText:
     def read_match(self, pattern: re.Pattern[str], max_length: int = 0) -> Wait[str]:
         """Consume and return the text that matches a run of characters.
 
-        max_length: of the text, beyond which Malformed is raised; 0: match only available text.
+        max_length: Raise Malformed if the text is longer. 0: do not wait for more text.
         """
         while True:
             match = pattern.match(self._text, self._position)
@@ -231,6 +237,7 @@ class AnswerText:
         return self._consume(self._position + count)
 
     def _wait(self) -> Wait[None]:
+        """Wait for more text. Raise Unfinished at the end of the answer."""
         if self.ended:
             raise Unfinished
         yield

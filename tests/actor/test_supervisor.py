@@ -91,8 +91,8 @@ class Keeper(Supervisor):
     async def is_curable(self, death: Death) -> bool:
         return self._curable
 
-    async def on_death(self, death: Death, again_in_s: float | None) -> None:
-        self.notices.append((death, again_in_s))
+    async def on_death(self, death: Death, restart_in_s: float | None) -> None:
+        self.notices.append((death, restart_in_s))
         self.told.set()
 
 
@@ -438,7 +438,7 @@ def test_a_child_that_has_served_for_long_is_replaced_at_once_and_may_die_again(
             keeper.children[-1].kill("is killed by this test")
             await keeper.told.wait()
             keeper.told.clear()
-        assert [again_in_s for _, again_in_s in keeper.notices] == [0.0, 0.0, 0.0]
+        assert [restart_in_s for _, restart_in_s in keeper.notices] == [0.0, 0.0, 0.0]
         await keeper.stop(1)
         await life
 

@@ -14,7 +14,7 @@ from moeserve.cluster.engine_state import (
     JoinSent,
     LeftFleet,
     NewRequestsEnded,
-    ProcessLost,
+    WireLost,
 )
 from moeserve.cluster.link import EngineGone
 from moeserve.messages import Joined, LeftGroup, Phase, Ready, Stopped
@@ -67,7 +67,7 @@ def test_an_engine_without_a_group_is_never_held() -> None:
 
 
 def test_a_lost_process_leaves_nothing_that_belonged_to_it() -> None:
-    lost = after(SERVING, NewRequestsEnded(ordered=False), ProcessLost())
+    lost = after(SERVING, NewRequestsEnded(ordered=False), WireLost())
     assert (lost.ready, lost.epoch, lost.left_group, lost.draining) == (None, 0, None, False)
     assert lost.held
     assert not lost.has_served
@@ -77,7 +77,7 @@ def test_a_lost_process_leaves_nothing_that_belonged_to_it() -> None:
 
 
 def test_the_final_end_stays() -> None:
-    gone = after(SERVING, ProcessLost(), FINAL)
+    gone = after(SERVING, WireLost(), FINAL)
     assert (gone.end, gone.label, gone.up) == (FINAL, "gone", False)
 
 
@@ -111,7 +111,7 @@ EVENTS = st.sampled_from(
         LeftFleet(),
         Stopped(""),
         Stopped("why"),
-        ProcessLost(),
+        WireLost(),
         RESTARTING,
         FINAL,
     ]

@@ -14,7 +14,7 @@ from moeserve.actor.process import Death
 from moeserve.actor.zmq_wire import PeerGone
 from moeserve.cluster import engine_supervisor, forks, host, node
 from moeserve.cluster.engine_group import EngineGroup
-from moeserve.cluster.engine_state import EngineState, ProcessLost
+from moeserve.cluster.engine_state import EngineState, WireLost
 from moeserve.cluster.engine_supervisor import EngineSupervisor
 from moeserve.cluster.fleet_state import FleetState
 from moeserve.cluster.forks import LocalHost
@@ -200,11 +200,11 @@ async def test_the_end_of_an_engine_is_reported_even_if_a_late_loss_fills_the_ou
     await asyncio.sleep(0)
     assert not events
     await outbox.drain(wait=False)
-    await until(lambda: events == [ProcessLost()])
+    await until(lambda: events == [WireLost()])
     for _ in range(5):
         await asyncio.sleep(0)
     assert not dying.done()
     await outbox.drain(wait=False)
     await asyncio.wait_for(dying, 15)
-    assert [type(event) for event in events] == [ProcessLost, EngineGone]
+    assert [type(event) for event in events] == [WireLost, EngineGone]
     reading.cancel()

@@ -335,7 +335,7 @@ class FakeModelRunner:
         result = StepResult(plan.step, np.zeros(0, np.int32))
         drafts_R = np.zeros(len(rows), np.int32) if plan.num_drafts_R is None else plan.num_drafts_R
         kept_S: list[list[int]] = []
-        drafts_S: list[int] = []
+        num_drafts_S: list[int] = []
         for (slot, start, count), value, samples, k in zip(
             rows, values, plan.samples_R, drafts_R.tolist(), strict=True
         ):
@@ -366,14 +366,14 @@ class FakeModelRunner:
             known = end - k + len(kept)
             self.tokens[slot, end - k : known] = np.maximum(kept, 0)
             kept_S.append(kept)
-            drafts_S.append(self._guess(slot, known))
+            num_drafts_S.append(self._guess(slot, known))
         return replace(
             result,
             tokens_N=np.array([token for kept in kept_S for token in kept], np.int32),
             counts_S=None
             if plan.num_drafts_R is None
             else np.array([len(kept) for kept in kept_S], np.int32),
-            drafts_S=np.array(drafts_S, np.int32) if self.num_drafts else None,
+            num_drafts_S=np.array(num_drafts_S, np.int32) if self.num_drafts else None,
         )
 
     def _guess(self, slot: int, known: int) -> int:

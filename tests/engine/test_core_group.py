@@ -400,7 +400,7 @@ async def test_a_group_that_breaks_while_an_engine_sleeps_leaves_no_error_unseen
         _handle_until=hear,
         _placement_pending=False,
         _leave_deadline_s=0.0,
-        _check_at_s=0.0,
+        _wake_at_s=0.0,
     )
     core._clock = lambda: 0.0
     with pytest.raises(asyncio.CancelledError):

@@ -462,7 +462,9 @@ def test_right_drafts_behind_the_end_of_an_answer_do_not_count(
         assert plan is not None
         counts = np.array([len(new)], np.int32)
         drafts = np.array([4], np.int32)
-        result = StepResult(plan.step, np.array(new, np.int32), counts_S=counts, drafts_S=drafts)
+        result = StepResult(
+            plan.step, np.array(new, np.int32), counts_S=counts, num_drafts_S=drafts
+        )
         output = scheduler.update_from_output(plan, result)
     assert len(output.finish) == emitted
     assert output.drafts == {1: (4, kept)}

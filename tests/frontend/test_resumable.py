@@ -19,7 +19,7 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta, Generation
 from moeserve.frontend.journal import Entry, Journal, SequenceLog, StreamLog
 from moeserve.frontend.journal_feed import feed, follow
-from moeserve.frontend.resumable import TakenOver
+from moeserve.frontend.resumable import ResumedElsewhere
 from moeserve.frontend.takeover import succeeding
 from moeserve.messages import Abort, FinishReason, StepOutput, Submit
 from moeserve.sampling import SamplingParams, TokenSampling
@@ -165,7 +165,7 @@ async def test_rows_that_come_during_a_replay_are_neither_lost_nor_doubled(
     assert text_of(deltas) == STORY * 3
     assert [token for delta in deltas for token in delta.token_ids] == ids
     assert deltas[-1].finish_reason == "length"
-    with pytest.raises(TakenOver):
+    with pytest.raises(ResumedElsewhere):
         await collect(first)
     assert log.sequences[0].tokens == ids
 
@@ -176,7 +176,7 @@ async def test_replayed_rows_are_merged_but_not_across_a_cut(front, engine, toke
     await engine.rows(*((submit.rid, ids[i % len(ids)], 0) for i in range(600)))
     await engine.rows((submit.rid, 2, STOP))
     (log,) = front.resumable.journal.streams.values()
-    deltas = await collect(await front.resumable.resume(log, cuts={0: {10, 13}}))
+    deltas = await collect(await front.resumable.resume(log, delta_ends={0: {10, 13}}))
     assert [len(delta.token_ids) for delta in deltas] == [10, 3, 256, 256, 76]
 
 
@@ -189,7 +189,7 @@ async def test_the_newest_of_two_replays_wins(front, engine, tokenizer):
     older = asyncio.create_task(front.resumable.resume(log))
     await asyncio.sleep(0)
     newer = asyncio.create_task(front.resumable.resume(log))
-    with pytest.raises(TakenOver):
+    with pytest.raises(ResumedElsewhere):
         await older
     await engine.rows((submit.rid, 2, STOP))
     assert text_of(await collect(await newer)) == STORY
@@ -331,7 +331,7 @@ async def test_a_failed_feed_or_takeover_is_reported(
     async def fails(*args: object) -> None:
         raise ZeroDivisionError("planted in the takeover")
 
-    monkeypatch.setattr(resumable.Resumable, "catch_up", fails)
+    monkeypatch.setattr(resumable.ResumableStreams, "catch_up", fails)
 
     class Opened:
         async def __aenter__(self) -> FrontEnd:

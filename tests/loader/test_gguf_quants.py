@@ -124,7 +124,7 @@ def test_a_product_is_that_of_the_meaning_with_rounded_rows(
     into, w_NK = parameter(kind, "auto", *others)
     linear = NativeLinear(into)
     x_MK = torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
-    form = common_format([GGML_FORMATS[name] for name in {kind, *others}], linear=True)
+    form = common_format([GGML_FORMATS[name] for name in {kind, *others}], is_linear=True)
     assert form is not None
     assert linear.packed.nbytes == into.values.numel() * form.bytes_per_weight
     blocks = x_MK.view(5, -1, 32)

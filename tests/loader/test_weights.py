@@ -46,7 +46,7 @@ def test_all_dtypes_chunks_and_threads_agree_with_the_reference_reader(
     small_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weights, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(weights, "MAX_READ_BYTES", read_bytes)
     expected = load_file(small_file)
     params = load(open_checkpoint(small_file.parent), copy_all(expected), dtype, threads=threads)
     assert list(params) == list(expected)
@@ -183,8 +183,8 @@ def test_any_piece_gives_what_indexing_gives(
         shape = (2, *shape)
         expected = torch.stack((taken, taken))
         pieces_ = [replace(piece, at=(row,)) for row in range(2)]
-    before = weights.READ_BYTES
-    weights.READ_BYTES = read_bytes
+    before = weights.MAX_READ_BYTES
+    weights.MAX_READ_BYTES = read_bytes
     try:
         params = load(
             open_checkpoint(tmp_path),
@@ -193,7 +193,7 @@ def test_any_piece_gives_what_indexing_gives(
             threads=2,
         )
     finally:
-        weights.READ_BYTES = before
+        weights.MAX_READ_BYTES = before
     assert torch.equal(params["p"], expected.to(dtype))
 
 
@@ -236,7 +236,7 @@ def test_blocks_of_example() -> None:
 
 
 def test_progress_counts_every_byte_once(small_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "READ_BYTES", 64)
+    monkeypatch.setattr(weights, "MAX_READ_BYTES", 64)
     tensors = load_file(small_file)
     seen: list[tuple[int, int]] = []
     load(
@@ -358,7 +358,7 @@ def test_a_file_that_changes_after_its_header_was_read(harm: str, small_file: Pa
 def test_an_error_in_the_progress_callback_ends_the_load(
     small_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "READ_BYTES", 1)
+    monkeypatch.setattr(weights, "MAX_READ_BYTES", 1)
     before = open_files()
 
     def stop(done: int, total: int) -> None:

@@ -159,7 +159,7 @@ class Driver:
                 )
                 for rule in self.rules
             ),
-            sample_N=torch.arange(len(positions)),
+            logits_indices_N=torch.arange(len(positions)),
             offsets_R1=offsets,
             starts_R=starts_R,
             rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets)),

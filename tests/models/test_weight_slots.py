@@ -62,7 +62,7 @@ def test_every_parameter_of_a_family(name: str, kernels: Any, make_checkpoint: A
     driver = Driver(path, kernels=kernels)
     first = logits(driver, "a")
     params = params_of(path, driver)
-    slots = driver.model.slots
+    slots = driver.model.weight_slots
     assert params.keys() - {"embed"} <= set(slots)
     slots.write({key: other(value) for key, value in params.items()})
     expected = logits(Driver(path, kernels=kernels, change=change_all), "a")
@@ -79,15 +79,17 @@ def test_one_parameter_at_a_time(kernels: Any, make_checkpoint: Any) -> None:
     driver = Driver(path, kernels=kernels)
     params = params_of(path, driver)
     for i, name in enumerate(name for name in params if "layers.1." not in name):
-        partners = {n for slot in driver.model.slots[name] for n in slot.names if n in params}
+        partners = {
+            n for slot in driver.model.weight_slots[name] for n in slot.names if n in params
+        }
 
         def change(others: dict[str, Any], partners: set[str] = partners) -> None:
             others.update({name: other(others[name]) for name in partners})
 
-        driver.model.slots.write({name: other(params[name]) for name in partners})
+        driver.model.weight_slots.write({name: other(params[name]) for name in partners})
         expected = logits(Driver(path, kernels=kernels, change=change), "a")
         assert torch.equal(logits(driver, f"{i}"), expected), name
-        driver.model.slots.write({name: params[name] for name in partners})
+        driver.model.weight_slots.write({name: params[name] for name in partners})
 
 
 @needs_native
@@ -102,7 +104,7 @@ def test_every_type_of_ggml(
     params = params_of(file, driver, activations=activations)
     if activations == "auto":  # types with minima are widened for rows of floats
         assert any(isinstance(value, Quantised) for value in params.values())
-    driver.model.slots.write({key: other(value) for key, value in params.items()})
+    driver.model.weight_slots.write({key: other(value) for key, value in params.items()})
     expected = logits(Driver(file, activations=activations, change=change_all), "a")
     assert torch.equal(logits(driver, "a"), expected)
 
@@ -116,7 +118,7 @@ def test_weights_that_are_rounded_while_they_are_read(
     path = make_checkpoint("qwen3_moe").path
     driver = Driver(path, dtype, asked=asked)
     params = params_of(path, driver, quantize_to=asked)
-    driver.model.slots.write({key: other(value) for key, value in params.items()})
+    driver.model.weight_slots.write({key: other(value) for key, value in params.items()})
     expected = logits(Driver(path, dtype, asked=asked, change=change_all), "a")
     assert torch.equal(logits(driver, "a"), expected)
 
@@ -134,7 +136,7 @@ def test_slots_hold_no_second_copy(make_checkpoint: Any) -> None:
     gc.collect()
     assert len(loaded) > 8
     assert [name for name, value in loaded.items() if value() is not None] == []
-    assert loaded.keys() <= set(driver.model.slots)
+    assert loaded.keys() <= set(driver.model.weight_slots)
 
 
 def test_parameters_of_one_slot_come_together(make_checkpoint: Any) -> None:
@@ -142,6 +144,6 @@ def test_parameters_of_one_slot_come_together(make_checkpoint: Any) -> None:
     driver = Driver(path)
     params = params_of(path, driver)
     with pytest.raises(AssertionError, match=r"layers.0.qkv_bias.* must be written together"):
-        driver.model.slots.write({"layers.0.qkv": params["layers.0.qkv"]})
+        driver.model.weight_slots.write({"layers.0.qkv": params["layers.0.qkv"]})
     with pytest.raises(KeyError, match=r"layers.9.qkv"):
-        driver.model.slots.write({"layers.9.qkv": params["layers.0.qkv"]})
+        driver.model.weight_slots.write({"layers.9.qkv": params["layers.0.qkv"]})

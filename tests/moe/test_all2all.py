@@ -121,7 +121,7 @@ def test_two_dispatches_in_flight_do_not_mix(make: Callable[[], All2All]) -> Non
         routing = Routing(ids, torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)))
         batches.append((x, routing, backend.dispatch(x, routing, ubatch)))
     for x, routing, pending in reversed(batches):
-        pending.arrive()
+        pending.launch_receive()
         ticket = pending.wait()
         out = backend.combine(
             ticket, scale_rows(ticket.inbound), torch.empty_like(x), ubatch

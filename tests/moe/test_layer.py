@@ -149,9 +149,9 @@ def test_padding_that_the_host_knows_does_not_travel() -> None:
 
 def test_loads_are_kept_layer_by_layer() -> None:
     ubatch = UBatch()
-    ubatch.note_load(np.array([4, 0, 0, 0]))
-    ubatch.note_load(np.array([1, 1, 1, 1]))
-    ubatch.note_load(np.array([0, 0, 0, 0]))
+    ubatch.record_layer_load(np.array([4, 0, 0, 0]))
+    ubatch.record_layer_load(np.array([1, 1, 1, 1]))
+    ubatch.record_layer_load(np.array([0, 0, 0, 0]))
     table = ubatch.take_load()
     assert table.tolist() == [[4, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
     assert ubatch.take_load().size == 0
@@ -225,8 +225,12 @@ def test_world() -> None:
 @pytest.mark.parametrize(
     ("backend", "kernel", "why"),
     [
-        ({"not_recorded": None}, {"device_counts": True}, "possible: decode steps can be recorded"),
-        ({"not_recorded": None}, {}, "quick must know the counts of rows on the host"),
+        (
+            {"why_not_recordable": None},
+            {"device_counts": True},
+            "possible: decode steps can be recorded",
+        ),
+        ({"why_not_recordable": None}, {}, "quick must know the counts of rows on the host"),
         ({}, {"device_counts": True}, "rows are counted on the host"),
     ],
 )
@@ -245,9 +249,9 @@ def test_plan_says_whether_steps_are_recorded(
         None,
     ]
     layer = plan.layer(*parts, LogicalToPhysical(placement, 0, counts_on_device=True))
-    assert layer.not_recorded == (None if why.startswith("possible") else why)
+    assert layer.why_not_recordable == (None if why.startswith("possible") else why)
     on_host = plan.layer(*parts, LogicalToPhysical(placement, 0))
-    assert on_host.not_recorded == "the router's choices are counted on the host"
+    assert on_host.why_not_recordable == "the router's choices are counted on the host"
 
 
 @pytest.mark.skipif(native() is None, reason="needs the compiled extension")

@@ -305,7 +305,7 @@ def test_arrival_is_when_the_last_peer_rang(tmp_path: Path) -> None:
         before = time.monotonic_ns()
         rows = backend.dispatch(x, routing, UBatch())
         rang = time.monotonic_ns()
-        rows.arrive()
+        rows.launch_receive()
         rows.wait()
         return before, rows.arrived_ns, rang
 

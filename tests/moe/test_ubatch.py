@@ -32,7 +32,7 @@ class Transfer:
         self._ends_ns = time.monotonic_ns() + int(ms * MS)
         self.arrived_ns = 0
 
-    def arrive(self) -> None:
+    def launch_receive(self) -> None:
         self._log.append(f"receive {self._name}")
         if self._early:
             raise ValueError(self._early)
@@ -67,7 +67,7 @@ def two(log: list[str], *plans: list[str], early: str = "") -> PingPong:
     run(ubatches[0])
     thread.join(10)
     assert not thread.is_alive()
-    assert not any(ubatch._receives for ubatch in ubatches)
+    assert not any(ubatch._sibling_receives for ubatch in ubatches)
     return ping_pong
 
 
@@ -107,7 +107,7 @@ def test_an_early_receive_that_waits_is_exposed() -> None:
         ubatch.couple(ping_pong, ubatches[1 - ubatch.index])
 
     class Landing(Transfer):
-        def arrive(self) -> None:
+        def launch_receive(self) -> None:
             self.wait()
 
     def run(ubatch: UBatch) -> None:
@@ -125,8 +125,8 @@ def test_exposed_is_what_meanwhile_does_not_hide() -> None:
     ubatch = UBatch()  # type: tuple[UBatch, list[str]]
     log = []  # type: tuple[UBatch, list[str]]
     ubatch.meter.reset(trace=True)
-    ubatch.note_load(np.array([1]))
-    ubatch.meter.resume()
+    ubatch.record_layer_load(np.array([1]))
+    ubatch.meter.begin_work()
     time.sleep(0.005)
     ubatch.overlap(lambda: Transfer("rows", log, 200), lambda: time.sleep(0.05), name="dispatch")
     meter = ubatch.meter

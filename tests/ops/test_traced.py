@@ -73,7 +73,7 @@ def hidden(
         positions=Positions.of_text(torch.arange(tokens)),
         groups=(GroupInputs(torch.arange(tokens) + 16, torch.tensor([[1, 2]]), 16, None),)
         * len(groups),
-        sample_N=torch.tensor([tokens - 1]),
+        logits_indices_N=torch.tensor([tokens - 1]),
         offsets_R1=offsets_R1,
         starts_R=starts_R,
         rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets_R1)),
@@ -119,7 +119,7 @@ def test_no_trace_looks_into_what_cuts_a_recording(
     torch._dynamo.reset()
     compiled = traced(pick_ops(CPU, torch.float32, "torch"))
     compiled = replace(
-        compiled, trace=partial(torch.compile, dynamic=True, backend="eager")
+        compiled, compile=partial(torch.compile, dynamic=True, backend="eager")
     )  # traces, no code
     calls: list[str] = []
 
@@ -151,7 +151,7 @@ def test_no_trace_looks_into_recurrences(
     counters.clear()
     plain = pick_ops(CPU, torch.float32, "torch")
     graphs = []
-    compiled = replace(traced(plain), trace=partial(torch.compile, dynamic=True, backend="eager"))
+    compiled = replace(traced(plain), compile=partial(torch.compile, dynamic=True, backend="eager"))
     for tokens in (7, 20, 13, 18):
         expected = hidden(plain, 2, tokens, mixers=(mixer,))
         torch.testing.assert_close(hidden(compiled, 2, tokens, mixers=(mixer,)), expected)

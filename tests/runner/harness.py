@@ -50,7 +50,7 @@ class HistoryModel:
     """
 
     moe_layers = ()
-    not_recorded = "not all kernels that serve can be recorded"
+    why_not_recordable = "not all kernels that serve can be recorded"
 
     def __init__(self, spec: ModelSpec) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -169,7 +169,7 @@ def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(
         return real(*args)
 
     monkeypatch.setattr(triton_ops, "route", route)
-    monkeypatch.setattr(FusedMoELayer, "not_recorded", None)
+    monkeypatch.setattr(FusedMoELayer, "why_not_recordable", None)
     runner = ByTriton(
         config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True
     )

@@ -113,7 +113,9 @@ def test_graphs_of_small_steps_by_nccl_are_in_the_memory_plan(
     caps = NcclAll2All(facts_of(runner.dtype, hidden_size=2048)).caps
     found = []
     for rows in (0, caps.recorded_rows):
-        runner.peers = SimpleNamespace(caps=replace(caps, recorded_rows=rows), not_recorded=None)  # type: ignore[assignment]
+        runner.peers = SimpleNamespace(
+            caps=replace(caps, recorded_rows=rows), why_not_recordable=None
+        )  # type: ignore[assignment]
         found.append(runner.profile_run())
     each = MAX_SMALL_BYTES * caps.copies
     assert each <= (found[1] - found[0]) / len(runner.ubatches.ubatches) <= 2 * each

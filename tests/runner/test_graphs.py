@@ -296,7 +296,7 @@ class Exact:
     Nothing of a step may be read from the host but its rows' bounds, and nothing asked of the
     device."""
 
-    not_recorded = None
+    why_not_recordable = None
     moe_layers = ()
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -312,7 +312,7 @@ class Exact:
         for index, cache in enumerate(kv):
             group = step.groups[index % len(step.groups)]
             cache[0].view(-1, 2).index_copy_(0, group.slot_mapping_T, x[:, :2])
-            ubatch.note_load((x[:, :2] % 2 * is_live[:, None]).sum(0).int())
+            ubatch.record_layer_load((x[:, :2] % 2 * is_live[:, None]).sum(0).int())
             q = x.view(len(x), 2, 2)
             x = x + self.attend(q, step, index % len(step.groups), cache[0]) % 13
         return x
@@ -523,7 +523,7 @@ def test_a_missing_wait_in_the_runner_is_noticed(
         fake_runner(**settings)
 
 
-@pytest.mark.parametrize("change", [{}, {"not_recorded": "rows are counted on the host"}])
+@pytest.mark.parametrize("change", [{}, {"why_not_recordable": "rows are counted on the host"}])
 def test_where_graphs_cannot_be_steps_run_without(
     change: dict[str, Any],
     cuda: FakeCuda,
@@ -536,5 +536,5 @@ def test_where_graphs_cannot_be_steps_run_without(
     with caplog.at_level("INFO"):
         runner = fake_runner(graphs="auto" if change else "off", **settings)
     assert runner.graphs is None
-    why = change.get("not_recorded", "graphs: off")
+    why = change.get("why_not_recordable", "graphs: off")
     assert caplog.text.count(f"all steps run without graphs: {why}") == 1

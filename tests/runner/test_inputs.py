@@ -73,7 +73,7 @@ def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> Non
             sample.append(offset - 1)
     assert step.ids_T.tolist() == ids
     assert step.positions.text_T.tolist() == positions
-    assert step.sample_N.tolist() == sample
+    assert step.logits_indices_N.tolist() == sample
     assert step.offsets_R1.tolist() == [0, *np.cumsum(plan.counts_R)]
     for group, inputs in enumerate(step.groups):
         assert inputs.slot_mapping_T.tolist() == entries[group]

@@ -314,7 +314,7 @@ def test_a_plan_that_asks_for_no_drafts_keeps_the_cache(make_head: Callable[[str
         plan = replace(driver.plan([(request, 30)]), propose=False)
         result = driver.runner.execute(plan)
         assert len(driver.runner.hidden) == 1
-        assert result.drafts_S is None or not result.drafts_S.any()
+        assert result.num_drafts_S is None or not result.num_drafts_S.any()
         driver.update_from_output([(request, 30)], plan, result)
     driver.run([(request, 1)])
     check_drafts(head, driver, request)

@@ -78,7 +78,7 @@ class _Pending:
     then: Callable[[Tensor], Any]
     arrived_ns = ON_DEVICE
 
-    def arrive(self) -> None: ...
+    def launch_receive(self) -> None: ...
 
     def wait(self) -> Any:
         return self.then(self.join())

@@ -365,7 +365,7 @@ class _Travelling:
         self.arrived_ns = time.monotonic_ns()
         self._here.set()
 
-    def arrive(self) -> None:
+    def launch_receive(self) -> None:
         pass
 
     def wait(self) -> Any:

@@ -134,13 +134,13 @@ async def test_keys_change_without_a_restart(tmp_path, caplog):
     auth = auth_of(path, "keys: [{key: a, requests_per_minute: 1}]")
     reloads = Reloads()
     reloads.add(auth.paths, auth.read, auth.use)
-    auth.check({"X-Api-Key": "a"}).rates.charge_prompt(1)
+    auth.check({"X-Api-Key": "a"}).rate_limits.charge_prompt(1)
     os.utime(path, ns=(1, 1))
     path.write_text("keys: [{key: a, requests_per_minute: 1}, {key: b}]")
     await reloads.check()
     assert auth.check({"X-Api-Key": "b"}).owner
     with pytest.raises(RateLimited):  # what was used stays used
-        auth.check({"X-Api-Key": "a"}).rates.charge_prompt(1)
+        auth.check({"X-Api-Key": "a"}).rate_limits.charge_prompt(1)
     path.write_text("keys: [")
     await reloads.check(force=True)
     assert "not reloaded" in caplog.text

@@ -304,7 +304,7 @@ async def test_each_resume_is_charged_as_a_request_and_its_tokens_once(tokenizer
     async with live_server(tokenizer, resume_window=30.0, api_key_file=str(path)) as live:
         key = {"X-Api-Key": "a"}
         events = await read(live, CHAT, ASK, **key)
-        rates = live.context.auth.check(key).rates
+        rates = live.context.auth.check(key).rate_limits
         tokens = rates.headers()["X-RateLimit-Remaining-Tokens"]
         for left in ("1", "0"):
             assert await read(live, CHAT, ASK, last=events[3][0], **key)

@@ -51,7 +51,7 @@ class All2AllCaps:
     # micro-batches; None: any number.
     max_in_flight: int | None = None
     # Why no CUDA graph can record a dispatch; None if one can.
-    not_recorded: str | None = "rows are counted on the host"
+    why_not_recordable: str | None = "rows are counted on the host"
     # The most tokens of each rank in a recorded dispatch; None: no limit. `join` may change it.
     most_recorded: int | None = None
     # The most rows that a recorded dispatch receives into the graph's own memory.

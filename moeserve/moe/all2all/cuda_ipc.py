@@ -134,7 +134,7 @@ class CudaIpcAll2All:
             # Received rows and results of each buffer, and the decoded rows of a lossy format
             copies=2 * NUM_BUFFERS + facts.wire.lossy,
             pad_hidden=lambda width: width if width * dtype.itemsize % 16 == 0 else None,
-            not_recorded=None,
+            why_not_recordable=None,
             device_counts=True,
             devices=frozenset({"cuda"}),
         )

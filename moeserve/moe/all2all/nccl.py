@@ -52,7 +52,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         super().__init__(facts, "cuda")
         self._max_sms = facts.comm_sms
         self.caps = replace(
-            self.caps, not_recorded=None, recorded_rows=MAX_SMALL_BYTES // facts.row_bytes
+            self.caps, why_not_recordable=None, recorded_rows=MAX_SMALL_BYTES // facts.row_bytes
         )
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:

@@ -92,7 +92,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
         exchange = channel.post(receive, send, lambda: pool.give(outbox))
         # Results are not sent early with a single micro-batch, which waits for its rows as soon as
         # all of its results are sent.
-        num_early = self._num_local // 2 if ubatch.in_turns else 0
+        num_early = self._num_local // 2 if ubatch.has_sibling else 0
 
         def receive_rows() -> Ticket:
             exchange.wait()

@@ -66,13 +66,13 @@ class SampleTask(RowTask):
         self._masks = None
         if not self._constraints.active:
             return
-        slots_S = plan.slots_R[rows.sampling_S]
-        known_S = (plan.starts_R + plan.counts_R)[rows.sampling_S]
-        if drafts is None or rows.drafts_S is None:
+        slots_S = plan.slots_R[rows.sampling_rows_S]
+        known_S = (plan.starts_R + plan.counts_R)[rows.sampling_rows_S]
+        if drafts is None or rows.num_drafts_S is None:
             self._masks = self._constraints.begin(slots_S, known_S)
             return
-        drafts_by_row = np.split(drafts.cpu().numpy(), rows.drafts_S.cumsum()[:-1])
-        self._masks = self._constraints.begin(slots_S, known_S - rows.drafts_S, drafts_by_row)
+        drafts_by_row = np.split(drafts.cpu().numpy(), rows.num_drafts_S.cumsum()[:-1])
+        self._masks = self._constraints.begin(slots_S, known_S - rows.num_drafts_S, drafts_by_row)
 
     def rows(self, plan: StepPlan) -> I64:
         has_prompt_logprobs_R = (
@@ -85,7 +85,7 @@ class SampleTask(RowTask):
         rows = step.rows
         masks = self._masks
         self._masks = None
-        outputs = SampleOutputs(plan.slots_R[rows.sampling_S].astype(np.int64), masks)
+        outputs = SampleOutputs(plan.slots_R[rows.sampling_rows_S].astype(np.int64), masks)
         scored_rows = self._sampler.rows.having(Trait.PROMPT_LOGPROBS, plan.slots_R)
         if len(scored_rows):
             outputs.prompt = prompt_logprobs(
@@ -101,9 +101,11 @@ class SampleTask(RowTask):
         slots_S = outputs.slots_S
         if not len(slots_S):
             return outputs
-        slots_N = slots_S if rows.drafts_S is None else np.repeat(slots_S, rows.drafts_S + 1)
-        positions_N = rows.positions_T[rows.sample_N] + 1
-        logits_NV = self._model.logits(step.hidden_TD.index_select(0, step.inputs.sample_N))
+        slots_N = (
+            slots_S if rows.num_drafts_S is None else np.repeat(slots_S, rows.num_drafts_S + 1)
+        )
+        positions_N = rows.positions_T[rows.logits_indices_N] + 1
+        logits_NV = self._model.logits(step.hidden_TD.index_select(0, step.inputs.logits_indices_N))
         if self.on_logits is not None:
             self.on_logits(plan, logits_NV)
         outputs.sampled = self._sampler.sample(
@@ -111,23 +113,23 @@ class SampleTask(RowTask):
         )
         tokens_N = outputs.sampled.tokens_S
         (offsets_N,) = self._upload(self._tables.token_offsets(slots_N, positions_N))
-        if rows.drafts_S is not None:
-            outputs.drafts_S = rows.drafts_S
+        if rows.num_drafts_S is not None:
+            outputs.num_drafts_S = rows.num_drafts_S
             is_right_N = self._tables.arena.index_select(0, offsets_N) == tokens_N
-            outputs.accepted_S = count_accepted(is_right_N, rows.drafts_S, self._upload)
+            outputs.accepted_S = count_accepted(is_right_N, rows.num_drafts_S, self._upload)
         self._tables.append(offsets_N, tokens_N)
         return outputs
 
     def verified(self, step: ComputedStep, accepted_S: Tensor | None) -> Verified:
         """Return a step for the proposer. accepted_S: see `SampleOutputs`."""
-        drafts_S = step.rows.drafts_S
-        last_S = step.inputs.sample_N
-        if accepted_S is None or drafts_S is None:
+        num_drafts_S = step.rows.num_drafts_S
+        last_S = step.inputs.logits_indices_N
+        if accepted_S is None or num_drafts_S is None:
             accepted_S = torch.ones_like(last_S)
         else:
-            (first_S,) = self._upload((drafts_S + 1).cumsum() - drafts_S - 1)
+            (first_S,) = self._upload((num_drafts_S + 1).cumsum() - num_drafts_S - 1)
             last_S = last_S.index_select(0, first_S) + accepted_S - 1
-        slots_S = step.plan.slots_R[step.rows.sampling_S].astype(np.int64)
+        slots_S = step.plan.slots_R[step.rows.sampling_rows_S].astype(np.int64)
         return Verified(
             plan=step.plan,
             rows=step.rows,
@@ -152,7 +154,7 @@ class SampleOutputs(TaskOutputs):
     masks: StepMasks | None
     sampled: Sampled | None = None  # None: no row samples
     prompt: PromptRows | None = None
-    drafts_S: I32 | None = None  # number of drafts of each row; None: there are no drafts
+    num_drafts_S: I32 | None = None  # number of drafts of each row; None: there are no drafts
     accepted_S: Tensor | None = None  # int64: sampled tokens of each row that are kept
 
     @property
@@ -199,9 +201,9 @@ class SampleOutputs(TaskOutputs):
             reasons = {n: Status.MESSAGES[status_N[n]] for n in status_N.nonzero()[0].tolist()}
             reasons |= sampled.failures
             tokens_N, counts_S = self._mark_failed(reasons, tokens_N, counts_S, failed)
-        if counts_S is None or self.drafts_S is None:
+        if counts_S is None or self.num_drafts_S is None:
             return tokens_N, None, None
-        first_S = (self.drafts_S + 1).cumsum() - self.drafts_S - 1
+        first_S = (self.num_drafts_S + 1).cumsum() - self.num_drafts_S - 1
         kept_N = ranges(first_S, counts_S)
         return tokens_N[kept_N], counts_S, kept_N
 
@@ -253,7 +255,9 @@ class SampleOutputs(TaskOutputs):
         """
         tokens_N = tokens_N.copy()
         lengths_S = (
-            np.ones(len(self.slots_S), np.int32) if self.drafts_S is None else self.drafts_S + 1
+            np.ones(len(self.slots_S), np.int32)
+            if self.num_drafts_S is None
+            else self.num_drafts_S + 1
         )
         rows_N = np.repeat(np.arange(len(lengths_S)), lengths_S)
         first_S = lengths_S.cumsum() - lengths_S
@@ -269,7 +273,9 @@ class SampleOutputs(TaskOutputs):
     def _by_slot(self, rows_P: I64, values: Sequence[T], kept_N: I64 | None) -> dict[int, list[T]]:
         """Group values by slot, without those of rejected tokens. rows_P: their indices (of N)."""
         slots_N = (
-            self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
+            self.slots_S
+            if self.num_drafts_S is None
+            else np.repeat(self.slots_S, self.num_drafts_S + 1)
         )
         kept = None if kept_N is None else set(kept_N.tolist())
         by_slot: dict[int, list[T]] = {}

@@ -146,22 +146,22 @@ class LookupProposer(Proposer):
         return counts_S
 
 
-def count_accepted(is_right_N: Tensor, drafts_S: I32, upload: Upload) -> Tensor:
+def count_accepted(is_right_N: Tensor, num_drafts_S: I32, upload: Upload) -> Tensor:
     """Return how many sampled tokens of each row are kept, int64 [S]: the accepted drafts and one
     more.
 
     is_right_N: bool, whether a draft equals the token that was sampled in its place. Row i has
-    drafts_S[i] values for its drafts. Then follows one value for its last token, which has no
+    num_drafts_S[i] values for its drafts. Then follows one value for its last token, which has no
     draft; that value is ignored.
 
     right [yes, no, yes, x, x], drafts [3, 0] -> [2, 1]
     """
-    max_drafts = int(drafts_S.max())
-    if (drafts_S == max_drafts).all():
+    max_drafts = int(num_drafts_S.max())
+    if (num_drafts_S == max_drafts).all():
         return 1 + is_right_N.view(-1, max_drafts + 1)[:, :-1].long().cumprod(dim=1).sum(dim=1)
-    lengths_S = drafts_S.astype(np.int64) + 1
+    lengths_S = num_drafts_S.astype(np.int64) + 1
     draft_SK = np.arange(max_drafts)
-    is_draft_SK = draft_SK < drafts_S[:, None]
+    is_draft_SK = draft_SK < num_drafts_S[:, None]
     index_SK = (lengths_S.cumsum() - lengths_S)[:, None] + np.where(is_draft_SK, draft_SK, 0)
     index, is_draft = upload(index_SK, is_draft_SK)
     return 1 + (is_right_N[index] & is_draft).long().cumprod(dim=1).sum(dim=1)

@@ -204,8 +204,8 @@ class ModelProposer(Proposer):
         group = group_inputs(
             self._groups[self._full_group],
             blocks,
-            max_len=longest,
-            slots=slots,
+            longest=longest,
+            slots_R=slots,
             positions_T=positions[0],
             rows_T=None,
         )
@@ -220,7 +220,7 @@ class ModelProposer(Proposer):
                 ids_T=positions_S,
                 positions=Positions.of_text(positions_S),
                 groups=self._own_groups(group),
-                sample_N=sample,
+                logits_indices_N=sample,
                 offsets_R1=offsets_R1,
                 starts_R=starts_KS[i],
                 rows_on_device=(starts_S, offsets),

@@ -11,14 +11,14 @@ from moeserve.server.chat_request import ChatRequest
 from moeserve.server.conversation import prompt_of
 from moeserve.server.dialects.chat_answer import ChatWriter
 from moeserve.server.requests import fields_named
-from moeserve.server.terms import read_generating
+from moeserve.server.terms import read_generation_request
 
 _NAMES = {"prompt": "messages"}
 
 
 async def chat_completions(call: HttpCall) -> web.StreamResponse:
     """Answer a conversation, whole or as a stream of chunks."""
-    request, terms = await read_generating(call, ChatRequest)
+    request, terms = await read_generation_request(call, ChatRequest)
     make_writer = partial(ChatWriter, request=request)
     return await answer_chat(terms, request, make_writer, naming=partial(fields_named, _NAMES))
 

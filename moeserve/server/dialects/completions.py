@@ -19,7 +19,7 @@ from moeserve.server.call import HttpCall
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Sampling, check_chars
 from moeserve.server.running import RunningRequest
-from moeserve.server.terms import read_generating, running_request
+from moeserve.server.terms import read_generation_request, running_request
 from moeserve.server.writer import ChunkWriter
 from moeserve.text.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
 async def completions(call: HttpCall) -> web.StreamResponse:
     """Complete prompts, as a whole answer or as a stream of chunks."""
-    request, terms = await read_generating(call, CompletionRequest)
+    request, terms = await read_generation_request(call, CompletionRequest)
     if request.stream:
         _check_stream(request)
     front, ready = call.context.serving(request.model)

@@ -13,7 +13,7 @@ from moeserve.server.conversation import prompt_of
 from moeserve.server.dialects.messages_answer import CountedContext, MessageWriter, TokenCount
 from moeserve.server.dialects.messages_request import CountTokensRequest, MessagesRequest
 from moeserve.server.requests import fields_named
-from moeserve.server.terms import read_generating
+from moeserve.server.terms import read_generation_request
 
 # Chat field -> its name in this dialect.
 _NAMES = {
@@ -28,7 +28,7 @@ _NAMES = {
 
 async def create_message(call: HttpCall) -> web.StreamResponse:
     """Answer a conversation in Anthropic's shape, whole or as a stream of events."""
-    request, terms = await read_generating(call, MessagesRequest)
+    request, terms = await read_generation_request(call, MessagesRequest)
     make_writer = partial(MessageWriter, request=request)
     chat = request.chat(request.max_tokens)
     return await answer_chat(terms, chat, make_writer, naming=anthropic_errors)

@@ -26,7 +26,7 @@ from moeserve.server.dialects.responses_request import ResponsesRequest
 from moeserve.server.file_objects import Deleted, page
 from moeserve.server.requests import fields_named
 from moeserve.server.response_store import Stored
-from moeserve.server.terms import read_generating
+from moeserve.server.terms import read_generation_request
 
 # Chat field -> its name in this dialect.
 _NAMES = {
@@ -45,7 +45,7 @@ Items = list[dict[str, Any]]
 
 async def create_response(call: HttpCall) -> web.StreamResponse:
     """Answer an input, whole or as a stream of typed events."""
-    request, terms = await read_generating(call, ResponsesRequest)
+    request, terms = await read_generation_request(call, ResponsesRequest)
     history = _history(call, request)
     chat_request = request.chat(history)
     key = uuid.uuid4().hex

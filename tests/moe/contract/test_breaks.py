@@ -33,14 +33,14 @@ def turns(
     sent: list[Pending[Ticket]] = []
     for ubatch, part in zip(ubatches, parts, strict=True):
         for pending in sent:
-            pending.arrive()
+            pending.launch_receive()
         sent.append(backend.dispatch(*part, ubatch))
     tickets = [pending.wait() for pending in sent]
     ys = [experts(ticket.inbound, rank * LOCAL) for ticket in tickets]
     back: list[Pending[Tensor]] = []
     for ticket, y, out, ubatch in zip(tickets, ys, outs, ubatches, strict=True):
         for going in back:
-            going.arrive()
+            going.launch_receive()
         back.append(backend.combine(ticket, y, out, ubatch))
         time.sleep(rng.random() * 1e-3)
     return [pending.wait() for pending in back]
@@ -111,7 +111,7 @@ def test_a_receive_that_was_launched_for_another_ubatch_still_fails_as_a_loss(
     with group(name, torch.float32, 2, str(tmp_path), ubatches=2) as ranks_of:
         pending = ranks_of.backends[0].dispatch(*part, UBatch(0))
         ranks_of.backends[1].leave()
-        pending.arrive()
-        pending.arrive()
+        pending.launch_receive()
+        pending.launch_receive()
         with pytest.raises(PeerLost):
             pending.wait()

@@ -203,8 +203,8 @@ def test_two_in_flight_do_not_mix(name: str, ubatches: int, tmp_path: Path) -> N
                 for by_rank, ubatch in zip(parts, own, strict=True)
             ]
             for pending in sent:
-                pending.arrive()
-                pending.arrive()
+                pending.launch_receive()
+                pending.launch_receive()
             tickets = [pending.wait() for pending in sent]
             ys = [experts(ticket.inbound, rank * LOCAL) for ticket in tickets]
             back = [backend.combine(*each) for each in zip(tickets, ys, outs, own, strict=True)]

@@ -107,15 +107,15 @@ def an_event_of_a_synchronous_call(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_ll", "a send wipes the counters")
 def no_hook(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ll._Operation, "arrive", lambda self: None)
+    patch.setattr(ll._Operation, "launch_receive", lambda self: None)
 
 
 @mutation("deepep_ll", "a hook is called once")
-def a_hook_for_every_arrive(patch: pytest.MonkeyPatch) -> None:
-    def arrive(self: Any) -> None:
+def a_hook_for_every_launch(patch: pytest.MonkeyPatch) -> None:
+    def launch_receive(self: Any) -> None:
         self.hook()
 
-    patch.setattr(ll._Operation, "arrive", arrive)
+    patch.setattr(ll._Operation, "launch_receive", launch_receive)
 
 
 @mutation("deepep_ll", "no kernels for rows of 24")

@@ -11,8 +11,8 @@ and C of micro-batch 0 and B of micro-batch 1 are in this order:
    launches the receiving kernel.
 2. The other micro-batch computes. The receiving kernel is not launched yet, because it would occupy
    the stream until all rows have arrived.
-3. Before its own send, the other micro-batch calls `arrive`, which calls the hook. Without another
-   micro-batch, `wait` calls it.
+3. Before its own send, the other micro-batch calls `launch_receive`, which calls the hook. Without
+   another micro-batch, `wait` calls the hook.
 
 deep_ep alternates between two buffers, and each send clears the counters of the previous operation.
 So the previous operation must be received before the next send. The order of the micro-batches
@@ -75,7 +75,7 @@ class DeepEPLowLatency(DeepEP):
             pad_hidden=lambda width: next((wide for wide in WIDTHS if wide >= width), None),
             supports_world_size=lambda size: size in range(2, 8) or (size > 0 and size % 8 == 0),
             max_in_flight=IN_FLIGHT,
-            not_recorded=None,  # a CUDA graph can record it
+            why_not_recordable=None,  # a CUDA graph can record it
         )
 
     def open(self, group: Any) -> Any:
@@ -166,12 +166,15 @@ class DeepEPLowLatency(DeepEP):
     def _receive_last(self) -> None:
         """Launch the last operation's receiving kernel, if that has not happened yet."""
         if self._last is not None:
-            self._last.arrive()
+            self._last.launch_receive()
 
 
 @dataclass(slots=True)
 class _Operation(Pending[Result]):
-    """A sent operation. Its receiving kernel is launched once, by the first `arrive` or `wait`."""
+    """A sent operation.
+
+    Its receiving kernel is launched once, by the first `launch_receive` or `wait`.
+    """
 
     owner: DeepEPLowLatency
     buffer: Any
@@ -180,7 +183,7 @@ class _Operation(Pending[Result]):
     finish: Callable[[], Result]
     arrived_ns: int = ON_DEVICE
 
-    def arrive(self) -> None:
+    def launch_receive(self) -> None:
         hook = self.hook
         self.hook = None
         if hook is not None:
@@ -188,5 +191,5 @@ class _Operation(Pending[Result]):
                 hook()
 
     def wait(self) -> Result:
-        self.arrive()
+        self.launch_receive()
         return self.finish()

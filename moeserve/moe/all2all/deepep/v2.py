@@ -53,7 +53,7 @@ class DeepEPElastic(DeepEP):
                 width, ROW_BYTES // (1 if facts.wire.name == FP8 else 2)
             ),
             supports_world_size=lambda size: size >= 2,
-            not_recorded="deepep_v2 counts the received rows on the host",
+            why_not_recordable="deepep_v2 counts the received rows on the host",
         )
 
     def open(self, group: Any) -> Any:
