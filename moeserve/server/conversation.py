@@ -26,6 +26,7 @@ from moeserve.server.chat_request import (
     ChatRequest,
     Message,
     ReasoningEffort,
+    ThinkingSwitch,
     Tools,
     chat_messages,
     chat_params,
@@ -191,6 +192,8 @@ class TemplateOptions(Protocol):
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
     reasoning_effort: ReasoningEffort | None
+    enable_thinking: bool | None
+    thinking: bool | ThinkingSwitch | None
 
 
 async def render_chat(
@@ -257,14 +260,19 @@ async def render_chat(
 
 
 def _template_variables(options: TemplateOptions) -> dict[str, Any]:
-    given = options.chat_template_kwargs or {}
-    if options.reasoning_effort is None:
-        return given
-    enables_thinking = options.reasoning_effort != "none"
-    # Templates have a switch under one of the last two names.
-    effort = {
-        "reasoning_effort": options.reasoning_effort,
-        "enable_thinking": enables_thinking,
-        "thinking": enables_thinking,
-    }
-    return effort | given
+    """Return the variables of a template that a request sets, by whichever field."""
+    variables: dict[str, Any] = {}
+    thinks = options.enable_thinking
+    switch = options.thinking
+    if thinks is None and isinstance(switch, ThinkingSwitch):
+        thinks = None if switch.type == "auto" else switch.type == "enabled"
+    elif thinks is None:
+        thinks = switch
+    if options.reasoning_effort is not None:
+        variables["reasoning_effort"] = options.reasoning_effort
+        if thinks is None:
+            thinks = options.reasoning_effort != "none"
+    if thinks is not None:
+        # Templates have a switch under one of these names.
+        variables |= {"enable_thinking": thinks, "thinking": thinks}
+    return variables | (options.chat_template_kwargs or {})

@@ -68,6 +68,7 @@ class Sampling(StructuredFields, kw_only=True):
     presence_penalty: sampling.Penalty | None = None
     frequency_penalty: sampling.Penalty | None = None
     repetition_penalty: sampling.RepetitionPenalty | None = None
+    repeat_penalty: sampling.RepetitionPenalty | None = None  # llama.cpp's name of the same
     seed: sampling.Seed | None = None
     stop: sampling.StopString | sampling.StopStrings | None = None
     stop_token_ids: list[sampling.TokenId] | None = None
@@ -98,6 +99,8 @@ class Sampling(StructuredFields, kw_only=True):
         fields = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
+        if self.repeat_penalty is not None:
+            fields.setdefault("repetition_penalty", self.repeat_penalty)
         if (constraint := self.constraint()) is not None:
             fields["structured_outputs"] = constraint.params
         return fields
