@@ -12,6 +12,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
 from moeserve.server.errors import shorten
 from moeserve.server.requests import (
+    HIDDEN_IMAGE,
     MAX_UNKNOWN,
     MEDIA,
     NoEffect,
@@ -120,6 +121,7 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     tool_call_id: OpenName | None = None
 
 
+_IMAGE = "image_url"  # type of a part
 _MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
 
 
@@ -161,6 +163,17 @@ class ChatRequest(Sampling, kw_only=True):
     include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     receipt: bool | None = None
+
+    def ignored(self) -> list[str]:
+        names = super().ignored()
+        for i, message in enumerate(self.messages):
+            if message.role == "tool" and isinstance(message.content, list):
+                names += [
+                    f"messages[{i}].content[{j}]"
+                    for j, part in enumerate(message.content)
+                    if part.type == _IMAGE
+                ]
+        return names
 
     @staticmethod
     def unknown_inside(raw: dict[str, Any]) -> list[str]:
@@ -309,6 +322,8 @@ def _content(message: Message, where: str) -> str:
 
 
 def _part_text(part: TextPart, role: str, where: str) -> str:
+    if role == "tool" and part.type == _IMAGE:
+        return HIDDEN_IMAGE
     known = ("text", "refusal") if role == "assistant" else ("text",)
     if part.type not in known:
         what = f"{where}.type must be {' or '.join(known)}, not {shorten(part.type)!r}: {MEDIA}"

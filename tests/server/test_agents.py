@@ -489,3 +489,68 @@ async def test_codex_sends_metadata_that_is_known(live):
     status, _, response = await live.post(RESPONSES, body)
     assert status == 200
     assert "Warning" not in response.headers
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+TEXT = {"type": "text", "text": "sun"}
+PICTURE_RESULTS = {
+    CHAT: (
+        [
+            assistant(content=None, tool_calls=[CHAT_CALL]),
+            {"role": "tool", "tool_call_id": "c1", "content": [TEXT, PICTURE]},
+        ],
+        "messages[2].content[1]",
+    ),
+    MESSAGES: (
+        [
+            assistant(content=[{"type": "tool_use", "id": "c1", "name": "weather", "input": {}}]),
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c1",
+                        "content": [TEXT, {"type": "image", "source": {"type": "base64"}}],
+                    }
+                ],
+            },
+        ],
+        "messages[2].content[0].content[1]",
+    ),
+    RESPONSES: (
+        [
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "c1",
+                "output": [
+                    {"type": "input_text", "text": "sun"},
+                    {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+                ],
+            },
+        ],
+        "input[2].output[1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("route", PICTURE_RESULTS)
+async def test_a_picture_in_a_tools_result_does_not_end_the_session(route):
+    turns, place = PICTURE_RESULTS[route]
+    field = "input" if route == RESPONSES else "messages"
+    async with answering("ok<|im_end|>") as live:
+        body = BODIES[route] | {field: [USER, *turns]}
+        status, answer, response = await live.post(route, body)
+        assert status == 200, answer
+        assert "sun\n[image: not shown" in live.engine.prompt
+        assert place in response.headers["Warning"]
+        # One that the user sends is refused, because the answer would be about it.
+        user = (
+            [PICTURE if route == CHAT else turns[1]["content"][0]["content"][1]]
+            if (route != RESPONSES)
+            else [turns[1]["output"][1]]
+        )
+        status, _, _ = await live.post(
+            route, BODIES[route] | {field: [{"role": "user", "content": user}]}
+        )
+        assert status == 400

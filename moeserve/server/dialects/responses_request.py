@@ -23,6 +23,7 @@ from moeserve.server.dialects.responses_tools import (
 )
 from moeserve.server.requests import (
     NO_EFFECT_ANYWHERE,
+    HiddenImage,
     Kinds,
     NoEffect,
     OpenName,
@@ -30,6 +31,7 @@ from moeserve.server.requests import (
     Refusals,
     Sampling,
     TextItem,
+    hidden_images,
     text_at,
     typed_at,
 )
@@ -87,6 +89,8 @@ _HOSTED_CALLS = (
 )  # fmt: skip
 _ITEMS |= dict.fromkeys(_HOSTED_CALLS, _HostedCall)
 _TEXTS: Kinds = {"input_text": TextItem, "output_text": TextItem, "text": TextItem}
+_IMAGE = "input_image"
+_RESULTS: Kinds = _TEXTS | {_IMAGE: HiddenImage}
 _OWN_TEXTS: Kinds = _TEXTS | {"refusal": RefusalItem}  # of an assistant
 _REASONING: Kinds = {"reasoning_text": TextItem, "summary_text": TextItem}
 
@@ -179,6 +183,7 @@ class ResponsesRequest(Sampling, kw_only=True):
         for i, item in enumerate(self.items()):
             if item.get("type") in _HOSTED_CALLS:
                 names.append(f"input[{i}]")
+            names += hidden_images(item.get("output"), _IMAGE, f"input[{i}].output")
             if item.get("encrypted_content") and not (item.get("content") or item.get("summary")):
                 names.append(f"input[{i}].encrypted_content")
         return names
@@ -261,7 +266,7 @@ def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
                     {"id": made.call_id, "function": called},
                 ]
             case _CallOutput(call_id=call_id, output=output):
-                text = text_at(output, _TEXTS, f"{where}.output")
+                text = text_at(output, _RESULTS, f"{where}.output")
                 messages.append(Message(role="tool", content=text, tool_call_id=call_id))
     return messages
 
