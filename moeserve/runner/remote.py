@@ -87,7 +87,10 @@ class Team:
         )
 
     def start(self) -> None:
-        """Start the workers without waiting for them. Raises ConfigError."""
+        """Start the workers without waiting for them.
+
+        Raises ConfigError, or EngineDied if one has died already.
+        """
         self._watcher.start()
         self._started.wait()
         self._raise_if_dead()

@@ -338,9 +338,13 @@ def test_a_worker_that_cannot_be_started_is_a_config_error(short_dir: Path) -> N
 def test_a_worker_that_dies_at_its_start_is_named_with_its_last_words(short_dir: Path) -> None:
     team = team_of([sys.executable, "-c", "import sys; sys.exit('no torch here')"], short_dir)
     began_s = time.monotonic()
-    team.start()
-    with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 is gone: .* exited with code 1"):
+
+    def start() -> None:
+        team.start()  # already raises if the worker dies meanwhile
         team.wait_connected()
+
+    with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 is gone: .* exited with code 1"):
+        start()
     assert time.monotonic() - began_s < 15
     team.close()
 

@@ -162,9 +162,9 @@ async def test_a_silent_engine_is_named_after_the_deadline(silent: int, tmp_path
 
 
 async def test_a_group_that_sleeps_has_no_deadline(tmp_path: Path) -> None:
-    coordinators = await coordinators_of(2, tmp_path, deadline_s=0.5)
+    coordinators = await coordinators_of(2, tmp_path, deadline_s=2.0)
     await votes(coordinators, step=0)
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(3.0)
     decisions = await votes(coordinators, step=1, has_work=True)
     assert all(d.action is Action.RUN for d in decisions)  # type: ignore[attr-defined]
     close(coordinators)

@@ -195,10 +195,17 @@ def test_strangers_do_not_get_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_leaving_ends_a_join(rank: int, tmp_path: Path) -> None:
     tensor = ShmTensor(rank, 2)
-    threading.Timer(0.1, tensor.leave).start()
+    has_ended = threading.Event()
+
+    def leave() -> None:
+        while not has_ended.wait(0.1):  # as a runner does, because the join may not have begun
+            tensor.leave()
+
+    threading.Thread(target=leave, daemon=True).start()
     started = time.monotonic()
     with pytest.raises(PeerLost, match="left its group while"):
         tensor.join(members_of(2, str(tmp_path), tp_size=2)[rank])
+    has_ended.set()
     assert time.monotonic() - started < 15
 
 

@@ -184,7 +184,7 @@ def test_join_again_after_a_loss(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    members = members_of(4, str(tmp_path), tp_size=2, deadline_s=0.5)
+    members = members_of(4, str(tmp_path), tp_size=2, deadline_s=3.0)
     with pytest.raises(PeerLost) as caught:
         GlooTensor(0, 2).join(members[2])
     assert caught.value.missing == (3,)
